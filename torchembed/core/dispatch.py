@@ -1,0 +1,97 @@
+"""Defining an operation: its schema, its fake, its reference and the kernel picked for each key.
+
+The dispatcher is the only registry of kernels. A dispatch key holds one implementation, so the
+choice is made here, once, at import: with no kernel for a key the reference runs.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchembed.core import environment
+
+_library = torch.library.Library("torchembed", "DEF")
+
+
+class PickedKernel(NamedTuple):
+    """What an operation runs for one dispatch key, and why; the doctor prints it."""
+
+    op: str
+    key: str
+    kernel: str
+    reason: str
+
+
+picked_kernels: list[PickedKernel] = []
+
+
+def _launcher(path: str) -> Callable[..., Any]:
+    """The function at ``module:name``, imported at its first call: importing Triton is slow."""
+    module, name = path.split(":")
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    launch.__name__ = name
+    return launch
+
+
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def define_op(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    triton: str | None = None,
+    native: Callable[..., Any] | None = None,
+    native_missing: str = "it has no C++ kernel",
+) -> Callable[..., Any]:
+    """Define ``torchembed::<schema>`` and register its implementations.
+
+    Args:
+        schema: what follows ``torchembed::``, for example ``"f(Tensor x) -> Tensor"``.
+        reference: eager torch, the specification; it runs wherever no kernel is picked.
+        fake: shapes and dtypes of the results, for tracing.
+        triton: ``"module:launcher"`` of the Triton kernel, for CUDA (and for the CPU under
+            Triton's interpreter).
+        native: the C++ kernel for the CPU.
+        native_missing: why ``native`` is None.
+
+    Returns:
+        The default overload, ready to call.
+    """
+    name = _library.define(schema)
+    _library.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchembed::{name}", fake, lib=_library)
+
+    def pick(key: str, kernel: str, reason: str, function: Callable[..., Any] | None) -> None:
+        if function is not None:
+            _library.impl(name, function, key)
+        picked_kernels.append(PickedKernel(name, key, kernel, reason))
+
+    if environment.force_reference():
+        for key in ("CPU", "CUDA"):
+            pick(key, "reference", "TORCHEMBED_FORCE_REFERENCE is set", None)
+        return getattr(torch.ops.torchembed, name).default
+
+    interpreted = environment.triton_interpreted()
+    if triton is not None and interpreted:
+        pick("CPU", "triton", "TRITON_INTERPRET is set", _launcher(triton))
+    elif native is not None:
+        pick("CPU", "native", "the C++ library is loaded", native)
+    else:
+        pick("CPU", "reference", native_missing, None)
+
+    if triton is None:
+        pick("CUDA", "reference", "it has no Triton kernel", None)
+    elif not _triton_is_installed():
+        pick("CUDA", "reference", "triton is not installed", None)
+    else:
+        pick("CUDA", "triton", "triton is installed", _launcher(triton))
+    return getattr(torch.ops.torchembed, name).default

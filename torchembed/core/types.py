@@ -1,0 +1,31 @@
+"""Closed sets that several rooms speak of."""
+
+import enum
+
+
+class Pooling(enum.Enum):
+    """How the vectors of a bag become one vector. An empty bag gives zeros under both."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+
+class OnBadId(enum.IntEnum):
+    """What happens to an id outside ``[0, num_rows)``; the values cross into kernels."""
+
+    RAISE = 0
+    """The id is looked up as zeros and an ``IndexError`` names it: on the CPU at once, on a GPU
+    at the next call, since finding out sooner would make the host wait."""
+    CLAMP = 1
+    """The id becomes the nearest valid one."""
+    ZERO = 2
+    """The id is looked up as zeros and gets no gradient."""
+
+
+class OptimizerKind(enum.IntEnum):
+    """The rule of a row update; the values cross into kernels."""
+
+    SGD = 0
+    ADAGRAD = 1
+    ROWWISE_ADAGRAD = 2
+    ADAM = 3

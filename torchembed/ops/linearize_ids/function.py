@@ -1,0 +1,70 @@
+"""The public function ``linearize_ids``."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchembed.core import checks
+from torchembed.core.types import OnBadId
+from torchembed.ops.bags import check_bags
+from torchembed.ops.linearize_ids.schema import linearize_ids_op
+
+
+class LinearRows(NamedTuple):
+    """Result of :func:`linearize_ids`."""
+
+    rows: Tensor
+    """``[L]``, int32 or int64: rows of the group's flat weight, -1 where there is none."""
+    first_bad: Tensor
+    """``[1]``, int64: the smallest position of an id outside its table, L where all are inside."""
+
+
+def linearize_ids(
+    values: Tensor,
+    first_rows: Tensor,
+    num_rows: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    hotness: Sequence[int] | None = None,
+    batch_size: int,
+    on_bad_id: OnBadId = OnBadId.RAISE,
+    rows_dtype: torch.dtype = torch.int64,
+) -> LinearRows:
+    """Turn each feature's ids into rows of one flat weight that holds all the features' tables.
+
+    ``rows[p] = first_rows[f] + values[p]`` for position ``p`` of feature ``f``. An id outside
+    ``[0, num_rows[f])`` becomes -1 (``RAISE``, ``ZERO``) or the nearest valid id (``CLAMP``); this
+    function itself never raises for one, its caller reads ``first_bad``. Never synchronizes.
+
+    Args:
+        values: ids, int32 or int64, ``[L]``, feature-major.
+        first_rows: int64 ``[F]``, the first row of each feature's table.
+        num_rows: int64 ``[F]``, the rows of each feature's table.
+        offsets: ``[F * batch_size + 1]`` for jagged bags; else
+        hotness: ids a bag for each feature.
+        rows_dtype: int32 where the flat weight has fewer than 2**31 rows, else int64.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    checks.check_ids("values", values)
+    checks.check_dtype("first_rows", first_rows, (torch.int64,), "call .long()")
+    checks.check_dtype("num_rows", num_rows, (torch.int64,), "call .long()")
+    checks.check_same_device("values", values, first_rows=first_rows, num_rows=num_rows)
+    num_features = first_rows.numel()
+    checks.check_numel("num_rows", num_rows, num_features, "as first_rows has")
+    fixed = check_bags("values", values, offsets, hotness, num_features, batch_size)
+    return LinearRows(
+        *linearize_ids_op(
+            values.contiguous(),
+            None if offsets is None else offsets.contiguous(),
+            fixed,
+            first_rows,
+            num_rows,
+            batch_size,
+            int(on_bad_id),
+            rows_dtype,
+        )
+    )

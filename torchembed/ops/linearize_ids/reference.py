@@ -1,0 +1,45 @@
+"""The specification of ``linearize_ids`` in eager torch."""
+
+import torch
+from torch import Tensor
+
+from torchembed.core.types import OnBadId
+
+
+def id_features(
+    offsets: Tensor | None, hotness: list[int], batch_size: int, num_ids: int, device: torch.device
+) -> Tensor:
+    """The feature of each id position, int64 ``[L]``."""
+    if offsets is None:
+        counts = torch.tensor(hotness, device=device) * batch_size
+        features = torch.arange(len(hotness), device=device)
+        return torch.repeat_interleave(features, counts, output_size=num_ids)
+    ends = offsets[batch_size::batch_size] if batch_size else offsets[:0]
+    positions = torch.arange(num_ids, device=device, dtype=offsets.dtype)
+    return torch.searchsorted(ends.contiguous(), positions, right=True)
+
+
+def linearize_ids_reference(
+    values: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    first_rows: Tensor,
+    num_rows: Tensor,
+    batch_size: int,
+    on_bad_id: int,
+    rows_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    features = id_features(offsets, hotness, batch_size, values.numel(), values.device)
+    ids = values.to(torch.int64)
+    limit = num_rows[features]
+    bad = (ids < 0) | (ids >= limit)
+    positions = torch.arange(values.numel(), device=values.device)
+    no_bad = torch.full((1,), values.numel(), device=values.device, dtype=torch.int64)
+    first_bad = torch.cat([torch.where(bad, positions, values.numel()), no_bad]).amin().reshape(1)
+    if on_bad_id == OnBadId.CLAMP:
+        # A table without rows has nothing to clamp to: its ids become row -1.
+        rows = first_rows[features] + ids.clamp_min(0).minimum(limit - 1)
+        rows = torch.where(limit > 0, rows, -1)
+    else:
+        rows = torch.where(bad, -1, first_rows[features] + ids)
+    return rows.to(rows_dtype), first_bad

@@ -1,0 +1,33 @@
+"""Defines ``torchembed::linearize_ids`` and picks its kernels."""
+
+import torch
+from torch import Tensor
+
+from torchembed import _native
+from torchembed.core.dispatch import define_op
+from torchembed.ops.linearize_ids.reference import linearize_ids_reference
+
+
+def _fake(
+    values: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    first_rows: Tensor,
+    num_rows: Tensor,
+    batch_size: int,
+    on_bad_id: int,
+    rows_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return values.new_empty(values.shape, dtype=rows_dtype), values.new_empty(1, dtype=torch.int64)
+
+
+linearize_ids_op = define_op(
+    "linearize_ids(Tensor values, Tensor? offsets, int[] hotness, Tensor first_rows,"
+    " Tensor num_rows, SymInt batch_size, int on_bad_id, ScalarType rows_dtype)"
+    " -> (Tensor, Tensor)",
+    reference=linearize_ids_reference,
+    fake=_fake,
+    triton="torchembed.triton_kernels.linearize_ids:launch_linearize_ids",
+    native=_native.native_op("linearize_ids"),
+    native_missing=_native.missing_reason(),
+)

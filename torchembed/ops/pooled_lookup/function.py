@@ -1,0 +1,146 @@
+"""The public function ``pooled_lookup`` and its gradient."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchembed.core import checks
+from torchembed.core.types import Pooling
+from torchembed.ops.bags import check_bags
+from torchembed.ops.pooled_lookup.schema import (
+    pooled_lookup_forward_op,
+    pooled_lookup_gradient_map_op,
+    pooled_lookup_weights_backward_op,
+)
+from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
+from torchembed.ops.rowwise_update import RowGradients
+
+
+class _PooledLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        rows: Tensor,
+        offsets: Tensor | None,
+        hotness: list[int],
+        per_id_weights: Tensor | None,
+        num_features: int,
+        batch_size: int,
+        mean: bool,
+        output_dtype: torch.dtype,
+        form: WeightGradient,
+        sink: GradientSink | None,
+    ) -> Tensor:
+        # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
+        # the weight is not saved, so that an update before backward is no error.
+        weights_need_grad = ctx.needs_input_grad[4]
+        ctx.save_for_backward(weight if weights_need_grad else None, rows, offsets, per_id_weights)
+        ctx.weight_like = weight.detach()
+        ctx.hotness, ctx.mean, ctx.form, ctx.sink = hotness, mean, form, sink
+        return pooled_lookup_forward_op(
+            weight,
+            rows,
+            offsets,
+            hotness,
+            per_id_weights,
+            num_features,
+            batch_size,
+            mean,
+            output_dtype,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        weight, rows, offsets, per_id_weights = ctx.saved_tensors
+        batch_size, num_features, dim = grad.shape
+        grad = grad.contiguous()
+        grad_weight = grad_per_id_weights = None
+        if ctx.needs_input_grad[0]:
+            gradient_rows, scales = pooled_lookup_gradient_map_op(
+                rows, offsets, ctx.hotness, per_id_weights, num_features, batch_size, ctx.mean
+            )
+            has_scales = ctx.mean or per_id_weights is not None
+            gradients = RowGradients(
+                grad.view(-1, dim), gradient_rows, scales if has_scales else None
+            )
+            if ctx.sink is not None:
+                ctx.sink(rows, gradients)
+            else:
+                grad_weight = weight_gradient(rows, gradients, ctx.weight_like, ctx.form)
+        if ctx.needs_input_grad[4]:
+            grad_per_id_weights = pooled_lookup_weights_backward_op(
+                grad, weight, rows, offsets, ctx.hotness, ctx.mean
+            ).to(per_id_weights.dtype)
+        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 6
+
+
+def pooled_lookup(
+    weight: Tensor,
+    rows: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    hotness: Sequence[int] | None = None,
+    batch_size: int,
+    num_features: int = 1,
+    per_id_weights: Tensor | None = None,
+    pooling: Pooling = Pooling.SUM,
+    output_dtype: torch.dtype | None = None,
+    weight_form: WeightGradient = WeightGradient.DENSE,
+    sink: GradientSink | None = None,
+) -> Tensor:
+    """Pool the rows of each bag into one vector; all features of a table group in one call.
+
+    ``out[b, f] = sum over positions p of bag (f, b) of per_id_weights[p] * weight[rows[p]]``,
+    divided by the bag's number of ids under ``Pooling.MEAN``. An empty bag gives zeros. A row of -1
+    gives zeros and gets no gradient, though a mean counts it. Sums are float32, in the order of the
+    positions; deterministic, never synchronizes.
+
+    Worked example: D = 1, ``weight = [[10], [20], [30]]``, one feature, ``rows = [0, 2, 2]``,
+    ``offsets = [0, 2, 2, 3]``: the bags give 40, 0 and 30.
+
+    Args:
+        weight: ``[R, D]``, float32, float16 or bfloat16.
+        rows: ``[L]``, int32 or int64, feature-major, each -1 or in ``[0, R)``; not checked, see
+            :func:`~torchembed.ops.linearize_ids.linearize_ids`.
+        offsets: ``[num_features * batch_size + 1]`` for jagged bags; else
+        hotness: ids a bag for each feature, the same for every sample.
+        per_id_weights: ``[L]``, floating; gets a gradient where it requires one.
+        output_dtype: float32, float16 or bfloat16; the weight's where None.
+        weight_form: form of the gradient of ``weight``.
+        sink: called in backward with ``rows`` and their gradients; ``weight`` then gets none.
+
+    Returns:
+        ``[batch_size, num_features, D]``.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    checks.check_float("weight", weight)
+    checks.check_dim("weight", weight, 2)
+    checks.check_ids("rows", rows)
+    checks.check_same_device("weight", weight, rows=rows, per_id_weights=per_id_weights)
+    fixed = check_bags("rows", rows, offsets, hotness, num_features, batch_size)
+    if per_id_weights is not None:
+        checks.check_float("per_id_weights", per_id_weights)
+        checks.check_numel("per_id_weights", per_id_weights, rows.numel(), "one for each id")
+    output_dtype = weight.dtype if output_dtype is None else output_dtype
+    if output_dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
+    return _PooledLookup.apply(
+        weight.contiguous(),
+        rows.contiguous(),
+        None if offsets is None else offsets.contiguous(),
+        fixed,
+        None if per_id_weights is None else per_id_weights.contiguous(),
+        num_features,
+        batch_size,
+        pooling is Pooling.MEAN,
+        output_dtype,
+        weight_form,
+        sink,
+    )

@@ -1,0 +1,164 @@
+"""The public function ``rowwise_update``, and the rule that it takes."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchembed.core import checks
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.rowwise_update.schema import rowwise_update_op
+from torchembed.ops.segments import Runs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """How a row changes. ``g`` is its summed gradient, ``w`` the row; all arithmetic is float32.
+
+    First ``g *= grad_multiplier``, then ``g`` is clamped to ``[-max_gradient, max_gradient]`` where
+    that is positive, then ``g += weight_decay * w``. Then:
+
+    - ``SGD``: ``w -= lr g``.
+    - ``ADAGRAD`` (Duchi, Hazan, Singer 2011; as ``torch.optim.Adagrad``): ``s += g*g``,
+      ``w -= lr g / (sqrt(s) + eps)``.
+    - ``ROWWISE_ADAGRAD``: the same with one ``s`` a row, ``s += mean(g*g)``.
+    - ``ADAM`` (Kingma, Ba 2015; as ``torch.optim.SparseAdam``): ``m += (1 - beta1) (g - m)``,
+      ``v += (1 - beta2) (g*g - v)``,
+      ``w -= lr sqrt(1 - beta2**step) / (1 - beta1**step) m / (sqrt(v) + eps)``.
+
+    Rows that the batch does not touch keep their weights and their state.
+    """
+
+    kind: OptimizerKind
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    max_gradient: float = 0.0
+
+    @property
+    def num_states(self) -> int:
+        """Optimizer-state tensors that the rule needs."""
+        return {OptimizerKind.SGD: 0, OptimizerKind.ADAM: 2}.get(self.kind, 1)
+
+    def state_shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
+        """Shape of each float32 state tensor of a table of ``num_rows`` by ``dim``."""
+        if self.kind is OptimizerKind.ROWWISE_ADAGRAD:
+            return (num_rows,)
+        return (num_rows, dim)
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a batch's rows, not yet summed over the occurrences of a row.
+
+    The gradient of the row at position ``p`` of the batch is ``scales[p] * grad[gradient_rows[p]]``.
+    """
+
+    grad: Tensor
+    """``[G, D]``, float32, float16 or bfloat16."""
+    gradient_rows: Tensor | None = None
+    """``[L]``, int32 or int64, into ``grad``; None: position p has gradient row p."""
+    scales: Tensor | None = None
+    """``[L]``, float32; None: all ones."""
+
+
+class RoundingKeys(NamedTuple):
+    """What makes stochastic rounding a function of (seed, table, row, step, column) alone."""
+
+    row_offsets: Tensor
+    """int64 ``[T + 1]``: table t holds rows ``[row_offsets[t], row_offsets[t + 1])``."""
+    row_keys: Tensor
+    """int64 ``[T]``: each table's key, see :func:`torchembed.tables.row_keys`."""
+
+
+def rowwise_update(
+    weight: Tensor,
+    states: tuple[Tensor, ...],
+    runs: Runs,
+    gradients: RowGradients,
+    rule: UpdateRule,
+    lr: Tensor,
+    *,
+    step: Tensor | None = None,
+    grad_multiplier: Tensor | None = None,
+    skip: Tensor | None = None,
+    rounding: RoundingKeys | None = None,
+) -> None:
+    """Sum each run's gradients and update its row, in one pass. Changes ``weight`` and ``states``.
+
+    Deterministic: a run is summed in the order of ``runs.order``. Never synchronizes. Scalars that
+    change between steps are tensors on the device of ``weight``.
+
+    Args:
+        weight: ``[R, D]``, float32, float16 or bfloat16, contiguous.
+        states: float32, of ``rule.state_shape(R, D)``; ``rule.num_states`` of them, contiguous.
+        runs: from :func:`~torchembed.ops.segments.find_runs`.
+        gradients: one for each position that ``runs`` was made from.
+        lr: float32 ``[1]``.
+        step: float32 ``[1]``, counted from 1; needed by Adam and by stochastic rounding.
+        grad_multiplier: float32 ``[1]``, multiplies every gradient (inverse loss scale, clipping).
+        skip: float32 ``[1]``; nothing changes where it is not zero.
+        rounding: rounds 16-bit weights stochastically; None rounds to nearest, ties to even.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    checks.check_float("weight", weight)
+    checks.check_dim("weight", weight, 2)
+    if not weight.is_contiguous():
+        raise ValueError("weight must be contiguous, since it is updated in place; copy it first")
+    if len(states) != rule.num_states:
+        raise ValueError(f"states must be {rule.num_states} tensor(s), got {len(states)}")
+    for state in states:
+        checks.check_dtype("states", state, (torch.float32,), "call .float()")
+        expected = rule.state_shape(*weight.shape)
+        if tuple(state.shape) != expected or not state.is_contiguous():
+            raise ValueError(f"states must be contiguous {expected}, got {tuple(state.shape)}")
+    grad, gradient_rows, scales = gradients
+    num_ids = runs.order.numel()
+    checks.check_float("gradients.grad", grad)
+    checks.check_dim("gradients.grad", grad, 2)
+    if grad.shape[1] != weight.shape[1]:
+        raise ValueError(f"gradients.grad must have {weight.shape[1]} columns, got {grad.shape[1]}")
+    if gradient_rows is not None:
+        checks.check_ids("gradients.gradient_rows", gradient_rows)
+        checks.check_numel("gradients.gradient_rows", gradient_rows, num_ids, "one for each id")
+    else:
+        checks.check_numel("gradients.grad[:, 0]", grad[:, 0], num_ids, "one for each id")
+    if scales is not None:
+        checks.check_dtype("gradients.scales", scales, (torch.float32,), "call .float()")
+        checks.check_numel("gradients.scales", scales, num_ids, "one for each id")
+    scalars = {"lr": lr, "step": step, "grad_multiplier": grad_multiplier, "skip": skip}
+    for name, scalar in scalars.items():
+        if scalar is not None:
+            checks.check_dtype(name, scalar, (torch.float32,), "call .float()")
+            checks.check_numel(name, scalar, 1, "a scalar in a tensor")
+    if step is None and (rule.kind is OptimizerKind.ADAM or rounding is not None):
+        raise ValueError("step must be given for Adam and for stochastic rounding, got None")
+    if rounding is not None and weight.dtype == torch.float32:
+        raise ValueError("rounding must be None for float32 weights, which need no rounding")
+    checks.check_same_device(
+        "weight", weight, grad=grad, gradient_rows=gradient_rows, scales=scales, **scalars
+    )
+    rowwise_update_op(
+        weight,
+        states[0] if states else None,
+        states[1] if len(states) > 1 else None,
+        *runs,
+        grad.contiguous(),
+        None if gradient_rows is None else gradient_rows.contiguous(),
+        None if scales is None else scales.contiguous(),
+        lr,
+        step,
+        grad_multiplier,
+        skip,
+        None if rounding is None else rounding.row_offsets,
+        None if rounding is None else rounding.row_keys,
+        int(rule.kind),
+        rule.eps,
+        rule.beta1,
+        rule.beta2,
+        rule.weight_decay,
+        rule.max_gradient,
+    )

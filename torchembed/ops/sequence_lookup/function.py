@@ -1,0 +1,76 @@
+"""The public function ``sequence_lookup`` and its gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchembed.core import checks
+from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
+from torchembed.ops.rowwise_update import RowGradients
+from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
+
+
+class _SequenceLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        rows: Tensor,
+        output_dtype: torch.dtype,
+        form: WeightGradient,
+        sink: GradientSink | None,
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.weight_like, ctx.form, ctx.sink = weight.detach(), form, sink
+        return sequence_lookup_forward_op(weight, rows, output_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (rows,) = ctx.saved_tensors
+        gradients = RowGradients(grad.contiguous())
+        grad_weight = None
+        if ctx.sink is not None:
+            ctx.sink(rows, gradients)
+        else:
+            grad_weight = weight_gradient(rows, gradients, ctx.weight_like, ctx.form)
+        return grad_weight, None, None, None, None
+
+
+def sequence_lookup(
+    weight: Tensor,
+    rows: Tensor,
+    *,
+    output_dtype: torch.dtype | None = None,
+    weight_form: WeightGradient = WeightGradient.DENSE,
+    sink: GradientSink | None = None,
+) -> Tensor:
+    """Look up one vector for each id, without pooling: ``out[p] = weight[rows[p]]``.
+
+    A row of -1 gives zeros and gets no gradient. Deterministic, never synchronizes.
+
+    Args:
+        weight: ``[R, D]``, float32, float16 or bfloat16.
+        rows: ``[L]``, int32 or int64, each -1 or in ``[0, R)``; not checked.
+        output_dtype: float32, float16 or bfloat16; the weight's where None.
+        weight_form: form of the gradient of ``weight``.
+        sink: called in backward with ``rows`` and their gradients; ``weight`` then gets none.
+
+    Returns:
+        ``[L, D]``.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    checks.check_float("weight", weight)
+    checks.check_dim("weight", weight, 2)
+    checks.check_ids("rows", rows)
+    checks.check_same_device("weight", weight, rows=rows)
+    output_dtype = weight.dtype if output_dtype is None else output_dtype
+    if output_dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
+    return _SequenceLookup.apply(
+        weight.contiguous(), rows.contiguous(), output_dtype, weight_form, sink
+    )
