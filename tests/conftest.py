@@ -1,0 +1,88 @@
+"""One suite for every lane: the device, the lane, sizes that fit it, and poisoned memory."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Before torch is imported: one thread each, and matrix products that repeat their bits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+from tests import lanes
+from torchembed import _native
+
+
+class Sizes(NamedTuple):
+    """How large random cases are: small where an interpreter runs the kernels."""
+
+    batch_size: int
+    num_rows: int
+    max_length: int
+    dims: tuple[int, ...]
+    num_examples: int
+    """Examples that a property test draws."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where operations are tested"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda needs a GPU that torch can use, and finds none")
+    lanes.required_lane()
+    # Without the C++ library torchembed warns once, on import. Here the header says it instead.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _native.load_error()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    lane = lanes.required_lane() or "none required"
+    library = "loaded" if _native.load_error() is None else f"not used ({_native.load_error()})"
+    return f"torchembed: device {config.getoption('--device')}, lane {lane}, C++ library {library}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cuda":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device of ``--device``."""
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def sizes() -> Sizes:
+    """Sizes of random cases that fit the lane."""
+    if lanes.is_interpreted():
+        return Sizes(batch_size=5, num_rows=23, max_length=4, dims=(5, 16), num_examples=5)
+    return Sizes(
+        batch_size=37, num_rows=211, max_length=9, dims=(1, 7, 16, 64, 100, 128), num_examples=50
+    )
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """``torch.empty`` and its kin give NaN (integers: the largest), so what is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fastest_algorithms(poisoned_memory: None) -> None:
+    """Torch as users run it: it may pick nondeterministic algorithms, and does not poison memory."""
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,143 @@
+"""The operations as plain formulas on the CPU, one bag or row at a time, in a dtype of choice.
+
+They share no code with ``torchembed``, and autograd differentiates them: gradients need no formula
+of their own. Called with float64 they are the truth; with float32, what eager torch would give.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def pooled_lookup(
+    weight: Tensor,
+    rows: Tensor,
+    lengths: Sequence[int],
+    num_features: int,
+    *,
+    per_id_weights: Tensor | None = None,
+    mean: bool = False,
+) -> Tensor:
+    """``[B, F, D]`` for feature-major bags of ``lengths [F * B]``, in the dtype of ``weight``."""
+    batch_size = len(lengths) // num_features if num_features else 0
+    pooled = []
+    first = 0
+    for length in lengths:
+        positions = torch.arange(first, first + length)
+        first += length
+        present = positions[rows[positions] >= 0]
+        vectors = weight[rows[present].long()]
+        if per_id_weights is not None:
+            vectors = vectors * per_id_weights[present].unsqueeze(1)
+        total = vectors.sum(0)
+        pooled.append(total / length if mean and length else total)
+    assert first == rows.numel()
+    if not pooled:
+        return weight.new_zeros(batch_size, num_features, weight.shape[1]) + 0 * weight.sum()
+    return torch.stack(pooled).view(num_features, batch_size, -1).transpose(0, 1)
+
+
+def sequence_lookup(weight: Tensor, rows: Tensor) -> Tensor:
+    """``[L, D]``, in the dtype of ``weight``; zeros for rows of -1."""
+    padded = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
+    return padded[rows.long()]
+
+
+class RowwiseOptimizer:
+    """A table and its optimizer state; each step sums the gradients of each row and updates it.
+
+    Arithmetic and state are in ``dtype``. The weight is rounded to ``storage`` after each step, as a
+    16-bit table is.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        kind: str,
+        dtype: torch.dtype,
+        *,
+        eps: float = 1e-8,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        weight_decay: float = 0.0,
+        max_gradient: float = 0.0,
+    ) -> None:
+        self.storage, self.dtype, self.kind = weight.dtype, dtype, kind
+        self.weight = weight.detach().cpu().to(dtype).clone()
+        self.eps, self.beta1, self.beta2 = eps, beta1, beta2
+        self.weight_decay, self.max_gradient = weight_decay, max_gradient
+        row_wise = kind == "rowwise_adagrad"
+        state_shape = self.weight.shape[:1] if row_wise else self.weight.shape
+        self.states = [torch.zeros(state_shape, dtype=dtype) for _ in range(2)]
+
+    def step(
+        self, rows: Tensor, gradients: Tensor, lr: float, count: int, multiplier: float = 1.0
+    ) -> None:
+        """One step over ``rows [L]`` with ``gradients [L, D]``; rows of -1 have none."""
+        sums: dict[int, Tensor] = {}
+        for row, gradient in zip(rows.tolist(), gradients.cpu().to(self.dtype), strict=True):
+            if row >= 0:
+                sums[row] = sums[row] + gradient if row in sums else gradient
+        for row, total in sums.items():
+            old = self.weight[row]
+            gradient = total * multiplier
+            if self.max_gradient > 0:
+                gradient = gradient.clamp(-self.max_gradient, self.max_gradient)
+            gradient = gradient + self.weight_decay * old
+            new = old - lr * self._direction(row, gradient, count)
+            self.weight[row] = new
+
+    def round_weight(self) -> None:
+        """Round the weight to its storage dtype, to nearest."""
+        self.weight = self.weight.to(self.storage).to(self.dtype)
+
+    def _direction(self, row: int, gradient: Tensor, count: int) -> Tensor:
+        first, second = self.states
+        if self.kind == "sgd":
+            return gradient
+        if self.kind in ("adagrad", "rowwise_adagrad"):
+            square = gradient**2
+            first[row] += square.mean() if self.kind == "rowwise_adagrad" else square
+            return gradient / (first[row].sqrt() + self.eps)
+        assert self.kind == "adam"
+        first[row] = self.beta1 * first[row] + (1 - self.beta1) * gradient
+        second[row] = self.beta2 * second[row] + (1 - self.beta2) * gradient**2
+        correction = math.sqrt(1 - self.beta2**count) / (1 - self.beta1**count)
+        return correction * first[row] / (second[row].sqrt() + self.eps)
+
+
+def linearize_ids(
+    values: Sequence[int],
+    lengths: Sequence[int],
+    num_features: int,
+    first_rows: Sequence[int],
+    num_rows: Sequence[int],
+    on_bad_id: str,
+) -> tuple[list[int], int]:
+    """Rows of the group's weight and the first position of a bad id, in Python integers."""
+    batch_size = len(lengths) // num_features if num_features else 0
+    features = [bag // batch_size for bag, length in enumerate(lengths) for _ in range(length)]
+    rows = []
+    first_bad = len(values)
+    for position, (value, feature) in enumerate(zip(values, features, strict=True)):
+        limit = num_rows[feature]
+        if not 0 <= value < limit:
+            first_bad = min(first_bad, position)
+            if on_bad_id != "clamp" or limit == 0:
+                rows.append(-1)
+                continue
+            value = min(max(value, 0), limit - 1)
+        rows.append(first_rows[feature] + value)
+    return rows, first_bad
+
+
+def find_runs(rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """The distinct rows, increasing, and the positions of each; rows of -1 are left out."""
+    groups: dict[int, list[int]] = {}
+    for position, row in enumerate(rows):
+        if row >= 0:
+            groups.setdefault(row, []).append(position)
+    unique = sorted(groups)
+    return unique, [groups[row] for row in unique]

@@ -1,0 +1,44 @@
+"""Tolerances that follow from the arithmetic: nothing here is a chosen number."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Formula = Callable[[torch.dtype], Tensor]
+"""An oracle: the result, computed by a plain formula in the given dtype."""
+
+
+def assert_follows(actual: Tensor, formula: Formula) -> None:
+    """Assert that ``actual`` is as near to the exact result as eager low precision would be.
+
+    Its largest error against ``formula(float64)`` may be twice that of ``formula(float32)`` rounded
+    to its dtype, plus one eps of that dtype at the size of the largest exact element.
+    """
+    exact = formula(torch.float64).detach().cpu()
+    assert exact.dtype == torch.float64, "the formula must be computed in the dtype it is given"
+    assert tuple(actual.shape) == tuple(exact.shape)
+    if exact.numel() == 0:
+        return
+    eager = formula(torch.float32).detach().cpu().to(actual.dtype).double()
+    result = actual.detach().cpu().double()
+    assert torch.isfinite(result).all(), "the result has NaN or infinite elements"
+    band = torch.finfo(actual.dtype).eps * exact.abs().max()
+    allowed = 2 * (eager - exact).abs().max() + band
+    errors = (result - exact).abs()
+    assert errors.max() <= allowed, (
+        f"largest error {errors.max():.3e} at flat position {int(errors.argmax())} of shape "
+        f"{tuple(exact.shape)}, allowed {allowed:.3e}; {int((errors > allowed).sum())} elements off"
+    )
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Assert equal dtype, shape and bits; NaNs and the signs of zeros included."""
+    assert actual.dtype == expected.dtype
+    assert tuple(actual.shape) == tuple(expected.shape)
+    actual, expected = actual.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
+    if actual.is_floating_point():
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+        actual, expected = actual.view(bits), expected.view(bits)
+    different = int((actual != expected).sum())
+    assert different == 0, f"{different} of {actual.numel()} elements differ in their bits"
