@@ -1,0 +1,97 @@
+# Two commands: `make train` and `make test`. Each sets up what it needs; `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+RECIPE ?= dlrm_dcnv2
+DATA ?=
+FLAGS ?=
+
+CORES := $(shell nproc)
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+DEVICE := $(if $(filter-out 0,$(GPUS)),gpu,cpu)
+RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
+SOURCES := $(wildcard csrc/*)
+
+# Every processor of the machine for the ranks together, at least one for each.
+THREADS = $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 ))
+ONE_THREAD_EACH := OMP_NUM_THREADS=1
+
+ifeq ($(origin PYTHON),command line)
+# The caller's interpreter: nothing is installed or built unasked, and what is missing is named.
+checked = $(PYTHON) torchembed/core/versions.py --missing $(1)
+READY :=
+else
+PYTHON := .venv/bin/python
+checked = true
+READY := .venv/.native
+endif
+
+.PHONY: help
+help: ## Print this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@printf '%s\n' '' \
+	  'RECIPE=<name>      which recipe to train (now $(RECIPE))' \
+	  'DATA=<path>        a folder or file of data; without it the recipe makes its own' \
+	  'RANKS=<n>          processes to train with (now $(RANKS))' \
+	  'FLAGS="--a b"      further flags of the recipe' \
+	  'PYTHON=<python>    an interpreter that has what is needed: nothing is installed'
+
+.PHONY: train
+train: $(READY) ## Train RECIPE on RANKS processes
+	@$(call checked,train)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+	  -m recipes.train $(RECIPE) $(if $(DATA),--data "$(DATA)") $(FLAGS)
+
+.PHONY: test
+test: $(READY) ## Run the CPU suite in each of its lanes
+	@$(call checked,test)
+	$(if $(wildcard torchembed/_C.abi3.so),TORCHEMBED_LANE=native) \
+	$(ONE_THREAD_EACH) $(PYTHON) -m pytest -q -n $(CORES)
+	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton \
+	$(ONE_THREAD_EACH) $(PYTHON) -m pytest -q -n $(CORES) tests/ops
+	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference \
+	$(ONE_THREAD_EACH) $(PYTHON) -m pytest -q -n $(CORES) tests/ops
+
+.PHONY: lint
+lint: .venv/.native ## Run the linters and the type checker
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+	.venv/bin/lint-imports
+	.venv/bin/clang-format --dry-run --Werror $(SOURCES)
+
+.PHONY: format
+format: .venv/.native ## Format Python and C++, and fix what the linter can fix
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(SOURCES)
+
+.PHONY: native
+native: $(READY) ## Build the C++ library in place
+	@$(call checked,native)
+	$(PYTHON) setup.py --quiet build_ext --inplace
+
+.venv/.installed: torchembed/core/versions.py pyproject.toml
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "torchembed needs Python 3.11 or later")'
+	@echo 'Setting up .venv: a few minutes, once'
+	python3 -m venv .venv
+	python3 torchembed/core/versions.py --requirements $(DEVICE) > .venv/pins.txt
+	.venv/bin/pip install --quiet -r .venv/pins.txt
+	.venv/bin/pip install --quiet --no-deps \
+	  $$(python3 torchembed/core/versions.py --requirements-without-dependencies)
+	.venv/bin/pip install --quiet --no-build-isolation -c .venv/pins.txt \
+	  -e '.[recipes,test,bench,dev]'
+	touch $@
+
+.venv/.native: .venv/.installed setup.py $(SOURCES)
+	.venv/bin/python setup.py --quiet build_ext --inplace
+	touch $@
+
+.PHONY: clean
+clean: ## Remove the environment and all that was built
+	rm -rf .venv build dist *.egg-info torchembed/_C.abi3.so
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
