@@ -15,6 +15,7 @@ class Bags:
     """Rows of ``num_features * batch_size`` feature-major bags, jagged or of fixed hotness."""
 
     rows: Tensor
+    """``[L]``; those after the last bag are -1."""
     lengths: list[int]
     num_features: int
     batch_size: int
@@ -57,7 +58,7 @@ def bags_of(
 
 
 def random_rows(num_ids: int, num_rows: int, seed: int, missing: float = 0.1) -> Tensor:
-    """Rows that are skewed to the first ones, ``missing`` of them -1; the last row is among them."""
+    """Rows skewed to the first ones, a part ``missing`` of them -1; the last row is among them."""
     generator = torch.Generator().manual_seed(seed)
     skewed = torch.rand(num_ids, generator=generator, dtype=torch.float64) ** 3
     rows = (skewed * num_rows).long().clamp_max(num_rows - 1)
@@ -107,7 +108,7 @@ def _fixed(rows: Sequence[int], hotness: tuple[int, ...], batch_size: int, num_r
 
 EDGE_CASES: dict[str, Bags] = {
     "empty_batch": bags_of([], [], 5, num_features=2),
-    "no_features": bags_of([], [], 5, num_features=0),
+    "no_features": dataclasses.replace(bags_of([], [], 5, num_features=0), batch_size=3),
     "all_bags_empty": bags_of([0, 0, 0, 0], [], 5, num_features=2),
     "one_id": bags_of([1], [3], 5),
     "one_row": bags_of([2, 0, 1], [0, 0, 0], 1),
@@ -117,6 +118,9 @@ EDGE_CASES: dict[str, Bags] = {
     "all_missing": bags_of([2, 1], [MISSING] * 3, 5),
     "some_missing": bags_of([3, 1, 1], [MISSING, 4, MISSING, MISSING, 0], 5),
     "one_long_bag": bags_of([0, 150, 1], [7 * i % 11 for i in range(151)], 11),
+    "spare_ids": bags_of([2, 0, 1, 1], [1, 4, 0, 2, MISSING, MISSING], 5, num_features=2),
+    "spare_ids_alone": bags_of([0, 0], [MISSING, MISSING], 5),
+    "spare_ids_without_a_batch": bags_of([], [MISSING, MISSING], 5, num_features=2),
     "fixed_empty_batch": _fixed([], (2, 1), 0, 5),
     "fixed_no_features": _fixed([], (), 3, 5),
     "fixed_zero_hotness": _fixed([4, 0, 2], (0, 1, 0), 3, 5),

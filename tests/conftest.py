@@ -75,7 +75,7 @@ def sizes() -> Sizes:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """``torch.empty`` and its kin give NaN (integers: the largest), so what is not written shows."""
+    """``torch.empty`` gives NaN, or the largest integer, so that what is not written shows."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -84,5 +84,5 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def fastest_algorithms(poisoned_memory: None) -> None:
-    """Torch as users run it: it may pick nondeterministic algorithms, and does not poison memory."""
+    """Torch as users run it: nondeterministic algorithms are allowed, memory is not poisoned."""
     torch.use_deterministic_algorithms(False)

@@ -4,52 +4,49 @@ They share no code with ``torchembed``, and autograd differentiates them: gradie
 of their own. Called with float64 they are the truth; with float32, what eager torch would give.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from tests.bags import Bags
+
 
 def pooled_lookup(
-    weight: Tensor,
-    rows: Tensor,
-    lengths: Sequence[int],
-    num_features: int,
-    *,
-    per_id_weights: Tensor | None = None,
-    mean: bool = False,
+    weight: Tensor, bags: Bags, *, per_id_weights: Tensor | None = None, mean: bool = False
 ) -> Tensor:
-    """``[B, F, D]`` for feature-major bags of ``lengths [F * B]``, in the dtype of ``weight``."""
-    batch_size = len(lengths) // num_features if num_features else 0
+    """``[B, F, D]``, in the dtype of ``weight``."""
+    vectors = sequence_lookup(weight, bags.rows)
+    if per_id_weights is not None:
+        vectors = vectors * per_id_weights.unsqueeze(1)
+    remaining = list(vectors.unbind(0))
+    zero = 0 * weight.sum(0)
     pooled = []
-    first = 0
-    for length in lengths:
-        positions = torch.arange(first, first + length)
-        first += length
-        present = positions[rows[positions] >= 0]
-        vectors = weight[rows[present].long()]
-        if per_id_weights is not None:
-            vectors = vectors * per_id_weights[present].unsqueeze(1)
-        total = vectors.sum(0)
+    for length in bags.lengths:
+        bag, remaining = remaining[:length], remaining[length:]
+        # One after the other: torch.sum adds pairwise, whose float32 error is smaller.
+        total = functools.reduce(torch.add, bag, zero)
         pooled.append(total / length if mean and length else total)
-    assert first == rows.numel()
+    assert bags.rows.numel() == 0 or (bags.rows[sum(bags.lengths) :] < 0).all()
     if not pooled:
-        return weight.new_zeros(batch_size, num_features, weight.shape[1]) + 0 * weight.sum()
-    return torch.stack(pooled).view(num_features, batch_size, -1).transpose(0, 1)
+        return zero.expand(bags.batch_size, bags.num_features, -1)
+    by_feature = torch.stack(pooled).view(bags.num_features, bags.batch_size, -1)
+    return by_feature.transpose(0, 1)
 
 
 def sequence_lookup(weight: Tensor, rows: Tensor) -> Tensor:
     """``[L, D]``, in the dtype of ``weight``; zeros for rows of -1."""
     padded = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
-    return padded[rows.long()]
+    return padded[rows.cpu().long()]
 
 
 class RowwiseOptimizer:
     """A table and its optimizer state; each step sums the gradients of each row and updates it.
 
-    Arithmetic and state are in ``dtype``. The weight is rounded to ``storage`` after each step, as a
-    16-bit table is.
+    Arithmetic and state are in ``dtype``; :meth:`round_weight` rounds the weight as a 16-bit table
+    is rounded after a step.
     """
 
     def __init__(

@@ -41,7 +41,10 @@ def weight_gradient(
         )
         return total.to(weight.dtype)
     grad, gradient_rows, scales = gradients
-    values = (grad if gradient_rows is None else grad[gradient_rows.long()]).float()
+    if grad.shape[0] == 0:  # all of the ids are spare: there is no bag to take a gradient from
+        values = grad.new_zeros(rows.numel(), weight.shape[1])
+    else:
+        values = (grad if gradient_rows is None else grad[gradient_rows.long()]).float()
     if scales is not None:
         values = values * scales.unsqueeze(1)
     values = torch.where((rows >= 0).unsqueeze(1), values, 0.0).to(weight.dtype)

@@ -86,7 +86,7 @@ def rowwise_update_reference(
     max_gradient: float,
 ) -> None:
     num_ids = order.numel()
-    if num_ids == 0 or weight.numel() == 0:
+    if num_ids == 0 or weight.numel() == 0 or grad.shape[0] == 0:
         return
     sums = run_gradients(starts, order, num_runs, grad, gradient_rows, scales)
     # Shapes stay static: slots past the last run repeat it, and write the same values again.

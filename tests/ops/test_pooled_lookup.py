@@ -1,0 +1,571 @@
+"""``pooled_lookup`` against a formula, against torch's ``embedding_bag``, and against itself."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests import oracle
+from tests.bags import EDGE_CASES, Bags, bags_of, random_fixed, random_jagged
+from tests.conftest import Sizes
+from tests.repeats import assert_repeats
+from tests.tolerance import Formula, assert_follows, assert_same_bits
+from tests.values import normal, not_contiguous
+from torchembed.core.types import OptimizerKind, Pooling
+from torchembed.ops.pooled_lookup import pooled_lookup
+from torchembed.ops.row_gradients import WeightGradient
+from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
+from torchembed.ops.segments import find_runs
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def random_bags(sizes: Sizes, fixed: bool, seed: int = 0) -> Bags:
+    if fixed:
+        return random_fixed((2, 0, 1, 3), sizes.batch_size, sizes.num_rows, seed=seed)
+    return random_jagged(
+        3, sizes.batch_size, sizes.num_rows, max_length=sizes.max_length, seed=seed
+    )
+
+
+class Lookup:
+    """One case: its inputs on the device, the formula on the CPU, outputs and gradients of both."""
+
+    def __init__(
+        self,
+        bags: Bags,
+        device: torch.device,
+        *,
+        dim: int = 16,
+        weight_dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype | None = None,
+        pooling: Pooling = Pooling.SUM,
+        weighted: bool = False,
+        per_id_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.bags, self.pooling, self.output_dtype = bags, pooling, output_dtype
+        self.rows = bags.rows.to(device)
+        self.weight = normal(bags.num_rows, dim, seed=1, dtype=weight_dtype, device=device)
+        self.per_id_weights = None
+        if weighted:
+            num_ids = bags.rows.numel()
+            self.per_id_weights = normal(num_ids, seed=2, dtype=per_id_dtype, device=device)
+        shape = (bags.batch_size, bags.num_features, dim)
+        self.grad = normal(*shape, seed=3, dtype=output_dtype or weight_dtype, device=device)
+
+    def leaves(self) -> list[Tensor]:
+        tensors = [self.weight, self.per_id_weights]
+        return [t.clone().requires_grad_() for t in tensors if t is not None]
+
+    def run(self, leaves: list[Tensor], **changes: Any) -> Tensor:
+        arguments: dict[str, Any] = {
+            **self.bags.grouping(),
+            "pooling": self.pooling,
+            "output_dtype": self.output_dtype,
+            "per_id_weights": leaves[1] if len(leaves) > 1 else None,
+        }
+        if "offsets" in arguments:
+            arguments["offsets"] = arguments["offsets"].to(self.rows.device)
+        arguments |= changes
+        return pooled_lookup(leaves[0], arguments.pop("rows", self.rows), **arguments)
+
+    def forward(self, **changes: Any) -> Tensor:
+        return self.run([leaf.detach() for leaf in self.leaves()], **changes)
+
+    def gradients(self, **changes: Any) -> tuple[Tensor, ...]:
+        leaves = self.leaves()
+        return torch.autograd.grad(self.run(leaves, **changes), leaves, self.grad)
+
+    def _formula_leaves(self, dtype: torch.dtype) -> list[Tensor]:
+        return [leaf.detach().cpu().to(dtype).requires_grad_() for leaf in self.leaves()]
+
+    def _formula(self, leaves: list[Tensor]) -> Tensor:
+        per_id_weights = leaves[1] if len(leaves) > 1 else None
+        mean = self.pooling is Pooling.MEAN
+        return oracle.pooled_lookup(leaves[0], self.bags, per_id_weights=per_id_weights, mean=mean)
+
+    def forward_formula(self, dtype: torch.dtype) -> Tensor:
+        return self._formula(self._formula_leaves(dtype))
+
+    def gradient_formula(self, leaf: int) -> Formula:
+        def formula(dtype: torch.dtype) -> Tensor:
+            leaves = self._formula_leaves(dtype)
+            grad = self.grad.cpu().to(dtype)
+            output = self._formula(leaves)
+            return torch.autograd.grad(output, leaves, grad, materialize_grads=True)[leaf]
+
+        return formula
+
+    def check(self) -> None:
+        """Forward and every gradient follow the formula, in the dtypes promised."""
+        output = self.forward()
+        assert output.dtype == (self.output_dtype or self.weight.dtype)
+        assert_follows(output, self.forward_formula)
+        for leaf, gradient in enumerate(self.gradients()):
+            assert gradient.dtype == self.leaves()[leaf].dtype
+            assert_follows(gradient, self.gradient_formula(leaf))
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["jagged", "fixed"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("output_dtype", FLOATS)
+@pytest.mark.parametrize("weight_dtype", FLOATS)
+def test_follows_the_formula(
+    weight_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+    pooling: Pooling,
+    weighted: bool,
+    fixed: bool,
+    device: torch.device,
+    sizes: Sizes,
+) -> None:
+    Lookup(
+        random_bags(sizes, fixed),
+        device,
+        weight_dtype=weight_dtype,
+        output_dtype=output_dtype,
+        pooling=pooling,
+        weighted=weighted,
+    ).check()
+
+
+@pytest.mark.parametrize("per_id_dtype", FLOATS)
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_follows_the_formula_in_every_dim(
+    per_id_dtype: torch.dtype, pooling: Pooling, device: torch.device, sizes: Sizes
+) -> None:
+    for dim in sizes.dims:
+        Lookup(
+            random_bags(sizes, fixed=False),
+            device,
+            dim=dim,
+            pooling=pooling,
+            weighted=True,
+            per_id_dtype=per_id_dtype,
+        ).check()
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("case", EDGE_CASES)
+def test_edge_cases(case: str, pooling: Pooling, weighted: bool, device: torch.device) -> None:
+    lookup = Lookup(EDGE_CASES[case], device, dim=5, pooling=pooling, weighted=weighted)
+    lookup.check()
+    sparse = lookup.gradients(weight_form=WeightGradient.SPARSE)[0]
+    assert_follows(sparse.to_dense(), lookup.gradient_formula(0))
+
+
+@pytest.mark.parametrize("dim", [0, 3])
+def test_a_table_without_rows_or_columns(dim: int, device: torch.device) -> None:
+    rows = torch.tensor([-1, -1], device=device)
+    weight = torch.zeros(0 if dim else 4, dim, device=device, requires_grad=True)
+    per_id_weights = torch.ones(2, device=device, requires_grad=True)
+    output = pooled_lookup(weight, rows, hotness=[1], batch_size=2, per_id_weights=per_id_weights)
+    assert torch.equal(output.cpu(), torch.zeros(2, 1, dim))
+    grads = torch.autograd.grad(output, [weight, per_id_weights], torch.ones_like(output))
+    assert grads[0].shape == weight.shape
+    assert torch.equal(grads[1].cpu(), torch.zeros(2))
+
+
+def test_worked_example(device: torch.device) -> None:
+    weight = torch.tensor([[10.0], [20.0], [30.0]], device=device)
+    rows = torch.tensor([0, 2, 2], device=device)
+    offsets = torch.tensor([0, 2, 2, 3], device=device)
+    output = pooled_lookup(weight, rows, offsets=offsets, batch_size=3)
+    assert output.flatten().tolist() == [40.0, 0.0, 30.0]
+
+
+def test_output_is_sample_major(device: torch.device) -> None:
+    weight = torch.arange(6.0, device=device).unsqueeze(1)
+    rows = torch.arange(6, device=device)
+    output = pooled_lookup(weight, rows, hotness=[1, 1], num_features=2, batch_size=3)
+    assert output.squeeze(2).tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def test_a_mean_counts_missing_rows(device: torch.device) -> None:
+    weight = torch.tensor([[6.0]], device=device)
+    rows = torch.tensor([0, -1, -1], device=device)
+    output = pooled_lookup(weight, rows, hotness=[3], batch_size=1, pooling=Pooling.MEAN)
+    assert output.item() == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_rows_are_summed_in_float32(dtype: torch.dtype, device: torch.device) -> None:
+    # A sum kept in the rows' dtype would stop growing at 2048 (float16) or 256 (bfloat16).
+    length = 2100
+    weight = torch.ones(1, 4, dtype=dtype, device=device, requires_grad=True)
+    rows = torch.zeros(length, dtype=torch.int64, device=device)
+    output = pooled_lookup(weight, rows, hotness=[length], batch_size=1, output_dtype=torch.float32)
+    assert output.flatten().tolist() == [float(length)] * 4
+    (grad,) = torch.autograd.grad(output, weight, torch.ones_like(output))
+    assert grad.flatten().tolist() == [float(torch.tensor(float(length)).to(dtype))] * 4
+
+
+def test_sums_are_in_the_order_of_positions(device: torch.device, sizes: Sizes) -> None:
+    bags = random_jagged(2, sizes.batch_size, sizes.num_rows, max_length=40, missing=0.0)
+    lookup = Lookup(bags, device)
+    expected = torch.zeros(len(bags.lengths), 16)
+    ends = bags.offsets.tolist()
+    for bag, (first, last) in enumerate(itertools.pairwise(ends)):
+        for row in bags.rows[first:last].tolist():
+            expected[bag] += lookup.weight[row].cpu()
+    by_feature = expected.view(2, bags.batch_size, 16)
+    assert torch.equal(lookup.forward().cpu(), by_feature.transpose(0, 1))
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+def test_fixed_hotness_equals_jagged_bags(
+    weighted: bool, pooling: Pooling, device: torch.device, sizes: Sizes
+) -> None:
+    bags = random_bags(sizes, fixed=True)
+    fixed = Lookup(bags, device, pooling=pooling, weighted=weighted)
+    jagged = Lookup(bags.jagged(), device, pooling=pooling, weighted=weighted)
+    assert_same_bits(fixed.forward(), jagged.forward())
+    for gradient, expected in zip(fixed.gradients(), jagged.gradients(), strict=True):
+        assert_same_bits(gradient, expected)
+
+
+@pytest.mark.parametrize("rows_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+def test_integer_dtypes_change_nothing(
+    rows_dtype: torch.dtype, offsets_dtype: torch.dtype, device: torch.device, sizes: Sizes
+) -> None:
+    lookup = Lookup(random_bags(sizes, fixed=False), device, pooling=Pooling.MEAN, weighted=True)
+    changes = {
+        "rows": lookup.rows.to(rows_dtype),
+        "offsets": lookup.bags.offsets.to(device, offsets_dtype),
+    }
+    assert_same_bits(lookup.forward(**changes), lookup.forward())
+    for gradient, expected in zip(lookup.gradients(**changes), lookup.gradients(), strict=True):
+        assert_same_bits(gradient, expected)
+
+
+def test_inputs_need_not_be_contiguous(device: torch.device, sizes: Sizes) -> None:
+    lookup = Lookup(random_bags(sizes, fixed=False), device, weighted=True)
+    leaves = lookup.leaves()
+    strided = [not_contiguous(leaf) for leaf in leaves]
+    changes = {
+        "rows": not_contiguous(lookup.rows),
+        "offsets": not_contiguous(lookup.bags.offsets.to(device)),
+    }
+    output = lookup.run(strided, **changes)
+    assert_same_bits(output, lookup.forward())
+    gradients = torch.autograd.grad(output, leaves, not_contiguous(lookup.grad))
+    for gradient, expected in zip(gradients, lookup.gradients(), strict=True):
+        assert_same_bits(gradient, expected)
+
+
+def test_the_incoming_gradient_may_be_expanded(device: torch.device, sizes: Sizes) -> None:
+    lookup = Lookup(random_bags(sizes, fixed=False), device)
+    lookup.grad = torch.ones_like(lookup.grad)
+    leaves = lookup.leaves()
+    lookup.run(leaves).sum().backward()
+    assert leaves[0].grad is not None
+    assert_same_bits(leaves[0].grad, lookup.gradients()[0])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "weighted"])
+def test_equals_torch_embedding_bag(mode: str, device: torch.device, sizes: Sizes) -> None:
+    bags = random_jagged(1, sizes.batch_size, sizes.num_rows, missing=0.0)
+    weighted = mode == "weighted"
+    pooling = Pooling.MEAN if mode == "mean" else Pooling.SUM
+    lookup = Lookup(bags, device, pooling=pooling, weighted=weighted)
+
+    def embedding_bag(leaves: list[Tensor]) -> Tensor:
+        return torch.nn.functional.embedding_bag(
+            bags.rows,
+            leaves[0],
+            bags.offsets,
+            mode="mean" if mode == "mean" else "sum",
+            per_sample_weights=leaves[1] if weighted else None,
+            include_last_offset=True,
+        ).unsqueeze(1)
+
+    def leaves_in(dtype: torch.dtype) -> list[Tensor]:
+        return [leaf.detach().cpu().to(dtype).requires_grad_() for leaf in lookup.leaves()]
+
+    assert_follows(lookup.forward(), lambda dtype: embedding_bag(leaves_in(dtype)))
+    for leaf, gradient in enumerate(lookup.gradients()):
+
+        def gradient_of(dtype: torch.dtype, leaf: int = leaf) -> Tensor:
+            leaves = leaves_in(dtype)
+            grad = lookup.grad.cpu().to(dtype)
+            return torch.autograd.grad(embedding_bag(leaves), leaves, grad)[leaf]
+
+        assert_follows(gradient, gradient_of)
+
+
+@pytest.mark.parametrize("weight_dtype", FLOATS)
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_the_sparse_gradient_sums_to_the_dense_one(
+    pooling: Pooling, weight_dtype: torch.dtype, device: torch.device, sizes: Sizes
+) -> None:
+    lookup = Lookup(
+        random_bags(sizes, fixed=False),
+        device,
+        weight_dtype=weight_dtype,
+        pooling=pooling,
+        weighted=True,
+    )
+    sparse = lookup.gradients(weight_form=WeightGradient.SPARSE)[0]
+    assert sparse.layout == torch.sparse_coo and not sparse.is_coalesced()
+    assert sparse.shape == lookup.weight.shape and sparse.dtype == weight_dtype
+    assert sparse._nnz() == lookup.bags.rows.numel()
+
+    def entries(dtype: torch.dtype) -> Tensor:
+        """The gradient of each id on its own, as if every id had a row to itself."""
+        own = Lookup(lookup.bags, torch.device("cpu"), pooling=pooling, weighted=True)
+        own.grad = lookup.grad.cpu()
+        num_ids = lookup.bags.rows.numel()
+        positions = torch.arange(num_ids)
+        positions[lookup.bags.rows < 0] = -1
+        bags = bags_of(lookup.bags.lengths, positions, num_ids, lookup.bags.num_features)
+        weight = torch.zeros(num_ids, 16, dtype=dtype, requires_grad=True)
+        output = oracle.pooled_lookup(
+            weight,
+            bags,
+            per_id_weights=lookup.per_id_weights.cpu().to(dtype),
+            mean=pooling is Pooling.MEAN,
+        )
+        return torch.autograd.grad(output, weight, lookup.grad.cpu().to(dtype))[0]
+
+    assert_follows(sparse._values(), entries)
+    indices = sparse._indices()[0].cpu()
+    assert torch.equal(indices, lookup.bags.rows.clamp_min(0))
+    if weight_dtype == torch.float32:
+        assert_follows(sparse.to_dense(), lookup.gradient_formula(0))
+
+
+def test_a_sink_takes_the_gradients(device: torch.device, sizes: Sizes) -> None:
+    lookup = Lookup(random_bags(sizes, fixed=False), device, pooling=Pooling.MEAN, weighted=True)
+    taken: list[tuple[Tensor, RowGradients]] = []
+    leaves = lookup.leaves()
+    output = lookup.run(leaves, sink=lambda rows, gradients: taken.append((rows, gradients)))
+    assert not taken
+    output.backward(lookup.grad)
+    assert leaves[0].grad is None
+    assert leaves[1].grad is not None
+    assert_same_bits(leaves[1].grad, lookup.gradients()[1])
+    ((rows, gradients),) = taken
+    assert torch.equal(rows, lookup.rows)
+
+    total = torch.zeros_like(lookup.weight)
+    minus_one = torch.full((1,), -1.0, device=device)
+    rule = UpdateRule(kind=OptimizerKind.SGD)
+    rowwise_update(total, (), find_runs(rows, lookup.bags.num_rows), gradients, rule, minus_one)
+    assert_same_bits(total, lookup.gradients()[0])
+
+
+def test_a_frozen_weight_has_no_gradient_and_fills_no_sink(device: torch.device) -> None:
+    lookup = Lookup(EDGE_CASES["some_missing"], device, weighted=True)
+    leaves = lookup.leaves()
+    leaves[0].requires_grad_(False)
+    taken: list[Any] = []
+    lookup.run(leaves, sink=lambda *entry: taken.append(entry)).backward(lookup.grad)
+    assert leaves[0].grad is None and not taken
+    assert_follows(leaves[1].grad, lookup.gradient_formula(1))
+
+
+def test_the_weight_may_change_between_forward_and_backward(device: torch.device) -> None:
+    lookup = Lookup(EDGE_CASES["some_missing"], device)
+    leaves = lookup.leaves()
+    output = lookup.run(leaves)
+    with torch.no_grad():
+        leaves[0].zero_()
+    (gradient,) = torch.autograd.grad(output, leaves, lookup.grad)
+    assert_same_bits(gradient, lookup.gradients()[0])
+
+
+def test_a_changed_weight_is_an_error_where_backward_reads_it(device: torch.device) -> None:
+    lookup = Lookup(EDGE_CASES["some_missing"], device, weighted=True)
+    leaves = lookup.leaves()
+    output = lookup.run(leaves)
+    with torch.no_grad():
+        leaves[0].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward(lookup.grad)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["jagged", "fixed"])
+def test_repeats_its_bits(
+    fixed: bool, device: torch.device, sizes: Sizes, fastest_algorithms: None
+) -> None:
+    large = sizes._replace(batch_size=sizes.batch_size * 12)
+    lookup = Lookup(random_bags(large, fixed), device, dim=48, pooling=Pooling.MEAN, weighted=True)
+    assert_repeats(lambda: (lookup.forward(), *lookup.gradients()))
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["jagged", "fixed"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+def test_opcheck(weighted: bool, fixed: bool, device: torch.device, sizes: Sizes) -> None:
+    lookup = Lookup(random_bags(sizes, fixed), device, dim=8, weighted=weighted)
+    bags, rows, per_id_weights = lookup.bags, lookup.rows, lookup.per_id_weights
+    offsets = None if fixed else bags.offsets.to(device)
+    hotness = list(bags.hotness or ())
+    ops = torch.ops.torchembed
+    shape = (bags.num_features, bags.batch_size)
+    for mean in (False, True):
+        torch.library.opcheck(
+            ops.pooled_lookup_forward.default,
+            (lookup.weight, rows, offsets, hotness, per_id_weights, *shape, mean, torch.bfloat16),
+        )
+        torch.library.opcheck(
+            ops.pooled_lookup_gradient_map.default,
+            (rows, offsets, hotness, per_id_weights, *shape, mean),
+        )
+        torch.library.opcheck(
+            ops.pooled_lookup_weights_backward.default,
+            (lookup.grad, lookup.weight, rows, offsets, hotness, mean),
+        )
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["jagged", "fixed"])
+def test_compiles_whole_and_once_for_every_size(
+    fixed: bool, device: torch.device, sizes: Sizes
+) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def squared(weight: Tensor, rows: Tensor, per_id_weights: Tensor, **grouping: Any) -> Tensor:
+        return pooled_lookup(weight, rows, per_id_weights=per_id_weights, **grouping).square()
+
+    compiled = torch.compile(squared, fullgraph=True, dynamic=True, backend=counter)
+    for step in range(3):
+        larger = sizes._replace(batch_size=sizes.batch_size + step)
+        lookup = Lookup(random_bags(larger, fixed, seed=step), device, weighted=True)
+        grouping = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in lookup.bags.grouping().items()
+        }
+        results = []
+        for function in (squared, compiled):
+            leaves = lookup.leaves()
+            output = function(leaves[0], lookup.rows, leaves[1], **grouping)
+            results.append([output, *torch.autograd.grad(output, leaves, lookup.grad)])
+        for expected, result in zip(*results, strict=True):
+            assert_same_bits(result, expected)
+    assert counter.frame_count == 1
+
+
+def test_more_than_two_to_the_31_elements(device: torch.device, fastest_algorithms: None) -> None:
+    # Pages that nothing touches take no memory on the CPU.
+    dim = 64
+    num_rows = 2**31 // dim + 3
+    weight = torch.empty(num_rows, dim, dtype=torch.float16, device=device)
+    rows = torch.tensor([num_rows - 1, 0, num_rows - 2, num_rows - 1], device=device)
+    weight[rows] = normal(4, dim, seed=0, dtype=torch.float16, device=device)
+    output = pooled_lookup(weight, rows, hotness=[2], batch_size=2)
+    expected = weight[rows].float().view(2, 2, dim).sum(1, keepdim=True).half()
+    assert_same_bits(output, expected)
+
+
+ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "weight dtype": (
+        TypeError,
+        r"^weight must be float32 or float16 or bfloat16, got float64; call \.float\(\)$",
+        {"weight": torch.zeros(4, 2, dtype=torch.float64)},
+    ),
+    "weight shape": (
+        ValueError,
+        r"^weight must have 2 dimension\(s\), got shape \(4,\); reshape it$",
+        {"weight": torch.zeros(4)},
+    ),
+    "rows dtype": (
+        TypeError,
+        r"^rows must be int32 or int64, got float32; call \.long\(\)$",
+        {"rows": torch.zeros(3)},
+    ),
+    "rows shape": (
+        ValueError,
+        r"^rows must have 1 dimension\(s\), got shape \(1, 3\); reshape it$",
+        {"rows": torch.zeros(1, 3, dtype=torch.int64)},
+    ),
+    "rows device": (
+        ValueError,
+        r"^rows must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
+        {"rows": torch.zeros(3, dtype=torch.int64, device="meta")},
+    ),
+    "offsets dtype": (
+        TypeError,
+        r"^offsets must be int32 or int64, got float32; call \.long\(\)$",
+        {"offsets": torch.zeros(3)},
+    ),
+    "offsets length": (
+        ValueError,
+        r"^offsets must hold 3 elements \(num_features \* batch_size \+ 1\), got 4$",
+        {"offsets": torch.tensor([0, 1, 2, 3])},
+    ),
+    "offsets device": (
+        ValueError,
+        r"^offsets must be on cpu as rows is, got meta; call \.to\('cpu'\)$",
+        {"offsets": torch.zeros(3, dtype=torch.int64, device="meta")},
+    ),
+    "neither offsets nor hotness": (
+        ValueError,
+        r"^give exactly one of offsets and hotness, got neither$",
+        {"offsets": None},
+    ),
+    "both offsets and hotness": (
+        ValueError,
+        r"^give exactly one of offsets and hotness, got both$",
+        {"hotness": [1]},
+    ),
+    "hotness length": (
+        ValueError,
+        r"^hotness must be 1 counts >= 0, one for each feature, got \[1, 2\]$",
+        {"offsets": None, "hotness": [1, 2]},
+    ),
+    "negative hotness": (
+        ValueError,
+        r"^hotness must be 1 counts >= 0, one for each feature, got \[-1\]$",
+        {"offsets": None, "hotness": [-1]},
+    ),
+    "rows for the hotness": (
+        ValueError,
+        r"^rows must hold 4 elements \(sum\(hotness\) \* batch_size\), got 3$",
+        {"offsets": None, "hotness": [2]},
+    ),
+    "negative batch size": (
+        ValueError,
+        r"^batch_size must not be negative, got -1$",
+        {"batch_size": -1},
+    ),
+    "per-id weights dtype": (
+        TypeError,
+        r"^per_id_weights must be float32 or float16 or bfloat16, got int64; call \.float\(\)$",
+        {"per_id_weights": torch.ones(3, dtype=torch.int64)},
+    ),
+    "per-id weights length": (
+        ValueError,
+        r"^per_id_weights must hold 3 elements \(one for each id\), got 2$",
+        {"per_id_weights": torch.ones(2)},
+    ),
+    "per-id weights device": (
+        ValueError,
+        r"^per_id_weights must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
+        {"per_id_weights": torch.ones(3, device="meta")},
+    ),
+    "output dtype": (
+        TypeError,
+        r"^output_dtype must be float32, float16 or bfloat16, got torch\.float64$",
+        {"output_dtype": torch.float64},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_to_do(name: str) -> None:
+    error, message, changes = ERRORS[name]
+    arguments: dict[str, Any] = {
+        "weight": torch.zeros(4, 2),
+        "rows": torch.zeros(3, dtype=torch.int64),
+        "offsets": torch.tensor([0, 1, 3]),
+        "batch_size": 2,
+    } | changes
+    with pytest.raises(error, match=message):
+        pooled_lookup(arguments.pop("weight"), arguments.pop("rows"), **arguments)

@@ -1,0 +1,23 @@
+"""Numbers to test with, and the same numbers laid out in another way."""
+
+import torch
+from torch import Tensor
+
+
+def normal(
+    *shape: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Standard normal numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def not_contiguous(tensor: Tensor) -> Tensor:
+    """The same values with gaps of another value between them."""
+    wide = torch.stack([tensor, torch.full_like(tensor, 3)], dim=-1)
+    view = wide[..., 0]
+    assert tensor.numel() < 2 or not view.is_contiguous()
+    return view
