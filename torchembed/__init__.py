@@ -1,1 +1,35 @@
 """Huge embedding tables for PyTorch: sharded over GPUs, looked up, pooled and updated in place."""
+
+from torchembed import optim
+from torchembed.core.features import JaggedTensor, KeyedTensor, SparseFeatures
+from torchembed.core.types import OnBadId, Pooling
+from torchembed.modules import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from torchembed.tables import Constant, InPlaceFunction, Normal, Uniform
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Constant",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "InPlaceFunction",
+    "JaggedTensor",
+    "KeyedTensor",
+    "Normal",
+    "OnBadId",
+    "Pooling",
+    "SparseFeatures",
+    "Uniform",
+    "optim",
+]

@@ -22,8 +22,9 @@ def check_bags(
 
     Args:
         ids: ``[L]``; called ``ids_name`` in errors.
-        offsets: ``[num_features * batch_size + 1]``, int32 or int64, starting at 0 and ending at L,
-            not decreasing; None where ``hotness`` is given.
+        offsets: ``[num_features * batch_size + 1]``, int32 or int64, starting at 0, not decreasing,
+            ending at L or before: ids from ``offsets[-1]`` on are spare capacity that no bag holds,
+            and their rows are -1. None where ``hotness`` is given.
         hotness: ids a bag for each feature, the same for every sample.
 
     Returns:

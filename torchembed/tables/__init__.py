@@ -1,0 +1,27 @@
+"""Where rows and their optimizer state live."""
+
+from torchembed.tables.group import Table, TableGroup, TableSet, TableSpec, table_of
+from torchembed.tables.group_weight import group_weight
+from torchembed.tables.initializers import (
+    Constant,
+    Initializer,
+    InPlaceFunction,
+    Normal,
+    Uniform,
+    shifted_row_key,
+)
+
+__all__ = [
+    "Constant",
+    "InPlaceFunction",
+    "Initializer",
+    "Normal",
+    "Table",
+    "TableGroup",
+    "TableSet",
+    "TableSpec",
+    "Uniform",
+    "group_weight",
+    "shifted_row_key",
+    "table_of",
+]

@@ -36,7 +36,8 @@ def linearize_ids(
 
     ``rows[p] = first_rows[f] + values[p]`` for position ``p`` of feature ``f``. An id outside
     ``[0, num_rows[f])`` becomes -1 (``RAISE``, ``ZERO``) or the nearest valid id (``CLAMP``); this
-    function itself never raises for one, its caller reads ``first_bad``. Never synchronizes.
+    function itself never raises for one, its caller reads ``first_bad``. Positions from
+    ``offsets[-1]`` on belong to no bag: they become -1 and are never bad. Never synchronizes.
 
     Args:
         values: ids, int32 or int64, ``[L]``, feature-major.

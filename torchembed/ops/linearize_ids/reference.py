@@ -9,7 +9,7 @@ from torchembed.core.types import OnBadId
 def id_features(
     offsets: Tensor | None, hotness: list[int], batch_size: int, num_ids: int, device: torch.device
 ) -> Tensor:
-    """The feature of each id position, int64 ``[L]``."""
+    """The feature of each id position, int64 ``[L]``; F where it belongs to no bag."""
     if offsets is None:
         counts = torch.tensor(hotness, device=device) * batch_size
         features = torch.arange(len(hotness), device=device)
@@ -30,16 +30,18 @@ def linearize_ids_reference(
     rows_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     features = id_features(offsets, hotness, batch_size, values.numel(), values.device)
-    ids = values.to(torch.int64)
-    limit = num_rows[features]
-    bad = (ids < 0) | (ids >= limit)
     positions = torch.arange(values.numel(), device=values.device)
+    in_bag = positions < (values.numel() if offsets is None else offsets[-1])
+    ids = values.to(torch.int64)
+    limit = torch.nn.functional.pad(num_rows, (0, 1))[features]
+    first = torch.nn.functional.pad(first_rows, (0, 1))[features]
+    bad = in_bag & ((ids < 0) | (ids >= limit))
     no_bad = torch.full((1,), values.numel(), device=values.device, dtype=torch.int64)
     first_bad = torch.cat([torch.where(bad, positions, values.numel()), no_bad]).amin().reshape(1)
     if on_bad_id == OnBadId.CLAMP:
         # A table without rows has nothing to clamp to: its ids become row -1.
-        rows = first_rows[features] + ids.clamp_min(0).minimum(limit - 1)
-        rows = torch.where(limit > 0, rows, -1)
+        rows = first + ids.clamp_min(0).minimum(limit - 1)
+        rows = torch.where(in_bag & (limit > 0), rows, -1)
     else:
-        rows = torch.where(bad, -1, first_rows[features] + ids)
+        rows = torch.where(in_bag & ~bad, first + ids, -1)
     return rows.to(rows_dtype), first_bad

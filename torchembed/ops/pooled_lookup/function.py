@@ -66,7 +66,9 @@ class _PooledLookup(torch.autograd.Function):
             )
             has_scales = ctx.mean or per_id_weights is not None
             gradients = RowGradients(
-                grad.view(-1, dim), gradient_rows, scales if has_scales else None
+                grad.view(batch_size * num_features, dim),
+                gradient_rows,
+                scales if has_scales else None,
             )
             if ctx.sink is not None:
                 ctx.sink(rows, gradients)

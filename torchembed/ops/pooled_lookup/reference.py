@@ -13,8 +13,11 @@ def bag_lengths(
     return torch.tensor(hotness, device=device, dtype=torch.int64).repeat_interleave(batch_size)
 
 
-def bags_of_ids(lengths: Tensor, num_ids: int) -> Tensor:
-    """The feature-major bag of each id position, int64 ``[L]``."""
+def bags_of_ids(offsets: Tensor | None, lengths: Tensor, num_ids: int) -> Tensor:
+    """The feature-major bag of each id position, int64 ``[L]``; ``F * B`` past the last bag."""
+    if offsets is not None:
+        positions = torch.arange(num_ids, device=offsets.device, dtype=offsets.dtype)
+        return torch.searchsorted(offsets[1:].contiguous(), positions, right=True)
     bags = torch.arange(lengths.numel(), device=lengths.device)
     return torch.repeat_interleave(bags, lengths, output_size=num_ids)
 
@@ -31,8 +34,10 @@ def pooled_lookup_forward_reference(
     output_dtype: torch.dtype,
 ) -> Tensor:
     lengths = bag_lengths(offsets, hotness, batch_size, rows.device)
-    bags = bags_of_ids(lengths, rows.numel())
-    pooled = torch.zeros(num_features * batch_size, weight.shape[1], device=weight.device)
+    bags = bags_of_ids(offsets, lengths, rows.numel())
+    num_bags = num_features * batch_size
+    # One more bag takes the ids that belong to none, and is cut off.
+    pooled = torch.zeros(num_bags + 1, weight.shape[1], device=weight.device)
     if rows.numel():
         vectors = torch.zeros(rows.numel(), weight.shape[1], device=weight.device)
         if weight.shape[0]:
@@ -41,6 +46,7 @@ def pooled_lookup_forward_reference(
         if per_id_weights is not None:
             vectors = vectors * per_id_weights.float().unsqueeze(1)
         pooled.index_add_(0, bags, vectors)
+    pooled = pooled[:num_bags]
     if mean:
         pooled = pooled / lengths.clamp_min(1).unsqueeze(1)
     by_feature = pooled.view(num_features, batch_size, weight.shape[1])
@@ -58,14 +64,16 @@ def pooled_lookup_gradient_map_reference(
 ) -> tuple[Tensor, Tensor]:
     num_ids = ids_like.numel()
     lengths = bag_lengths(offsets, hotness, batch_size, ids_like.device)
-    bags = bags_of_ids(lengths, num_ids)
+    bags = bags_of_ids(offsets, lengths, num_ids)
+    in_bag = bags < num_features * batch_size
     samples = max(batch_size, 1)
-    gradient_rows = (bags % samples) * num_features + bags // samples
+    gradient_rows = torch.where(in_bag, (bags % samples) * num_features + bags // samples, 0)
     scales = torch.ones(num_ids if mean or per_id_weights is not None else 0, device=bags.device)
     if per_id_weights is not None:
         scales = per_id_weights.float()
     if mean:
-        scales = scales / lengths[bags]
+        divisors = torch.nn.functional.pad(lengths, (0, 1), value=1)
+        scales = scales / divisors[bags]
     return gradient_rows.to(torch.int32), scales.clone()
 
 
@@ -81,10 +89,11 @@ def pooled_lookup_weights_backward_reference(
     gradient_rows, scales = pooled_lookup_gradient_map_reference(
         rows, offsets, hotness, None, num_features, batch_size, mean
     )
-    if weight.shape[0] == 0:
+    if weight.shape[0] == 0 or batch_size * num_features == 0:
         return torch.zeros(rows.numel(), device=weight.device)
     vectors = weight[rows.long().clamp_min(0)].float()
-    products = (grad.reshape(-1, dim)[gradient_rows.long()].float() * vectors).sum(dim=1)
+    by_bag = grad.reshape(batch_size * num_features, dim)
+    products = (by_bag[gradient_rows.long()].float() * vectors).sum(dim=1)
     if mean:
         products = products * scales
     return torch.where(rows >= 0, products, 0.0)

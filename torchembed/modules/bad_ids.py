@@ -1,0 +1,63 @@
+"""Raising for ids outside their table: at once on the CPU, at the next call on a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class BadIdReport:
+    """Turns the ``first_bad`` of a batch's ids into an ``IndexError``.
+
+    On a GPU the position is copied to pinned memory without waiting and read at a later call, once
+    the copy is done. While a CUDA graph is captured nothing is recorded: whoever owns the graph
+    checks.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: list[tuple[torch.cuda.Event, Tensor, Tensor, Callable[..., str]]] = []
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles start without batches in flight."""
+        return BadIdReport, ()
+
+    def submit(
+        self, values: Tensor, first_bad: Tensor, describe: Callable[[int, int], str]
+    ) -> None:
+        """Check the batch's ``first_bad [1]``; ``describe(position, value)`` words the error.
+
+        Raises:
+            IndexError: for this batch on the CPU, for an earlier one on a GPU.
+        """
+        if not values.is_cuda:
+            position = int(first_bad)
+            if position < values.numel():
+                raise IndexError(describe(position, int(values[position])))
+            return
+        self.check(wait=False)
+        if torch.cuda.is_current_stream_capturing() or values.numel() == 0:
+            return
+        found = torch.stack(
+            [first_bad[0], values[first_bad[0:1].clamp_max(values.numel() - 1)][0].long()]
+        )
+        pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        pinned.copy_(found, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        size = torch.tensor(values.numel())
+        self._in_flight.append((event, pinned, size, describe))
+
+    def check(self, *, wait: bool) -> None:
+        """Raise for an earlier batch's bad id; ``wait`` for all batches submitted so far."""
+        while self._in_flight:
+            event, found, size, describe = self._in_flight[0]
+            if not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            self._in_flight.pop(0)
+            position, value = found.tolist()
+            if position < int(size):
+                self._in_flight.clear()
+                raise IndexError(describe(position, value))

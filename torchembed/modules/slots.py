@@ -1,0 +1,146 @@
+"""Which features of a batch are looked up in which table group, in one call for each group."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.types import OnBadId
+from torchembed.modules.bad_ids import BadIdReport
+from torchembed.ops.jagged import permute_features
+from torchembed.ops.linearize_ids import linearize_ids
+from torchembed.tables import Table, TableGroup, TableSet
+
+
+class GroupSlots:
+    """The slots (uses of a table by a feature) that one group serves."""
+
+    def __init__(self, group: TableGroup, slots: list[int], tables: list[Table]) -> None:
+        self.group = group
+        self.slots = slots
+        self.tables = tables
+        device = group.weight.device
+        first = dict(zip(map(id, group.tables), group.first_rows, strict=False))
+        firsts, counts = [first[id(t)] for t in tables], [t.num_rows for t in tables]
+        self.first_rows = torch.tensor(firsts, dtype=torch.int64, device=device)
+        self.num_rows = torch.tensor(counts, dtype=torch.int64, device=device)
+
+
+class Slots:
+    """Slots of a module: slot s looks feature s of a batch up in ``tables[s]``."""
+
+    def __init__(
+        self,
+        table_set: TableSet,
+        tables: Sequence[Table],
+        feature_names: Sequence[str],
+        on_bad_id: OnBadId,
+    ) -> None:
+        self._table_set = table_set
+        self._tables = list(tables)
+        self._feature_names = list(feature_names)
+        self._on_bad_id = on_bad_id
+        self._known_groups: list[TableGroup] | None = None
+        self._by_group: list[GroupSlots] = []
+        self.bad_ids = BadIdReport()
+
+    def by_group(self) -> list[GroupSlots]:
+        """One entry for each group that serves a slot, following changes of the groups."""
+        if self._known_groups is not self._table_set.groups:
+            self._by_group = []
+            for group in self._table_set.groups:
+                slots = [s for s, table in enumerate(self._tables) if table.group is group]
+                if slots:
+                    tables = [self._tables[s] for s in slots]
+                    self._by_group.append(GroupSlots(group, slots, tables))
+            self._known_groups = self._table_set.groups
+        return self._by_group
+
+    def rows(self, entry: GroupSlots, features: SparseFeatures) -> Tensor:
+        """Rows of ``entry.group``, ``[L]``, for ``features`` that hold exactly its slots, in order.
+
+        Raises:
+            IndexError: for an id outside its table under ``OnBadId.RAISE``; names table, feature,
+                position among the feature's ids, and value.
+        """
+        group = entry.group
+        rows, first_bad = linearize_ids(
+            features.values,
+            entry.first_rows,
+            entry.num_rows,
+            offsets=features.offsets,
+            hotness=features.hotness,
+            batch_size=features.batch_size,
+            on_bad_id=self._on_bad_id,
+            rows_dtype=group.rows_dtype,
+        )
+        if self._on_bad_id is OnBadId.RAISE:
+            tables, names, batch_size = entry.tables, self._feature_names, features.batch_size
+            offsets, hotness = features.offsets, features.hotness
+
+            def describe(position: int, value: int) -> str:
+                if hotness is not None:
+                    ends = torch.tensor(hotness).cumsum(0) * batch_size
+                else:
+                    assert offsets is not None
+                    ends = offsets[batch_size::batch_size].cpu()
+                slot = int(torch.searchsorted(ends, position, right=True))
+                start = int(ends[slot - 1]) if slot else 0
+                return (
+                    f"id out of range: table {tables[slot].spec.name}, feature "
+                    f"{names[entry.slots[slot]]}, position {position - start} of the feature's ids, "
+                    f"value {value}; ids of this table are in [0, {tables[slot].num_rows}). Fix the "
+                    'data, enlarge the table, or pass on_bad_id="clamp" or "zero"'
+                )
+
+            self.bad_ids.submit(features.values, first_bad, describe)
+        return rows
+
+
+def select_features(features: SparseFeatures, indices: Sequence[int]) -> SparseFeatures:
+    """The features at ``indices``, in that order, as a batch of its own.
+
+    Returns ``features`` itself where that is the same. Never synchronizes on a GPU: jagged values
+    then keep a capacity of ids that no bag holds at their end.
+    """
+    indices = list(indices)
+    if indices == list(range(len(features.keys))):
+        return features
+    # A feature that two tables share appears twice: the copy's key only has to be different.
+    keys = tuple(f"{features.keys[i]}@{n}" for n, i in enumerate(indices))
+    batch_size = features.batch_size
+    if features.hotness is not None:
+        counts = [count * batch_size for count in features.hotness]
+        pick = [features.values.split(counts)[i] for i in indices]
+        values = torch.cat(pick) if pick else features.values[:0]
+        weights = features.weights
+        if weights is not None:
+            weight_pick = [weights.split(counts)[i] for i in indices]
+            weights = torch.cat(weight_pick) if weight_pick else weights[:0]
+        hotness = tuple(features.hotness[i] for i in indices)
+        return SparseFeatures(
+            keys=keys, values=values, batch_size=batch_size, hotness=hotness, weights=weights
+        )
+    assert features.offsets is not None
+    if features.values.is_cuda:
+        num_ids = features.values.numel() * max(map(indices.count, indices), default=0)
+    else:
+        starts = features.offsets[::batch_size] if batch_size else features.offsets
+        num_ids = int(starts.diff()[indices].sum()) if batch_size else 0
+    permuted = permute_features(
+        features.values,
+        features.offsets,
+        indices,
+        num_features=len(features.keys),
+        batch_size=batch_size,
+        weights=features.weights,
+        num_ids=num_ids,
+    )
+    return SparseFeatures(
+        keys=keys,
+        values=permuted.values,
+        batch_size=batch_size,
+        offsets=permuted.offsets,
+        weights=permuted.weights,
+    )

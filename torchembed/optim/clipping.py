@@ -1,0 +1,74 @@
+"""Clipping by the global norm where some parameters are tables with recorded gradients."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
+from torchembed.ops.segments import Runs, find_runs
+from torchembed.tables import TableGroup, table_of
+
+
+def _squared_norm(group: TableGroup) -> Tensor:
+    """Sum of squares of the group's summed row gradients, float32 ``[]``."""
+    entry = group.merged_pending()
+    if entry is None:
+        return torch.zeros((), device=group.weight.device)
+    rows, gradients = entry
+    runs = find_runs(rows, group.num_rows)
+    # Updating a scratch of zeros, run u as row u, with a rate of -1 leaves the sums there.
+    slots = torch.arange(rows.numel(), device=rows.device, dtype=rows.dtype)
+    numbered = Runs(slots.where(slots < runs.num_runs, -1), *runs[1:])
+    sums = torch.zeros(rows.numel(), group.weight.shape[1], device=rows.device)
+    rate = torch.full((1,), -1.0, device=rows.device)
+    rowwise_update(sums, (), numbered, gradients, UpdateRule(kind=OptimizerKind.SGD), rate)
+    return sums.square().sum()
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns that norm.
+
+    Like ``torch.nn.utils.clip_grad_norm_``, and it counts the gradients that fused optimizers have
+    recorded for tables: each row's summed gradient once. Those are scaled inside the next step.
+    Never synchronizes. Tables of one group are clipped together, so give all of a group's tables.
+
+    Args:
+        parameters: dense parameters and table weights, on one device.
+        max_norm: the bound, not negative.
+
+    Returns:
+        The norm before clipping, float32 ``[]``.
+
+    Raises:
+        ValueError: for a negative ``max_norm``.
+        RuntimeError: for sharded tables, whose norm spans the ranks.
+    """
+    if max_norm < 0:
+        raise ValueError(f"max_norm must not be negative, got {max_norm}")
+    groups: dict[int, TableGroup] = {}
+    grads = []
+    for parameter in parameters:
+        table = table_of(parameter)
+        if table is not None and table.num_rows != table.spec.num_rows:
+            raise RuntimeError(
+                f"table {table.spec.name} is sharded, and the norm of its gradient spans the ranks; "
+                "clip by value instead (max_gradient of the optimizer)"
+            )
+        if table is not None and table.group.rule is not None:
+            groups[id(table.group)] = table.group
+        elif parameter.grad is not None:
+            grads.append(parameter.grad)
+    squares = [grad.float().square().sum() for grad in grads]
+    squares += [_squared_norm(group) for group in groups.values()]
+    if not squares:
+        return torch.zeros(())
+    norm = torch.stack(squares).sum().sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.dtype))
+    for group in groups.values():
+        group.grad_multiplier = factor.reshape(1)
+    return norm

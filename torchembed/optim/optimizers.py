@@ -1,0 +1,114 @@
+"""The fused optimizers by name. Their formulas are those of :class:`UpdateRule`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from torchembed.core.types import OptimizerKind
+from torchembed.optim.fused import FusedOptimizer
+
+
+class SGD(FusedOptimizer):
+    """Stochastic gradient descent on the touched rows; without decay equal to ``torch.optim.SGD``.
+
+    Args:
+        params: table weights, or parameter groups of them.
+        lr: learning rate, a number or a tensor.
+        weight_decay: L2 penalty, applied to the rows that a step touches.
+        max_gradient: each element of a row's summed gradient is clamped to this; 0 for no clamping.
+        stochastic_rounding: for 16-bit tables; False rounds to nearest.
+    """
+
+    kind = OptimizerKind.SGD
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        weight_decay: float = 0.0,
+        max_gradient: float = 0.0,
+        stochastic_rounding: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "max_gradient": max_gradient}
+        super().__init__(params, defaults, stochastic_rounding=stochastic_rounding)
+
+
+class Adagrad(FusedOptimizer):
+    """Adagrad with one sum an element, as ``torch.optim.Adagrad``; state ``sum``, float32.
+
+    Args:
+        params, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`.
+        lr_decay: step t uses ``lr / (1 + (t - 1) * lr_decay)``.
+        initial_accumulator_value: what every sum starts from.
+        eps: added to the root.
+    """
+
+    kind = OptimizerKind.ADAGRAD
+    state_names = ("sum",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        max_gradient: float = 0.0,
+        stochastic_rounding: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+            "max_gradient": max_gradient,
+        }
+        super().__init__(params, defaults, stochastic_rounding=stochastic_rounding)
+
+
+class RowwiseAdagrad(Adagrad):
+    """Adagrad with one sum a row, the mean of its squared gradients; state ``sum [rows]``.
+
+    Arguments as for :class:`Adagrad`.
+    """
+
+    kind = OptimizerKind.ROWWISE_ADAGRAD
+
+
+class Adam(FusedOptimizer):
+    """Adam on the touched rows, as ``torch.optim.SparseAdam``; states ``exp_avg, exp_avg_sq``.
+
+    Args:
+        params, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`. The decay is
+            added to the gradient, as in ``torch.optim.Adam``.
+        betas: decay of the two averages.
+        eps: added to the root.
+    """
+
+    kind = OptimizerKind.ADAM
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_gradient: float = 0.0,
+        stochastic_rounding: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_gradient": max_gradient,
+        }
+        super().__init__(params, defaults, stochastic_rounding=stochastic_rounding)

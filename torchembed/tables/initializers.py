@@ -1,0 +1,104 @@
+"""Initial rows as functions of (seed, table, row, column): the same however a table is sharded."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchembed.core.random_bits import GOLDEN, random_bits, random_uniform, signed64
+
+_CHUNK_ELEMENTS = 1 << 22  # bounds the int64 scratch of one step to some hundred megabytes
+
+
+def shifted_row_key(table_key: int, rows: int) -> int:
+    """The key under which row ``r`` draws what row ``r + rows`` draws under ``table_key``.
+
+    It lets a kernel that sees a shard, or a table inside a group, number rows as it likes.
+    """
+    return signed64(table_key + rows * GOLDEN)
+
+
+class Initializer(Protocol):
+    """Fills rows ``[first_row, first_row + n)`` of a table."""
+
+    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+        """Fill ``weight [n, D]`` in place; the whole table has ``num_rows`` rows and ``table_key``."""
+        ...
+
+
+def _fill_from_counters(
+    weight: Tensor, table_key: int, first_row: int, draw: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Fill ``weight`` with ``draw(row_keys [n, 1], columns [D])``, a bounded part at a time."""
+    num_rows, dim = weight.shape
+    table_keys = torch.full((1,), table_key, dtype=torch.int64, device=weight.device)
+    columns = torch.arange(dim, device=weight.device)
+    rows_a_chunk = max(1, _CHUNK_ELEMENTS // max(dim, 1))
+    for start in range(0, num_rows, rows_a_chunk):
+        stop = min(start + rows_a_chunk, num_rows)
+        rows = torch.arange(first_row + start, first_row + stop, device=weight.device)
+        keys = random_bits(table_keys, rows).unsqueeze(1)
+        weight[start:stop] = draw(keys, columns).to(weight.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Uniform in ``[low, high)``; by default ``1 / sqrt(num_rows)`` on both sides of zero."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+        bound = 1.0 / math.sqrt(max(num_rows, 1))
+        low = -bound if self.low is None else self.low
+        high = bound if self.high is None else self.high
+        _fill_from_counters(
+            weight,
+            table_key,
+            first_row,
+            lambda keys, columns: low + (high - low) * random_uniform(keys, columns),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Normal:
+    """Normal with ``mean`` and ``std`` (Box, Muller 1958)."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+        def draw(keys: Tensor, columns: Tensor) -> Tensor:
+            radius = (-2.0 * torch.log1p(-random_uniform(keys, 2 * columns))).sqrt()
+            angle = 2.0 * math.pi * random_uniform(keys, 2 * columns + 1)
+            return self.mean + self.std * radius * torch.cos(angle)
+
+        _fill_from_counters(weight, table_key, first_row, draw)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant:
+    """Every element ``value``."""
+
+    value: float = 0.0
+
+    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+        weight.fill_(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlaceFunction:
+    """What ``function`` leaves in the rows; it is the caller's whether that depends on sharding.
+
+    It gets the ``[n, D]`` rows of one shard and either changes them or returns new ones.
+    """
+
+    function: Callable[[Tensor], Tensor | None]
+
+    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+        result = self.function(weight)
+        if result is not None and result is not weight:
+            weight.copy_(result)
