@@ -79,10 +79,10 @@ native: $(READY) ## Build the C++ library in place
 	@echo 'Setting up .venv: a few minutes, once'
 	python3 -m venv .venv
 	python3 torchembed/core/versions.py --requirements $(DEVICE) > .venv/pins.txt
-	.venv/bin/pip install --quiet -r .venv/pins.txt
-	.venv/bin/pip install --quiet --no-deps \
+	.venv/bin/pip install -qq -r .venv/pins.txt
+	.venv/bin/pip install -qq --no-deps \
 	  $$(python3 torchembed/core/versions.py --requirements-without-dependencies)
-	.venv/bin/pip install --quiet --no-build-isolation -c .venv/pins.txt \
+	.venv/bin/pip install -qq --no-build-isolation -c .venv/pins.txt \
 	  -e '.[recipes,test,bench,dev]'
 	touch $@
 

@@ -52,11 +52,14 @@ def native_library(torch: Path) -> Extension:
         "torchembed._C",
         sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
         depends=["setup.py", *sorted(map(str, Path("csrc").glob("*.h")))],
-        include_dirs=["csrc", str(torch / "include")],
+        include_dirs=["csrc"],
         library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu"],
         define_macros=[("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000")],
-        extra_compile_args=["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"],
+        extra_compile_args=[
+            *("-isystem", str(torch / "include")),
+            *("-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"),
+        ],
         language="c++",
     )
 

@@ -34,7 +34,10 @@ SETUP = PAIRINGS[1]
 """What ``make`` installs."""
 
 NUMPY = "2.3.5"
-"""What ``make`` installs: with 2.4, Triton's interpreter cannot loop over a runtime range."""
+"""What ``make`` installs."""
+
+NUMPY_LIMIT = "2.4"
+"""From this release on, Triton's interpreter (not its compiler) fails at ``range`` of a tensor."""
 
 FBGEMM_DISTRIBUTION = {"cpu": "fbgemm-gpu-cpu", "gpu": "fbgemm-gpu"}
 
@@ -57,6 +60,11 @@ NEEDED_MODULES = {
 def release(version: str) -> str:
     """The first two numbers of a version: ``"2.13.0+cpu"`` gives ``"2.13"``."""
     return ".".join(version.split(".")[:2])
+
+
+def release_number(version: str) -> tuple[int, ...]:
+    """``release`` as numbers, which compare: ``"2.13.0+cpu"`` gives ``(2, 13)``."""
+    return tuple(int(part) for part in release(version).split("."))
 
 
 def pairing_of(torch_version: str) -> Pairing | None:

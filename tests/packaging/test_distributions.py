@@ -1,0 +1,148 @@
+"""The sdist and the wheel carry everything; the wheel knows no Python and only the stable ABI."""
+
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.packaging.source_tree import ROOT, copy_sources, run_python, run_python_or_fail
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
+)
+
+
+class Distributions(NamedTuple):
+    sdist: Path
+    wheel: Path
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """An sdist of the checkout, and a wheel built from that sdist."""
+    sources = copy_sources(tmp_path_factory.mktemp("distributions") / "sources")
+    run_python_or_fail("-m", "build", "--no-isolation", "--outdir", "dist", cwd=sources)
+    (sdist,), (wheel,) = sources.glob("dist/*.tar.gz"), sources.glob("dist/*.whl")
+    return Distributions(sdist, wheel)
+
+
+@pytest.fixture(scope="module")
+def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the wheel is installed in."""
+    folder = tmp_path_factory.mktemp("installed")
+    run_python_or_fail(
+        *("-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
+        *("--target", str(folder), str(distributions.wheel)),
+        cwd=folder,
+    )
+    return folder
+
+
+def python_files(package: str) -> set[str]:
+    """Files of a package of the checkout, as names under torchembed/."""
+    folder = ROOT / package
+    inside = "torchembed" if package == "torchembed" else f"torchembed/{package}"
+    return {
+        f"{inside}/{path.relative_to(folder).as_posix()}"
+        for path in folder.rglob("*.py")
+        if "triton_kernels" not in path.relative_to(folder).parts
+    }
+
+
+def expected_modules() -> set[str]:
+    return python_files("torchembed") | python_files("triton_kernels")
+
+
+@needs_compiler
+def test_sdist_carries_modules_kernels_and_cpp_sources(distributions: Distributions) -> None:
+    with tarfile.open(distributions.sdist) as archive:
+        members = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
+    assert expected_modules() <= members
+    assert {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= members
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= members
+
+
+@needs_compiler
+def test_wheel_carries_modules_kernels_and_library(distributions: Distributions) -> None:
+    with zipfile.ZipFile(distributions.wheel) as archive:
+        members = set(archive.namelist())
+    assert expected_modules() | {"torchembed/py.typed", "torchembed/_C.abi3.so"} <= members
+    outside = {name for name in members if not name.startswith("torchembed")}
+    assert outside == set()
+
+
+@needs_compiler
+def test_wheel_is_tagged_for_the_platform_and_any_python(distributions: Distributions) -> None:
+    assert re.fullmatch(
+        r"torchembed-[\d.]+-py3-none-(linux|macosx)\w+\.whl", distributions.wheel.name
+    )
+
+
+@needs_compiler
+def test_installed_wheel_runs_its_kernels(installed: Path) -> None:
+    program = """
+import torch
+import torchembed.triton_kernels
+from torchembed import _native
+from torchembed.ops.segments import find_runs
+
+assert _native.load_error() is None, _native.load_error()
+assert find_runs(torch.tensor([3, 1, 3]), 4).num_runs.item() == 2
+print(torchembed.__file__)
+print(torchembed.triton_kernels.__file__)
+"""
+    output = run_python_or_fail("-c", program, cwd=installed, PYTHONPATH=str(installed))
+    assert [Path(line).is_relative_to(installed) for line in output.splitlines()] == [True, True]
+
+
+@needs_compiler
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm of binutils")
+def test_library_imports_only_the_stable_abi(installed: Path) -> None:
+    library = installed / "torchembed" / "_C.abi3.so"
+    command = ["nm", "--dynamic", "--undefined-only", "--format=just-symbols", str(library)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    symbols = listing.split()
+    assert any(symbol.startswith("aoti_torch_") for symbol in symbols)
+    assert [
+        symbol for symbol in symbols if re.search(r"_Z.*(2at|3c10|5torch|6caffe2)", symbol)
+    ] == []
+    assert [symbol for symbol in symbols if re.match(r"_?Py[A-Z_]", symbol)] == []
+
+
+def test_without_a_compiler_the_build_warns_once_and_succeeds(tmp_path: Path) -> None:
+    sources = copy_sources(tmp_path / "sources")
+    run = run_python("setup.py", "--quiet", "bdist_wheel", cwd=sources, PATH="/nowhere", CXX="")
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("no C++ compiler found") == 1
+    (wheel,) = sources.glob("dist/*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "torchembed/_C.abi3.so" not in archive.namelist()
+
+
+def test_build_needs_nothing_more_where_torch_is_installed(tmp_path: Path) -> None:
+    sources = copy_sources(tmp_path / "sources")
+    program = "import setuptools.build_meta as b; print(b.get_requires_for_build_wheel())"
+    assert run_python_or_fail("-c", program, cwd=sources).splitlines()[-1] == "[]"
+
+
+@needs_compiler
+def test_build_asks_for_torch_where_it_finds_none(tmp_path: Path) -> None:
+    sources = copy_sources(tmp_path / "sources")
+    program = """
+import pathlib, sys, sysconfig
+import setuptools.build_meta
+
+sys.path = [folder for folder in sys.path if not pathlib.Path(folder, "torch").exists()]
+get_path = sysconfig.get_path
+sysconfig.get_path = lambda name, *rest: "/" if name == "platlib" else get_path(name, *rest)
+print(setuptools.build_meta.get_requires_for_build_wheel())
+"""
+    assert run_python_or_fail("-c", program, cwd=sources).splitlines()[-1] == "['torch>=2.11']"

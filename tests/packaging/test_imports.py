@@ -1,0 +1,49 @@
+"""What importing torchembed needs, and names that nobody may import."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.source_tree import ROOT, run_python_or_fail
+
+OPTIONAL = (
+    *("triton", "torchrec", "fbgemm_gpu", "torchmetrics", "matplotlib"),
+    *("polars", "pyarrow", "tqdm", "tyro", "sklearn"),
+)
+
+
+def test_import_needs_torch_and_numpy_alone() -> None:
+    program = f"""
+import sys
+
+import torch
+
+# None makes an import fail, as where the module is not installed.
+sys.modules.update(dict.fromkeys({OPTIONAL!r}))
+import torchembed.doctor
+
+torchembed.doctor.picked_kernels()
+"""
+    run_python_or_fail("-W", "ignore", "-c", program, cwd=ROOT, OMP_NUM_THREADS="1")
+
+
+def imported_names(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("folder", ["torchembed", "triton_kernels", "recipes", "bench", "tests"])
+def test_nobody_imports_the_bare_triton_kernels(folder: str) -> None:
+    """It is torchembed.triton_kernels; a distribution of another project has the bare name."""
+    guilty = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / folder).rglob("*.py")
+        if any(name.partition(".")[0] == "triton_kernels" for name in imported_names(path))
+    ]
+    assert guilty == []
