@@ -1,0 +1,26 @@
+"""Batches of clicks: readers, the made click log, and threads that work ahead."""
+
+from torchembed.data.batch import Batch, as_batch
+from torchembed.data.criteo import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS, MLPERF_TABLE_SIZES
+from torchembed.data.criteo_text import CriteoText
+from torchembed.data.loader import BackgroundLoader
+from torchembed.data.mlperf import MlperfDays
+from torchembed.data.open_clicks import open_clicks
+from torchembed.data.parquet import ParquetClicks
+from torchembed.data.source import BatchSource, Split
+
+__all__ = [
+    "CAT_NAMES",
+    "INT_NAMES",
+    "MLPERF_HOTNESS",
+    "MLPERF_TABLE_SIZES",
+    "BackgroundLoader",
+    "Batch",
+    "BatchSource",
+    "CriteoText",
+    "MlperfDays",
+    "ParquetClicks",
+    "Split",
+    "as_batch",
+    "open_clicks",
+]

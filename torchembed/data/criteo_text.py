@@ -1,0 +1,139 @@
+"""Batches from Criteo's click logs as text: Kaggle's ``train.txt`` and the days of Criteo 1TB."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torchembed.core.features import SparseFeatures
+from torchembed.data import criteo_text_rows as text
+from torchembed.data.batch import Batch
+from torchembed.data.criteo import CAT_NAMES, INT_NAMES
+from torchembed.data.source import (
+    BatchSource,
+    BatchTask,
+    Split,
+    choose_rows,
+    natural_order,
+)
+
+_DAY_FILE = re.compile(r"day_\d+(\.txt|\.tsv)?(\.gz)?")
+_TEXT_FILE = re.compile(r".*\.(txt|tsv)(\.gz)?")
+_KAGGLE_FILE = re.compile(r"train\.txt(\.gz)?")
+
+
+def text_files(path: Path) -> list[Path]:
+    """The text files of a click log, in order.
+
+    A folder with ``train.txt`` is Kaggle's, and that file is all (its ``test.txt`` has no labels);
+    in others ``day_*`` files are taken before any ``*.txt`` or ``*.tsv``; each may end in ``.gz``.
+
+    Raises:
+        FileNotFoundError: where there is no such path, or no such file in the folder.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    files = sorted((entry for entry in path.iterdir() if entry.is_file()), key=natural_order)
+    for pattern in (_KAGGLE_FILE, _DAY_FILE, _TEXT_FILE):
+        if found := [file for file in files if pattern.fullmatch(file.name)]:
+            return found
+    names = ", ".join(file.name for file in files[:5]) or "no files"
+    raise FileNotFoundError(
+        f"{path} must hold train.txt, day_* or other *.txt or *.tsv files (.gz too), it has {names}"
+    )
+
+
+class CriteoText(BatchSource):
+    """Reads rows of 40 tab-separated columns: label, 13 counts, 26 hexadecimal ids.
+
+    Dense features are ``log(1 + count)``, with counts below 0 taken as 0; an id is its value modulo
+    the table's size; a missing count or id is 0. Every rank decompresses and splits all of the
+    text, and parses its own blocks of rows only. ``len()`` counts the rows in a pass over the
+    files, the first time that it is asked.
+
+    Args:
+        path: a file or a folder, see :func:`text_files`; plain or gzip.
+        batch_size: samples a batch on this rank.
+        table_sizes: rows of all tables, or of each of the 26.
+        split: which rows to read.
+        held_out: part of the rows to hold out where there is one file.
+        rank: this rank; the ranks take blocks of ``batch_size`` rows in turn.
+        world_size: number of ranks.
+
+    Raises:
+        FileNotFoundError: where the path holds no text file.
+        ValueError: while reading, for a malformed row or file; names file, row, column and what
+            came.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        batch_size: int,
+        table_sizes: int | Sequence[int],
+        split: Split = Split.ALL,
+        held_out: float = 0.1,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__(
+            keys=CAT_NAMES,
+            table_sizes=table_sizes,
+            num_dense=len(INT_NAMES),
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._sizes = np.array(self.table_sizes, np.uint64)
+        self._files = choose_rows(text_files(Path(path)), split, held_out, text.count_rows)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of the split, over all ranks."""
+        return sum(
+            (text.count_rows(path) if stop is None else stop) - start
+            for path, start, stop in self._files
+        )
+
+    def __len__(self) -> int:
+        return len(self._blocks(self.num_rows))
+
+    def tasks(self) -> Iterator[BatchTask]:
+        for index, block in enumerate(self._row_blocks()):
+            if index % self.world_size == self.rank:
+                yield partial(self._batch, block)
+
+    def _row_blocks(self) -> Iterator[list[text.TextRows]]:
+        """All ranks' blocks of ``batch_size`` rows; one may run from a file into the next."""
+        block: list[text.TextRows] = []
+        missing = self.batch_size
+        for file in self._files:
+            for rest in text.read_rows(file):
+                while rest.num_rows:
+                    rows, rest = rest.cut(min(missing, rest.num_rows))
+                    block.append(rows)
+                    missing -= rows.num_rows
+                    if not missing:
+                        yield block
+                        block, missing = [], self.batch_size
+        if block:
+            yield block
+
+    def _batch(self, block: list[text.TextRows]) -> Batch:
+        parts = [text.parse_rows(rows) for rows in block]
+        labels, counts, ids = (np.concatenate(column) for column in zip(*parts, strict=True))
+        dense = np.log1p(np.maximum(counts, 0).astype(np.float32))
+        rows = np.remainder(ids, self._sizes).astype(np.int64)
+        sparse = SparseFeatures(
+            keys=self.keys,
+            values=torch.from_numpy(rows.T.ravel()),
+            batch_size=len(labels),
+            hotness=(1,) * len(self.keys),
+        )
+        return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))

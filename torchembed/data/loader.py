@@ -1,0 +1,132 @@
+"""Batches made ahead of the consumer, by threads."""
+
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from torchembed.data.batch import Batch, as_batch
+from torchembed.data.source import BatchSource, BatchTask
+
+
+class BackgroundLoader:
+    """Iterates over ``source`` with threads that keep a few batches ready, in the source's order.
+
+    One thread draws from the source (reads, decompresses) and ``num_threads`` build batches from
+    what it drew. What they raise is raised again at the consumer, after the batches before it.
+    Threads end with the iteration, when the iterator or the loader is closed, and when another
+    iteration starts; closing waits for what a thread is doing at that moment.
+
+    Args:
+        source: a :class:`~torchembed.data.source.BatchSource`, or an iterable of what
+            :func:`~torchembed.data.batch.as_batch` takes; it is iterated in another thread.
+        pin_memory: whether batches lie in page-locked memory; None means where CUDA is there.
+        num_ahead: most batches made and not yet consumed.
+        num_threads: threads that build batches; more than one serve a ``BatchSource`` alone.
+        keys: for ``as_batch``.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        *,
+        pin_memory: bool | None = None,
+        num_ahead: int = 4,
+        num_threads: int = 1,
+        keys: Sequence[str] | None = None,
+    ) -> None:
+        for name, count in (("num_ahead", num_ahead), ("num_threads", num_threads)):
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        self.source, self.keys = source, keys
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.num_ahead, self.num_threads = num_ahead, num_threads
+        self.stall_seconds = 0.0
+        """How long the consumer has waited for batches, over all iterations."""
+        self._running: Generator[Batch, None, None] | None = None
+
+    def __len__(self) -> int:
+        if not isinstance(self.source, Sized):
+            raise TypeError(f"{type(self.source).__name__} does not know its number of batches")
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.close()
+        self._running = self._iterate()
+        return self._running
+
+    def close(self) -> None:
+        """End the iteration under way, if any, and its threads."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tasks(self) -> Iterator[BatchTask]:
+        if isinstance(self.source, BatchSource):
+            return self.source.tasks()
+        return (partial(as_batch, item, self.keys) for item in self.source)
+
+    def _iterate(self) -> Generator[Batch, None, None]:
+        # A new thread would pin for device 0, and so open a context there on every rank.
+        set_device = (
+            partial(torch.cuda.set_device, torch.cuda.current_device())
+            if self.pin_memory
+            else lambda: None
+        )
+        builders = ThreadPoolExecutor(self.num_threads, "batch-builder", set_device)
+        slots = threading.Semaphore(self.num_ahead)
+        stopping = threading.Event()
+        results: queue.SimpleQueue[Future[Batch] | None] = queue.SimpleQueue()
+
+        def feed() -> None:
+            try:
+                set_device()
+                for task in self._tasks():
+                    slots.acquire()
+                    if stopping.is_set():
+                        return
+                    results.put(builders.submit(self._build, task))
+                results.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised again at the consumer
+                failed: Future[Batch] = Future()
+                failed.set_exception(error)
+                results.put(failed)
+
+        feeder = threading.Thread(target=feed, name="batch-feeder", daemon=True)
+        feeder.start()
+        try:
+            while True:
+                start = time.perf_counter()
+                result = results.get()
+                batch = None if result is None else result.result()
+                self.stall_seconds += time.perf_counter() - start
+                if batch is None:
+                    return
+                slots.release()
+                yield batch
+        finally:
+            stopping.set()
+            slots.release()
+            feeder.join()
+            builders.shutdown(cancel_futures=True)
+
+    def _build(self, task: BatchTask) -> Batch:
+        batch = task()
+        return batch.pin_memory() if self.pin_memory else batch

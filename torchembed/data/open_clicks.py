@@ -1,0 +1,54 @@
+"""One door to the readers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchembed.data.criteo_text import CriteoText
+from torchembed.data.mlperf import TABLES_FILE, MlperfDays, mlperf_days
+from torchembed.data.parquet import ParquetClicks
+from torchembed.data.source import BatchSource, Split
+
+
+def open_clicks(
+    path: Path | str,
+    *,
+    batch_size: int,
+    table_sizes: int | Sequence[int],
+    split: Split = Split.ALL,
+    held_out: float = 0.1,
+    rank: int = 0,
+    world_size: int = 1,
+) -> BatchSource:
+    """The reader for what is at ``path``: MLPerf's files, Parquet, or Criteo text.
+
+    The batches' features are ``keys`` of the result, its tables' sizes ``table_sizes``, which are
+    those of the folder itself where it says them.
+
+    Args:
+        path: a folder that holds ``day_*_dense.npy``, ``*.parquet`` or text files, or a single
+            Parquet or text file.
+        batch_size: samples a batch on this rank.
+        table_sizes: rows of all tables, or of each; ids are taken modulo these.
+        split: which rows to read.
+        held_out: part of the rows to hold out where there is one file.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Raises:
+        FileNotFoundError: where there is nothing to read.
+        ValueError: as the readers do.
+    """
+    path = Path(path)
+    rows = {
+        "batch_size": batch_size,
+        "split": split,
+        "held_out": held_out,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    if path.is_dir() and mlperf_days(path):
+        known = (path / TABLES_FILE).is_file()
+        return MlperfDays(path, table_sizes=None if known else table_sizes, **rows)
+    if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
+        return ParquetClicks(path, table_sizes=table_sizes, **rows)
+    return CriteoText(path, table_sizes=table_sizes, **rows)

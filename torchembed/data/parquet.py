@@ -1,0 +1,290 @@
+"""Batches from Parquet files, read with pyarrow."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchembed.core.features import SparseFeatures
+from torchembed.data.batch import Batch
+from torchembed.data.criteo import CAT_NAMES, INT_NAMES
+from torchembed.data.source import (
+    BatchSource,
+    BatchTask,
+    Split,
+    choose_rows,
+    natural_order,
+)
+
+
+class _Stretch(NamedTuple):
+    path: Path
+    start: int
+    stop: int
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """The ``*.parquet`` files of a folder in order, or the file itself.
+
+    Raises:
+        FileNotFoundError: where there are none.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(path.glob("*.parquet"), key=natural_order)
+    if not files:
+        raise FileNotFoundError(f"{path} must be a Parquet file or a folder of *.parquet files")
+    return files
+
+
+def _open(path: Path) -> Any:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a whole Parquet file ({error})") from error
+
+
+def _count_rows(path: Path) -> int:
+    with _open(path) as file:
+        return file.metadata.num_rows
+
+
+class ParquetClicks(BatchSource):
+    """Reads a label column, dense columns, and columns of ids or of lists of ids.
+
+    Ids are taken modulo the table's size. Integer dense columns are counts and become
+    ``log(1 + count)``, counts below 0 taken as 0; floating ones are taken as they are. A missing
+    value or id is 0, a missing list is empty. Where any column of ids holds lists, the batches are
+    jagged. Rank r reads the r-th of ``world_size`` equal stretches of the rows, and of each file
+    the row groups that it needs.
+
+    Args:
+        path: a file, or a folder of ``*.parquet`` files.
+        batch_size: samples a batch on this rank.
+        table_sizes: rows of all tables, or of each categorical column's.
+        split: which rows to read.
+        held_out: part of the rows to hold out where there is one file.
+        rank: this rank.
+        world_size: number of ranks.
+        label: name of the label column, integers, floats or booleans.
+        dense: names of the dense columns, in order.
+        categorical: names of the columns of ids, in order; the batches' keys.
+
+    Raises:
+        FileNotFoundError: where there are no files.
+        ValueError: for a damaged file, a missing column or one of another type; while reading, for
+            a label that is not 0 or 1. Names the file, the column and the row (from 1).
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        batch_size: int,
+        table_sizes: int | Sequence[int],
+        split: Split = Split.ALL,
+        held_out: float = 0.1,
+        rank: int = 0,
+        world_size: int = 1,
+        label: str = "label",
+        dense: Sequence[str] = INT_NAMES,
+        categorical: Sequence[str] = CAT_NAMES,
+    ) -> None:
+        super().__init__(
+            keys=categorical,
+            table_sizes=table_sizes,
+            num_dense=len(dense),
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
+        self.label, self.dense = label, tuple(dense)
+        files = parquet_files(Path(path))
+        for file in files:
+            self._check_schema(file)
+        chosen = choose_rows(files, split, held_out, _count_rows)
+        stretches = [
+            _Stretch(file, start, _count_rows(file) if stop is None else stop)
+            for file, start, stop in chosen
+        ]
+        self.num_rows = _num_rows(stretches)
+        """Rows of the split, over all ranks."""
+        if not self.num_rows:
+            raise ValueError(f"{path}: has no rows in split {split.value!r}; give fuller files")
+        self._stretches = _part_of(stretches, rank, world_size)
+
+    def __len__(self) -> int:
+        return math.ceil(_num_rows(self._stretches) / self.batch_size)
+
+    def tasks(self) -> Iterator[BatchTask]:
+        parts: list[tuple[Path, int, Any]] = []
+        missing = self.batch_size
+        for path, first_row, rest in self._record_batches():
+            while rest.num_rows:
+                rows = rest.slice(0, missing)
+                parts.append((path, first_row, rows))
+                rest, first_row = rest.slice(rows.num_rows), first_row + rows.num_rows
+                missing -= rows.num_rows
+                if not missing:
+                    yield partial(self._batch, parts)
+                    parts, missing = [], self.batch_size
+        if parts:
+            yield partial(self._batch, parts)
+
+    def _record_batches(self) -> Iterator[tuple[Path, int, Any]]:
+        """This rank's rows as record batches, each with its file and first row there."""
+        columns = [self.label, *self.dense, *self.keys]
+        for path, start, stop in self._stretches:
+            with _open(path) as file:
+                row = 0
+                for group in range(file.num_row_groups):
+                    group_end = row + file.metadata.row_group(group).num_rows
+                    if group_end <= start or row >= stop:
+                        row = group_end
+                        continue
+                    for rows in _read_group(file, path, group, self.batch_size, columns):
+                        skipped = min(max(start - row, 0), rows.num_rows)
+                        wanted = rows.slice(skipped, max(stop - row - skipped, 0))
+                        if wanted.num_rows:
+                            yield path, row + skipped, wanted
+                        row += rows.num_rows
+                        if row >= stop:
+                            break
+
+    def _check_schema(self, path: Path) -> None:
+        import pyarrow.types as types
+
+        with _open(path) as file:
+            schema = file.schema_arrow
+        missing = [
+            name for name in (self.label, *self.dense, *self.keys) if name not in schema.names
+        ]
+        if missing:
+            raise ValueError(
+                f"{path}: has no column {', '.join(missing)}, only {', '.join(schema.names)}; "
+                "name the columns with label, dense and categorical"
+            )
+
+        def is_number(kind: Any) -> bool:
+            return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+
+        def is_ids(kind: Any) -> bool:
+            return types.is_integer(kind.value_type if _is_list(kind) else kind)
+
+        for names, fits, required in (
+            ((self.label, *self.dense), is_number, "numbers"),
+            (self.keys, is_ids, "integers or lists of integers"),
+        ):
+            for name in names:
+                if not fits(kind := schema.field(name).type):
+                    raise ValueError(f"{path}: column {name} must hold {required}, got {kind}")
+
+    def _batch(self, parts: list[tuple[Path, int, Any]]) -> Batch:
+        import pyarrow as pa
+
+        labels = np.concatenate([self._labels(*part) for part in parts])
+        table = pa.Table.from_batches([rows for _, _, rows in parts])
+        dense = np.empty((len(labels), self.num_dense), np.float32)
+        for column, name in enumerate(self.dense):
+            dense[:, column] = _dense_column(table.column(name))
+        ids, lengths = zip(
+            *(
+                _id_column(table.column(name), size)
+                for name, size in zip(self.keys, self.table_sizes, strict=True)
+            ),
+            strict=True,
+        )
+        jagged = any(column is not None for column in lengths)
+        offsets = None
+        if jagged:
+            ones = np.ones(len(labels), np.int64)
+            counts = [ones if column is None else column for column in lengths]
+            offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
+        sparse = SparseFeatures(
+            keys=self.keys,
+            values=torch.from_numpy(np.concatenate(ids)),
+            batch_size=len(labels),
+            offsets=offsets,
+            hotness=None if jagged else (1,) * len(self.keys),
+        )
+        return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
+
+    def _labels(self, path: Path, first_row: int, rows: Any) -> NDArray[np.float32]:
+        column = rows.column(self.label)
+        labels = column.cast("float32").to_numpy(zero_copy_only=False)
+        bad = (labels != 0) & (labels != 1)
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(
+                f"{path}, row {first_row + row + 1}, column {self.label}: must be 0 or 1, "
+                f"got {column[row]}"
+            )
+        return labels
+
+
+def _num_rows(stretches: list[_Stretch]) -> int:
+    return sum(stop - start for _, start, stop in stretches)
+
+
+def _part_of(stretches: list[_Stretch], rank: int, world_size: int) -> list[_Stretch]:
+    """The ``rank``-th of ``world_size`` equal parts of the rows of ``stretches``."""
+    num_rows = _num_rows(stretches)
+    begin, end = num_rows * rank // world_size, num_rows * (rank + 1) // world_size
+    part, row = [], 0
+    for path, start, stop in stretches:
+        first, last = max(begin - row, 0), min(end - row, stop - start)
+        if first < last:
+            part.append(_Stretch(path, start + first, start + last))
+        row += stop - start
+    return part
+
+
+def _read_group(file: Any, path: Path, group: int, batch_size: int, columns: list[str]) -> Any:
+    import pyarrow as pa
+
+    try:
+        yield from file.iter_batches(
+            batch_size, row_groups=[group], columns=columns, use_threads=False
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: row group {group} is damaged ({error})") from error
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _dense_column(column: Any) -> NDArray[np.float32]:
+    import pyarrow.types as types
+
+    values = column.cast("float32").fill_null(0.0).to_numpy()
+    return np.log1p(np.maximum(values, 0)) if types.is_integer(column.type) else values
+
+
+def _id_column(column: Any, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Ids of one column modulo ``size``, and the lengths of its lists where it holds lists."""
+    import pyarrow.compute as compute
+
+    lengths = None
+    if _is_list(column.type):
+        lengths = (
+            compute.call_function("list_value_length", [column])
+            .fill_null(0)
+            .to_numpy()
+            .astype(np.int64)
+        )
+        column = compute.call_function("list_flatten", [column])
+    ids = column.fill_null(0).to_numpy()
+    # At full width, so that a table may have more rows than the ids' own type can count.
+    wide = np.uint64 if ids.dtype.kind == "u" else np.int64
+    return np.remainder(ids.astype(wide), wide(size)).astype(np.int64), lengths

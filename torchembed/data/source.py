@@ -1,0 +1,144 @@
+"""What every reader is: an iterable of batches, cut into work that any thread can do."""
+
+import enum
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torchembed.data.batch import Batch
+
+BatchTask = Callable[[], Batch]
+
+
+class Split(enum.Enum):
+    """Which rows of a log to read.
+
+    Held out are the rows of the last file where there are several (a click log's files are days),
+    else the last part of the only one.
+    """
+
+    TRAIN = "train"
+    """All but the held-out rows."""
+    HELD_OUT = "held_out"
+    VALIDATION = "validation"
+    """The first half of the held-out rows, and the middle one of an odd number; MLPerf's rule."""
+    TEST = "test"
+    """The second half of the held-out rows."""
+    ALL = "all"
+
+
+class FileRows(NamedTuple):
+    """Rows ``[start, stop)`` of a file, to its end where ``stop`` is None."""
+
+    path: Path
+    start: int = 0
+    stop: int | None = None
+
+
+class BatchSource(ABC):
+    """The batches of one rank, in an order that never changes; every iteration starts anew.
+
+    Nothing is dropped: the last batch may be smaller than ``batch_size``, and ranks may end up with
+    different numbers of batches.
+
+    Args:
+        keys: names of the categorical features.
+        table_sizes: rows of all features' tables, or of each; ids are less than that.
+        num_dense: columns of the dense features.
+        batch_size: samples a batch on this rank.
+        rank: this rank, in ``[0, world_size)``.
+        world_size: number of ranks that share the rows.
+    """
+
+    def __init__(
+        self,
+        *,
+        keys: Sequence[str],
+        table_sizes: int | Sequence[int],
+        num_dense: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must lie in [0, world_size = {world_size}), got {rank}")
+        self.keys, self.num_dense = tuple(keys), num_dense
+        self.table_sizes = _each_table_size(table_sizes, len(self.keys))
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+
+    @abstractmethod
+    def tasks(self) -> Iterator[BatchTask]:
+        """One task a batch, in order. Drawing a task reads what must be read in order; running it
+        does the rest of the work, in any thread and beside other tasks."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of batches of this rank."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for task in self.tasks():
+            yield task()
+
+    def _blocks(self, num_rows: int) -> range:
+        """First rows of this rank's batches: the ranks take blocks of ``batch_size`` in turn, so
+        the global batches do not depend on how many ranks share them."""
+        return range(self.rank * self.batch_size, num_rows, self.world_size * self.batch_size)
+
+
+def natural_order(path: Path) -> list[str | int]:
+    """A sorting key by name that puts ``day_2`` before ``day_10``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+
+
+def _each_table_size(table_sizes: int | Sequence[int], num_features: int) -> tuple[int, ...]:
+    sizes = (table_sizes,) * num_features if isinstance(table_sizes, int) else tuple(table_sizes)
+    if len(sizes) != num_features:
+        raise ValueError(
+            f"table_sizes must be one number or {num_features}, one for each feature, "
+            f"got {len(sizes)}"
+        )
+    if min(sizes, default=1) < 1:
+        raise ValueError(f"table_sizes must be at least 1, got {min(sizes)}")
+    return sizes
+
+
+def choose_rows(
+    paths: Sequence[Path], split: Split, held_out: float, count_rows: Callable[[Path], int]
+) -> list[FileRows]:
+    """The rows of ``split`` in ``paths``, which are in order.
+
+    Args:
+        held_out: part of the rows to hold out where there is one file, in (0, 1).
+        count_rows: called for no other file than the last, and only where its rows are divided.
+
+    Raises:
+        ValueError: where ``held_out`` is out of range, or the split has no rows.
+    """
+    if not 0.0 < held_out < 1.0:
+        raise ValueError(f"held_out must be a part of the rows, in (0, 1), got {held_out}")
+    if split is Split.ALL:
+        return [FileRows(path) for path in paths]
+    *days, last = paths
+    if days and split is Split.TRAIN:
+        return [FileRows(path) for path in days]
+    if days and split is Split.HELD_OUT:
+        return [FileRows(last)]
+    num_rows = count_rows(last)
+    first_held_out = 0 if days else num_rows - round(num_rows * held_out)
+    first_test = num_rows - (num_rows - first_held_out) // 2
+    start, stop = {
+        Split.TRAIN: (0, first_held_out),
+        Split.HELD_OUT: (first_held_out, num_rows),
+        Split.VALIDATION: (first_held_out, first_test),
+        Split.TEST: (first_test, num_rows),
+    }[split]
+    if start == stop:
+        raise ValueError(
+            f"{last}: split {split.value!r} has none of its {num_rows} rows; change held_out "
+            f"({held_out}) or give more rows"
+        )
+    return [FileRows(last, start, stop)]
