@@ -1,7 +1,6 @@
 """One suite for every lane: the device, the lane, sizes that fit it, and poisoned memory."""
 
 import os
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -37,10 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda needs a GPU that torch can use, and finds none")
     lanes.required_lane()
-    # Without the C++ library torchembed warns once, on import. Here the header says it instead.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _native.load_error()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

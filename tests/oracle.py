@@ -108,25 +108,23 @@ class RowwiseOptimizer:
 def linearize_ids(
     values: Sequence[int],
     lengths: Sequence[int],
-    num_features: int,
+    batch_size: int,
     first_rows: Sequence[int],
     num_rows: Sequence[int],
-    on_bad_id: str,
-) -> tuple[list[int], int]:
-    """Rows of the group's weight and the first position of a bad id, in Python integers."""
-    batch_size = len(lengths) // num_features if num_features else 0
+    *,
+    clamp: bool,
+) -> tuple[list[int], int | None]:
+    """Rows of the group's weight, and the first position of a bad id, in Python integers."""
     features = [bag // batch_size for bag, length in enumerate(lengths) for _ in range(length)]
     rows = []
-    first_bad = len(values)
+    first_bad = None
     for position, (value, feature) in enumerate(zip(values, features, strict=True)):
         limit = num_rows[feature]
-        if not 0 <= value < limit:
-            first_bad = min(first_bad, position)
-            if on_bad_id != "clamp" or limit == 0:
-                rows.append(-1)
-                continue
-            value = min(max(value, 0), limit - 1)
-        rows.append(first_rows[feature] + value)
+        nearest = min(max(value, 0), limit - 1)
+        if nearest != value and first_bad is None:
+            first_bad = position
+        exists = limit > 0 and (clamp or nearest == value)
+        rows.append(first_rows[feature] + nearest if exists else -1)
     return rows, first_bad
 
 

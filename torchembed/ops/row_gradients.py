@@ -48,6 +48,8 @@ def weight_gradient(
     if scales is not None:
         values = values * scales.unsqueeze(1)
     values = torch.where((rows >= 0).unsqueeze(1), values, 0.0).to(weight.dtype)
+    if weight.shape[0] == 0:  # there is no row 0 for the ids of row -1
+        rows, values = rows[:0], values[:0]
     return torch.sparse_coo_tensor(
         rows.long().clamp_min(0).unsqueeze(0), values, weight.shape, check_invariants=False
     )

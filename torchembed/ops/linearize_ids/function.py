@@ -57,6 +57,8 @@ def linearize_ids(
     num_features = first_rows.numel()
     checks.check_numel("num_rows", num_rows, num_features, "as first_rows has")
     fixed = check_bags("values", values, offsets, hotness, num_features, batch_size)
+    if rows_dtype not in checks.ID_DTYPES:
+        raise TypeError(f"rows_dtype must be int32 or int64, got {checks.dtype_name(rows_dtype)}")
     return LinearRows(
         *linearize_ids_op(
             values.contiguous(),

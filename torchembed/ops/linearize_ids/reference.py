@@ -11,7 +11,7 @@ def id_features(
 ) -> Tensor:
     """The feature of each id position, int64 ``[L]``; F where it belongs to no bag."""
     if offsets is None:
-        counts = torch.tensor(hotness, device=device) * batch_size
+        counts = torch.tensor(hotness, device=device, dtype=torch.int64) * batch_size
         features = torch.arange(len(hotness), device=device)
         return torch.repeat_interleave(features, counts, output_size=num_ids)
     ends = offsets[batch_size::batch_size] if batch_size else offsets[:0]

@@ -124,8 +124,10 @@ def rowwise_update(
     if gradient_rows is not None:
         checks.check_ids("gradients.gradient_rows", gradient_rows)
         checks.check_numel("gradients.gradient_rows", gradient_rows, num_ids, "one for each id")
-    else:
-        checks.check_numel("gradients.grad[:, 0]", grad[:, 0], num_ids, "one for each id")
+    elif grad.shape[0] != num_ids:
+        raise ValueError(
+            f"gradients.grad must have {num_ids} rows (one for each id), got {grad.shape[0]}"
+        )
     if scales is not None:
         checks.check_dtype("gradients.scales", scales, (torch.float32,), "call .float()")
         checks.check_numel("gradients.scales", scales, num_ids, "one for each id")
