@@ -11,7 +11,9 @@ import shutil
 import sys
 import sysconfig
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -65,7 +67,18 @@ def native_library(torch: Path) -> Extension:
 
 
 class BuildNative(build_ext):
-    """Names the library ``_C.abi3.so`` whatever Python builds it."""
+    """Names the library ``_C.abi3.so`` whatever the Python; compiles its files side by side."""
+
+    def build_extensions(self) -> None:
+        compile_files = self.compiler.compile
+
+        def compile_side_by_side(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_files([source], **options), sources)
+                return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_side_by_side
+        super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".abi3.so"
