@@ -1,0 +1,226 @@
+"""The cross layers of DCN-V2 against their formula."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests import lanes
+from tests.repeats import assert_repeats
+from tests.tolerance import assert_follows, assert_same_bits
+from tests.values import normal, not_contiguous
+from torchembed.ops.cross import cross_epilogue, full_rank_cross, low_rank_cross
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = {
+    "one_element": (1, 1),
+    "no_samples": (0, 5),
+    "no_columns": (3, 0),
+    "one_column": (9, 1),
+    "odd": (11, 37),
+    "several_blocks": (131, 300),
+}
+
+
+def formula_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return x0 * (z + bias) + x
+
+
+def formula_low_rank(x0: Tensor, x: Tensor, v: Tensor, u: Tensor, bias: Tensor) -> Tensor:
+    return x0 * (x @ v.T @ u.T + bias) + x
+
+
+def formula_full_rank(x0: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x0 * (x @ weight.T + bias) + x
+
+
+def epilogue_inputs(
+    shape: tuple[int, int], device: torch.device, *dtypes: torch.dtype
+) -> list[Tensor]:
+    """x0, z, bias and x; of one dtype, or of one each."""
+    x0, z, bias, x = dtypes if len(dtypes) == 4 else dtypes * 4
+    return [
+        normal(*shape, seed=1, dtype=x0, device=device),
+        normal(*shape, seed=2, dtype=z, device=device),
+        normal(shape[1], seed=3, dtype=bias, device=device),
+        normal(*shape, seed=4, dtype=x, device=device),
+    ]
+
+
+def results(
+    function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor
+) -> tuple[Tensor, ...]:
+    """The output, and the gradient of each input."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    output = function(*leaves)
+    return output, *torch.autograd.grad(output, leaves, grad)
+
+
+def check(
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: list[Tensor]
+) -> None:
+    """Forward and every gradient follow ``formula``, in the dtypes of the inputs."""
+    with torch.no_grad():
+        output = function(*inputs)
+    grad = normal(*output.shape, seed=9, dtype=output.dtype, device=output.device)
+
+    def expected(dtype: torch.dtype, which: int) -> Tensor:
+        exact = [tensor.cpu().to(dtype) for tensor in inputs]
+        return results(formula, exact, grad.cpu().to(dtype))[which]
+
+    for which, actual in enumerate(results(function, inputs, grad)):
+        assert which == 0 or actual.dtype == inputs[which - 1].dtype
+        assert_follows(actual, lambda dtype, which=which: expected(dtype, which))
+
+
+@pytest.mark.parametrize("op", ["cross_epilogue_forward", "cross_epilogue_backward"])
+def test_the_lane_runs_its_kernels(op: str, device: torch.device) -> None:
+    lane = lanes.required_lane()
+    if lane is None:
+        pytest.skip("TORCHEMBED_LANE requires no lane, so any kernel will do")
+    # There is no C++ kernel: beside those of other operations, torch's own run.
+    assert lanes.picked_kernel(op, device) == ("reference" if lane == "native" else lane)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_epilogue_follows_its_formula(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    inputs = epilogue_inputs(shape, device, dtype)
+    assert cross_epilogue(*inputs).dtype == dtype
+    check(cross_epilogue, formula_epilogue, inputs)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "promoted"),
+    [
+        ((torch.float32, torch.bfloat16, torch.float32, torch.float32), torch.float32),
+        ((torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16), torch.bfloat16),
+        ((torch.float16, torch.float16, torch.float16, torch.float32), torch.float32),
+        ((torch.float16, torch.bfloat16, torch.float16, torch.float16), torch.float32),
+    ],
+)
+def test_dtypes_may_be_mixed(
+    dtypes: tuple[torch.dtype, ...], promoted: torch.dtype, device: torch.device
+) -> None:
+    inputs = epilogue_inputs((5, 18), device, *dtypes)
+    assert cross_epilogue(*inputs).dtype == promoted
+    check(cross_epilogue, formula_epilogue, inputs)
+
+
+def test_worked_example(device: torch.device) -> None:
+    values = ([[2.0, 3.0]], [[4.0, 5.0]], [1.0, -1.0], [[7.0, 8.0]])
+    inputs = [torch.tensor(value, device=device) for value in values]
+    grad = torch.full((1, 2), 3.0, device=device)
+    output, *grads = results(cross_epilogue, inputs, grad)
+    assert output.tolist() == [[17.0, 20.0]]
+    expected = [[[15.0, 12.0]], [[6.0, 9.0]], [6.0, 9.0], [[3.0, 3.0]]]
+    assert [gradient.tolist() for gradient in grads] == expected
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float16, 2100), (torch.bfloat16, 300)])
+def test_the_gradient_of_the_bias_is_summed_in_float32(
+    dtype: torch.dtype, count: int, device: torch.device
+) -> None:
+    # A sum kept in the gradient's dtype would stop growing at 2048 or 256.
+    ones = torch.ones(count, 1, dtype=dtype, device=device)
+    bias = torch.zeros(1, device=device, requires_grad=True)
+    output = cross_epilogue(ones, ones, bias, ones)
+    (grad,) = torch.autograd.grad(output, bias, torch.ones_like(output))
+    assert grad.tolist() == [count]
+
+
+def test_one_tensor_may_be_several_arguments(device: torch.device) -> None:
+    def square(x: Tensor, bias: Tensor) -> Tensor:
+        return cross_epilogue(x, x, bias, x)
+
+    inputs = [normal(4, 6, seed=1, device=device), normal(6, seed=2, device=device)]
+    check(square, lambda x, bias: x * (x + bias) + x, inputs)
+
+
+def test_inputs_need_not_be_contiguous(device: torch.device) -> None:
+    inputs = epilogue_inputs((7, 12), device, torch.float32)
+    grad = normal(7, 12, seed=5, device=device)
+    expected = results(cross_epilogue, inputs, grad)
+
+    def strided(*leaves: Tensor) -> Tensor:
+        return cross_epilogue(*(not_contiguous(leaf) for leaf in leaves))
+
+    for actual, same in zip(results(strided, inputs, not_contiguous(grad)), expected, strict=True):
+        assert_same_bits(actual, same)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rank", [1, 8])
+def test_low_rank_follows_its_formula(rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    x0, _, bias, x = epilogue_inputs((9, 20), device, dtype)
+    v = normal(rank, 20, seed=6, dtype=dtype, device=device) / 20
+    u = normal(20, rank, seed=7, dtype=dtype, device=device)
+    check_products(low_rank_cross, formula_low_rank, [x0, x, v, u, bias])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_full_rank_follows_its_formula(dtype: torch.dtype, device: torch.device) -> None:
+    x0, _, bias, x = epilogue_inputs((9, 20), device, dtype)
+    weight = normal(20, 20, seed=6, dtype=dtype, device=device) / 20
+    check_products(full_rank_cross, formula_full_rank, [x0, x, weight, bias])
+
+
+def check_products(
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: list[Tensor]
+) -> None:
+    """As ``check``, with torch's own low-precision products for what they lose."""
+    output = function(*inputs)
+    grad = normal(*output.shape, seed=9, dtype=output.dtype, device=output.device)
+    exact = results(formula, [tensor.cpu().double() for tensor in inputs], grad.cpu().double())
+    eager = results(formula, inputs, grad)
+    for actual, low, true in zip(results(function, inputs, grad), eager, exact, strict=True):
+        band = torch.finfo(actual.dtype).eps * true.abs().max()
+        allowed = 2 * (low.cpu().double() - true).abs().max() + band
+        assert (actual.cpu().double() - true).abs().max() <= allowed
+
+
+def test_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> None:
+    inputs = epilogue_inputs((300, 70), device, torch.bfloat16)
+    grad = normal(300, 70, seed=5, dtype=torch.bfloat16, device=device)
+    assert_repeats(lambda: results(cross_epilogue, inputs, grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
+    x0, z, bias, x = epilogue_inputs((4, 10), device, dtype, dtype, torch.float32, dtype)
+    ops = torch.ops.torchembed
+    torch.library.opcheck(ops.cross_epilogue_forward.default, (x0, z, bias, x))
+    torch.library.opcheck(ops.cross_epilogue_backward.default, (x, x0, z, bias))
+
+
+def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(low_rank_cross, fullgraph=True, dynamic=True, backend=backend)
+    v, u = normal(3, 10, seed=6, device=device), normal(10, 3, seed=7, device=device)
+    for batch_size in (4, 7):
+        x0, _, bias, x = epilogue_inputs((batch_size, 10), device, torch.float32)
+        inputs, grad = [x0, x, v, u, bias], normal(batch_size, 10, seed=5, device=device)
+        expected = results(low_rank_cross, inputs, grad)
+        for actual, same in zip(results(compiled, inputs, grad), expected, strict=True):
+            assert_same_bits(actual, same)
+    assert backend.frame_count == 1
+
+
+def test_bad_arguments_are_named(device: torch.device) -> None:
+    x0, z, bias, x = epilogue_inputs((4, 10), device, torch.float32)
+    with pytest.raises(TypeError, match="x0 must be float32 or float16 or bfloat16, got float64"):
+        cross_epilogue(x0.double(), z, bias, x)
+    with pytest.raises(ValueError, match=r"x0 must have 2 dimension\(s\), got shape \(40,\)"):
+        cross_epilogue(x0.flatten(), z, bias, x)
+    with pytest.raises(ValueError, match=r"z must have the shape of x0, \(4, 10\), got \(3, 10\)"):
+        cross_epilogue(x0, z[:3], bias, x)
+    with pytest.raises(TypeError, match=r"x must be float32 or .*, got int64; call \.float"):
+        cross_epilogue(x0, z, bias, x.long())
+    with pytest.raises(ValueError, match=r"bias must hold 10 elements \(one for each column"):
+        cross_epilogue(x0, z, bias[:9], x)
+    with pytest.raises(ValueError, match=r"z must be on .* as x0 is, got meta"):
+        cross_epilogue(x0, z.to("meta"), bias, x)

@@ -1,0 +1,293 @@
+"""The public functions ``permute_features``, ``bucketize_rows`` and ``pad_jagged``."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchembed.core import checks
+from torchembed.ops.bags import check_bags
+from torchembed.ops.jagged.schema import (
+    bucketize_rows_op,
+    pad_jagged_backward_op,
+    pad_jagged_forward_op,
+    permute_features_backward_op,
+    permute_features_forward_op,
+)
+
+
+class PermutedFeatures(NamedTuple):
+    """Result of :func:`permute_features`, for ``K`` features."""
+
+    values: Tensor
+    """``[num_ids]``."""
+    offsets: Tensor
+    """``[K * B + 1]``, dtype of the given offsets."""
+    weights: Tensor | None
+    """``[num_ids]``, None where none were given."""
+
+
+class BucketizedRows(NamedTuple):
+    """Result of :func:`bucketize_rows`, for ``W`` buckets."""
+
+    values: Tensor
+    """``[L]``, bucket-major: ids less the first id of their bucket, -1 for bad ids."""
+    offsets: Tensor
+    """``[W * F * B + 1]``, dtype of the given offsets."""
+    weights: Tensor | None
+    """``[L]``, in the order of ``values``; None where none were given."""
+    positions: Tensor
+    """``[L]``, int32: where each given id stands in ``values``."""
+
+
+class _PermuteFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        permutation: list[int],
+        num_features: int,
+        batch_size: int,
+        num_ids: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        arrangement = (permutation, num_features, batch_size)
+        new_values, new_offsets, new_weights = permute_features_forward_op(
+            values, offsets, weights, *arrangement, num_ids
+        )
+        ctx.save_for_backward(offsets, new_offsets)
+        ctx.arrangement, ctx.num_values = arrangement, values.shape[0]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(new_offsets)
+        return new_values, new_offsets, new_weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_values: Tensor | None, _: None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        def gradient(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            return permute_features_backward_op(
+                grad.contiguous(), *ctx.saved_tensors, *ctx.arrangement, ctx.num_values
+            )
+
+        return gradient(grad_values), None, gradient(grad_weights), *[None] * 4
+
+
+class _BucketizeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        boundaries: Tensor,
+        batch_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        local, new_offsets, new_weights, positions = bucketize_rows_op(
+            values, offsets, weights, boundaries, batch_size
+        )
+        ctx.save_for_backward(positions)
+        ctx.mark_non_differentiable(local, new_offsets, positions)
+        return local, new_offsets, new_weights, positions
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        return None, None, grads[2].index_select(0, positions), None, None
+
+
+class _PadJagged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, offsets: Tensor, max_length: int, padding: float
+    ) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.num_values = values.shape[0]
+        return pad_jagged_forward_op(values, offsets, max_length, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,) = ctx.saved_tensors
+        return pad_jagged_backward_op(grad.contiguous(), offsets, ctx.num_values), None, None, None
+
+
+def _check_weights(weights: Tensor | None, values: Tensor) -> None:
+    if weights is not None:
+        checks.check_float("weights", weights)
+        checks.check_dim("weights", weights, 1)
+        checks.check_numel("weights", weights, values.numel(), "one for each id")
+        checks.check_same_device("values", values, weights=weights)
+
+
+def permute_features(
+    values: Tensor,
+    offsets: Tensor,
+    permutation: Sequence[int],
+    *,
+    num_features: int,
+    batch_size: int,
+    num_ids: int | None = None,
+    weights: Tensor | None = None,
+) -> PermutedFeatures:
+    """The bags of features in another order; features may be repeated or left out.
+
+    Bag ``(k, b)`` of the result is bag ``(permutation[k], b)`` of the batch. Values and weights
+    that require a gradient get one; the gradients of a repeated feature are summed in float32, in
+    the order of the permutation. Deterministic; never synchronizes.
+
+    Worked example: three features of one sample, ``values = [7, 8, 9]``,
+    ``offsets = [0, 1, 1, 3]``, ``permutation = [2, 1, 0]``: the result has ``values = [8, 9, 7]``,
+    ``offsets = [0, 2, 2, 3]``.
+
+    Args:
+        values: ``[L]``, int32, int64, float32, float16 or bfloat16, feature-major.
+        offsets: ``[num_features * batch_size + 1]``, int32 or int64.
+        permutation: for each feature of the result a feature in ``[0, num_features)``.
+        num_ids: capacity of the result. Needed where ``permutation`` repeats features or leaves
+            some out, since only the caller can know it without a synchronization; L where None.
+            Spare positions hold zeros. Too small a number is an error on the CPU and drops the last
+            ids on a GPU.
+        weights: ``[L]``, floating, one for each value.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit, a feature that is not
+            there, or too small a ``num_ids``.
+    """
+    checks.check_dtype("values", values, (*checks.ID_DTYPES, *checks.FLOAT_DTYPES), "call .float()")
+    checks.check_dim("values", values, 1)
+    check_bags("values", values, offsets, None, num_features, batch_size)
+    _check_weights(weights, values)
+    permutation = list(permutation)
+    if any(not 0 <= feature < num_features for feature in permutation):
+        raise ValueError(
+            f"permutation must hold features in [0, {num_features}), got {permutation}"
+        )
+    if sorted(permutation) == list(range(num_features)):
+        num_ids = values.shape[0] if num_ids is None else num_ids
+    elif num_ids is None:
+        raise ValueError(
+            f"num_ids must be given, since permutation {permutation} repeats or leaves out some of "
+            f"the {num_features} features; sum the lengths of the features it names"
+        )
+    if values.device.type == "cpu" and not torch.compiler.is_compiling():
+        features = torch.tensor(permutation, dtype=torch.int64)
+        starts, ends = offsets[features * batch_size], offsets[(features + 1) * batch_size]
+        needed = int((ends - starts).sum())
+        if num_ids < needed:
+            raise ValueError(
+                f"num_ids must be {needed} or more, the ids of features {permutation}, "
+                f"got {num_ids}"
+            )
+    new_values, new_offsets, new_weights = _PermuteFeatures.apply(
+        values.contiguous(),
+        offsets.contiguous(),
+        None if weights is None else weights.contiguous(),
+        permutation,
+        num_features,
+        batch_size,
+        num_ids,
+    )
+    return PermutedFeatures(new_values, new_offsets, None if weights is None else new_weights)
+
+
+def bucketize_rows(
+    values: Tensor,
+    offsets: Tensor,
+    boundaries: Tensor,
+    *,
+    batch_size: int,
+    weights: Tensor | None = None,
+) -> BucketizedRows:
+    """Split the ids of each bag by row range into buckets, one for each shard of the rows.
+
+    Bucket w of feature f takes the ids in ``[boundaries[f, w], boundaries[f, w + 1])`` and holds
+    them less ``boundaries[f, w]``; bag ``(f, b)`` of bucket w is bag ``(w * F + f) * B + b`` of the
+    result. An id in none of the ranges becomes -1 in the first bucket whose range is not empty (the
+    last where all are empty), so that none is lost and a table with one holder keeps its bad ids;
+    spare positions from ``offsets[-1]`` on stay behind all bags, as -1. The order within a bag is
+    kept. Every shape follows from the arguments' shapes; deterministic, never synchronizes.
+
+    ``positions`` undoes it: ``values[positions[p]]`` of the result is what id p became, and the
+    gradient of ``weights`` flows back through it.
+
+    Worked example: one feature, two samples, ``values = [5, 0, 9, 3]``, ``offsets = [0, 3, 4]``,
+    ``boundaries = [[0, 4, 8]]``: ``values = [0, -1, 3, 1]``, ``offsets = [0, 2, 3, 4, 4]``,
+    ``positions = [3, 0, 1, 2]``.
+
+    Args:
+        values: ids, ``[L]``, int32 or int64, feature-major; L < 2**31.
+        offsets: ``[F * batch_size + 1]``, int32 or int64.
+        boundaries: int64 ``[F, W + 1]`` for W buckets, each row not decreasing; not checked.
+        weights: ``[L]``, floating, one for each id; gets a gradient where it requires one.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    checks.check_ids("values", values)
+    if values.shape[0] >= 2**31:
+        raise ValueError(
+            f"values must hold fewer than 2**31 ids, got {values.shape[0]}; split the batch"
+        )
+    checks.check_dtype("boundaries", boundaries, (torch.int64,), "call .long()")
+    checks.check_dim("boundaries", boundaries, 2)
+    if boundaries.shape[1] < 2:
+        raise ValueError(
+            "boundaries must have a column more than there are buckets, so 2 or more, "
+            f"got shape {tuple(boundaries.shape)}"
+        )
+    checks.check_same_device("values", values, boundaries=boundaries)
+    check_bags("values", values, offsets, None, boundaries.shape[0], batch_size)
+    _check_weights(weights, values)
+    local, new_offsets, new_weights, positions = _BucketizeRows.apply(
+        values.contiguous(),
+        offsets.contiguous(),
+        None if weights is None else weights.contiguous(),
+        boundaries.contiguous(),
+        batch_size,
+    )
+    return BucketizedRows(local, new_offsets, None if weights is None else new_weights, positions)
+
+
+def pad_jagged(values: Tensor, offsets: Tensor, max_length: int, *, padding: float = 0) -> Tensor:
+    """Bags as rows of one length: ``out[b, t] = values[offsets[b] + t]``, then ``padding``.
+
+    Elements of a bag beyond ``max_length`` are cut off and get no gradient. The offsets of one
+    feature out of a batch will do, with the values of the whole batch. Deterministic, never
+    synchronizes.
+
+    Worked example: ``values = [7, 8, 9]``, ``offsets = [0, 1, 1, 3]``, ``max_length = 2``,
+    ``padding = -1``: ``[[7, -1], [-1, -1], [8, 9]]``.
+
+    Args:
+        values: ``[L]`` or ``[L, D]``, int32, int64, float32, float16 or bfloat16.
+        offsets: ``[B + 1]``, int32 or int64, not decreasing, within ``[0, L]``.
+        padding: an integer where ``values`` are.
+
+    Returns:
+        ``[B, max_length]`` or ``[B, max_length, D]``.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    checks.check_dtype("values", values, (*checks.ID_DTYPES, *checks.FLOAT_DTYPES), "call .float()")
+    if values.dim() not in (1, 2):
+        raise ValueError(f"values must be [L] or [L, D], got shape {tuple(values.shape)}")
+    checks.check_ids("offsets", offsets)
+    checks.check_same_device("values", values, offsets=offsets)
+    if offsets.shape[0] == 0:
+        raise ValueError("offsets must hold a number more than there are bags, got none")
+    if max_length < 0:
+        raise ValueError(f"max_length must not be negative, got {max_length}")
+    if values.is_floating_point():
+        padding = float(padding)
+    elif not isinstance(padding, int):
+        raise TypeError(f"padding must be an integer where values are, got {padding}")
+    return _PadJagged.apply(values.contiguous(), offsets.contiguous(), max_length, padding)

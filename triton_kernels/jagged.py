@@ -1,0 +1,382 @@
+"""Triton kernels of the ``jagged`` operations."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
+from torchembed.triton_kernels.row_blocks import index_type
+from torchembed.triton_kernels.searching import count_not_above
+
+_BLOCK_IDS = 512
+_BLOCK_ELEMENTS = 1024
+
+
+@triton.jit
+def _sum_features_kernel(
+    values_ptr,
+    source_offsets_ptr,
+    ranges_ptr,
+    sources_ptr,
+    out_ptr,
+    out_offsets_ptr,
+    num_values,
+    num_features,
+    batch_size,
+    FLOATING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All ids of feature f: the sums over ``sources[ranges[f]:ranges[f + 1]]`` of those features.
+
+    With ``values = [7, 8, 9]``, of which feature 0 has one and feature 1 has two, and one source
+    each, 1 and 0: out is ``[8, 9, 7]``.
+    """
+    positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = positions < num_values
+    feature = count_not_above(out_offsets_ptr + batch_size, num_features, positions, batch_size, 1)
+    inside = mask & (feature < num_features)
+    within = positions - tl.load(out_offsets_ptr + feature * batch_size, mask=inside, other=0)
+    first = tl.load(ranges_ptr + feature, mask=inside, other=0)
+    counts = tl.load(ranges_ptr + feature + 1, mask=inside, other=0) - first
+    total = tl.zeros((BLOCK,), dtype=tl.float32 if FLOATING else tl.int64)
+    for turn in range(tl.max(counts, axis=0)):
+        present = turn < counts
+        source = tl.load(sources_ptr + first + turn, mask=present, other=0)
+        start = tl.load(source_offsets_ptr + source * batch_size, mask=present, other=0)
+        value = tl.load(values_ptr + start + within, mask=present, other=0)
+        total += as_float32(value) if FLOATING else value.to(tl.int64)
+    if FLOATING:
+        total = round_to_nearest(total, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + positions, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bucketize_rows_count_kernel(
+    values_ptr,
+    offsets_ptr,
+    boundaries_ptr,
+    buckets_ptr,
+    local_ptr,
+    lengths_ptr,
+    tile_counts_ptr,
+    num_ids,
+    num_bags,
+    batch_size,
+    num_buckets,
+    BLOCK: tl.constexpr,
+):
+    """The bucket of each id, its id there, and how many there are for each bag and each tile.
+
+    With boundaries 0, 4, 8 the ids 5, 0, 9 are in buckets 1, 0, 0, as 1, 0, -1. Ids that no bag
+    holds are in a bucket of their own, the last.
+    """
+    positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = positions < num_ids
+    bags = count_not_above(offsets_ptr + 1, num_bags, positions, 1, 1)
+    in_bag = mask & (bags < num_bags)
+    ids = tl.load(values_ptr + positions, mask=mask, other=0).to(tl.int64)
+    features = tl.where(in_bag, bags // batch_size, 0)
+    ranges_ptr = boundaries_ptr + features * (num_buckets + 1)
+    buckets = count_not_above(ranges_ptr + 1, num_buckets - 1, ids, 1, 1)
+    first = tl.load(ranges_ptr + buckets)
+    inside = in_bag & (ids >= first) & (ids < tl.load(ranges_ptr + num_buckets))
+    local = tl.where(inside, ids - first, -1)
+    # What is in no range goes to the first bucket that has one.
+    home = count_not_above(ranges_ptr + 1, num_buckets - 1, tl.load(ranges_ptr), 1, 1)
+    buckets = tl.where(inside, buckets, home)
+    # Integer sums: the same in whatever order the programs come.
+    tl.atomic_add(lengths_ptr + buckets * num_bags + bags, 1, mask=in_bag, sem="relaxed")
+    buckets = tl.where(in_bag, buckets, num_buckets).to(tl.int32)
+    tl.store(buckets_ptr + positions, buckets, mask=mask)
+    tl.store(local_ptr + positions, local.to(local_ptr.dtype.element_ty), mask=mask)
+    num_tiles = tl.num_programs(0)
+    for bucket in range(num_buckets + 1):
+        count = tl.sum((mask & (buckets == bucket)).to(tl.int32), axis=0)
+        tl.store(tile_counts_ptr + bucket * num_tiles + tl.program_id(0), count)
+
+
+@triton.jit
+def _bucketize_rows_place_kernel(
+    buckets_ptr,
+    local_ptr,
+    weights_ptr,
+    tile_starts_ptr,
+    new_values_ptr,
+    new_weights_ptr,
+    positions_ptr,
+    num_ids,
+    num_buckets,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Put each id behind the earlier ones of its bucket: buckets 1, 0, 0 go to places 2, 0, 1."""
+    positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = positions < num_ids
+    buckets = tl.load(buckets_ptr + positions, mask=mask, other=-1)
+    num_tiles = tl.num_programs(0)
+    places = tl.zeros((BLOCK,), dtype=tl.int32)
+    for bucket in range(num_buckets + 1):
+        here = buckets == bucket
+        start = tl.load(tile_starts_ptr + bucket * num_tiles + tl.program_id(0))
+        places = tl.where(here, start + tl.cumsum(here.to(tl.int32), axis=0) - 1, places)
+    tl.store(positions_ptr + positions, places, mask=mask)
+    local = tl.load(local_ptr + positions, mask=mask, other=0)
+    tl.store(new_values_ptr + places, local, mask=mask)
+    if HAS_WEIGHTS:
+        weights = tl.load(weights_ptr + positions, mask=mask, other=0.0)
+        tl.store(new_weights_ptr + places, weights, mask=mask)
+
+
+@triton.jit
+def _pad_jagged_forward_kernel(
+    values_ptr,
+    offsets_ptr,
+    padded_ptr,
+    padding,
+    num_slots,
+    max_length,
+    dim,
+    INDEX: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """``padded[b, t] = values[offsets[b] + t]``, or ``padding``.
+
+    With ``values = [7, 8, 9]``, ``offsets = [0, 1, 3]``: ``[[7, padding], [8, 9]]``.
+    """
+    values_at, padded_at, present, mask = _slots(
+        offsets_ptr, num_slots, max_length, dim, INDEX, BLOCK_SLOTS, BLOCK_DIM
+    )
+    values = tl.load(values_ptr + values_at, mask=present, other=0)
+    tl.store(padded_ptr + padded_at, values, mask=present)
+    tl.store(padded_ptr + padded_at, padding, mask=mask & (present == 0))
+
+
+@triton.jit
+def _pad_jagged_backward_kernel(
+    grad_ptr,
+    offsets_ptr,
+    grad_values_ptr,
+    num_slots,
+    max_length,
+    dim,
+    INDEX: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """``grad_values[offsets[b] + t] = grad[b, t]`` for the slots that hold an element."""
+    values_at, padded_at, present, _ = _slots(
+        offsets_ptr, num_slots, max_length, dim, INDEX, BLOCK_SLOTS, BLOCK_DIM
+    )
+    grad = tl.load(grad_ptr + padded_at, mask=present, other=0)
+    tl.store(grad_values_ptr + values_at, grad, mask=present)
+
+
+@triton.jit
+def _slots(
+    offsets_ptr,
+    num_slots,
+    max_length,
+    dim,
+    INDEX: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """This program's block of slots: ``(where in the values, where in the padded batch, masks)``.
+
+    One mask says which slots hold an element, the other which there are.
+    """
+    slots = tl.program_id(0).to(INDEX) * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
+    columns = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    is_slot = slots < num_slots
+    bags, steps = slots // max_length, slots % max_length
+    start = tl.load(offsets_ptr + bags, mask=is_slot, other=0)
+    end = tl.load(offsets_ptr + bags + 1, mask=is_slot, other=0)
+    mask = is_slot[:, None] & (columns < dim)[None, :]
+    present = mask & (start + steps < end)[:, None]
+    values_at = (start + steps).to(INDEX)[:, None] * dim + columns[None, :]
+    return values_at, slots[:, None] * dim + columns[None, :], present, mask
+
+
+class _Arrangement(NamedTuple):
+    """What a permutation of ``F`` features says, on a device."""
+
+    features: Tensor
+    """``[K]``: the permutation."""
+    identity: Tensor
+    """``[K + 1]``: 0, 1, 2 and so on, ranges of one."""
+    places: Tensor
+    """``[K]``: where the permutation holds each feature, by feature."""
+    ranges: Tensor
+    """``[F + 1]``: feature f is at ``places[ranges[f]:ranges[f + 1]]``."""
+
+
+@functools.cache
+def _arrangement(
+    permutation: tuple[int, ...], num_features: int, device: torch.device
+) -> _Arrangement:
+    """Made once and kept: copying to a device makes the host wait, and captured graphs read it."""
+    features = torch.tensor(permutation, dtype=torch.int64)
+    counts = torch.bincount(features, minlength=num_features)
+    return _Arrangement(
+        features.to(device),
+        torch.arange(len(permutation) + 1, device=device),
+        torch.sort(features, stable=True).indices.to(device),
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(device),
+    )
+
+
+def _offsets_of(lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[n + 1]``, in ``dtype``: the sums of the ``lengths`` before each, and of all."""
+    offsets = torch.zeros(lengths.numel() + 1, device=lengths.device, dtype=dtype)
+    torch.cumsum(lengths, 0, dtype=dtype, out=offsets[1:])
+    return offsets
+
+
+def _sum_features(
+    values: Tensor,
+    source_offsets: Tensor,
+    ranges: Tensor,
+    sources: Tensor,
+    out_offsets: Tensor,
+    batch_size: int,
+    num_values: int,
+) -> Tensor:
+    out = values.new_empty(num_values)
+    if num_values:
+        _sum_features_kernel[(triton.cdiv(num_values, _BLOCK_IDS),)](
+            values,
+            source_offsets,
+            ranges,
+            sources,
+            out,
+            out_offsets,
+            num_values,
+            ranges.numel() - 1,
+            batch_size,
+            FLOATING=values.is_floating_point(),
+            BLOCK=_BLOCK_IDS,
+        )
+    return out
+
+
+def launch_permute_features_forward(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    permutation: list[int],
+    num_features: int,
+    batch_size: int,
+    num_ids: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    arrangement = _arrangement(tuple(permutation), num_features, values.device)
+    samples = torch.arange(batch_size, device=values.device)
+    bags = (arrangement.features.unsqueeze(1) * batch_size + samples).flatten()
+    new_offsets = _offsets_of(offsets.diff()[bags], offsets.dtype)
+
+    def permuted(tensor: Tensor) -> Tensor:
+        sources = (arrangement.identity, arrangement.features)
+        return _sum_features(tensor, offsets, *sources, new_offsets, batch_size, num_ids)
+
+    new_weights = values.new_empty(0) if weights is None else permuted(weights)
+    return permuted(values), new_offsets, new_weights
+
+
+def launch_permute_features_backward(
+    grad: Tensor,
+    offsets: Tensor,
+    new_offsets: Tensor,
+    permutation: list[int],
+    num_features: int,
+    batch_size: int,
+    num_values: int,
+) -> Tensor:
+    arrangement = _arrangement(tuple(permutation), num_features, grad.device)
+    sources = (arrangement.ranges, arrangement.places)
+    return _sum_features(grad, new_offsets, *sources, offsets, batch_size, num_values)
+
+
+def launch_bucketize_rows(
+    values: Tensor, offsets: Tensor, weights: Tensor | None, boundaries: Tensor, batch_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    device = values.device
+    num_ids, num_bags, num_buckets = values.numel(), offsets.numel() - 1, boundaries.shape[1] - 1
+    if num_ids == 0 or num_bags == 0:
+        return (
+            torch.full_like(values, -1),
+            offsets.new_zeros(num_buckets * num_bags + 1),
+            values.new_empty(0) if weights is None else weights.clone(),
+            torch.arange(num_ids, device=device, dtype=torch.int32),
+        )
+    num_tiles = triton.cdiv(num_ids, _BLOCK_IDS)
+    buckets = torch.empty(num_ids, device=device, dtype=torch.int32)
+    local = torch.empty_like(values)
+    lengths = torch.zeros(num_buckets * num_bags, device=device, dtype=torch.int32)
+    tile_counts = torch.empty((num_buckets + 1) * num_tiles, device=device, dtype=torch.int32)
+    _bucketize_rows_count_kernel[(num_tiles,)](
+        values,
+        offsets,
+        boundaries,
+        buckets,
+        local,
+        lengths,
+        tile_counts,
+        num_ids,
+        num_bags,
+        batch_size,
+        num_buckets,
+        BLOCK=_BLOCK_IDS,
+    )
+    new_values = torch.empty_like(values)
+    new_weights = values.new_empty(0) if weights is None else torch.empty_like(weights)
+    positions = torch.empty_like(buckets)
+    _bucketize_rows_place_kernel[(num_tiles,)](
+        buckets,
+        local,
+        weights,
+        _offsets_of(tile_counts, torch.int32),
+        new_values,
+        new_weights,
+        positions,
+        num_ids,
+        num_buckets,
+        HAS_WEIGHTS=weights is not None,
+        BLOCK=_BLOCK_IDS,
+    )
+    return new_values, _offsets_of(lengths, offsets.dtype), new_weights, positions
+
+
+def _slot_grid(padded: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """The programs that cover ``padded [B, max_length, ...]``, and the block that each takes."""
+    num_slots, dim = padded.shape[0] * padded.shape[1], padded[0, 0].numel()
+    block_dim = min(triton.next_power_of_2(dim), 128)
+    block_slots = _BLOCK_ELEMENTS // block_dim
+    grid = (triton.cdiv(num_slots, block_slots), triton.cdiv(dim, block_dim))
+    shape = {"num_slots": num_slots, "max_length": padded.shape[1], "dim": dim}
+    return grid, shape | {"BLOCK_SLOTS": block_slots, "BLOCK_DIM": block_dim}
+
+
+def launch_pad_jagged_forward(
+    values: Tensor, offsets: Tensor, max_length: int, padding: float
+) -> Tensor:
+    padded = values.new_empty(offsets.numel() - 1, max_length, *values.shape[1:])
+    if padded.numel():
+        grid, shape = _slot_grid(padded)
+        _pad_jagged_forward_kernel[grid](
+            values, offsets, padded, padding, INDEX=index_type(values, padded), **shape
+        )
+    return padded
+
+
+def launch_pad_jagged_backward(grad: Tensor, offsets: Tensor, num_values: int) -> Tensor:
+    grad_values = grad.new_zeros(num_values, *grad.shape[2:])
+    if grad.numel() and num_values:
+        grid, shape = _slot_grid(grad)
+        _pad_jagged_backward_kernel[grid](
+            grad, offsets, grad_values, INDEX=index_type(grad, grad_values), **shape
+        )
+    return grad_values
