@@ -16,8 +16,6 @@ SOURCES := $(wildcard csrc/*)
 
 # Every processor of the machine for the ranks together, at least one for each.
 THREADS = $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 ))
-ONE_THREAD_EACH := OMP_NUM_THREADS=1
-
 ifeq ($(origin PYTHON),command line)
 # The caller's interpreter: nothing is installed or built unasked, and what is missing is named.
 checked = $(PYTHON) torchembed/core/versions.py --missing $(1)
@@ -27,6 +25,11 @@ PYTHON := .venv/bin/python
 checked = true
 READY := .venv/.native
 endif
+
+# Tests of one file share what is costly to make, so they stay in one process.
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(CORES) --dist loadfile
+# Whatever was built must also be what runs.
+NATIVE_LANE = $(shell test ! -e torchembed/_C.abi3.so || echo TORCHEMBED_LANE=native)
 
 .PHONY: help
 help: ## Print this list
@@ -48,12 +51,9 @@ train: $(READY) ## Train RECIPE on RANKS processes
 .PHONY: test
 test: $(READY) ## Run the CPU suite in each of its lanes
 	@$(call checked,test)
-	$(if $(wildcard torchembed/_C.abi3.so),TORCHEMBED_LANE=native) \
-	$(ONE_THREAD_EACH) $(PYTHON) -m pytest -q -n $(CORES)
-	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton \
-	$(ONE_THREAD_EACH) $(PYTHON) -m pytest -q -n $(CORES) tests/ops
-	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference \
-	$(ONE_THREAD_EACH) $(PYTHON) -m pytest -q -n $(CORES) tests/ops
+	$(strip $(NATIVE_LANE) $(PYTEST))
+	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) tests/ops
+	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(PYTEST) tests/ops
 
 .PHONY: lint
 lint: .venv/.native ## Run the linters and the type checker

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.packaging.source_tree import ROOT, copy_sources, run_python, run_python_or_fail
+from tests.packaging.source_tree import copy_sources, run_python, run_python_or_fail
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
@@ -18,17 +18,18 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Distributions(NamedTuple):
+    sources: Path
     sdist: Path
     wheel: Path
 
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """An sdist of the checkout, and a wheel built from that sdist."""
+    """A copy of the sources, an sdist of it, and a wheel built from that sdist."""
     sources = copy_sources(tmp_path_factory.mktemp("distributions") / "sources")
     run_python_or_fail("-m", "build", "--no-isolation", "--outdir", "dist", cwd=sources)
     (sdist,), (wheel,) = sources.glob("dist/*.tar.gz"), sources.glob("dist/*.whl")
-    return Distributions(sdist, wheel)
+    return Distributions(sources, sdist, wheel)
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +44,14 @@ def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def python_files(package: str) -> set[str]:
-    """Files of a package of the checkout, as names under torchembed/."""
-    folder = ROOT / package
-    inside = "torchembed" if package == "torchembed" else f"torchembed/{package}"
-    return {
-        f"{inside}/{path.relative_to(folder).as_posix()}"
-        for path in folder.rglob("*.py")
-        if "triton_kernels" not in path.relative_to(folder).parts
+def modules(sources: Path) -> set[str]:
+    """Every module, the kernels that are reached through the symbolic link among them."""
+    names = {
+        path.relative_to(sources).as_posix()
+        for package in ("torchembed", "triton_kernels")
+        for path in (sources / package).rglob("*.py")
     }
-
-
-def expected_modules() -> set[str]:
-    return python_files("torchembed") | python_files("triton_kernels")
+    return {re.sub(r"^triton_kernels/", "torchembed/triton_kernels/", name) for name in names}
 
 
 @needs_compiler
@@ -64,8 +60,8 @@ def test_sdist_carries_modules_kernels_and_cpp_sources(distributions: Distributi
         members = {
             member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
         }
-    assert expected_modules() <= members
-    assert {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= members
+    assert modules(distributions.sources) <= members
+    assert {f"csrc/{path.name}" for path in (distributions.sources / "csrc").iterdir()} <= members
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= members
 
 
@@ -73,9 +69,9 @@ def test_sdist_carries_modules_kernels_and_cpp_sources(distributions: Distributi
 def test_wheel_carries_modules_kernels_and_library(distributions: Distributions) -> None:
     with zipfile.ZipFile(distributions.wheel) as archive:
         members = set(archive.namelist())
-    assert expected_modules() | {"torchembed/py.typed", "torchembed/_C.abi3.so"} <= members
-    outside = {name for name in members if not name.startswith("torchembed")}
-    assert outside == set()
+    expected = modules(distributions.sources) | {"torchembed/py.typed", "torchembed/_C.abi3.so"}
+    assert expected <= members
+    assert {name for name in members if not name.startswith("torchembed")} == set()
 
 
 @needs_compiler
