@@ -10,6 +10,7 @@ from torchembed.modules import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    shard_embeddings,
 )
 from torchembed.tables import Constant, InPlaceFunction, Normal, Uniform
 
@@ -32,4 +33,5 @@ __all__ = [
     "SparseFeatures",
     "Uniform",
     "optim",
+    "shard_embeddings",
 ]

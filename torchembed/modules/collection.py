@@ -15,12 +15,44 @@ from torchembed.modules.table_module import TableModule, TableWeight, as_on_bad_
 from torchembed.tables import Table
 
 
-class Collection(TableModule):
-    """Several tables, each looked up by one or more features.
+class FeatureSlots:
+    """Which feature is looked up in which table, and what the result is called.
 
     A slot is one use of a table by a feature; slots come in the order of the tables, and of each
     table's features.
     """
+
+    def __init__(self, configs: Sequence[EmbeddingConfig]) -> None:
+        slots = [(t, name) for t, config in enumerate(configs) for name in config.feature_names]
+        uses = Counter(name for _, name in slots)
+        self.tables = [table for table, _ in slots]
+        """For each slot the index of its table."""
+        self.features = [name for _, name in slots]
+        self.names = [
+            name if uses[name] == 1 else f"{name}@{configs[table].name}" for table, name in slots
+        ]
+        """For each slot the key of its result: ``feature@table`` where several tables use it."""
+        self._indices_of_keys: dict[tuple[str, ...], list[int]] = {}
+
+    def batch(self, features: Any) -> SparseFeatures:
+        """``features`` (ours or a ``KeyedJaggedTensor``) with exactly one feature for each slot.
+
+        Raises:
+            ValueError: where a feature is missing.
+        """
+        batch = as_sparse_features(features)
+        indices = self._indices_of_keys.get(batch.keys)
+        if indices is None:
+            missing = sorted(set(self.features) - set(batch.keys))
+            if missing:
+                raise ValueError(f"features must have the keys {missing}, got {list(batch.keys)}")
+            indices = [batch.keys.index(name) for name in self.features]
+            self._indices_of_keys[batch.keys] = indices
+        return select_features(batch, indices)
+
+
+class Collection(TableModule):
+    """Several tables, each looked up by one or more features."""
 
     _config_kind: type[EmbeddingConfig]
 
@@ -37,26 +69,15 @@ class Collection(TableModule):
         if duplicates:
             raise ValueError(f"tables must have different names, got {duplicates} more than once")
         self._on_bad_id = as_on_bad_id(on_bad_id)
-        self._seed = seed
         self._tables = [Table(config.spec(seed)) for config in self._configs]
         self._hold(self._tables, [self._lookup_key(config) for config in self._configs], device)
-        slots = [
-            (t, name) for t, config in enumerate(self._configs) for name in config.feature_names
-        ]
-        self._slot_tables = [table for table, _ in slots]
-        self._slot_features = [name for _, name in slots]
-        uses = Counter(self._slot_features)
-        self._slot_names = [
-            name if uses[name] == 1 else f"{name}@{self._configs[table].name}"
-            for table, name in slots
-        ]
+        self._feature_slots = FeatureSlots(self._configs)
         self._slots = Slots(
             self._table_set,
-            [self._tables[table] for table in self._slot_tables],
-            self._slot_features,
+            [self._tables[table] for table in self._feature_slots.tables],
+            self._feature_slots.features,
             self._on_bad_id,
         )
-        self._indices_of_keys: dict[tuple[str, ...], list[int]] = {}
 
     def _lookup_key(self, config: EmbeddingConfig) -> Any:
         """What tables must have in common, besides dim and dtype, to be looked up in one call."""
@@ -69,22 +90,6 @@ class Collection(TableModule):
     def device(self) -> torch.device:
         """Where the tables are."""
         return self._tables[0].parameter.device
-
-    def _slot_indices(self, keys: tuple[str, ...]) -> list[int]:
-        """For each slot, the index of its feature among ``keys``."""
-        indices = self._indices_of_keys.get(keys)
-        if indices is None:
-            missing = sorted(set(self._slot_features) - set(keys))
-            if missing:
-                raise ValueError(f"features must have the keys {missing}, got {list(keys)}")
-            indices = [keys.index(name) for name in self._slot_features]
-            self._indices_of_keys[keys] = indices
-        return indices
-
-    def _slot_batch(self, features: Any) -> SparseFeatures:
-        """``features`` (ours or a ``KeyedJaggedTensor``) with exactly one feature for each slot."""
-        batch = as_sparse_features(features)
-        return select_features(batch, self._slot_indices(batch.keys))
 
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""

@@ -1,5 +1,6 @@
 """``EmbeddingBagCollection``: pooled vectors of many features."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -7,38 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.features import KeyedTensor, SparseFeatures, torchrec_class
-from torchembed.core.types import OnBadId, Pooling
+from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
-from torchembed.modules.slots import GroupSlots, Slots, select_features
-from torchembed.ops.pooled_lookup import pooled_lookup
+from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import Table, group_weight
-
-
-def pooled_group_lookup(
-    slots: Slots,
-    entry: GroupSlots,
-    features: SparseFeatures,
-    pooling: Pooling,
-    output_dtype: torch.dtype,
-    weight_form: WeightGradient,
-) -> Tensor:
-    """``[B, slots of the group, D]`` for ``features`` that hold exactly the group's slots."""
-    group = entry.group
-    return pooled_lookup(
-        group_weight(group),
-        slots.rows(entry, features),
-        offsets=features.offsets,
-        hotness=features.hotness,
-        batch_size=features.batch_size,
-        num_features=len(entry.slots),
-        per_id_weights=features.weights,
-        pooling=pooling,
-        output_dtype=output_dtype,
-        weight_form=weight_form,
-        sink=None if group.rule is None else group.record,
-    )
+from torchembed.tables import Table
 
 
 class EmbeddingBagCollection(Collection):
@@ -59,7 +34,7 @@ class EmbeddingBagCollection(Collection):
         on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside their table.
         seed: of the initial rows.
         output_dtype: of the pooled vectors.
-        sparse: without a fused optimizer, ``weight.grad`` is a sparse tensor instead of a dense one.
+        sparse: without a fused optimizer, ``weight.grad`` is sparse instead of dense.
 
     Raises:
         ValueError, TypeError: for configs or batches that do not fit.
@@ -67,6 +42,7 @@ class EmbeddingBagCollection(Collection):
     """
 
     _config_kind = EmbeddingBagConfig
+    _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -92,7 +68,7 @@ class EmbeddingBagCollection(Collection):
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((table, self.embedding_bags[table.spec.name]) for table in self._tables)
 
-    def embedding_bag_configs(self) -> list[EmbeddingConfig]:
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs, in order."""
         return self._configs
 
@@ -101,44 +77,31 @@ class EmbeddingBagCollection(Collection):
         return self._is_weighted
 
     def forward(self, features: Any) -> Any:
-        batch = self._slot_batch(features)
-        if not self._is_weighted and batch.weights is not None:
-            batch = SparseFeatures(
-                keys=batch.keys,
-                values=batch.values,
-                batch_size=batch.batch_size,
-                offsets=batch.offsets,
-                hotness=batch.hotness,
-            )
-        elif self._is_weighted and batch.weights is None:
-            raise ValueError("features must have weights, since is_weighted is set; got none")
-        pooled: list[Tensor] = []
-        order: list[int] = []
-        for entry in self._slots.by_group():
-            vectors = pooled_group_lookup(
-                self._slots,
-                entry,
-                select_features(batch, entry.slots),
-                self._configs[self._slot_tables[entry.slots[0]]].pooling,
-                self._output_dtype,
-                self._weight_form,
-            )
-            pooled.append(vectors)
-            order.extend(entry.slots)
-        return keyed_result(features, self._slot_names, pooled, order)
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        configs = [self._configs[table] for table in self._feature_slots.tables]
+        values = pooled_slots(
+            self._slots,
+            batch,
+            [config.pooling for config in configs],
+            self._output_dtype,
+            self._weight_form,
+        )
+        widths = [config.embedding_dim for config in configs]
+        return keyed_result(features, self._feature_slots.names, widths, values)
 
 
-def keyed_result(
-    features: Any, names: list[str], pooled: list[Tensor], order: list[int]
-) -> KeyedTensor:
-    """Side by side in slot order: ``pooled`` holds ``[B, n, D]`` of the slots that ``order`` names."""
-    if len(pooled) == 1:
-        values, widths = pooled[0].flatten(1), [pooled[0].shape[2]] * len(names)
-    else:
-        columns: list[Tensor] = [pooled[0]] * len(names)
-        vectors = [vector for group in pooled for vector in group.unbind(1)]
-        for slot, vector in zip(order, vectors, strict=True):
-            columns[slot] = vector
-        values, widths = torch.cat(columns, dim=1), [c.shape[1] for c in columns]
-    theirs = torchrec_class(features, "KeyedTensor")
-    return (theirs or KeyedTensor)(keys=names, length_per_key=widths, values=values)
+def weighted_as_asked(batch: SparseFeatures, is_weighted: bool) -> SparseFeatures:
+    """``batch``, without its weights where the collection is not weighted.
+
+    Raises:
+        ValueError: where the collection is weighted and the batch has no weights.
+    """
+    if is_weighted and batch.weights is None:
+        raise ValueError("features must have weights, since is_weighted is set; got none")
+    return batch if is_weighted else dataclasses.replace(batch, weights=None)
+
+
+def keyed_result(features: Any, names: list[str], widths: list[int], values: Tensor) -> KeyedTensor:
+    """``values [B, sum of widths]`` by name, TorchRec's class where its ``features`` came in."""
+    kind = torchrec_class(features, "KeyedTensor") or KeyedTensor
+    return kind(keys=names, length_per_key=widths, values=values)

@@ -1,6 +1,7 @@
 """Which features of a batch are looked up in which table group, in one call for each group."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,41 +62,77 @@ class Slots:
         """Rows of ``entry.group``, ``[L]``, for ``features`` that hold exactly its slots, in order.
 
         Raises:
-            IndexError: for an id outside its table under ``OnBadId.RAISE``; names table, feature,
-                position among the feature's ids, and value.
+            IndexError: for an id outside its table under ``OnBadId.RAISE``.
         """
-        group = entry.group
-        rows, first_bad = linearize_ids(
-            features.values,
+        names = [
+            SlotName(table.spec.name, self._feature_names[slot], table.num_rows)
+            for table, slot in zip(entry.tables, entry.slots, strict=True)
+        ]
+        return checked_rows(
+            features,
             entry.first_rows,
             entry.num_rows,
-            offsets=features.offsets,
-            hotness=features.hotness,
-            batch_size=features.batch_size,
-            on_bad_id=self._on_bad_id,
-            rows_dtype=group.rows_dtype,
+            entry.group.rows_dtype,
+            self._on_bad_id,
+            names,
+            self.bad_ids,
         )
-        if self._on_bad_id is OnBadId.RAISE:
-            tables, names, batch_size = entry.tables, self._feature_names, features.batch_size
-            offsets, hotness = features.offsets, features.hotness
 
-            def describe(position: int, value: int) -> str:
-                if hotness is not None:
-                    ends = torch.tensor(hotness).cumsum(0) * batch_size
-                else:
-                    assert offsets is not None
-                    ends = offsets[batch_size::batch_size].cpu()
-                slot = int(torch.searchsorted(ends, position, right=True))
-                start = int(ends[slot - 1]) if slot else 0
-                return (
-                    f"id out of range: table {tables[slot].spec.name}, feature "
-                    f"{names[entry.slots[slot]]}, position {position - start} of the feature's ids, "
-                    f"value {value}; ids of this table are in [0, {tables[slot].num_rows}). Fix the "
-                    'data, enlarge the table, or pass on_bad_id="clamp" or "zero"'
-                )
 
-            self.bad_ids.submit(features.values, first_bad, describe)
-        return rows
+class SlotName(NamedTuple):
+    """What an error says of a slot."""
+
+    table: str
+    feature: str
+    num_rows: int
+
+
+def checked_rows(
+    features: SparseFeatures,
+    first_rows: Tensor,
+    num_rows: Tensor,
+    rows_dtype: torch.dtype,
+    on_bad_id: OnBadId,
+    names: Sequence[SlotName],
+    report: BadIdReport,
+) -> Tensor:
+    """The rows of ``features``' ids, ``[L]``; bad ids are treated as ``on_bad_id`` says.
+
+    Raises:
+        IndexError: under ``OnBadId.RAISE``, naming table, feature, position among the feature's ids
+            and value; when, :class:`BadIdReport` says.
+    """
+    rows, first_bad = linearize_ids(
+        features.values,
+        first_rows,
+        num_rows,
+        offsets=features.offsets,
+        hotness=features.hotness,
+        batch_size=features.batch_size,
+        on_bad_id=on_bad_id,
+        rows_dtype=rows_dtype,
+    )
+    if on_bad_id is OnBadId.RAISE:
+        batch_size, offsets, hotness = features.batch_size, features.offsets, features.hotness
+
+        def describe(position: int, value: int) -> str:
+            if hotness is not None:
+                ends = torch.tensor(hotness).cumsum(0) * batch_size
+            else:
+                assert offsets is not None
+                ends = offsets[batch_size::batch_size].cpu()
+            slot = int(torch.searchsorted(ends, position, right=True))
+            start = int(ends[slot - 1]) if slot else 0
+            name = names[slot]
+            return (
+                f"id out of range: table {name.table}, feature {name.feature}, position "
+                f"{position - start} of the feature's ids, value {value}; ids of this table are in "
+                f"[0, {name.num_rows}). Fix the data, enlarge the table, or pass "
+                'on_bad_id="clamp" or "zero"'
+            )
+
+        report.submit(features.values, first_bad, describe)
+    return rows
 
 
 def select_features(features: SparseFeatures, indices: Sequence[int]) -> SparseFeatures:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchembed.core.types import OnBadId
-from torchembed.tables import Table, TableSet, TableSpec
+from torchembed.tables import Table, TableSet
 
 
 class TableWeight(nn.Module):

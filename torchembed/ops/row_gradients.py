@@ -25,31 +25,32 @@ class WeightGradient(enum.Enum):
 
 
 def weight_gradient(
-    rows: Tensor, gradients: RowGradients, weight: Tensor, form: WeightGradient
+    rows: Tensor,
+    gradients: RowGradients,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    form: WeightGradient,
 ) -> Tensor:
-    """The gradient of ``weight [R, D]`` for ``rows [L]`` and their ``gradients``, in ``form``.
+    """The gradient of a weight of ``shape`` ``[R, D]`` for ``rows [L]`` and their ``gradients``.
 
-    The dense form is deterministic and float32 until its final rounding to the weight's dtype.
+    The dense form is deterministic and float32 until its final rounding to ``dtype``.
     """
     if form is WeightGradient.DENSE:
-        # zeros - 1 * sum = the negated sum, so a learning rate of -1 leaves the sum itself.
-        total = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32)
-        negative_one = torch.full((1,), -1.0, device=weight.device)
-        runs = find_runs(rows, weight.shape[0])
-        rowwise_update(
-            total, (), runs, gradients, UpdateRule(kind=OptimizerKind.SGD), negative_one
-        )
-        return total.to(weight.dtype)
+        # zeros - (-1) * sum: a learning rate of -1 leaves the sum itself.
+        total = torch.zeros(shape, device=rows.device)
+        rate = torch.full((1,), -1.0, device=rows.device)
+        rule = UpdateRule(kind=OptimizerKind.SGD)
+        rowwise_update(total, (), find_runs(rows, shape[0]), gradients, rule, rate)
+        return total.to(dtype)
     grad, gradient_rows, scales = gradients
     if grad.shape[0] == 0:  # all of the ids are spare: there is no bag to take a gradient from
-        values = grad.new_zeros(rows.numel(), weight.shape[1])
+        values = grad.new_zeros(rows.numel(), shape[1])
     else:
         values = (grad if gradient_rows is None else grad[gradient_rows.long()]).float()
     if scales is not None:
         values = values * scales.unsqueeze(1)
-    values = torch.where((rows >= 0).unsqueeze(1), values, 0.0).to(weight.dtype)
-    if weight.shape[0] == 0:  # there is no row 0 for the ids of row -1
+    values = torch.where((rows >= 0).unsqueeze(1), values, 0.0).to(dtype)
+    if shape[0] == 0:  # there is no row 0 for the ids of row -1
         rows, values = rows[:0], values[:0]
-    return torch.sparse_coo_tensor(
-        rows.long().clamp_min(0).unsqueeze(0), values, weight.shape, check_invariants=False
-    )
+    indices = rows.long().clamp_min(0).unsqueeze(0)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

@@ -52,7 +52,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     grads = []
     for parameter in parameters:
         table = table_of(parameter)
-        if table is not None and table.num_rows != table.spec.num_rows:
+        if table is not None and table.is_sharded:
             raise RuntimeError(
                 f"table {table.spec.name} is sharded, and the norm of its gradient spans the ranks; "
                 "clip by value instead (max_gradient of the optimizer)"

@@ -36,7 +36,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, params: Iterable[Any], defaults: dict[str, Any], *, stochastic_rounding: bool
     ) -> None:
         for name, value in defaults.items():
-            if name in ("betas",):
+            if name == "betas":
                 valid = all(0.0 <= beta < 1.0 for beta in value)
             else:
                 valid = isinstance(value, Tensor) or value >= 0.0

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,14 @@ class TableSpec:
         return name_key(self.seed, self.name)
 
 
+GradientReduction = Callable[[Tensor, RowGradients, Tensor], tuple[Tensor, RowGradients]]
+"""``(rows, gradients, weight)`` to ``(rows, gradients)`` that are equal on all ranks."""
+
+
+def _as_it_is(rows: Tensor) -> Tensor:
+    return rows
+
+
 class Table:
     """The rows ``[first_row, first_row + num_rows)`` of a table, in one group on one device.
 
@@ -44,6 +53,18 @@ class Table:
         self.owner: TableSet
         self.update_key: Hashable = None
         """Which optimizer and parameter group update the table; None: weight.grad appears."""
+        self.is_sharded = False
+        """True where this rank holds rows that not every rank holds."""
+        self.as_global: Callable[[Tensor], Tensor] = _as_it_is
+        """Of this table's rows, or their optimizer state, what a distributed checkpoint takes."""
+        self.gradient_reduction: GradientReduction | None = None
+        """For a table that every rank holds: makes recorded gradients their mean over ranks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
+        left_out = ("parameter", "group", "owner")
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {**state, "update_key": None}
 
 
 class TableGroup:
@@ -55,6 +76,7 @@ class TableGroup:
         row_offsets: int64 ``[T + 1]`` on the weight's device, and as a list on the host in
             ``first_rows``: where each table begins.
         states: optimizer state, flat like ``weight``; made by :meth:`set_rule`.
+        initial_state: what every element of it starts from.
         step: float32 ``[1]``, updates done.
         pending: gradients recorded by backward and not yet applied, oldest first.
     """
@@ -66,10 +88,10 @@ class TableGroup:
         for table in tables:
             self.first_rows.append(self.first_rows[-1] + table.num_rows)
         self.states: tuple[Tensor, ...] = ()
+        self.initial_state = 0.0
         self.rule: UpdateRule | None = None
         self.step = torch.zeros(1, device=weight.device)
         self.pending: list[tuple[Tensor, RowGradients]] = []
-        self.grad_multiplier: Tensor | None = None
         self._locate()
 
     def _locate(self) -> None:
@@ -116,17 +138,45 @@ class TableGroup:
         ) and all(table.parameter.device == self.weight.device for table in self.tables)
 
     def set_rule(self, rule: UpdateRule, initial_state: float) -> None:
-        """Let ``rule`` update the rows: makes the state (all ``initial_state``), and from now on
-        backward records gradients in ``pending`` instead of giving the parameters one."""
-        self.rule = rule
-        shape = rule.state_shape(*self.weight.shape)
+        """Let ``rule`` update the rows: makes the state (all ``initial_state``, no step done), and
+        from now on backward records gradients in ``pending`` instead of giving the parameters one.
+        """
+        self.rule, self.initial_state = rule, initial_state
+        shape, device = rule.state_shape(*self.weight.shape), self.weight.device
         self.states = tuple(
-            torch.full(shape, initial_state, device=self.weight.device)
-            for _ in range(rule.num_states)
+            torch.full(shape, initial_state, device=device) for _ in range(rule.num_states)
         )
+        self.step = torch.zeros(1, device=device)
+
+    def convert(self, weight: Tensor) -> None:
+        """Take ``weight [R, D]``, the own one on another device or in another dtype, in its place.
+
+        State and recorded gradients follow to its device; state leaves the meta device new.
+        """
+        was_meta, device = self.weight.is_meta, weight.device
+        self.weight = weight
+        if was_meta and self.rule is not None:
+            self.set_rule(self.rule, self.initial_state)
+        self.states = tuple(state.to(device) for state in self.states)
+        self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
+        self.pending = [
+            (rows.to(device), RowGradients(*(t if t is None else t.to(device) for t in gradients)))
+            for rows, gradients in self.pending
+        ]
+        self._locate()
+        self.point_parameters()
 
     def record(self, rows: Tensor, gradients: RowGradients) -> None:
         """Keep the gradients of ``rows`` until the optimizer's step; the sink of a lookup."""
+        if self.tables[0].group is not self:
+            names = ", ".join(table.spec.name for table in self.tables)
+            raise RuntimeError(
+                f"tables {names} were regrouped between forward and backward, by an optimizer, a "
+                "load or requires_grad_; do that before forward"
+            )
+        reduction = self.tables[0].gradient_reduction
+        if reduction is not None:
+            rows, gradients = reduction(rows, gradients, self.weight)
         self.pending.append((rows, gradients))
 
     def merged_pending(self) -> tuple[Tensor, RowGradients] | None:
@@ -153,14 +203,16 @@ def mark_parameter(table: Table) -> None:
 
 def table_of(parameter: Tensor) -> Table | None:
     """The table whose rows ``parameter`` is, or None for any other tensor."""
-    return getattr(parameter, "torchembed_table", None)
+    table = getattr(parameter, "torchembed_table", None)
+    # A parameter that was pickled without its module has a table without a place.
+    return table if hasattr(table, "owner") else None
 
 
 class TableSet:
     """The tables of one module and the groups that they form.
 
-    Tables share a group where dim, dtype, ``lookup_keys`` (what their lookups must have in common),
-    the optimizer that updates them and ``requires_grad`` are equal.
+    Tables share a group where dim, dtype, device, ``lookup_keys`` (what their lookups must have in
+    common), the optimizer that updates them and ``requires_grad`` are equal.
     """
 
     def __init__(
@@ -172,7 +224,7 @@ class TableSet:
         self.tables = list(tables)
         self.lookup_keys = list(lookup_keys)
         self.groups: list[TableGroup] = []
-        for members in self._partition(lambda table: None).values():
+        for members in self._partition(lambda table: table.spec.dtype).values():
             spec = members[0].spec
             num_rows = sum(table.num_rows for table in members)
             weight = torch.empty(num_rows, spec.dim, dtype=spec.dtype, device=device)
@@ -182,64 +234,111 @@ class TableSet:
                 table.parameter = nn.Parameter(group.table_rows(weight, table))
             group.point_parameters()
             self.groups.append(group)
-        if device is None or torch.device(device).type != "meta":
-            self.fill_initial_rows()
+        self._formed_for = self._parameters_now()
+        self.fill_initial_rows()
 
-    def _partition(self, update_part: Callable[[Table], Hashable]) -> dict[Hashable, list[Table]]:
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles form their groups anew, without optimizer state."""
+        return {**vars(self), "groups": [], "_formed_for": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for table in self.tables:
+            table.owner = self
+
+    def _partition(self, key: Callable[[Table], Hashable]) -> dict[Hashable, list[Table]]:
         groups: dict[Hashable, list[Table]] = {}
         for table, lookup_key in zip(self.tables, self.lookup_keys, strict=True):
-            key = (table.spec.dim, table.spec.dtype, lookup_key, update_part(table))
-            groups.setdefault(key, []).append(table)
+            full_key = (table.spec.dim, lookup_key, table.gradient_reduction, key(table))
+            groups.setdefault(full_key, []).append(table)
         return groups
+
+    def _parameters_now(self) -> list[tuple[int, bool]]:
+        parameters = [table.parameter for table in self.tables]
+        return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
 
     @torch.no_grad()
     def fill_initial_rows(self) -> None:
         """Give every row the value that its table's initializer, seed and number define."""
         for table in self.tables:
             spec = table.spec
-            spec.initializer.fill(table.parameter.data, spec.key, table.first_row, spec.num_rows)
+            if not table.parameter.is_meta:
+                spec.initializer.fill(
+                    table.parameter.data, spec.key, table.first_row, spec.num_rows
+                )
 
-    @torch.no_grad()
-    def form_groups(self) -> bool:
-        """Bring the groups in line with the tables' parameters and update keys. True on a change.
+    def current_groups(self) -> list[TableGroup]:
+        """The groups, brought in line first where a parameter was frozen or given other rows.
 
-        Call it after parameters were moved, replaced or loaded, or an optimizer took tables over.
-        Rows, and optimizer state where it moves along, are copied once; pending gradients must have
-        been applied before.
+        The list is another one after each change. Costs two attribute reads a table.
         """
-        partition = self._partition(lambda table: (table.update_key, table.parameter.requires_grad))
-        wanted = [(members, members[0].parameter) for members in partition.values()]
+        if self._formed_for != self._parameters_now():
+            self.form_groups()
+        return self.groups
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def form_groups(self) -> None:
+        """Bring the groups in line with the tables' parameters and update keys.
+
+        Call it after parameters were replaced or loaded, or an optimizer took tables over. Rows,
+        and optimizer state where it moves along, are copied once; tables that come together have
+        done the most steps that one of them has.
+
+        Raises:
+            ValueError: for a parameter of another shape than its table; nothing is changed then.
+            RuntimeError: where gradients are pending in a group that changes; likewise.
+        """
         current = {tuple(map(id, group.tables)): group for group in self.groups}
-        groups, changed = [], False
-        for members, parameter in wanted:
+        formed: list[tuple[list[Table], TableGroup | None]] = []
+        for members in self._partition(_group_key).values():
             group = current.get(tuple(map(id, members)))
             if group is None or not group.holds_parameters():
-                group = _gathered_group(members, parameter)
-                changed = True
-            groups.append(group)
-        self.groups = groups
-        return changed
+                _check_movable(members)
+                group = None
+            formed.append((members, group))
+        self.groups = [group or _gathered_group(members) for members, group in formed]
+        self._formed_for = self._parameters_now()
 
 
-def _gathered_group(members: list[Table], like: Tensor) -> TableGroup:
+def _group_key(table: Table) -> Hashable:
+    parameter = table.parameter
+    return parameter.dtype, parameter.device, parameter.requires_grad, table.update_key
+
+
+def _check_movable(members: list[Table]) -> None:
+    for table in members:
+        spec, shape = table.spec, (table.num_rows, table.spec.dim)
+        if tuple(table.parameter.shape) != shape:
+            raise ValueError(
+                f"weight of table {spec.name} must have shape {shape}, "
+                f"got {tuple(table.parameter.shape)}"
+            )
+        if hasattr(table, "group") and table.group.pending:
+            raise RuntimeError(
+                f"table {spec.name} has gradients that no optimizer step has applied; call step() "
+                "or zero_grad() before freezing, reloading or regrouping it"
+            )
+
+
+def _gathered_group(members: list[Table]) -> TableGroup:
     """A new group with the rows, state, rule and step that ``members`` have in their old ones."""
-    num_rows = sum(table.num_rows for table in members)
-    group = TableGroup(members, like.new_empty(num_rows, members[0].spec.dim))
-    old_groups = [table.group for table in members]
-    if any(old.pending for old in old_groups):
-        names = ", ".join(table.spec.name for table in members)
-        raise RuntimeError(
-            f"tables {names} have gradients that no optimizer step has applied; call step() or "
-            "zero_grad() before moving, reloading or regrouping them"
-        )
+    first = members[0].parameter.data
+    if len(members) == 1 and first.is_contiguous():
+        group = TableGroup(members, first)
+    else:
+        num_rows = sum(table.num_rows for table in members)
+        group = TableGroup(members, first.new_empty(num_rows, members[0].spec.dim))
+        for table in members:
+            group.table_rows(group.weight, table).copy_(table.parameter.data)
+    old_groups = [table.group for table in members if hasattr(table, "group")]
     rules = {old.rule for old in old_groups}
     rule = rules.pop() if len(rules) == 1 else None
     if rule is not None:
-        group.set_rule(rule, 0.0)
-        group.step.copy_(old_groups[0].step)
-    for table, old in zip(members, old_groups, strict=True):
-        group.table_rows(group.weight, table).copy_(table.parameter.data)
-        for new_state, old_state in zip(group.states, old.states, strict=False):
-            group.table_rows(new_state, table).copy_(old.table_rows(old_state, table))
+        group.set_rule(rule, old_groups[0].initial_state)
+        group.step = torch.stack([old.step.to(first.device) for old in old_groups]).amax(0)
+        for table, old in zip(members, old_groups, strict=True):
+            for new_state, old_state in zip(group.states, old.states, strict=True):
+                group.table_rows(new_state, table).copy_(old.table_rows(old_state, table))
     group.point_parameters()
     return group

@@ -1,5 +1,6 @@
 """The flat weight of a group as autograd sees it: a function of its tables' parameters."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ def _split_sparse(grad: Tensor, first_rows: list[int]) -> list[Tensor]:
     """
     rows, values = grad._indices()[0], grad._values()
     parts = []
-    for first, last in zip(first_rows, first_rows[1:], strict=False):
+    for first, last in itertools.pairwise(first_rows):
         inside = (rows >= first) & (rows < last)
         indices = (rows[inside] - first).unsqueeze(0)
         shape = (last - first, *grad.shape[1:])
@@ -38,7 +39,7 @@ class _GroupWeight(torch.autograd.Function):
         if grad.is_sparse:
             return None, *_split_sparse(grad, ctx.first_rows)
         first_rows = ctx.first_rows
-        return None, *(grad[a:b] for a, b in zip(first_rows, first_rows[1:], strict=False))
+        return None, *(grad[a:b] for a, b in itertools.pairwise(first_rows))
 
 
 class _Anchor(torch.autograd.Function):

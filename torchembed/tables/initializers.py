@@ -25,7 +25,7 @@ class Initializer(Protocol):
     """Fills rows ``[first_row, first_row + n)`` of a table."""
 
     def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
-        """Fill ``weight [n, D]`` in place; the whole table has ``num_rows`` rows and ``table_key``."""
+        """Fill ``weight [n, D]`` in place; the whole table has ``num_rows`` rows."""
         ...
 
 

@@ -38,8 +38,11 @@ class _PooledLookup(torch.autograd.Function):
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
         # the weight is not saved, so that an update before backward is no error.
         weights_need_grad = ctx.needs_input_grad[4]
-        ctx.save_for_backward(weight if weights_need_grad else None, rows, offsets, per_id_weights)
-        ctx.weight_like = weight.detach()
+        # R and the dtype go along in a tensor without elements: Dynamo keeps no sizes in ctx.
+        rows_like = weight.new_empty(weight.shape[0], 0)
+        ctx.save_for_backward(
+            weight if weights_need_grad else None, rows, offsets, per_id_weights, rows_like
+        )
         ctx.hotness, ctx.mean, ctx.form, ctx.sink = hotness, mean, form, sink
         return pooled_lookup_forward_op(
             weight,
@@ -56,7 +59,7 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        weight, rows, offsets, per_id_weights = ctx.saved_tensors
+        weight, rows, offsets, per_id_weights, rows_like = ctx.saved_tensors
         batch_size, num_features, dim = grad.shape
         grad = grad.contiguous()
         grad_weight = grad_per_id_weights = None
@@ -73,7 +76,8 @@ class _PooledLookup(torch.autograd.Function):
             if ctx.sink is not None:
                 ctx.sink(rows, gradients)
             else:
-                grad_weight = weight_gradient(rows, gradients, ctx.weight_like, ctx.form)
+                shape = torch.Size((rows_like.shape[0], dim))
+                grad_weight = weight_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
         if ctx.needs_input_grad[4]:
             grad_per_id_weights = pooled_lookup_weights_backward_op(
                 grad, weight, rows, offsets, ctx.hotness, ctx.mean

@@ -22,20 +22,22 @@ class _SequenceLookup(torch.autograd.Function):
         form: WeightGradient,
         sink: GradientSink | None,
     ) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.weight_like, ctx.form, ctx.sink = weight.detach(), form, sink
+        # R and the dtype go along in a tensor without elements: Dynamo keeps no sizes in ctx.
+        ctx.save_for_backward(rows, weight.new_empty(weight.shape[0], 0))
+        ctx.form, ctx.sink = form, sink
         return sequence_lookup_forward_op(weight, rows, output_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (rows,) = ctx.saved_tensors
+        rows, rows_like = ctx.saved_tensors
         gradients = RowGradients(grad.contiguous())
         grad_weight = None
         if ctx.sink is not None:
             ctx.sink(rows, gradients)
         else:
-            grad_weight = weight_gradient(rows, gradients, ctx.weight_like, ctx.form)
+            shape = torch.Size((rows_like.shape[0], grad.shape[1]))
+            grad_weight = weight_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
         return grad_weight, None, None, None, None
 
 

@@ -1,0 +1,88 @@
+"""``MLP``: a stack of linear layers."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class _Linear(nn.Linear):
+    """A linear layer whose initial values are those of Facebook's DLRM.
+
+    Weights are normal with variance ``2 / (in_features + out_features)``, biases with variance
+    ``1 / out_features`` (M. Naumov et al., "Deep Learning Recommendation Model for Personalization
+    and Recommendation Systems", arXiv:1906.00091, and its published program).
+    """
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_normal_(self.weight)
+        if self.bias is not None:
+            nn.init.normal_(self.bias, std=math.sqrt(1 / self.out_features))
+
+
+class _BatchNorm(nn.BatchNorm1d):
+    """Batch normalization that also takes batches of one sample or none, as last batches may be.
+
+    Those have no variance: they are normalized by the running statistics, and leave them alone.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.shape[0] < 2:
+            return functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        return super().forward(x)
+
+
+class MLP(nn.Sequential):
+    """A stack of linear layers, each followed by batch normalization, activation and dropout.
+
+    Maps ``[B, in_features]`` to ``[B, layer_sizes[-1]]``. Initial values are those of DLRM: normal
+    weights with variance ``2 / (in + out)`` and normal biases with variance ``1 / out``.
+
+    Args:
+        in_features: width of the input.
+        layer_sizes: width of each layer's output, one or more.
+        activation: makes the activation of a layer; called once for each.
+        dropout: probability that an activation becomes zero in training.
+        batch_norm: normalize each layer over the batch, before its activation.
+        bias: give the linear layers a bias.
+        activation_on_last: False leaves the last layer linear, without dropout or normalization,
+            as for logits.
+        device: where to make the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: for no layers.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        layer_sizes: Sequence[int],
+        *,
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+        bias: bool = True,
+        activation_on_last: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not layer_sizes:
+            raise ValueError("layer_sizes must hold one width or more, got none")
+        layers: list[nn.Module] = []
+        width = in_features
+        for index, size in enumerate(layer_sizes):
+            layers.append(_Linear(width, size, bias=bias, device=device, dtype=dtype))
+            width = size
+            if index == len(layer_sizes) - 1 and not activation_on_last:
+                break
+            if batch_norm:
+                layers.append(_BatchNorm(size, device=device, dtype=dtype))
+            layers.append(activation())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+        super().__init__(*layers)

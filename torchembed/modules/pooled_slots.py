@@ -1,0 +1,54 @@
+"""Pooled vectors of all slots of a module, side by side."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.types import Pooling
+from torchembed.modules.slots import Slots, select_features
+from torchembed.ops.pooled_lookup import pooled_lookup
+from torchembed.ops.row_gradients import WeightGradient
+from torchembed.tables import group_weight
+
+
+def pooled_slots(
+    slots: Slots,
+    batch: SparseFeatures,
+    poolings: Sequence[Pooling],
+    output_dtype: torch.dtype,
+    weight_form: WeightGradient,
+) -> Tensor:
+    """``[B, sum of dims]``: the pooled vector of each slot, in slot order; one call for each group.
+
+    Args:
+        batch: exactly one feature for each slot.
+        poolings: of each slot; equal within a group.
+    """
+    pooled: list[Tensor] = []
+    order: list[int] = []
+    for entry in slots.by_group():
+        group, features = entry.group, select_features(batch, entry.slots)
+        vectors = pooled_lookup(
+            group_weight(group),
+            slots.rows(entry, features),
+            offsets=features.offsets,
+            hotness=features.hotness,
+            batch_size=batch.batch_size,
+            num_features=len(entry.slots),
+            per_id_weights=features.weights,
+            pooling=poolings[entry.slots[0]],
+            output_dtype=output_dtype,
+            weight_form=weight_form,
+            sink=None if group.rule is None else group.record,
+        )
+        pooled.append(vectors)
+        order.extend(entry.slots)
+    if not pooled:
+        return torch.empty(batch.batch_size, 0, dtype=output_dtype, device=batch.values.device)
+    if len(pooled) == 1:
+        return pooled[0].flatten(1)
+    columns = [vector for vectors in pooled for vector in vectors.unbind(1)]
+    by_slot = dict(zip(order, columns, strict=True))
+    return torch.cat([by_slot[slot] for slot in range(len(order))], dim=1)

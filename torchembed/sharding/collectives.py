@@ -1,0 +1,65 @@
+"""Exchanging tensors between ranks, forward and backward."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def exchange(tensor: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
+    received = tensor.new_empty(sum(receive), *tensor.shape[1:])
+    dist.all_to_all_single(received, tensor.contiguous(), receive, send, group=group)
+    return received
+
+
+def exchange_sizes(sizes: Tensor, group: Any) -> list[list[int]]:
+    """All-to-all of host integers: row r of ``sizes [W, n]`` goes to rank r.
+
+    ``sizes`` is on the CPU, so that no GPU is waited for. Returns a row from each rank.
+    """
+    received = torch.empty_like(sizes)
+    dist.all_to_all_single(received, sizes, group=group)
+    return received.tolist()
+
+
+def gather_size(size: int, group: Any) -> list[int]:
+    """``size`` of every rank."""
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([size], dtype=torch.int64), group=group)
+    return sizes.tolist()
+
+
+class _DifferentiableExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: Any,
+        gradient_scale: float,
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group, ctx.scale = send, receive, group, gradient_scale
+        return exchange(tensor, send, receive, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        grad = exchange(grad * ctx.scale, ctx.receive, ctx.send, ctx.group)
+        return grad, None, None, None, None
+
+
+def differentiable_exchange(
+    tensor: Tensor, send: list[int], receive: list[int], group: Any, gradient_scale: float
+) -> Tensor:
+    """:func:`exchange` whose backward sends gradients the other way, times ``gradient_scale``.
+
+    Where gradients are enabled the result requires one on every rank, so that all ranks take part
+    in backward even where one has nothing to train.
+    """
+    if torch.is_grad_enabled() and not tensor.requires_grad:
+        tensor = tensor.detach().requires_grad_()
+    return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale)

@@ -1,0 +1,83 @@
+"""Gradients of what every rank holds: their mean over ranks, the rule of DDP."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchembed.ops.row_gradients import WeightGradient, weight_gradient
+from torchembed.ops.rowwise_update import RowGradients
+from torchembed.tables import table_of
+
+
+def all_reduce_mean(tensors: list[Tensor], group: Any) -> None:
+    """Replace each tensor by its mean over ranks, in place; one collective for each dtype."""
+    num_ranks = dist.get_world_size(group)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.all_reduce(flat, group=group)
+        flat /= num_ranks
+        parts = flat.split([tensor.numel() for tensor in same])
+        torch._foreach_copy_(same, [p.view(t.shape) for p, t in zip(parts, same, strict=True)])
+
+
+class GradientMean:
+    """Averages the gradients of parameters over ranks at the end of each backward.
+
+    Every rank must run backward equally often. A parameter without a gradient on this rank counts
+    as zeros. Gradients that accumulate over several backwards come out as the mean of the sums.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
+        self._parameters = list(parameters)
+        self._group = group
+        self._is_queued = False
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._queue)
+
+    def _queue(self, _: Tensor) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+
+    def _reduce(self) -> None:
+        self._is_queued = False
+        grads = []
+        for parameter in self._parameters:
+            table = table_of(parameter)
+            if not parameter.requires_grad or (table is not None and table.group.rule is not None):
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(parameter.grad)
+        all_reduce_mean(grads, self._group)
+
+
+def row_gradient_mean(group: Any) -> Callable[[Tensor, RowGradients, Tensor], Any]:
+    """How a replicated table's recorded gradients become the mean over ranks.
+
+    The result is a function of ``(rows, gradients, weight)`` that gives ``(rows, gradients)``: one
+    dense gradient for each row of ``weight [R, D]``, equal on all ranks, and -1 for each row that
+    no rank has touched. It is called by every rank in the same backward.
+    """
+
+    def reduce(
+        rows: Tensor, gradients: RowGradients, weight: Tensor
+    ) -> tuple[Tensor, RowGradients]:
+        num_rows, dim = weight.shape
+        dense = weight_gradient(rows, gradients, weight.shape, torch.float32, WeightGradient.DENSE)
+        touched = torch.zeros(num_rows + 1, device=weight.device)
+        touched[torch.where(rows >= 0, rows, num_rows).long()] = 1.0
+        flat = torch.cat([dense.reshape(-1), touched[:num_rows]])
+        dist.all_reduce(flat, group=group)
+        dense = flat[: num_rows * dim].view(num_rows, dim) / dist.get_world_size(group)
+        numbers = torch.arange(num_rows, device=weight.device, dtype=rows.dtype)
+        return torch.where(flat[num_rows * dim :] > 0, numbers, -1), RowGradients(dense)
+
+    return reduce

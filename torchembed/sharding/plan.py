@@ -1,0 +1,161 @@
+"""Sharding plans: which rank holds which rows of which table. A plan is data."""
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torchembed.tables import TableSpec
+
+
+class Placement(enum.Enum):
+    """How a table's rows are spread over the ranks."""
+
+    DATA_PARALLEL = "data_parallel"
+    """Every rank holds all rows; gradients are reduced."""
+    TABLE_WISE = "table_wise"
+    """One rank holds all rows."""
+    ROW_WISE = "row_wise"
+    """Rank w holds rows ``[w * n, (w + 1) * n)`` with ``n = ceil(rows / ranks)``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Rows ``[first_row, first_row + num_rows)`` of a table on one rank."""
+
+    rank: int
+    first_row: int
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """Where the rows of one table are."""
+
+    table: str
+    placement: Placement
+    shards: tuple[Shard, ...]
+    """In the order of ranks; without those that would be empty."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """Where the tables of a model are; ``print`` it for a table, ``to_json`` it to keep it."""
+
+    num_ranks: int
+    tables: tuple[TablePlan, ...]
+    """Table names are the parameters' names in the model, without ``.weight``."""
+
+    def __post_init__(self) -> None:
+        names = [plan.table for plan in self.tables]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tables must have different names, got {names}")
+        for plan in self.tables:
+            ranks = [shard.rank for shard in plan.shards]
+            if any(not 0 <= rank < self.num_ranks for rank in ranks):
+                raise ValueError(
+                    f"ranks of table {plan.table} must be in [0, {self.num_ranks}), got {ranks}"
+                )
+
+    def table(self, name: str) -> TablePlan:
+        """The plan of table ``name``."""
+        for plan in self.tables:
+            if plan.table == name:
+                return plan
+        known = ", ".join(plan.table for plan in self.tables)
+        raise ValueError(f"plan has no table {name}; it has {known}")
+
+    def to_json(self) -> str:
+        """The plan as JSON; :meth:`from_json` gives an equal one back."""
+        return json.dumps(
+            dataclasses.asdict(self), default=lambda value: value.value, indent=2, sort_keys=True
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "ShardingPlan":
+        """The plan that :meth:`to_json` wrote."""
+        data = json.loads(text)
+        tables = tuple(
+            TablePlan(
+                table=table["table"],
+                placement=Placement(table["placement"]),
+                shards=tuple(Shard(**shard) for shard in table["shards"]),
+            )
+            for table in data["tables"]
+        )
+        return cls(num_ranks=data["num_ranks"], tables=tables)
+
+    def __str__(self) -> str:
+        rows = [("table", "placement", "ranks", "rows a rank")]
+        for plan in self.tables:
+            ranks = ",".join(str(shard.rank) for shard in plan.shards)
+            most = max((shard.num_rows for shard in plan.shards), default=0)
+            rows.append((plan.table, plan.placement.value, ranks, f"{most:,}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def place_table(
+    name: str, spec: TableSpec, placement: Placement, num_ranks: int, rank: int
+) -> TablePlan:
+    """The plan of one table; ``rank`` is the owner under ``TABLE_WISE``."""
+    if placement is Placement.DATA_PARALLEL:
+        ranges = [(r, 0, spec.num_rows) for r in range(num_ranks)]
+    elif placement is Placement.TABLE_WISE:
+        ranges = [(rank, 0, spec.num_rows)]
+    else:
+        rows = -(-spec.num_rows // num_ranks)
+        starts = [(r, min(r * rows, spec.num_rows)) for r in range(num_ranks)]
+        ranges = [(r, first, min(rows, spec.num_rows - first)) for r, first in starts]
+    shards = tuple(Shard(rank=r, first_row=first, num_rows=n) for r, first, n in ranges if n > 0)
+    return TablePlan(table=name, placement=placement, shards=shards)
+
+
+def make_plan(
+    specs: Mapping[str, TableSpec],
+    num_ranks: int,
+    placements: Mapping[str, Placement | str] | None = None,
+) -> ShardingPlan:
+    """A plan for the tables ``specs`` (by name), with the wished ``placements`` of some or all.
+
+    The others are table-wise, the largest first, each on the rank that then holds the fewest bytes;
+    a table larger than one rank's share of all bytes is row-wise.
+
+    Raises:
+        ValueError: for a placement of a table that is not there, or a placement unknown.
+    """
+    wished = {name: as_placement(name, value) for name, value in (placements or {}).items()}
+    unknown = sorted(set(wished) - set(specs))
+    if unknown:
+        raise ValueError(
+            f"plan places tables {unknown}, which the model lacks; it has {list(specs)}"
+        )
+
+    def num_bytes(spec: TableSpec) -> int:
+        return spec.num_rows * spec.dim * spec.dtype.itemsize
+
+    share = sum(map(num_bytes, specs.values())) / num_ranks
+    held = [0] * num_ranks
+    plans: dict[str, TablePlan] = {}
+    for name, spec in sorted(specs.items(), key=lambda item: -num_bytes(item[1])):
+        too_large = num_ranks > 1 and num_bytes(spec) > share
+        default = Placement.ROW_WISE if too_large else Placement.TABLE_WISE
+        owner = held.index(min(held))
+        plan = place_table(name, spec, wished.get(name, default), num_ranks, owner)
+        for shard in plan.shards:
+            held[shard.rank] += shard.num_rows * spec.dim * spec.dtype.itemsize
+        plans[name] = plan
+    return ShardingPlan(num_ranks=num_ranks, tables=tuple(plans[name] for name in specs))
+
+
+def as_placement(table: str, value: Any) -> Placement:
+    """``value`` as a :class:`Placement`; strings are its values."""
+    try:
+        return Placement(value)
+    except ValueError:
+        known = ", ".join(repr(placement.value) for placement in Placement)
+        raise ValueError(
+            f"placement of table {table} must be one of {known}, got {value!r}"
+        ) from None

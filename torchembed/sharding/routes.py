@@ -1,0 +1,221 @@
+"""Routes: the ids of a batch to the ranks that hold their rows, and the vectors back."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.ops.jagged import bucketize_rows, permute_features
+from torchembed.sharding.collectives import (
+    differentiable_exchange,
+    exchange,
+    exchange_sizes,
+    gather_size,
+)
+from torchembed.sharding.layout import Layout
+
+
+class Route:
+    """One batch's way to the tables and back.
+
+    Attributes:
+        features: what this rank looks up: one feature for each of its blocks, ids within the
+            block's rows or outside them (then they count for nothing), and the samples of all
+            ranks, rank by rank.
+        batch_sizes: samples of each rank.
+    """
+
+    features: SparseFeatures
+    batch_sizes: list[int]
+
+    def __init__(self, layout: Layout, group: Any, rank: int) -> None:
+        self._layout, self._group, self._rank = layout, group, rank
+
+    def _block_keys(self) -> tuple[str, ...]:
+        return tuple(str(number) for number in range(len(self._layout.blocks[self._rank])))
+
+    def _exchange_weights(
+        self, weights: Tensor | None, send: list[int], receive: list[int]
+    ) -> Tensor | None:
+        """Per-id weights to where the ids go. Their gradients come back as this rank's own.
+
+        Pooled gradients are divided by the number of ranks on their way to the tables; the
+        gradients of weights, which stay local, are multiplied again.
+        """
+        if weights is None:
+            return None
+        num_ranks = self._layout.num_ranks
+        if not weights.requires_grad:
+            return exchange(weights, send, receive, self._group)
+        return differentiable_exchange(weights, send, receive, self._group, float(num_ranks))
+
+    def return_pooled(self, pooled: Tensor, widths: list[int]) -> list[Tensor]:
+        """Send the samples' vectors home.
+
+        Args:
+            pooled: ``[all samples, widths[this rank]]``, this rank's blocks side by side.
+            widths: columns of each rank's blocks together.
+
+        Returns:
+            From each rank the ``[B, widths[rank]]`` of this rank's samples. In backward, gradients
+            go to the tables divided by the number of ranks: the mean over ranks.
+        """
+        num_samples = self.batch_sizes[self._rank]
+        weights = self.features.weights
+        if not self._layout.blocks[self._rank] and weights is not None and weights.requires_grad:
+            # Without a block nothing here uses the weights, but their exchange needs all ranks.
+            pooled = pooled + weights.sum().to(pooled.dtype) * 0
+        send = [size * pooled.shape[1] for size in self.batch_sizes]
+        receive = [num_samples * width for width in widths]
+        scale = 1.0 / self._layout.num_ranks
+        flat = differentiable_exchange(pooled.reshape(-1), send, receive, self._group, scale)
+        parts = zip(flat.split(receive), widths, strict=True)
+        return [part.view(num_samples, width) for part, width in parts]
+
+
+class FixedRoute(Route):
+    """Fixed hotness: every size follows from the batch sizes, so no GPU is waited for.
+
+    A row-wise table's ids go to all ranks, each of which leaves out those outside its rows.
+    """
+
+    def __init__(self, features: SparseFeatures, layout: Layout, group: Any, rank: int) -> None:
+        super().__init__(layout, group, rank)
+        assert features.hotness is not None
+        hotness, num_samples = features.hotness, features.batch_size
+        self.batch_sizes = gather_size(num_samples, group)
+        mine = layout.blocks[rank]
+        counts = [count * num_samples for count in hotness]
+        order = [block.slot for blocks in layout.blocks for block in blocks]
+        send = [sum(counts[block.slot] for block in blocks) for blocks in layout.blocks]
+        ids_a_sample = sum(hotness[block.slot] for block in mine)
+        receive = [ids_a_sample * size for size in self.batch_sizes]
+        pieces = [hotness[block.slot] * size for size in self.batch_sizes for block in mine]
+
+        def blocks_first(received: Tensor) -> Tensor:
+            """From (rank, block) order to (block, rank) order."""
+            parts = received.split(pieces)
+            blocks = range(len(mine))
+            return torch.cat(
+                [received[:0], *(part for k in blocks for part in parts[k :: len(mine)])]
+            )
+
+        def pick(tensor: Tensor) -> Tensor:
+            parts = tensor.split(counts)
+            return torch.cat([tensor[:0], *(parts[slot] for slot in order)])
+
+        values = blocks_first(exchange(pick(features.values), send, receive, group))
+        if any(block.first_row for block in mine):
+            firsts = [block.first_row for block in mine]
+            lengths = [hotness[block.slot] * sum(self.batch_sizes) for block in mine]
+            parts = zip(values.split(lengths), firsts, strict=True)
+            values = torch.cat([part - first for part, first in parts])
+        weights = features.weights
+        if weights is not None:
+            exchanged = self._exchange_weights(pick(weights), send, receive)
+            assert exchanged is not None
+            weights = blocks_first(exchanged)
+        self.features = SparseFeatures(
+            keys=self._block_keys(),
+            values=values,
+            batch_size=sum(self.batch_sizes),
+            hotness=tuple(hotness[block.slot] for block in mine),
+            weights=weights,
+        )
+
+
+class JaggedRoute(Route):
+    """Any lengths. Ids go to exactly the rank that holds their row.
+
+    How many travel is found on the host: on a GPU it waits once for the batch's sizes.
+    """
+
+    def __init__(self, features: SparseFeatures, layout: Layout, group: Any, rank: int) -> None:
+        super().__init__(layout, group, rank)
+        assert features.offsets is not None
+        device, num_samples, num_ranks = (
+            features.values.device,
+            features.batch_size,
+            layout.num_ranks,
+        )
+        buckets = bucketize_rows(
+            features.values,
+            features.offsets,
+            layout.boundaries(device),
+            batch_size=num_samples,
+            weights=features.weights,
+        )
+        self._positions = buckets.positions
+        bags_a_rank = layout.num_slots * num_samples
+        ends = buckets.offsets[torch.arange(num_ranks + 1, device=device) * bags_a_rank].tolist()
+        self._send = [end - start for start, end in itertools.pairwise(ends)]
+        sizes = torch.tensor([[num_samples, count] for count in self._send])
+        from_ranks = exchange_sizes(sizes, group)
+        self.batch_sizes = [size for size, _ in from_ranks]
+        self._receive = [count for _, count in from_ranks]
+
+        num_blocks = [len(blocks) for blocks in layout.blocks]
+        lengths = buckets.offsets.diff().view(num_ranks * layout.num_slots, num_samples)
+        lengths = lengths[layout.bucket_rows(device)].flatten()
+        mine = num_blocks[rank]
+        received_sizes = [mine * size for size in self.batch_sizes]
+        sent_sizes = [count * num_samples for count in num_blocks]
+        lengths = exchange(lengths, sent_sizes, received_sizes, group)
+        by_rank = [
+            part.view(mine, size)
+            for part, size in zip(lengths.split(received_sizes), self.batch_sizes, strict=True)
+        ]
+        sent_values = buckets.values[: ends[-1]]
+        values = exchange(sent_values, self._send, self._receive, group)
+        weights = buckets.weights
+        if weights is not None:
+            weights = self._exchange_weights(weights[: ends[-1]], self._send, self._receive)
+
+        # Pieces arrive in (rank, block) order and are looked up in (block, rank) order.
+        piece_lengths = torch.cat([part.sum(dim=1) for part in by_rank])
+        piece_offsets = torch.nn.functional.pad(piece_lengths.cumsum(0), (1, 0))
+        self._pieces = [r * mine + k for k in range(mine) for r in range(num_ranks)]
+        self._piece_offsets = piece_offsets
+        in_order = permute_features(
+            values,
+            piece_offsets,
+            self._pieces,
+            num_features=len(self._pieces),
+            batch_size=1,
+            weights=weights,
+        )
+        offsets = torch.nn.functional.pad(torch.cat(by_rank, dim=1).flatten().cumsum(0), (1, 0))
+        self.features = SparseFeatures(
+            keys=self._block_keys(),
+            values=in_order.values,
+            batch_size=sum(self.batch_sizes),
+            offsets=offsets,
+            weights=in_order.weights,
+        )
+
+    def return_sequences(self, vectors: Tensor) -> Tensor:
+        """Send each id's vector home.
+
+        Args:
+            vectors: ``[ids of this rank's features, D]``, in their order.
+
+        Returns:
+            ``[L, D]``: a vector for each id of the routed batch, in its order. In backward, gradients
+            go to the tables divided by the number of ranks.
+        """
+        ids = torch.arange(vectors.shape[0], device=vectors.device)
+        order = permute_features(
+            ids,
+            self._piece_offsets,
+            self._pieces,
+            num_features=len(self._pieces),
+            batch_size=1,
+        ).values
+        as_received = torch.empty_like(ids).scatter_(0, order, ids)
+        scale = 1.0 / self._layout.num_ranks
+        home = differentiable_exchange(
+            vectors[as_received], self._receive, self._send, self._group, scale
+        )
+        return home[self._positions[: home.shape[0]].long()]
