@@ -1,12 +1,14 @@
 """Batches of clicks: readers, the made click log, and threads that work ahead."""
 
 from torchembed.data.batch import Batch, as_batch
+from torchembed.data.click_log import ClickLog, ClickLogConfig
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.data.criteo_text import CriteoText
 from torchembed.data.loader import BackgroundLoader
 from torchembed.data.mlperf import MlperfDays
 from torchembed.data.open_clicks import open_clicks
 from torchembed.data.parquet import ParquetClicks
+from torchembed.data.skewed_ids import skewed_ids
 from torchembed.data.source import BatchSource, Split
 
 __all__ = [
@@ -17,10 +19,13 @@ __all__ = [
     "BackgroundLoader",
     "Batch",
     "BatchSource",
+    "ClickLog",
+    "ClickLogConfig",
     "CriteoText",
     "MlperfDays",
     "ParquetClicks",
     "Split",
     "as_batch",
     "open_clicks",
+    "skewed_ids",
 ]

@@ -105,29 +105,12 @@ class CriteoText(BatchSource):
         return len(self._blocks(self.num_rows))
 
     def tasks(self) -> Iterator[BatchTask]:
-        for index, block in enumerate(self._row_blocks()):
+        for index, block in enumerate(text.row_blocks(self._files, self.batch_size)):
             if index % self.world_size == self.rank:
                 yield partial(self._batch, block)
 
-    def _row_blocks(self) -> Iterator[list[text.TextRows]]:
-        """All ranks' blocks of ``batch_size`` rows; one may run from a file into the next."""
-        block: list[text.TextRows] = []
-        missing = self.batch_size
-        for file in self._files:
-            for rest in text.read_rows(file):
-                while rest.num_rows:
-                    rows, rest = rest.cut(min(missing, rest.num_rows))
-                    block.append(rows)
-                    missing -= rows.num_rows
-                    if not missing:
-                        yield block
-                        block, missing = [], self.batch_size
-        if block:
-            yield block
-
     def _batch(self, block: list[text.TextRows]) -> Batch:
-        parts = [text.parse_rows(rows) for rows in block]
-        labels, counts, ids = (np.concatenate(column) for column in zip(*parts, strict=True))
+        labels, counts, ids = text.parse_block(block)
         dense = np.log1p(np.maximum(counts, 0).astype(np.float32))
         rows = np.remainder(ids, self._sizes).astype(np.int64)
         sparse = SparseFeatures(

@@ -6,7 +6,7 @@ all of it, and its digits are summed inside the words, for all fields of a block
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
@@ -125,6 +125,23 @@ def read_rows(file_rows: FileRows) -> Iterator[TextRows]:
             return
 
 
+def row_blocks(files: Sequence[FileRows], block_rows: int) -> Iterator[list[TextRows]]:
+    """Blocks of ``block_rows`` rows, the last one smaller; one may run from a file into the next."""
+    block: list[TextRows] = []
+    missing = block_rows
+    for file in files:
+        for rest in read_rows(file):
+            while rest.num_rows:
+                rows, rest = rest.cut(min(missing, rest.num_rows))
+                block.append(rows)
+                missing -= rows.num_rows
+                if not missing:
+                    yield block
+                    block, missing = [], block_rows
+    if block:
+        yield block
+
+
 def _newline_ended(chunks: Iterator[bytes]) -> Iterator[bytes]:
     last = b""
     for chunk in chunks:
@@ -132,6 +149,12 @@ def _newline_ended(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield chunk
     if last != b"\n":
         yield b"\n"
+
+
+def parse_block(block: Sequence[TextRows]) -> CriteoRows:
+    """The numbers of all rows of a block; raises as :func:`parse_rows` does."""
+    parts = [parse_rows(rows) for rows in block]
+    return CriteoRows(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def parse_rows(rows: TextRows) -> CriteoRows:
