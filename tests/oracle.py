@@ -96,7 +96,8 @@ class RowwiseOptimizer:
             return gradient
         if self.kind in ("adagrad", "rowwise_adagrad"):
             square = gradient**2
-            first[row] += square.mean() if self.kind == "rowwise_adagrad" else square
+            row_wise = self.kind == "rowwise_adagrad"
+            first[row] += square.sum() / max(square.numel(), 1) if row_wise else square
             return gradient / (first[row].sqrt() + self.eps)
         assert self.kind == "adam"
         first[row] = self.beta1 * first[row] + (1 - self.beta1) * gradient

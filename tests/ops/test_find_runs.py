@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests import lanes, oracle
 from tests.bags import random_rows
 from tests.conftest import Sizes
 from tests.repeats import assert_repeats
+from tests.tracing import compiled_once
 from tests.values import not_contiguous
 from torchembed.ops.segments import Runs, find_runs
 
@@ -110,14 +110,12 @@ def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def test_compiles_whole_and_once_for_every_size(device: torch.device, sizes: Sizes) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
 
     def sizes_of_runs(rows: Tensor, num_rows: int) -> tuple[Runs, Tensor]:
         runs = find_runs(rows, num_rows)
         return runs, runs.starts.diff()
 
-    compiled = torch.compile(sizes_of_runs, fullgraph=True, dynamic=True, backend=counter)
+    compiled = compiled_once(sizes_of_runs)
     for num_ids in (11, 12, 19):
         rows = random_rows(num_ids, sizes.num_rows, seed=num_ids).to(device)
         runs, lengths = compiled(rows, sizes.num_rows)
@@ -125,7 +123,6 @@ def test_compiles_whole_and_once_for_every_size(device: torch.device, sizes: Siz
         assert isinstance(runs, Runs)
         assert all(map(torch.equal, runs, expected))
         assert torch.equal(lengths, expected_lengths)
-    assert counter.frame_count == 1
 
 
 ERRORS: dict[str, tuple[type[Exception], str, Any]] = {

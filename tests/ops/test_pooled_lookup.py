@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests import oracle
 from tests.bags import EDGE_CASES, Bags, bags_of, random_fixed, random_jagged
 from tests.conftest import Sizes
+from tests.lookups import Lookup
 from tests.repeats import assert_repeats
-from tests.tolerance import Formula, assert_follows, assert_same_bits
+from tests.tolerance import assert_follows, assert_same_bits
+from tests.tracing import compiled_once
 from tests.values import normal, not_contiguous
 from torchembed.core.types import OptimizerKind, Pooling
 from torchembed.ops.pooled_lookup import pooled_lookup
@@ -29,84 +30,6 @@ def random_bags(sizes: Sizes, fixed: bool, seed: int = 0) -> Bags:
     return random_jagged(
         3, sizes.batch_size, sizes.num_rows, max_length=sizes.max_length, seed=seed
     )
-
-
-class Lookup:
-    """One case: its inputs on the device, the formula on the CPU, outputs and gradients of both."""
-
-    def __init__(
-        self,
-        bags: Bags,
-        device: torch.device,
-        *,
-        dim: int = 16,
-        weight_dtype: torch.dtype = torch.float32,
-        output_dtype: torch.dtype | None = None,
-        pooling: Pooling = Pooling.SUM,
-        weighted: bool = False,
-        per_id_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.bags, self.pooling, self.output_dtype = bags, pooling, output_dtype
-        self.rows = bags.rows.to(device)
-        self.weight = normal(bags.num_rows, dim, seed=1, dtype=weight_dtype, device=device)
-        self.per_id_weights = None
-        if weighted:
-            num_ids = bags.rows.numel()
-            self.per_id_weights = normal(num_ids, seed=2, dtype=per_id_dtype, device=device)
-        shape = (bags.batch_size, bags.num_features, dim)
-        self.grad = normal(*shape, seed=3, dtype=output_dtype or weight_dtype, device=device)
-
-    def leaves(self) -> list[Tensor]:
-        tensors = [self.weight, self.per_id_weights]
-        return [t.clone().requires_grad_() for t in tensors if t is not None]
-
-    def run(self, leaves: list[Tensor], **changes: Any) -> Tensor:
-        arguments: dict[str, Any] = {
-            **self.bags.grouping(),
-            "pooling": self.pooling,
-            "output_dtype": self.output_dtype,
-            "per_id_weights": leaves[1] if len(leaves) > 1 else None,
-        }
-        if "offsets" in arguments:
-            arguments["offsets"] = arguments["offsets"].to(self.rows.device)
-        arguments |= changes
-        return pooled_lookup(leaves[0], arguments.pop("rows", self.rows), **arguments)
-
-    def forward(self, **changes: Any) -> Tensor:
-        return self.run([leaf.detach() for leaf in self.leaves()], **changes)
-
-    def gradients(self, **changes: Any) -> tuple[Tensor, ...]:
-        leaves = self.leaves()
-        return torch.autograd.grad(self.run(leaves, **changes), leaves, self.grad)
-
-    def _formula_leaves(self, dtype: torch.dtype) -> list[Tensor]:
-        return [leaf.detach().cpu().to(dtype).requires_grad_() for leaf in self.leaves()]
-
-    def _formula(self, leaves: list[Tensor]) -> Tensor:
-        per_id_weights = leaves[1] if len(leaves) > 1 else None
-        mean = self.pooling is Pooling.MEAN
-        return oracle.pooled_lookup(leaves[0], self.bags, per_id_weights=per_id_weights, mean=mean)
-
-    def forward_formula(self, dtype: torch.dtype) -> Tensor:
-        return self._formula(self._formula_leaves(dtype))
-
-    def gradient_formula(self, leaf: int) -> Formula:
-        def formula(dtype: torch.dtype) -> Tensor:
-            leaves = self._formula_leaves(dtype)
-            grad = self.grad.cpu().to(dtype)
-            output = self._formula(leaves)
-            return torch.autograd.grad(output, leaves, grad, materialize_grads=True)[leaf]
-
-        return formula
-
-    def check(self) -> None:
-        """Forward and every gradient follow the formula, in the dtypes promised."""
-        output = self.forward()
-        assert output.dtype == (self.output_dtype or self.weight.dtype)
-        assert_follows(output, self.forward_formula)
-        for leaf, gradient in enumerate(self.gradients()):
-            assert gradient.dtype == self.leaves()[leaf].dtype
-            assert_follows(gradient, self.gradient_formula(leaf))
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["jagged", "fixed"])
@@ -428,13 +351,11 @@ def test_opcheck(weighted: bool, fixed: bool, device: torch.device, sizes: Sizes
 def test_compiles_whole_and_once_for_every_size(
     fixed: bool, device: torch.device, sizes: Sizes
 ) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
 
     def squared(weight: Tensor, rows: Tensor, per_id_weights: Tensor, **grouping: Any) -> Tensor:
         return pooled_lookup(weight, rows, per_id_weights=per_id_weights, **grouping).square()
 
-    compiled = torch.compile(squared, fullgraph=True, dynamic=True, backend=counter)
+    compiled = compiled_once(squared)
     for step in range(3):
         larger = sizes._replace(batch_size=sizes.batch_size + step)
         lookup = Lookup(random_bags(larger, fixed, seed=step), device, weighted=True)
@@ -449,7 +370,6 @@ def test_compiles_whole_and_once_for_every_size(
             results.append([output, *torch.autograd.grad(output, leaves, lookup.grad)])
         for expected, result in zip(*results, strict=True):
             assert_same_bits(result, expected)
-    assert counter.frame_count == 1
 
 
 def test_more_than_two_to_the_31_elements(device: torch.device, fastest_algorithms: None) -> None:
@@ -462,110 +382,3 @@ def test_more_than_two_to_the_31_elements(device: torch.device, fastest_algorith
     output = pooled_lookup(weight, rows, hotness=[2], batch_size=2)
     expected = weight[rows].float().view(2, 2, dim).sum(1, keepdim=True).half()
     assert_same_bits(output, expected)
-
-
-ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "weight dtype": (
-        TypeError,
-        r"^weight must be float32 or float16 or bfloat16, got float64; call \.float\(\)$",
-        {"weight": torch.zeros(4, 2, dtype=torch.float64)},
-    ),
-    "weight shape": (
-        ValueError,
-        r"^weight must have 2 dimension\(s\), got shape \(4,\); reshape it$",
-        {"weight": torch.zeros(4)},
-    ),
-    "rows dtype": (
-        TypeError,
-        r"^rows must be int32 or int64, got float32; call \.long\(\)$",
-        {"rows": torch.zeros(3)},
-    ),
-    "rows shape": (
-        ValueError,
-        r"^rows must have 1 dimension\(s\), got shape \(1, 3\); reshape it$",
-        {"rows": torch.zeros(1, 3, dtype=torch.int64)},
-    ),
-    "rows device": (
-        ValueError,
-        r"^rows must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
-        {"rows": torch.zeros(3, dtype=torch.int64, device="meta")},
-    ),
-    "offsets dtype": (
-        TypeError,
-        r"^offsets must be int32 or int64, got float32; call \.long\(\)$",
-        {"offsets": torch.zeros(3)},
-    ),
-    "offsets length": (
-        ValueError,
-        r"^offsets must hold 3 elements \(num_features \* batch_size \+ 1\), got 4$",
-        {"offsets": torch.tensor([0, 1, 2, 3])},
-    ),
-    "offsets device": (
-        ValueError,
-        r"^offsets must be on cpu as rows is, got meta; call \.to\('cpu'\)$",
-        {"offsets": torch.zeros(3, dtype=torch.int64, device="meta")},
-    ),
-    "neither offsets nor hotness": (
-        ValueError,
-        r"^give exactly one of offsets and hotness, got neither$",
-        {"offsets": None},
-    ),
-    "both offsets and hotness": (
-        ValueError,
-        r"^give exactly one of offsets and hotness, got both$",
-        {"hotness": [1]},
-    ),
-    "hotness length": (
-        ValueError,
-        r"^hotness must be 1 counts >= 0, one for each feature, got \[1, 2\]$",
-        {"offsets": None, "hotness": [1, 2]},
-    ),
-    "negative hotness": (
-        ValueError,
-        r"^hotness must be 1 counts >= 0, one for each feature, got \[-1\]$",
-        {"offsets": None, "hotness": [-1]},
-    ),
-    "rows for the hotness": (
-        ValueError,
-        r"^rows must hold 4 elements \(sum\(hotness\) \* batch_size\), got 3$",
-        {"offsets": None, "hotness": [2]},
-    ),
-    "negative batch size": (
-        ValueError,
-        r"^batch_size must not be negative, got -1$",
-        {"batch_size": -1},
-    ),
-    "per-id weights dtype": (
-        TypeError,
-        r"^per_id_weights must be float32 or float16 or bfloat16, got int64; call \.float\(\)$",
-        {"per_id_weights": torch.ones(3, dtype=torch.int64)},
-    ),
-    "per-id weights length": (
-        ValueError,
-        r"^per_id_weights must hold 3 elements \(one for each id\), got 2$",
-        {"per_id_weights": torch.ones(2)},
-    ),
-    "per-id weights device": (
-        ValueError,
-        r"^per_id_weights must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
-        {"per_id_weights": torch.ones(3, device="meta")},
-    ),
-    "output dtype": (
-        TypeError,
-        r"^output_dtype must be float32, float16 or bfloat16, got torch\.float64$",
-        {"output_dtype": torch.float64},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_say_what_to_do(name: str) -> None:
-    error, message, changes = ERRORS[name]
-    arguments: dict[str, Any] = {
-        "weight": torch.zeros(4, 2),
-        "rows": torch.zeros(3, dtype=torch.int64),
-        "offsets": torch.tensor([0, 1, 3]),
-        "batch_size": 2,
-    } | changes
-    with pytest.raises(error, match=message):
-        pooled_lookup(arguments.pop("weight"), arguments.pop("rows"), **arguments)

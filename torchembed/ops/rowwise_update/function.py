@@ -52,7 +52,7 @@ class UpdateRule:
 class RowGradients(NamedTuple):
     """Gradients of a batch's rows, not yet summed over the occurrences of a row.
 
-    The gradient of the row at position ``p`` of the batch is ``scales[p] * grad[gradient_rows[p]]``.
+    The row at position ``p`` of the batch has the gradient ``scales[p] * grad[gradient_rows[p]]``.
     """
 
     grad: Tensor
@@ -69,7 +69,8 @@ class RoundingKeys(NamedTuple):
     row_offsets: Tensor
     """int64 ``[T + 1]``: table t holds rows ``[row_offsets[t], row_offsets[t + 1])``."""
     row_keys: Tensor
-    """int64 ``[T]``: each table's key, see :func:`torchembed.tables.row_keys`."""
+    """int64 ``[T]``: each table's key, shifted so that a row of the group draws what its row of the
+    table draws, see :func:`torchembed.tables.shifted_row_key`."""
 
 
 def rowwise_update(
@@ -140,8 +141,24 @@ def rowwise_update(
         raise ValueError("step must be given for Adam and for stochastic rounding, got None")
     if rounding is not None and weight.dtype == torch.float32:
         raise ValueError("rounding must be None for float32 weights, which need no rounding")
+    row_offsets, row_keys = (None, None) if rounding is None else rounding
+    if rounding is not None:
+        for name, tensor in rounding._asdict().items():
+            checks.check_dtype(f"rounding.{name}", tensor, (torch.int64,), "call .long()")
+        num_tables = rounding.row_offsets.numel() - 1
+        checks.check_numel("rounding.row_keys", rounding.row_keys, num_tables, "one for each table")
+    for state in states:
+        checks.check_same_device("weight", weight, states=state)
     checks.check_same_device(
-        "weight", weight, grad=grad, gradient_rows=gradient_rows, scales=scales, **scalars
+        "weight",
+        weight,
+        runs=runs.order,
+        grad=grad,
+        gradient_rows=gradient_rows,
+        scales=scales,
+        **scalars,
+        row_offsets=row_offsets,
+        row_keys=row_keys,
     )
     rowwise_update_op(
         weight,
@@ -155,8 +172,8 @@ def rowwise_update(
         step,
         grad_multiplier,
         skip,
-        None if rounding is None else rounding.row_offsets,
-        None if rounding is None else rounding.row_keys,
+        row_offsets,
+        row_keys,
         int(rule.kind),
         rule.eps,
         rule.beta1,

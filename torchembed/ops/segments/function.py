@@ -42,5 +42,7 @@ def find_runs(rows: Tensor, num_rows: int) -> Runs:
     """
     checks.check_ids("rows", rows)
     if rows.numel() >= 2**31:
-        raise ValueError(f"rows must hold fewer than 2**31 ids, got {rows.numel()}; split the batch")
+        raise ValueError(
+            f"rows must hold fewer than 2**31 ids, got {rows.numel()}; split the batch"
+        )
     return Runs(*find_runs_op(rows.contiguous(), num_rows))
