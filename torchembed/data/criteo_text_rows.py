@@ -126,7 +126,7 @@ def read_rows(file_rows: FileRows) -> Iterator[TextRows]:
 
 
 def row_blocks(files: Sequence[FileRows], block_rows: int) -> Iterator[list[TextRows]]:
-    """Blocks of ``block_rows`` rows, the last one smaller; one may run from a file into the next."""
+    """Blocks of ``block_rows`` rows and what is left; one may run from a file into the next."""
     block: list[TextRows] = []
     missing = block_rows
     for file in files:

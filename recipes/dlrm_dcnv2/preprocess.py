@@ -1,0 +1,311 @@
+"""Turns Criteo 1TB's text into the files that MLPerf's DLRM-DCNv2 trains on.
+
+    python -m recipes.dlrm_dcnv2.preprocess --input FOLDER --output FOLDER
+
+``FOLDER`` holds ``day_0`` ... ``day_23``, plain or gzip. For each day this writes
+``day_{i}_dense.npy``, ``day_{i}_labels.npy`` and ``day_{i}_sparse_multi_hot.npz``, and beside them
+``tables.json`` with the tables' sizes. The rules are those of MLPerf Training's reference (the
+Criteo scripts of TorchRec's ``datasets`` and of ``facebookresearch/dlrm/torchrec_dlrm``):
+
+- Dense: a missing count is 0. With m the smallest count of the day's file, over all 13 columns, a
+  count x becomes ``log(x - m + 2)``, float32. Equal to the reference's up to the last bits of
+  numpy's float32 logarithm, which differ between kinds of CPU.
+- Ids: hexadecimal, a missing one is 0. Each column's ids are numbered from 2 in the order in which
+  they first appear, over all days; with ``frequency_threshold`` above 1, those that appear less
+  often share the number 1 (the reference's data has no threshold). Equal to the reference's.
+- The cap: a number is taken modulo its table's size. A table has as many rows as its column has
+  numbers in use, and ``max_rows`` at most, unless ``table_sizes`` says otherwise.
+- Multi-hot: number i of feature f becomes ``hotness[f]`` ids: i itself, then row i of
+  ``randint(0, size, (size, hotness - 1))``, drawn for the features in order from numpy's legacy
+  generator with seed 0. Equal to the reference's where the tables' sizes are.
+- Not done: the reference shuffles the rows of days 0 to 22 in memory, as one float32 array, which
+  also rounds numbers above 2**24. Here rows stay in their order, and numbers exact, so its
+  published checksums are not met.
+
+A day's rows pass through in blocks. What is held at once is one block, or the distinct ids of one
+column with their counts. The files appear in the output folder when all of them are whole; until
+then they, and about 100 bytes a row of intermediate files, are in a hidden folder there.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from torchembed.data import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS
+from torchembed.data.criteo_text import text_files
+from torchembed.data.criteo_text_rows import CriteoRows, parse_block, row_blocks
+from torchembed.data.mlperf import TABLES_FILE
+from torchembed.data.source import FileRows
+
+_BLOCK_ROWS = 1 << 17
+_FIRST_NUMBER = 2
+_INFREQUENT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreprocessConfig:
+    """What to preprocess, and by which of the rules' numbers."""
+
+    input: Path
+    """Folder with the days' text files, or a single such file."""
+    output: Path
+    """Folder for the files; made where it is not there."""
+    frequency_threshold: int = 0
+    """Ids that a column holds fewer times share one row; MLPerf has no threshold."""
+    max_rows: int = 40_000_000
+    """Most rows of a table."""
+    table_sizes: tuple[int, ...] | None = None
+    """Rows of each table; from the ids that are there where None."""
+    hotness: tuple[int, ...] = MLPERF_HOTNESS
+    """Ids that each id becomes, for each feature."""
+    progress: bool = True
+    """Show a progress bar."""
+
+    def __post_init__(self) -> None:
+        for name in ("table_sizes", "hotness"):
+            numbers = getattr(self, name)
+            if numbers is not None and (len(numbers) != len(CAT_NAMES) or min(numbers) < 1):
+                raise ValueError(
+                    f"{name} must be {len(CAT_NAMES)} numbers of at least 1, got {list(numbers)}"
+                )
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
+        if self.frequency_threshold < 0:
+            raise ValueError(
+                f"frequency_threshold must not be negative, got {self.frequency_threshold}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Day:
+    """A day while it is worked on."""
+
+    name: str
+    rows_path: Path
+    """Its rows as Parquet: their number over all days, label, counts, ids."""
+    num_rows: int
+    min_count: int
+
+
+def preprocess(config: PreprocessConfig) -> tuple[int, ...]:
+    """Write the files of ``config.output`` and return the tables' sizes.
+
+    Raises:
+        FileNotFoundError, FileExistsError: where there is nothing to read, or the output folder
+            holds days already.
+        OSError: where the output folder cannot be written; before anything is read.
+        ValueError: for a malformed row or file; names file, row, column and what came.
+    """
+    inputs = text_files(config.input)
+    with _work_folder(config.output) as work:
+        days = _parse_days(inputs, work, config.progress)
+        for day in days:
+            _write_labels_and_dense(day, work)
+        table_sizes = _write_ids(days, work, config)
+        tables = {"table_sizes": table_sizes, "hotness": config.hotness}
+        (work / TABLES_FILE).write_text(json.dumps(tables))
+        for day in days:
+            day.rows_path.unlink()
+        for path in sorted(work.iterdir()):
+            path.replace(config.output / path.name)
+    return table_sizes
+
+
+@contextlib.contextmanager
+def _work_folder(output: Path) -> Iterator[Path]:
+    """A folder inside ``output``, on the same disk, so that a file moves up at once and whole."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=output, prefix=".preprocess-")
+    except OSError as error:
+        raise OSError(f"output folder {output} can't be written: {error}") from error
+    with folder as work:
+        if present := sorted(path.name for path in output.glob("day_*")):
+            raise FileExistsError(
+                f"output folder {output} holds {present[0]} already; move the files away, or give "
+                "another folder"
+            )
+        yield Path(work)
+
+
+def _parse_days(inputs: list[Path], work: Path, progress: bool) -> list[_Day]:
+    days, first_row = [], 0
+    for position, path in enumerate(tqdm(inputs, "parse days", disable=not progress)):
+        match = re.match(r"day_\d+", path.name)
+        day = _parse_day(path, match[0] if match else f"day_{position}", first_row, work)
+        days.append(day)
+        first_row += day.num_rows
+    return days
+
+
+def _parse_day(path: Path, name: str, first_row: int, work: Path) -> _Day:
+    num_rows, min_count = 0, 0
+    schema = pa.schema(
+        [
+            ("row", pa.int64()),
+            ("label", pa.int32()),
+            *((column, pa.int32()) for column in INT_NAMES),
+            *((column, pa.uint32()) for column in CAT_NAMES),
+        ]
+    )
+    rows_path = work / f"{name}.rows"
+    with pq.ParquetWriter(rows_path, schema, compression="zstd") as writer:
+        for block in row_blocks([FileRows(path)], _BLOCK_ROWS):
+            rows = parse_block(block)
+            _check_int32(path, num_rows, rows)
+            numbers = np.arange(len(rows.labels)) + (first_row + num_rows)
+            columns = [numbers, rows.labels, *rows.counts.T, *rows.ids.T]
+            writer.write_table(
+                pa.table(
+                    [
+                        column.astype(field.type.to_pandas_dtype())
+                        for column, field in zip(columns, schema, strict=True)
+                    ],
+                    schema=schema,
+                )
+            )
+            min_count = (
+                int(rows.counts.min()) if not num_rows else min(min_count, int(rows.counts.min()))
+            )
+            num_rows += len(numbers)
+    return _Day(name, rows_path, num_rows, min_count)
+
+
+def _check_int32(path: Path, first_row: int, rows: CriteoRows) -> None:
+    bad = rows.counts != rows.counts.astype(np.int32)
+    if bad.any():
+        row, column = divmod(int(bad.argmax()), len(INT_NAMES))
+        raise ValueError(
+            f"{path}, row {first_row + row + 1}, column {column + 2} ({INT_NAMES[column]}): must "
+            f"fit a 32-bit integer, got {rows.counts[row, column]}"
+        )
+
+
+def _blocks(
+    day: _Day, columns: tuple[str, ...]
+) -> Iterator[tuple[slice, list[NDArray[np.generic]]]]:
+    """Some columns of a day, block by block, each with the rows that it is."""
+    start = 0
+    with pq.ParquetFile(day.rows_path) as file:
+        for block in file.iter_batches(_BLOCK_ROWS, columns=list(columns)):
+            rows = slice(start, start + block.num_rows)
+            yield rows, [block.column(name).to_numpy() for name in columns]
+            start = rows.stop
+
+
+def _write_labels_and_dense(day: _Day, work: Path) -> None:
+    def new_array(part: str, dtype: type, width: int) -> np.memmap:
+        shape = (day.num_rows, width)
+        return npy_format.open_memmap(work / f"{day.name}_{part}.npy", "w+", dtype, shape)
+
+    labels, dense = new_array("labels", np.int32, 1), new_array("dense", np.float32, len(INT_NAMES))
+    for rows, (label, *counts) in _blocks(day, ("label", *INT_NAMES)):
+        labels[rows, 0] = label
+        shifted = np.stack(counts, axis=1).astype(np.int64) - (day.min_count - 2)
+        np.log(shifted.astype(np.float32), out=dense[rows])
+    labels.flush()
+    dense.flush()
+
+
+def _write_ids(days: list[_Day], work: Path, config: PreprocessConfig) -> tuple[int, ...]:
+    random = np.random.RandomState(0)
+    table_sizes = []
+    with contextlib.ExitStack() as stack:
+        archives = [
+            stack.enter_context(
+                zipfile.ZipFile(work / f"{day.name}_sparse_multi_hot.npz", "w", zipfile.ZIP_STORED)
+            )
+            for day in days
+        ]
+        bar = tqdm(CAT_NAMES, "write ids", disable=not config.progress)
+        for feature, column in enumerate(bar):
+            frequent, num_numbers = _number_ids(days, column, config.frequency_threshold)
+            size = min(num_numbers, config.max_rows)
+            if config.table_sizes is not None:
+                size = config.table_sizes[feature]
+            table_sizes.append(size)
+            hotness = config.hotness[feature]
+            draws_path = work / "draws"
+            draws = _draw(random, size, hotness - 1, draws_path)
+            for day, archive in zip(days, archives, strict=True):
+                # With the time of writing left out, the same input gives the same bytes.
+                member = zipfile.ZipInfo(f"{feature}.npy")
+                with archive.open(member, "w", force_zip64=True) as file:
+                    header = {
+                        "descr": "<i4",
+                        "fortran_order": False,
+                        "shape": (day.num_rows, hotness),
+                    }
+                    npy_format.write_array_header_1_0(file, header)
+                    for _, (ids,) in _blocks(day, (column,)):
+                        numbers = _to_numbers(ids, frequent) % size
+                        multi_hot = np.concatenate([numbers[:, None], draws[numbers]], axis=1)
+                        file.write(multi_hot.astype("<i4").tobytes())
+            del draws
+            draws_path.unlink(missing_ok=True)
+    return tuple(table_sizes)
+
+
+def _number_ids(days: list[_Day], column: str, threshold: int) -> tuple[pl.DataFrame, int]:
+    """The ids of a column that are frequent enough and their numbers, by id; and how many numbers
+    are in use, with that of the infrequent ones."""
+    seen = (
+        pl.scan_parquet([day.rows_path for day in days])
+        .group_by(pl.col(column).alias("id"))
+        .agg(pl.col("row").min().alias("first_row"), pl.len().alias("count"))
+    )
+    distinct = seen.collect(engine="streaming")
+    frequent = distinct.filter(pl.col("count") >= threshold).sort("first_row")
+    num_numbers = frequent.height + (frequent.height < distinct.height)
+    numbered = frequent.select("id", number=pl.int_range(pl.len()) + _FIRST_NUMBER)
+    return numbered.sort("id"), num_numbers
+
+
+def _to_numbers(ids: NDArray[np.generic], frequent: pl.DataFrame) -> NDArray[np.int64]:
+    """The number of each id; that of the infrequent for an id that ``frequent`` has not."""
+    known = frequent["id"].to_numpy()
+    distinct, which = np.unique(ids, return_inverse=True)
+    if not len(known):
+        return np.full(len(ids), _INFREQUENT, np.int64)
+    position = np.minimum(np.searchsorted(known, distinct), len(known) - 1)
+    numbers = frequent["number"].to_numpy()[position]
+    return np.where(known[position] == distinct, numbers, _INFREQUENT)[which]
+
+
+def _draw(random: np.random.RandomState, size: int, width: int, path: Path) -> NDArray[np.int32]:
+    """``random.randint(0, size, (size, width))``, drawn in blocks into a file and mapped."""
+    if not width:
+        return np.empty((size, 0), np.int32)
+    draws = np.memmap(path, np.int32, "w+", shape=(size, width))
+    for start in range(0, size, _BLOCK_ROWS):
+        block = draws[start : start + _BLOCK_ROWS]
+        block[:] = random.randint(0, size, block.shape)
+    return draws
+
+
+def main() -> None:
+    config = tyro.cli(PreprocessConfig, description=__doc__)
+    try:
+        table_sizes = preprocess(config)
+    except (OSError, ValueError) as error:
+        sys.exit(f"preprocess: {error}")
+    print(f"{config.output}: tables of {', '.join(map(str, table_sizes))} rows")
+
+
+if __name__ == "__main__":
+    main()
