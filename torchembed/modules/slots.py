@@ -1,7 +1,7 @@
 """Which features of a batch are looked up in which table group, in one call for each group."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,15 +48,20 @@ class Slots:
 
     def by_group(self) -> list[GroupSlots]:
         """One entry for each group that serves a slot, following changes of the groups."""
-        if self._known_groups is not self._table_set.groups:
+        groups = self._table_set.current_groups()
+        if self._known_groups is not groups:
             self._by_group = []
-            for group in self._table_set.groups:
+            for group in groups:
                 slots = [s for s, table in enumerate(self._tables) if table.group is group]
                 if slots:
                     tables = [self._tables[s] for s in slots]
                     self._by_group.append(GroupSlots(group, slots, tables))
-            self._known_groups = self._table_set.groups
+            self._known_groups = groups
         return self._by_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles find their groups anew."""
+        return {**vars(self), "_known_groups": None, "_by_group": []}
 
     def rows(self, entry: GroupSlots, features: SparseFeatures) -> Tensor:
         """Rows of ``entry.group``, ``[L]``, for ``features`` that hold exactly its slots, in order.

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchembed.core.types import OnBadId
-from torchembed.tables import Table, TableSet
+from torchembed.tables import Table, TableGroup, TableSet, table_of
 
 
 class TableWeight(nn.Module):
@@ -14,7 +14,13 @@ class TableWeight(nn.Module):
 
     def __init__(self, table: Table) -> None:
         super().__init__()
-        self.register_parameter("weight", table.parameter)
+        self._table = table
+        self.weight = table.parameter
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None:
+            self._table.parameter = param
 
     def forward(self) -> Tensor:
         return self.weight
@@ -27,8 +33,9 @@ def _restore_after_load(module: "TableModule", incompatible_keys: Any) -> None:
 class TableModule(nn.Module):
     """A module whose tables' parameters are views of their groups' flat weights.
 
-    Whatever replaces or moves parameters (``to``, ``load_state_dict``, ``copy.deepcopy``,
-    unpickling) is followed by :meth:`_restore_groups`, which copies them into flat weights again.
+    Whatever replaces parameters (``load_state_dict(assign=True)``, ``copy.deepcopy``, unpickling,
+    ``module.weight = ...``) is followed by :meth:`_restore_groups`, at the latest in the next
+    lookup, which copies them into flat weights again. Copies start without an optimizer.
     """
 
     def __init__(self) -> None:
@@ -45,14 +52,33 @@ class TableModule(nn.Module):
         """Each table and the module whose ``weight`` is its parameter."""
         raise NotImplementedError
 
-    def _restore_groups(self) -> None:
+    def _find_parameters(self) -> None:
         for table, holder in self._holders():
             table.parameter = holder.weight  # type: ignore[assignment]
+
+    def _restore_groups(self) -> None:
+        self._find_parameters()
         self._table_set.form_groups()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TableModule":
-        super()._apply(fn, recurse)
-        self._restore_groups()
+        self._table_set.current_groups()
+        converted: dict[TableGroup, Tensor] = {}
+
+        def convert(tensor: Tensor) -> Tensor:
+            """A group is converted as a whole: each table alone would hold all rows twice."""
+            table = table_of(tensor)
+            if table is None or table.owner is not self._table_set:
+                return fn(tensor)
+            group = table.group
+            if group not in converted:
+                converted[group] = fn(group.weight)
+            return group.table_rows(converted[group], table)
+
+        super()._apply(convert, recurse)
+        self._find_parameters()
+        for group, weight in converted.items():
+            group.convert(weight)
+        self._table_set.form_groups()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -32,8 +32,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns that norm.
 
     Like ``torch.nn.utils.clip_grad_norm_``, and it counts the gradients that fused optimizers have
-    recorded for tables: each row's summed gradient once. Those are scaled inside the next step.
-    Never synchronizes. Tables of one group are clipped together, so give all of a group's tables.
+    recorded for tables: each row's summed gradient once. Never synchronizes where all gradients are
+    dense or recorded. Tables of one group are clipped together, so give all of a group's tables.
 
     Args:
         parameters: dense parameters and table weights, on one device.
@@ -54,11 +54,14 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         table = table_of(parameter)
         if table is not None and table.is_sharded:
             raise RuntimeError(
-                f"table {table.spec.name} is sharded, and the norm of its gradient spans the ranks; "
-                "clip by value instead (max_gradient of the optimizer)"
+                f"table {table.spec.name} is sharded, and the norm of its gradient spans the "
+                "ranks; clip by value instead (max_gradient of the optimizer)"
             )
         if table is not None and table.group.rule is not None:
             groups[id(table.group)] = table.group
+        elif parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            grads.append(parameter.grad.values())
         elif parameter.grad is not None:
             grads.append(parameter.grad)
     squares = [grad.float().square().sum() for grad in grads]
@@ -68,7 +71,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     norm = torch.stack(squares).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        grad.mul_(factor.to(grad.dtype))
+        grad.mul_(factor)
     for group in groups.values():
-        group.grad_multiplier = factor.reshape(1)
+        group.scale_pending(factor)
     return norm

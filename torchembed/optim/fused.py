@@ -1,13 +1,13 @@
 """The base of the fused optimizers: a ``torch.optim.Optimizer`` over embedding tables."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
-from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
+from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs
 from torchembed.tables import Table, TableGroup, table_of
 
@@ -15,61 +15,96 @@ from torchembed.tables import Table, TableGroup, table_of
 class FusedOptimizer(torch.optim.Optimizer):
     """Updates exactly the rows that were looked up, fused with the sum of each row's gradients.
 
-    Constructing one takes over the given tables: from then on their lookups' backward records
-    gradients inside the table group (``weight.grad`` stays None) and :meth:`step` applies and
-    discards them. Several backwards before a step accumulate; ``zero_grad`` discards.
+    Constructing one takes over the given tables, also from another fused optimizer, which from then
+    on raises: their lookups' backward records gradients inside the table group (``weight.grad``
+    stays None), and :meth:`step` applies and discards them. Several backwards before a step
+    accumulate; ``zero_grad`` discards. Copies of the module start without an optimizer.
 
     ``param_groups`` holds the usual hyperparameters, so learning-rate schedulers work; a tensor
     ``lr`` stays on its device. ``state_dict`` holds one entry of state for each table.
 
     With ``torch.amp.GradScaler``, ``scaler.step(optimizer)`` unscales inside the update and skips
     it on the device where a gradient is not finite; ``scaler.unscale_`` is for other optimizers
-    (``step`` raises after it). Pass dense parameters' optimizer through the same scaler: torch wants
-    at least one that it can inspect itself. ``torch.nn.utils.clip_grad_norm_`` does not see tables;
-    use :func:`torchembed.optim.clip_grad_norm_`.
+    (``step`` raises after it). Pass dense parameters' optimizer through the same scaler: torch
+    wants at least one that it can inspect itself. ``torch.nn.utils.clip_grad_norm_`` does not see
+    tables; use :func:`torchembed.optim.clip_grad_norm_`.
     """
 
     kind: ClassVar[OptimizerKind]
     state_names: ClassVar[tuple[str, ...]] = ()
+
+    grad_scale: Tensor | None
+    """Given by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
+    found_inf: Tensor | int
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, stochastic_rounding: bool
     ) -> None:
         for name, value in defaults.items():
             if name == "betas":
-                valid = all(0.0 <= beta < 1.0 for beta in value)
-            else:
-                valid = isinstance(value, Tensor) or value >= 0.0
-            if not valid:
-                raise ValueError(f"{name} is out of range: {value}")
+                if not all(0.0 <= beta < 1.0 for beta in value):
+                    raise ValueError(f"betas must be in [0, 1), got {value}")
+            elif not isinstance(value, Tensor) and not value >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        self._key: object | None = None
         super().__init__(params, defaults)
+        self._key = object()
+        """Names this optimizer in its tables' update keys."""
         self._step_supports_amp_scaling = True
         self._stochastic_rounding = stochastic_rounding
         self._lr_tensors: dict[tuple[int, torch.device], tuple[float, Tensor]] = {}
-        tables = [self._table(p) for group in self.param_groups for p in group["params"]]
-        for index, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                self._table(parameter).update_key = (id(self), index)
-        for owner in {id(table.owner): table.owner for table in tables}.values():
+        self._take_over(first=0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of further tables, and take them over."""
+        super().add_param_group(param_group)
+        if self._key is not None:
+            try:
+                self._take_over(first=len(self.param_groups) - 1)
+            except (TypeError, RuntimeError):
+                self.param_groups.pop()
+                raise
+
+    def _take_over(self, first: int) -> None:
+        """Let the tables of the parameter groups from ``first`` on be updated by this optimizer.
+
+        Raises:
+            TypeError: where a parameter is no table's weight; no table is taken over then.
+            RuntimeError: where a table has gradients that another optimizer should apply; likewise.
+        """
+        new_groups = list(enumerate(self.param_groups))[first:]
+        tables = [(_table(p), index) for index, group in new_groups for p in group["params"]]
+        for table, _ in tables:
+            if table.group.pending:
+                raise RuntimeError(
+                    f"table {table.spec.name} has gradients that its optimizer has not applied; "
+                    "call its step() or zero_grad() before giving the table to another one"
+                )
+        for table, index in tables:
+            table.update_key = (self._key, index)
+        for owner in {id(table.owner): table.owner for table, _ in tables}.values():
             owner.form_groups()
-        for group in self.param_groups:
-            for table_group in self._table_groups(group):
+        for index, group in new_groups:
+            for table_group in self._table_groups(index, group):
                 initial = group.get("initial_accumulator_value", 0.0)
                 table_group.set_rule(self._rule(group), initial)
         self._publish_state()
 
-    @staticmethod
-    def _table(parameter: Tensor) -> Table:
-        table = table_of(parameter)
-        if table is None:
-            raise TypeError(
-                "params must be weights of torchembed tables, got an ordinary tensor of shape "
-                f"{tuple(parameter.shape)}; give that one to a torch.optim optimizer"
-            )
-        return table
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since it is bound to its tables; "
+            "make one for the copied module and give it this one's state_dict()"
+        )
 
-    def _table_groups(self, group: dict[str, Any]) -> list[TableGroup]:
-        found = {id(table.group): table.group for table in map(self._table, group["params"])}
+    def _table_groups(self, index: int, group: dict[str, Any]) -> list[TableGroup]:
+        """The table groups of parameter group ``index``."""
+        found = {}
+        for table in map(_table, group["params"]):
+            if table.update_key != (self._key, index):
+                raise RuntimeError(
+                    f"table {table.spec.name} was taken over by another optimizer; use that one"
+                )
+            found[id(table.group)] = table.group
         return list(found.values())
 
     def _rule(self, group: dict[str, Any]) -> UpdateRule:
@@ -86,9 +121,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _publish_state(self) -> None:
         """Show each table's part of its group's state in ``self.state``."""
         self.state.clear()
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
+            self._table_groups(index, group)
             for parameter in group["params"]:
-                table = self._table(parameter)
+                table = _table(parameter)
                 entry: dict[str, Any] = {"step": table.group.step}
                 for name, state in zip(self.state_names, table.group.states, strict=True):
                     entry[name] = table.group.table_rows(state, table)
@@ -110,49 +146,73 @@ class FusedOptimizer(torch.optim.Optimizer):
         decay = group.get("lr_decay", 0.0)
         return tensor if decay == 0.0 else tensor / (1 + (table_group.step - 1) * decay)
 
-    def _amp(self, device: torch.device) -> tuple[Tensor | None, Any]:
-        """The inverse loss scale and the flag that ``GradScaler.step`` hands over."""
+    def _loss_scaling(
+        self, gradients: Iterable[RowGradients]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The inverse loss scale ``[1]`` and the flag ``[1]`` that skips the step, under a scaler.
+
+        As torch's optimizers do, all tables skip where the gradients of one are not finite.
+        """
         if not hasattr(self, "found_inf"):
             return None, None
-        if self.grad_scale is None:
+        scale, found_inf = self.grad_scale, self.found_inf
+        if scale is None:
+            # GradScaler takes its attributes back only where step succeeds.
+            del self.grad_scale, self.found_inf
             raise RuntimeError(
-                "scaler.unscale_(optimizer) was called for a fused optimizer, which unscales in its "
-                "own step; call it for the dense optimizer only"
+                "scaler.unscale_(optimizer) was called for a fused optimizer, which unscales in "
+                "its own step; call it for the dense optimizer only"
             )
-        found_inf = self.found_inf if isinstance(self.found_inf, Tensor) else None
-        inverse = self.grad_scale.to(device, torch.float32).reshape(1).reciprocal()
-        return inverse, found_inf
+        # Where no parameter has a weight.grad, found_inf is the number 0.
+        skip = torch.zeros((), device=scale.device) + found_inf
+        for grad, _, _ in gradients:
+            skip = skip.maximum(1.0 - torch.isfinite(grad).all().float().to(scale.device))
+        return scale.float().reciprocal().reshape(1), skip.reshape(1)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply and discard all gradients recorded since the last step; never synchronizes."""
+        """Apply and discard all gradients recorded since the last step; never synchronizes.
+
+        Raises:
+            RuntimeError: where a table belongs to another optimizer by now, or where its
+                ``weight.grad`` is set, by a backward from before this optimizer took it over.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        updates = []
         for index, group in enumerate(self.param_groups):
-            for table_group in self._table_groups(group):
-                self._update(index, group, table_group)
+            if any(parameter.grad is not None for parameter in group["params"]):
+                raise RuntimeError(
+                    "weight.grad of a table is set, by a forward from before this optimizer took "
+                    "the table over, and would not be applied; call zero_grad() first"
+                )
+            for table_group in self._table_groups(index, group):
+                merged = table_group.merged_pending()
+                if merged is not None:
+                    updates.append((index, table_group, *merged))
+        multiplier, skip = self._loss_scaling(gradients for *_, gradients in updates)
+        for index, table_group, rows, gradients in updates:
+            self._update(index, table_group, rows, gradients, multiplier, skip)
         return loss
 
-    def _update(self, index: int, group: dict[str, Any], table_group: TableGroup) -> None:
-        entry = table_group.merged_pending()
-        if entry is None:
-            return
-        rows, gradients = entry
-        multiplier, found_inf = self._amp(table_group.weight.device)
-        skip = None
-        if multiplier is not None:
-            skip = 1.0 - torch.isfinite(gradients.grad).all().float().reshape(1)
-            if found_inf is not None:
-                skip = skip.maximum(found_inf.to(skip.device).reshape(1))
-        if table_group.grad_multiplier is not None:
-            clip = table_group.grad_multiplier
-            multiplier = clip if multiplier is None else multiplier * clip
+    def _update(
+        self,
+        index: int,
+        table_group: TableGroup,
+        rows: Tensor,
+        gradients: RowGradients,
+        multiplier: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        weight, group = table_group.weight, self.param_groups[index]
+        if skip is not None and multiplier is not None:
+            multiplier, skip = multiplier.to(weight.device), skip.to(weight.device)
         table_group.step += 1.0 if skip is None else (skip == 0).float()
-        rounds = self._stochastic_rounding and table_group.weight.dtype != torch.float32
+        rounds = self._stochastic_rounding and weight.dtype != torch.float32
         rowwise_update(
-            table_group.weight,
+            weight,
             table_group.states,
             find_runs(rows, table_group.num_rows),
             gradients,
@@ -164,15 +224,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             rounding=table_group.rounding_keys if rounds else None,
         )
         table_group.pending.clear()
-        table_group.grad_multiplier = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the recorded gradients."""
-        super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for table_group in self._table_groups(group):
+        """Discard the recorded gradients; ``weight.grad`` of tables always becomes None."""
+        super().zero_grad(set_to_none=True)
+        for index, group in enumerate(self.param_groups):
+            for table_group in self._table_groups(index, group):
                 table_group.pending.clear()
-                table_group.grad_multiplier = None
 
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's: ``state`` by parameter number, and ``param_groups``."""
@@ -189,10 +247,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._publish_state()
-        wanted = {name for entry in self.state.values() for name in entry}
+        wanted = {"step", *self.state_names}
         loaded = state_dict["state"]
         for number, parameter in enumerate(parameters):
-            entry, name = loaded.get(number, {}), self._table(parameter).spec.name
+            entry, name = loaded.get(number, {}), _table(parameter).spec.name
             if set(entry) != wanted:
                 raise ValueError(
                     f"state of table {name} must hold {sorted(wanted)}, got {sorted(entry)}"
@@ -208,3 +266,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         for number, parameter in enumerate(parameters):
             for key, tensor in self.state[parameter].items():
                 tensor.copy_(loaded[number][key])
+
+
+def _table(parameter: Tensor) -> Table:
+    table = table_of(parameter)
+    if table is None:
+        raise TypeError(
+            "params must be weights of torchembed tables, got an ordinary tensor of shape "
+            f"{tuple(parameter.shape)}; give that one to a torch.optim optimizer"
+        )
+    return table

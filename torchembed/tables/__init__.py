@@ -1,6 +1,6 @@
 """Where rows and their optimizer state live."""
 
-from torchembed.tables.group import Table, TableGroup, TableSet, TableSpec, table_of
+from torchembed.tables.group import Table, TableGroup, TableSpec, table_of
 from torchembed.tables.group_weight import group_weight
 from torchembed.tables.initializers import (
     Constant,
@@ -10,6 +10,7 @@ from torchembed.tables.initializers import (
     Uniform,
     shifted_row_key,
 )
+from torchembed.tables.table_set import TableSet
 
 __all__ = [
     "Constant",

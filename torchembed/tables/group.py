@@ -1,8 +1,8 @@
-"""Tables, and the groups that hold the rows of many tables in one flat tensor."""
+"""Tables, and the groups that hold the rows of several in one flat tensor."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torchembed.core.random_bits import name_key
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.tables.initializers import Initializer, Uniform, shifted_row_key
+
+if TYPE_CHECKING:
+    from torchembed.tables.table_set import TableSet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,8 +163,15 @@ class TableGroup:
         self.states = tuple(state.to(device) for state in self.states)
         self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
         self.pending = [
-            (rows.to(device), RowGradients(*(t if t is None else t.to(device) for t in gradients)))
-            for rows, gradients in self.pending
+            (
+                rows.to(device),
+                RowGradients(
+                    grad.to(device),
+                    None if gradient_rows is None else gradient_rows.to(device),
+                    None if scales is None else scales.to(device),
+                ),
+            )
+            for rows, (grad, gradient_rows, scales) in self.pending
         ]
         self._locate()
         self.point_parameters()
@@ -178,6 +188,14 @@ class TableGroup:
         if reduction is not None:
             rows, gradients = reduction(rows, gradients, self.weight)
         self.pending.append((rows, gradients))
+
+    def scale_pending(self, factor: Tensor) -> None:
+        """Multiply all gradients recorded so far by ``factor``, float32 ``[]``."""
+        for index, (rows, gradients) in enumerate(self.pending):
+            scales = factor.expand(rows.numel())
+            if gradients.scales is not None:
+                scales = scales * gradients.scales
+            self.pending[index] = rows, gradients._replace(scales=scales)
 
     def merged_pending(self) -> tuple[Tensor, RowGradients] | None:
         """All pending gradients as one entry, or None where there are none."""
@@ -206,139 +224,3 @@ def table_of(parameter: Tensor) -> Table | None:
     table = getattr(parameter, "torchembed_table", None)
     # A parameter that was pickled without its module has a table without a place.
     return table if hasattr(table, "owner") else None
-
-
-class TableSet:
-    """The tables of one module and the groups that they form.
-
-    Tables share a group where dim, dtype, device, ``lookup_keys`` (what their lookups must have in
-    common), the optimizer that updates them and ``requires_grad`` are equal.
-    """
-
-    def __init__(
-        self,
-        tables: Iterable[Table],
-        lookup_keys: Sequence[Hashable],
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.tables = list(tables)
-        self.lookup_keys = list(lookup_keys)
-        self.groups: list[TableGroup] = []
-        for members in self._partition(lambda table: table.spec.dtype).values():
-            spec = members[0].spec
-            num_rows = sum(table.num_rows for table in members)
-            weight = torch.empty(num_rows, spec.dim, dtype=spec.dtype, device=device)
-            group = TableGroup(members, weight)
-            for table in members:
-                table.owner = self
-                table.parameter = nn.Parameter(group.table_rows(weight, table))
-            group.point_parameters()
-            self.groups.append(group)
-        self._formed_for = self._parameters_now()
-        self.fill_initial_rows()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles form their groups anew, without optimizer state."""
-        return {**vars(self), "groups": [], "_formed_for": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        for table in self.tables:
-            table.owner = self
-
-    def _partition(self, key: Callable[[Table], Hashable]) -> dict[Hashable, list[Table]]:
-        groups: dict[Hashable, list[Table]] = {}
-        for table, lookup_key in zip(self.tables, self.lookup_keys, strict=True):
-            full_key = (table.spec.dim, lookup_key, table.gradient_reduction, key(table))
-            groups.setdefault(full_key, []).append(table)
-        return groups
-
-    def _parameters_now(self) -> list[tuple[int, bool]]:
-        parameters = [table.parameter for table in self.tables]
-        return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
-
-    @torch.no_grad()
-    def fill_initial_rows(self) -> None:
-        """Give every row the value that its table's initializer, seed and number define."""
-        for table in self.tables:
-            spec = table.spec
-            if not table.parameter.is_meta:
-                spec.initializer.fill(
-                    table.parameter.data, spec.key, table.first_row, spec.num_rows
-                )
-
-    def current_groups(self) -> list[TableGroup]:
-        """The groups, brought in line first where a parameter was frozen or given other rows.
-
-        The list is another one after each change. Costs two attribute reads a table.
-        """
-        if self._formed_for != self._parameters_now():
-            self.form_groups()
-        return self.groups
-
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def form_groups(self) -> None:
-        """Bring the groups in line with the tables' parameters and update keys.
-
-        Call it after parameters were replaced or loaded, or an optimizer took tables over. Rows,
-        and optimizer state where it moves along, are copied once; tables that come together have
-        done the most steps that one of them has.
-
-        Raises:
-            ValueError: for a parameter of another shape than its table; nothing is changed then.
-            RuntimeError: where gradients are pending in a group that changes; likewise.
-        """
-        current = {tuple(map(id, group.tables)): group for group in self.groups}
-        formed: list[tuple[list[Table], TableGroup | None]] = []
-        for members in self._partition(_group_key).values():
-            group = current.get(tuple(map(id, members)))
-            if group is None or not group.holds_parameters():
-                _check_movable(members)
-                group = None
-            formed.append((members, group))
-        self.groups = [group or _gathered_group(members) for members, group in formed]
-        self._formed_for = self._parameters_now()
-
-
-def _group_key(table: Table) -> Hashable:
-    parameter = table.parameter
-    return parameter.dtype, parameter.device, parameter.requires_grad, table.update_key
-
-
-def _check_movable(members: list[Table]) -> None:
-    for table in members:
-        spec, shape = table.spec, (table.num_rows, table.spec.dim)
-        if tuple(table.parameter.shape) != shape:
-            raise ValueError(
-                f"weight of table {spec.name} must have shape {shape}, "
-                f"got {tuple(table.parameter.shape)}"
-            )
-        if hasattr(table, "group") and table.group.pending:
-            raise RuntimeError(
-                f"table {spec.name} has gradients that no optimizer step has applied; call step() "
-                "or zero_grad() before freezing, reloading or regrouping it"
-            )
-
-
-def _gathered_group(members: list[Table]) -> TableGroup:
-    """A new group with the rows, state, rule and step that ``members`` have in their old ones."""
-    first = members[0].parameter.data
-    if len(members) == 1 and first.is_contiguous():
-        group = TableGroup(members, first)
-    else:
-        num_rows = sum(table.num_rows for table in members)
-        group = TableGroup(members, first.new_empty(num_rows, members[0].spec.dim))
-        for table in members:
-            group.table_rows(group.weight, table).copy_(table.parameter.data)
-    old_groups = [table.group for table in members if hasattr(table, "group")]
-    rules = {old.rule for old in old_groups}
-    rule = rules.pop() if len(rules) == 1 else None
-    if rule is not None:
-        group.set_rule(rule, old_groups[0].initial_state)
-        group.step = torch.stack([old.step.to(first.device) for old in old_groups]).amax(0)
-        for table, old in zip(members, old_groups, strict=True):
-            for new_state, old_state in zip(group.states, old.states, strict=True):
-                group.table_rows(new_state, table).copy_(old.table_rows(old_state, table))
-    group.point_parameters()
-    return group
