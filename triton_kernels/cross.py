@@ -52,6 +52,7 @@ def _cross_epilogue_backward_kernel(
     partial_bias_ptr,
     num_rows,
     num_columns,
+    X_IS_X0: tl.constexpr,
     INDEX: tl.constexpr,
     ROWS_PER_PROGRAM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -59,7 +60,8 @@ def _cross_epilogue_backward_kernel(
 ):
     """``grad_x0 = grad * (z + bias)``, ``grad_z = grad * x0``, and the latter's sum over its rows.
 
-    With ``grad = 3``, ``x0 = 2``, ``z = 4``, ``bias = 1``: 15, 6, and 6 towards the bias.
+    With ``grad = 3``, ``x0 = 2``, ``z = 4``, ``bias = 1``: 15, 6, and 6 towards the bias. Where x
+    is x0, its own gradient is added: 18.
     """
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_mask = columns < num_columns
@@ -74,6 +76,8 @@ def _cross_epilogue_backward_kernel(
         x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
         z = as_float32(tl.load(z_ptr + at, mask=mask, other=0.0))
         grad_x0 = grad * (z + bias[None, :])
+        if X_IS_X0:
+            grad_x0 += grad
         grad_z = grad * x0
         sums += grad_z
         grad_x0 = round_to_nearest(grad_x0, grad_x0_ptr.dtype.element_ty)
@@ -106,7 +110,7 @@ def launch_cross_epilogue_forward(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor
 
 
 def launch_cross_epilogue_backward(
-    grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor
+    grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor, x_is_x0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, num_columns = x0.shape
     grad_x0, grad_z = torch.empty_like(x0), torch.empty_like(z)
@@ -123,6 +127,7 @@ def launch_cross_epilogue_backward(
             partial_bias,
             num_rows,
             num_columns,
+            X_IS_X0=x_is_x0,
             INDEX=index_type(x0),
             ROWS_PER_PROGRAM=_ROWS_PER_PROGRAM,
             BLOCK_ROWS=_BLOCK_ROWS,

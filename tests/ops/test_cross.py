@@ -121,24 +121,26 @@ def test_worked_example(device: torch.device) -> None:
     assert [gradient.tolist() for gradient in grads] == expected
 
 
-@pytest.mark.parametrize(("dtype", "count"), [(torch.float16, 2100), (torch.bfloat16, 300)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2048), (torch.bfloat16, 256)])
 def test_the_gradient_of_the_bias_is_summed_in_float32(
-    dtype: torch.dtype, count: int, device: torch.device
+    dtype: torch.dtype, limit: int, device: torch.device
 ) -> None:
-    # A sum kept in the gradient's dtype would stop growing at 2048 or 256.
-    ones = torch.ones(count, 1, dtype=dtype, device=device)
+    # In dtype, limit + 1 is limit again.
+    x0 = torch.ones(60, 1, dtype=dtype, device=device)
+    x0[0] = limit
     bias = torch.zeros(1, device=device, requires_grad=True)
-    output = cross_epilogue(ones, ones, bias, ones)
+    output = cross_epilogue(x0, torch.zeros_like(x0), bias, torch.zeros_like(x0))
     (grad,) = torch.autograd.grad(output, bias, torch.ones_like(output))
-    assert grad.tolist() == [count]
+    assert grad.tolist() == [limit + 59]
 
 
-def test_one_tensor_may_be_several_arguments(device: torch.device) -> None:
-    def square(x: Tensor, bias: Tensor) -> Tensor:
-        return cross_epilogue(x, x, bias, x)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_first_layers_x_is_x0(dtype: torch.dtype, device: torch.device) -> None:
+    def first_layer(x0: Tensor, z: Tensor, bias: Tensor) -> Tensor:
+        return cross_epilogue(x0, z, bias, x0)
 
-    inputs = [normal(4, 6, seed=1, device=device), normal(6, seed=2, device=device)]
-    check(square, lambda x, bias: x * (x + bias) + x, inputs)
+    inputs = epilogue_inputs((11, 37), device, dtype)[:3]
+    check(first_layer, lambda x0, z, bias: x0 * (z + bias) + x0, inputs)
 
 
 def test_inputs_need_not_be_contiguous(device: torch.device) -> None:
@@ -184,8 +186,8 @@ def check_products(
 
 
 def test_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> None:
-    inputs = epilogue_inputs((300, 70), device, torch.bfloat16)
-    grad = normal(300, 70, seed=5, dtype=torch.bfloat16, device=device)
+    inputs = epilogue_inputs((140, 40), device, torch.bfloat16)
+    grad = normal(140, 40, seed=5, dtype=torch.bfloat16, device=device)
     assert_repeats(lambda: results(cross_epilogue, inputs, grad))
 
 
@@ -194,17 +196,22 @@ def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
     x0, z, bias, x = epilogue_inputs((4, 10), device, dtype, dtype, torch.float32, dtype)
     ops = torch.ops.torchembed
     torch.library.opcheck(ops.cross_epilogue_forward.default, (x0, z, bias, x))
-    torch.library.opcheck(ops.cross_epilogue_backward.default, (x, x0, z, bias))
+    for x_is_x0 in (False, True):
+        torch.library.opcheck(ops.cross_epilogue_backward.default, (x, x0, z, bias, x_is_x0))
 
 
 def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(low_rank_cross, fullgraph=True, dynamic=True, backend=backend)
+
+    def two_layers(x0: Tensor, v: Tensor, u: Tensor, bias: Tensor) -> Tensor:
+        return low_rank_cross(x0, low_rank_cross(x0, x0, v, u, bias), v, u, bias)
+
+    compiled = torch.compile(two_layers, fullgraph=True, dynamic=True, backend=backend)
     v, u = normal(3, 10, seed=6, device=device), normal(10, 3, seed=7, device=device)
     for batch_size in (4, 7):
-        x0, _, bias, x = epilogue_inputs((batch_size, 10), device, torch.float32)
-        inputs, grad = [x0, x, v, u, bias], normal(batch_size, 10, seed=5, device=device)
-        expected = results(low_rank_cross, inputs, grad)
+        x0, _, bias, _ = epilogue_inputs((batch_size, 10), device, torch.float32)
+        inputs, grad = [x0, v, u, bias], normal(batch_size, 10, seed=5, device=device)
+        expected = results(two_layers, inputs, grad)
         for actual, same in zip(results(compiled, inputs, grad), expected, strict=True):
             assert_same_bits(actual, same)
     assert backend.frame_count == 1

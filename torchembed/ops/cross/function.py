@@ -13,18 +13,19 @@ from torchembed.ops.cross.schema import cross_epilogue_backward_op, cross_epilog
 
 class _CrossEpilogue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x0: Tensor, z: Tensor, bias: Tensor, x: Tensor | None) -> Tensor:
         ctx.save_for_backward(x0, z, bias)
-        ctx.x_dtype = x.dtype
-        return cross_epilogue_forward_op(x0, z, bias, x)
+        ctx.x_dtype = None if x is None else x.dtype
+        return cross_epilogue_forward_op(x0, z, bias, x0 if x is None else x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x0, grad_z, grad_bias = cross_epilogue_backward_op(
-            grad.contiguous(), *ctx.saved_tensors
+            grad.contiguous(), *ctx.saved_tensors, ctx.x_dtype is None
         )
-        return grad_x0, grad_z, grad_bias, grad.to(ctx.x_dtype)
+        grad_x = None if ctx.x_dtype is None else grad.to(ctx.x_dtype)
+        return grad_x0, grad_z, grad_bias, grad_x
 
 
 def cross_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def cross_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
         x0: ``[B, N]``, float32, float16 or bfloat16: the input of the first layer.
         z: ``[B, N]``: the matrix product of this layer.
         bias: ``[N]``.
-        x: ``[B, N]``: the input of this layer.
+        x: ``[B, N]``: the input of this layer; may be ``x0`` itself.
 
     Returns:
         ``[B, N]``, in the type that torch promotes ``x0``, ``z`` and ``x`` to.
@@ -61,7 +62,14 @@ def cross_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     checks.check_dim("bias", bias, 1)
     checks.check_numel("bias", bias, x0.shape[1], "one for each column of x0")
     checks.check_same_device("x0", x0, z=z, bias=bias, x=x)
-    return _CrossEpilogue.apply(x0.contiguous(), z.contiguous(), bias.contiguous(), x.contiguous())
+    # The first layer's x is x0: one gradient for both saves a pass over them, and torch.compile
+    # takes no tensor twice.
+    return _CrossEpilogue.apply(
+        x0.contiguous(),
+        z.contiguous(),
+        bias.contiguous(),
+        None if x is x0 else x.contiguous(),
+    )
 
 
 def low_rank_cross(x0: Tensor, x: Tensor, v: Tensor, u: Tensor, bias: Tensor) -> Tensor:

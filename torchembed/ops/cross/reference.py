@@ -15,8 +15,10 @@ def cross_epilogue_forward_reference(x0: Tensor, z: Tensor, bias: Tensor, x: Ten
 
 
 def cross_epilogue_backward_reference(
-    grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor
+    grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor, x_is_x0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x0 = grad.float() * (z.float() + bias.float())
+    if x_is_x0:
+        grad_x0 = grad_x0 + grad.float()
     grad_z = grad.float() * x0.float()
     return grad_x0.to(x0.dtype), grad_z.to(z.dtype), grad_z.sum(0).to(bias.dtype)

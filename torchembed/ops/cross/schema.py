@@ -18,7 +18,7 @@ def _forward_fake(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
 
 
 def _backward_fake(
-    grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor
+    grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor, x_is_x0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x0), torch.empty_like(z), torch.empty_like(bias)
 
@@ -30,7 +30,7 @@ cross_epilogue_forward_op = define_op(
     triton=f"{_TRITON}:launch_cross_epilogue_forward",
 )
 cross_epilogue_backward_op = define_op(
-    "cross_epilogue_backward(Tensor grad, Tensor x0, Tensor z, Tensor bias)"
+    "cross_epilogue_backward(Tensor grad, Tensor x0, Tensor z, Tensor bias, bool x_is_x0)"
     " -> (Tensor, Tensor, Tensor)",
     reference=cross_epilogue_backward_reference,
     fake=_backward_fake,

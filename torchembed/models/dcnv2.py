@@ -1,0 +1,91 @@
+"""``DCNv2``: a cross network and an MLP over embeddings."""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.models.pooled import pooled_dims
+from torchembed.modules.cross import Cross, LowRankCross
+from torchembed.modules.mlp import MLP
+
+
+class DCNv2Structure(enum.Enum):
+    """How the MLP stands to the cross network."""
+
+    PARALLEL = "parallel"
+    """Both see the embeddings, and the logit sees the two side by side."""
+    STACKED = "stacked"
+    """The MLP sees the cross network's output, and the logit the MLP's."""
+
+
+class DCNv2(nn.Module):
+    """A cross network and an MLP over embeddings, and dense features where there are any.
+
+    R. Wang et al., "DCN V2: Improved Deep & Cross Network", WWW 2021.
+
+    Args:
+        embedding_bag_collection: looks up and pools the sparse features; torchembed's or
+            TorchRec's.
+        num_cross_layers: layers of the cross network.
+        layer_sizes: widths of the MLP's layers.
+        low_rank: rank of the cross layers; full where None.
+        structure: how the MLP stands to the cross network.
+        dropout: of the MLP's layers.
+        batch_norm: normalize the MLP's layers over the batch.
+        dense_in_features: number of dense features, which come before the embeddings.
+        dense_device: where to make the parameters, other than the tables'.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: nn.Module,
+        *,
+        num_cross_layers: int,
+        layer_sizes: Sequence[int],
+        low_rank: int | None = None,
+        structure: DCNv2Structure = DCNv2Structure.PARALLEL,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+        dense_in_features: int = 0,
+        dense_device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        width = dense_in_features + sum(pooled_dims(embedding_bag_collection))
+        self.embedding_bag_collection = embedding_bag_collection
+        if low_rank is None:
+            self.cross: nn.Module = Cross(width, num_cross_layers, device=dense_device)
+        else:
+            self.cross = LowRankCross(width, num_cross_layers, low_rank, device=dense_device)
+        self.mlp = MLP(
+            width, layer_sizes, dropout=dropout, batch_norm=batch_norm, device=dense_device
+        )
+        last = layer_sizes[-1] + (width if structure is DCNv2Structure.PARALLEL else 0)
+        self.logit = nn.Linear(last, 1, device=dense_device)
+        self._structure = structure
+        self._dense_in_features = dense_in_features
+
+    def forward(self, dense_features: Tensor | None, sparse_features: Any) -> Tensor:
+        """Logits of a batch.
+
+        Args:
+            dense_features: ``[B, dense_in_features]``; not looked at where the model has none.
+            sparse_features: what the embedding bag collection takes.
+
+        Returns:
+            ``[B, 1]``.
+
+        Raises:
+            ValueError: where the model has dense features and the batch has none.
+        """
+        features = self.embedding_bag_collection(sparse_features).values()
+        if self._dense_in_features:
+            if dense_features is None:
+                raise ValueError(f"dense_features must be [B, {self._dense_in_features}], got None")
+            features = torch.cat([dense_features, features], dim=1)
+        crossed = self.cross(features)
+        if self._structure is DCNv2Structure.STACKED:
+            return self.logit(self.mlp(crossed))
+        return self.logit(torch.cat([crossed, self.mlp(features)], dim=1))
