@@ -27,9 +27,9 @@ def exchange_sizes(sizes: Tensor, group: Any) -> list[list[int]]:
 
 def gather_size(size: int, group: Any) -> list[int]:
     """``size`` of every rank."""
-    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([size], dtype=torch.int64), group=group)
-    return sizes.tolist()
+    sizes = list(torch.empty(dist.get_world_size(group), 1, dtype=torch.int64))
+    dist.all_gather(sizes, torch.tensor([size]), group=group)
+    return torch.cat(sizes).tolist()
 
 
 class _DifferentiableExchange(torch.autograd.Function):

@@ -1,0 +1,207 @@
+"""A model, batches and a loss whose gradients are exact, to compare sharded with unsharded.
+
+The loss is linear in the looked-up vectors with small integer coefficients, and every divisor is a
+power of two. So the gradient of each row is an exact float32 number in whatever order it is summed,
+and every optimizer must leave the same bits, sharded or not.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torchembed
+
+NUM_STEPS = 3
+SIZES = {"a": (23, 8), "b": (64, 8), "c": (50, 4), "d": (3, 8)}
+FEATURES = ("f0", "f1", "f2", "f3")
+SMALLEST = {"f0": 23, "f1": 23, "f2": 64, "f3": 3}
+"""Rows that every table of the feature has."""
+LENGTHS = (0, 1, 2, 4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to run the model."""
+
+    placements: dict[str, str]
+    optimizer: str = "Adagrad"
+    fixed: bool = False
+    pooled: bool = True
+    weighted: bool = False
+    fused: bool = True
+    on_bad_id: str = "raise"
+    dtype: torch.dtype = torch.float32
+
+    def table_placements(self) -> dict[str, str]:
+        container = "embedding_bags" if self.pooled else "embeddings"
+        return {f"tables.{container}.{name}": value for name, value in self.placements.items()}
+
+
+def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
+    """Tables of two dims, one shared by two features, one feature in two tables."""
+    users = {"a": ("f0", "f1"), "b": ("f2",), "c": ("f0",), "d": ("f3",)}
+    kind = torchembed.EmbeddingBagConfig if case.pooled else torchembed.EmbeddingConfig
+    configs = []
+    for name, (num_rows, dim) in SIZES.items():
+        mean = case.pooled and name == "b" and not case.weighted
+        configs.append(
+            kind(
+                name=name,
+                num_embeddings=num_rows,
+                embedding_dim=dim,
+                feature_names=users[name],
+                dtype=case.dtype,
+                **({"pooling": torchembed.Pooling.MEAN} if mean else {}),
+            )
+        )
+    model = nn.Module()
+    if case.pooled:
+        model.tables = torchembed.EmbeddingBagCollection(
+            configs, is_weighted=case.weighted, device=device, on_bad_id=case.on_bad_id
+        )
+    else:
+        model.tables = torchembed.EmbeddingCollection(
+            configs, device=device, on_bad_id=case.on_bad_id
+        )
+    return model
+
+
+def make_batch(case: Case, rank: int, step: int) -> torchembed.SparseFeatures:
+    """The batch of one rank and step; sizes differ from rank to rank, and some are empty."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    num_samples = 4 if step == 0 else (3 + rank + step) % 4
+    if case.fixed:
+        lengths = torch.tensor([2, 1, 4, 1]).repeat_interleave(num_samples)
+    else:
+        picks = torch.randint(0, len(LENGTHS), (4 * num_samples,), generator=generator)
+        lengths = torch.tensor(LENGTHS)[picks]
+    limits = torch.tensor([SMALLEST[name] for name in FEATURES]).repeat_interleave(num_samples)
+    limits = limits.repeat_interleave(lengths)
+    values = torch.randint(0, 1 << 30, limits.shape, generator=generator) % limits
+    if case.on_bad_id != "raise" and values.numel():
+        values[:: max(values.numel() // 3, 1)] = -7
+    weights = None
+    if case.weighted:
+        weights = torch.randint(1, 4, values.shape, generator=generator).float()
+    return torchembed.SparseFeatures(
+        keys=FEATURES,
+        values=values,
+        batch_size=num_samples,
+        hotness=(2, 1, 4, 1) if case.fixed else None,
+        offsets=None if case.fixed else torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        weights=weights,
+    )
+
+
+def vectors_of(result: Any) -> Tensor:
+    """All vectors of a collection's result, flat."""
+    if isinstance(result, dict):
+        return torch.cat([part.values().float().flatten() for part in result.values()])
+    return result.values().float().flatten()
+
+
+def exact_loss(vectors: Tensor) -> Tensor:
+    """Linear with coefficients -2 to 2."""
+    coefficients = torch.arange(vectors.numel(), device=vectors.device) * 7 % 5 - 2
+    return (vectors * coefficients).sum()
+
+
+def make_optimizer(case: Case, model: nn.Module) -> Any:
+    parameters = list(model.parameters())
+    if not parameters:
+        return None
+    if case.fused:
+        return getattr(torchembed.optim, case.optimizer)(parameters, lr=0.125)
+    return getattr(torch.optim, case.optimizer)(parameters, lr=0.125)
+
+
+def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str, Any]]:
+    """On a rank: what each case's vectors, weight gradients and rows are after training."""
+    results = []
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device_type, (num_ranks,))
+    for case in cases:
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, mesh, case.table_placements())
+        optimizer = make_optimizer(case, model)
+        outputs, weight_gradients = [], []
+        for step in range(NUM_STEPS):
+            batch = make_batch(case, rank, step).to(device_type)
+            if batch.weights is not None:
+                batch.weights.requires_grad_()
+            if optimizer is not None:
+                optimizer.zero_grad()
+            vectors = vectors_of(model.tables(batch))
+            exact_loss(vectors).backward()
+            if optimizer is not None:
+                optimizer.step()
+            outputs.append(vectors.detach().cpu().numpy())
+            if batch.weights is not None:
+                weight_gradients.append(batch.weights.grad.cpu().numpy())
+        rows = {}
+        for table in model.tables._local.values():
+            state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
+            parameter = table.parameter.detach().float().cpu().numpy()
+            rows[table.spec.name] = (table.first_row, parameter, state)
+        results.append({"outputs": outputs, "weight_gradients": weight_gradients, "rows": rows})
+    return results
+
+
+def train_unsharded(case: Case, num_ranks: int) -> dict[str, Any]:
+    """The same in one process: the mean of the ranks' losses."""
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    outputs, weight_gradients = [], []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        batches = [make_batch(case, rank, step) for rank in range(num_ranks)]
+        losses, step_outputs = [], []
+        for batch in batches:
+            if batch.weights is not None:
+                batch.weights.requires_grad_()
+            vectors = vectors_of(model.tables(batch))
+            step_outputs.append(vectors.detach().numpy())
+            losses.append(exact_loss(vectors))
+        (torch.stack(losses).sum() / num_ranks).backward()
+        optimizer.step()
+        outputs.append(step_outputs)
+        if case.weighted:
+            # Each rank's own loss is not divided by the number of ranks.
+            weight_gradients.append([b.weights.grad.numpy() * num_ranks for b in batches])
+    rows = {}
+    for table in model.tables._tables:
+        state = [table.group.table_rows(s, table).numpy() for s in table.group.states]
+        rows[table.spec.name] = (table.parameter.detach().float().numpy(), state)
+    return {"outputs": outputs, "weight_gradients": weight_gradients, "rows": rows}
+
+
+def assert_equal_training(
+    case: Case, sharded: list[dict[str, Any]], unsharded: dict[str, Any]
+) -> None:
+    """Rows and states bit for bit; vectors up to the order in which a bag is summed."""
+    seen = {name: np.zeros(num_rows, bool) for name, (num_rows, _) in SIZES.items()}
+    for rank, result in enumerate(sharded):
+        for step, vectors in enumerate(result["outputs"]):
+            expected = unsharded["outputs"][step][rank]
+            # At most 4 ids a bag: reordering moves a sum by less than 4 eps times the sum of
+            # magnitudes, bounded by 4 ids times 3 (weights) times the largest element.
+            largest = max(np.abs(rows).max() for rows, _ in unsharded["rows"].values()) + 1.0
+            tolerance = 4 * np.finfo(np.float32).eps * 4 * 3 * largest
+            np.testing.assert_allclose(vectors, expected, rtol=0, atol=tolerance, err_msg=str(case))
+        for step, gradient in enumerate(result["weight_gradients"]):
+            expected = unsharded["weight_gradients"][step][rank]
+            tolerance = 16 * np.finfo(np.float32).eps * (np.abs(expected).max(initial=0) + 1)
+            np.testing.assert_allclose(gradient, expected, rtol=0, atol=tolerance)
+        for name, (first_row, rows, state) in result["rows"].items():
+            part = slice(first_row, first_row + len(rows))
+            whole, whole_state = unsharded["rows"][name]
+            np.testing.assert_array_equal(rows, whole[part], err_msg=f"{name} of {case}")
+            for local, expected in zip(state, whole_state, strict=True):
+                np.testing.assert_array_equal(local, expected[part], err_msg=f"{name} of {case}")
+            seen[name][part] = True
+    assert all(mask.all() for mask in seen.values()), "some rows are on no rank"

@@ -1,0 +1,110 @@
+"""Plans: made, kept as JSON, printed, refused."""
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from torchembed.sharding import Placement, Shard, ShardingPlan, TablePlan, make_plan
+from torchembed.tables import TableSpec
+
+specs_strategy = st.dictionaries(
+    st.text("abcdef.", min_size=1, max_size=8),
+    st.builds(
+        TableSpec,
+        name=st.just("t"),
+        num_rows=st.integers(1, 10**9),
+        dim=st.sampled_from((4, 128)),
+        dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    ),
+    max_size=12,
+)
+
+
+def num_bytes(spec: TableSpec) -> int:
+    return spec.num_rows * spec.dim * spec.dtype.itemsize
+
+
+@hypothesis.given(specs=specs_strategy, num_ranks=st.integers(1, 9), data=st.data())
+def test_every_row_is_placed_and_json_round_trips(
+    specs: dict[str, TableSpec], num_ranks: int, data: st.DataObject
+) -> None:
+    wished = data.draw(
+        st.dictionaries(st.sampled_from(list(specs)), st.sampled_from(Placement))
+        if specs
+        else st.just({})
+    )
+    plan = make_plan(specs, num_ranks, wished)
+    assert [table.table for table in plan.tables] == list(specs)
+    for table in plan.tables:
+        num_rows = specs[table.table].num_rows
+        if table.table in wished:
+            assert table.placement is wished[table.table]
+        if table.placement is Placement.DATA_PARALLEL:
+            assert table.shards == tuple(
+                Shard(rank=rank, first_row=0, num_rows=num_rows) for rank in range(num_ranks)
+            )
+            continue
+        next_row = 0
+        for shard in table.shards:
+            assert shard.first_row == next_row
+            assert shard.num_rows > 0
+            next_row += shard.num_rows
+        assert next_row == num_rows
+        assert len({shard.rank for shard in table.shards}) == len(table.shards)
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    assert ShardingPlan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+@hypothesis.given(specs=specs_strategy, num_ranks=st.integers(1, 9))
+def test_default_plan_bounds_the_fullest_rank(specs: dict[str, TableSpec], num_ranks: int) -> None:
+    """Row-wise tables add their share to every rank; a greedy table-wise one overshoots by one."""
+    plan = make_plan(specs, num_ranks)
+    held = [0] * num_ranks
+    largest, rounding = 0, 0
+    for table in plan.tables:
+        spec = specs[table.table]
+        for shard in table.shards:
+            held[shard.rank] += shard.num_rows * spec.dim * spec.dtype.itemsize
+        if table.placement is Placement.TABLE_WISE:
+            largest = max(largest, num_bytes(spec))
+        else:
+            rounding += num_ranks * spec.dim * spec.dtype.itemsize
+    share = sum(map(num_bytes, specs.values())) / num_ranks
+    assert max(held) <= share + largest + rounding
+    if num_ranks > 1:
+        assert largest <= share
+
+
+def test_print() -> None:
+    specs = {"big": TableSpec(name="big", num_rows=1001, dim=4)}
+    specs["small"] = TableSpec(name="small", num_rows=2, dim=4)
+    assert str(make_plan(specs, 2)) == (
+        "table  placement   ranks  rows a rank\n"
+        "big    row_wise    0,1    501\n"
+        "small  table_wise  1      2"
+    )
+
+
+def test_bad_plans_are_refused() -> None:
+    specs = {"t": TableSpec(name="t", num_rows=4, dim=4)}
+    with pytest.raises(ValueError, match=re.escape("plan places tables ['u'], which the model lacks")):
+        make_plan(specs, 2, {"u": "row_wise"})
+    message = (
+        "placement of table t must be one of 'data_parallel', 'table_wise', 'row_wise', got 'x'"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_plan(specs, 2, {"t": "x"})
+    table = TablePlan(
+        table="t",
+        placement=Placement.TABLE_WISE,
+        shards=(Shard(rank=2, first_row=0, num_rows=4),),
+    )
+    with pytest.raises(ValueError, match=re.escape("ranks of table t must be in [0, 2), got [2]")):
+        ShardingPlan(num_ranks=2, tables=(table,))
+    with pytest.raises(ValueError, match=re.escape("tables must have different names")):
+        ShardingPlan(num_ranks=3, tables=(table, table))
+    with pytest.raises(ValueError, match=re.escape("plan has no table u; it has t")):
+        ShardingPlan(num_ranks=3, tables=(table,)).table("u")

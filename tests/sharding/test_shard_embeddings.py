@@ -1,0 +1,160 @@
+"""``shard_embeddings``: what it leaves in a model, what it refuses, and how state moves."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import torchembed
+from tests.ranks import run_on_ranks
+from tests.sharding.cases import Case, make_batch, make_model, vectors_of
+from torchembed.modules.shard import table_specs
+from torchembed.sharding import ShardingPlan, make_plan
+
+MIXED = Case(placements={"a": "table_wise", "b": "row_wise", "c": "row_wise", "d": "data_parallel"})
+
+
+def refusals() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2,))
+    plan = make_plan(table_specs(make_model(MIXED, "meta")), 2)
+    wrong_ranks = make_plan(table_specs(make_model(MIXED, "meta")), 4)
+    fewer = ShardingPlan(num_ranks=2, tables=plan.tables[1:])
+    on_meta = make_model(MIXED, "meta")
+    on_meta.top = nn.Linear(2, 2, device="meta")
+    attempts: dict[str, tuple[Any, ...]] = {
+        "two dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 2))),
+        "a collection": (make_model(MIXED).tables, mesh),
+        "fewer tables": (make_model(MIXED), mesh, fewer),
+        "other ranks": (make_model(MIXED), mesh, wrong_ranks),
+        "meta": (on_meta, mesh),
+    }
+    messages = {}
+    for name, arguments in attempts.items():
+        try:
+            torchembed.shard_embeddings(*arguments)
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def state_moves() -> dict[str, Any]:
+    """Unsharded to sharded, by copying at creation, by loading, and back out as DTensors."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    source = make_model(MIXED)
+    with torch.no_grad():
+        for number, parameter in enumerate(source.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) + number)
+    whole = source.state_dict()
+    batch = make_batch(MIXED, rank, 0)
+    expected = vectors_of(source.tables(batch)).detach()
+
+    copied = torchembed.shard_embeddings(make_model(MIXED).requires_grad_(), mesh, None)
+    copied.load_state_dict(whole)
+    created = make_model(MIXED)
+    created.load_state_dict(whole)
+    torchembed.shard_embeddings(created, mesh, MIXED.table_placements())
+    reloaded = torchembed.shard_embeddings(
+        make_model(MIXED, "meta"), mesh, MIXED.table_placements()
+    )
+    reloaded.load_state_dict(created.state_dict())
+    state = created.state_dict()
+    return {
+        "equal": [
+            torch.equal(vectors_of(model.tables(batch)), expected)
+            for model in (copied, created, reloaded)
+        ],
+        "kinds": {name: type(tensor).__name__ for name, tensor in state.items()},
+        "full": {
+            name: tensor.full_tensor().numpy()
+            for name, tensor in state.items()
+            if isinstance(tensor, DTensor)
+        },
+    }
+
+
+def dense_training(order: list[int]) -> list[float]:
+    """Loss of a model with a dense part; ``order`` permutes samples, which reorders sums."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(rank)  # different initial values, which sharding makes those of rank 0
+    model = make_model(MIXED, "meta" if num_ranks > 1 else "cpu")
+    model.top = nn.Sequential(nn.Linear(36, 16), nn.Tanh(), nn.Linear(16, 1))
+    if num_ranks > 1:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        torchembed.shard_embeddings(model, mesh, MIXED.table_placements())
+    fused = torchembed.optim.Adagrad(model.tables.parameters(), lr=0.05)
+    dense = torch.optim.Adagrad(model.top.parameters(), lr=0.05)
+    ranks = [rank] if num_ranks > 1 else order
+    losses = []
+    for step in range(5):
+        dense.zero_grad()
+        total = torch.zeros(())
+        for number in ranks:
+            batch = make_batch(MIXED, number, step)
+            out = model.top(model.tables(batch).values()).squeeze(1)
+            target = torch.arange(len(out)) % 2
+            total = total + ((out - target) ** 2).sum() / max(len(out), 1)
+        (total / len(ranks)).backward()
+        fused.step()
+        dense.step()
+        losses.append(float(total.detach()) / (1 if num_ranks > 1 else len(order)))
+    return losses
+
+
+def test_refusals() -> None:
+    for messages in run_on_ranks(2, refusals):
+        patterns = {
+            "two dimensions": "mesh must have one dimension, got 2",
+            "a collection": "model must contain collections, not be one",
+            "fewer tables": "plan must hold the tables",
+            "other ranks": "plan is for 4 ranks, but mesh has 2",
+            "meta": "parameters ['top.weight', 'top.bias'] are on the meta device",
+        }
+        assert messages.keys() == patterns.keys()
+        for name, pattern in patterns.items():
+            assert re.search(re.escape(pattern), messages[name])
+
+
+def test_state_moves_between_unsharded_and_sharded() -> None:
+    results = run_on_ranks(2, state_moves)
+    for result in results:
+        assert result["equal"] == [True, True, True]
+        kinds = result["kinds"]
+        assert kinds["tables.embedding_bags.b.weight"] == "DTensor"
+        assert kinds["tables.embedding_bags.d.weight"] == "Tensor"
+        whole = result["full"]["tables.embedding_bags.c.weight"]
+        np.testing.assert_array_equal(whole, np.arange(200.0).reshape(50, 4) + 2)
+    owners = ["tables.embedding_bags.a.weight" in result["kinds"] for result in results]
+    assert sorted(owners) == [False, True]
+
+
+def test_losses_with_a_dense_part_equal_up_to_the_order_of_sums() -> None:
+    sharded = np.mean(run_on_ranks(2, dense_training, [0, 1]), axis=0)
+    unsharded = np.array(dense_training([0, 1]))
+    reordered = np.array(dense_training([1, 0]))
+    drift = np.abs(unsharded - reordered).max() + np.finfo(np.float32).eps * unsharded.max()
+    np.testing.assert_allclose(sharded, unsharded, rtol=0, atol=4 * drift)
+    assert unsharded[-1] < unsharded[0]
+
+
+def test_clipping_by_the_joint_norm_refuses_sharded_tables() -> None:
+    for message in run_on_ranks(2, clip_sharded):
+        assert re.search(
+            "table b is sharded, and the norm of its gradient spans the ranks", message
+        )
+
+
+def clip_sharded() -> str:
+    model = make_model(Case(placements={}), "meta")
+    mesh = init_device_mesh("cpu", (2,))
+    placements = dict.fromkeys(table_specs(model), "row_wise")
+    torchembed.shard_embeddings(model, mesh, placements)
+    with pytest.raises(RuntimeError) as error:
+        torchembed.optim.clip_grad_norm_([model.tables.embedding_bags["b"].weight], 1.0)
+    return str(error.value)
