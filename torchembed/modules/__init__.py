@@ -1,17 +1,24 @@
 """The ``nn.Module``s that people import."""
 
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
+from torchembed.modules.cross import Cross, LowRankCross
 from torchembed.modules.embedding import Embedding, EmbeddingBag
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
+from torchembed.modules.interaction import DotInteraction
+from torchembed.modules.mlp import MLP
 from torchembed.modules.shard import shard_embeddings
 
 __all__ = [
+    "MLP",
+    "Cross",
+    "DotInteraction",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "LowRankCross",
     "shard_embeddings",
 ]
