@@ -152,31 +152,31 @@ def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str,
     return results
 
 
-def train_unsharded(case: Case, num_ranks: int) -> dict[str, Any]:
+def train_unsharded(case: Case, num_ranks: int, device: str = "cpu") -> dict[str, Any]:
     """The same in one process: the mean of the ranks' losses."""
-    model = make_model(case)
+    model = make_model(case, device)
     optimizer = make_optimizer(case, model)
     outputs, weight_gradients = [], []
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        batches = [make_batch(case, rank, step) for rank in range(num_ranks)]
+        batches = [make_batch(case, rank, step).to(device) for rank in range(num_ranks)]
         losses, step_outputs = [], []
         for batch in batches:
             if batch.weights is not None:
                 batch.weights.requires_grad_()
             vectors = vectors_of(model.tables(batch))
-            step_outputs.append(vectors.detach().numpy())
+            step_outputs.append(vectors.detach().cpu().numpy())
             losses.append(exact_loss(vectors))
         (torch.stack(losses).sum() / num_ranks).backward()
         optimizer.step()
         outputs.append(step_outputs)
         if case.weighted:
             # Each rank's own loss is not divided by the number of ranks.
-            weight_gradients.append([b.weights.grad.numpy() * num_ranks for b in batches])
+            weight_gradients.append([b.weights.grad.cpu().numpy() * num_ranks for b in batches])
     rows = {}
     for table in model.tables._tables:
-        state = [table.group.table_rows(s, table).numpy() for s in table.group.states]
-        rows[table.spec.name] = (table.parameter.detach().float().numpy(), state)
+        state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
+        rows[table.spec.name] = (table.parameter.detach().float().cpu().numpy(), state)
     return {"outputs": outputs, "weight_gradients": weight_gradients, "rows": rows}
 
 
