@@ -1,0 +1,221 @@
+"""The example in each kernel's docstring."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.core.types import OnBadId, OptimizerKind
+from torchembed.triton_kernels import (
+    bags,
+    linearize_ids,
+    pooled_lookup,
+    rounding,
+    rowwise_update,
+    searching,
+    segments,
+    sequence_lookup,
+)
+
+
+def integers(device: torch.device, *values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def column(device: torch.device, *values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+
+def test_linearize_ids(device: torch.device) -> None:
+    values = integers(device, 2, 0, 1, 3, 4, 0)
+    first_rows = integers(device, 0, 3, dtype=torch.int64)
+    num_rows = integers(device, 3, 4, dtype=torch.int64)
+    for on_bad_id, at_bad in ((OnBadId.ZERO, -1), (OnBadId.CLAMP, 6)):
+        rows, first_bad = linearize_ids.launch_linearize_ids(
+            values, None, [1, 2], first_rows, num_rows, 2, on_bad_id, torch.int64
+        )
+        assert rows.tolist() == [2, 0, 4, 6, at_bad, 3]
+        assert first_bad.tolist() == [4]
+
+
+def test_find_runs_count(device: torch.device) -> None:
+    sorted_rows = integers(device, -1, 2, 2, 5, 5, 7)
+    counts = integers(device, -9, -9)
+    segments._find_runs_count_kernel[(2,)](sorted_rows, counts, 6, BLOCK=4, INDEX=tl.int32)
+    assert counts.tolist() == [2, 1]
+
+
+def test_find_runs(device: torch.device) -> None:
+    sorted_rows = integers(device, -1, 2, 2, 5, 5, 7)
+    sorted_order = integers(device, 3, 0, 4, 1, 2, 5, dtype=torch.int64)
+    unique_rows, starts = integers(device, *[-9] * 6), integers(device, *[-9] * 7)
+    order, num_runs = integers(device, *[-9] * 6), integers(device, -9)
+    segments._find_runs_kernel[(2,)](
+        sorted_rows,
+        sorted_order,
+        integers(device, 2, 3),
+        unique_rows,
+        starts,
+        order,
+        num_runs,
+        6,
+        2,
+        BLOCK=4,
+        INDEX=tl.int32,
+    )
+    assert unique_rows.tolist() == [2, 5, 7, -1, -1, -1]
+    assert starts.tolist() == [1, 3, 5, 6, 6, 6, 6]
+    assert order.tolist() == sorted_order.tolist()
+    assert num_runs.tolist() == [3]
+
+
+def test_sequence_lookup_forward(device: torch.device) -> None:
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
+    rows = integers(device, 1, -1, 0)
+    out = sequence_lookup.launch_sequence_lookup_forward(weight, rows, torch.float32)
+    assert out.tolist() == [[3, 4], [0, 0], [1, 2]]
+
+
+def test_pooled_lookup_forward(device: torch.device) -> None:
+    weight = column(device, 10, 20, 30)
+    rows, offsets = integers(device, 0, 2, 2, 1, -1), integers(device, 0, 2, 2, 3, 5)
+    for mean, expected in ((False, [[40, 30], [0, 20]]), (True, [[20, 30], [0, 10]])):
+        out = pooled_lookup.launch_pooled_lookup_forward(
+            weight, rows, offsets, [], None, 2, 2, mean, torch.float32
+        )
+        assert out.squeeze(2).tolist() == expected
+
+
+def test_pooled_lookup_gradient_map(device: torch.device) -> None:
+    rows, offsets = integers(device, 0, 2, 2, 1, -1), integers(device, 0, 2, 2, 3, 5)
+    gradient_rows, scales = pooled_lookup.launch_pooled_lookup_gradient_map(
+        rows, offsets, [], None, 2, 2, True
+    )
+    assert gradient_rows.tolist() == [0, 0, 1, 3, 3]
+    assert scales.tolist() == [0.5, 0.5, 1, 0.5, 0.5]
+
+
+def test_pooled_lookup_weights_backward(device: torch.device) -> None:
+    grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device).unsqueeze(0)
+    weight = torch.tensor([[5.0, 6.0], [7.0, 8.0]], device=device)
+    # One sample; its two features hold the ids [1] and [0, -1].
+    out = pooled_lookup.launch_pooled_lookup_weights_backward(
+        grad, weight, integers(device, 1, 0, -1), None, [1, 2], False
+    )
+    assert out.tolist() == [23, 39, 0]
+
+
+def test_rowwise_update_find_chunks(device: torch.device) -> None:
+    chunk_starts = integers(device, -9, -9, -9)
+    rowwise_update._rowwise_update_find_chunks_kernel[(1,)](
+        chunk_starts,
+        integers(device, 1, 6, 7),
+        integers(device, 2),
+        3,
+        CHUNK=2,
+        BLOCK=4,
+        INDEX=tl.int32,
+    )
+    assert chunk_starts.tolist() == [1, 3, -1]
+
+
+def test_rowwise_update_chunks(device: torch.device) -> None:
+    chunk_sums = column(device, -9, -9, -9)
+    rowwise_update._rowwise_update_chunks_kernel[(1, 1)](
+        chunk_sums,
+        integers(device, 1, 3, -1),
+        torch.arange(7, dtype=torch.int32, device=device),
+        column(device, 1, 2, 3, 4, 5, 6, 7),
+        None,
+        None,
+        3,
+        CHUNK=2,
+        DIM=1,
+        BLOCK_SLOTS=4,
+        BLOCK_D=1,
+        UNROLL=2,
+        INDEX=tl.int32,
+    )
+    assert chunk_sums.squeeze(1).tolist() == [5, 9, -9]
+
+
+def test_rowwise_update_adam_step(device: torch.device) -> None:
+    step_size, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    rowwise_update._rowwise_update_adam_step_kernel[(1,)](
+        step_size, one, one, LOG_BETA1=-math.inf, LOG_BETA2=math.log(0.75)
+    )
+    assert step_size.tolist() == [0.5]
+
+
+def test_rowwise_update(device: torch.device) -> None:
+    weight, num_ids = column(device, 10, 20), 2
+    runs = (
+        integers(device, 1, -1),
+        integers(device, 0, 2, 2),
+        torch.arange(num_ids, dtype=torch.int32, device=device),
+        integers(device, 1),
+    )
+    rowwise_update.launch_rowwise_update(
+        weight,
+        None,
+        None,
+        *runs,
+        column(device, 3, 4),
+        *[None] * 2,
+        torch.full((1,), 2.0, device=device),
+        *[None] * 5,
+        int(OptimizerKind.SGD),
+        *[0.0] * 5,
+    )
+    assert weight.squeeze(1).tolist() == [10, 6]
+
+
+@triton.jit
+def _count_kernel(entries_ptr, values_ptr, counts_ptr, BLOCK: tl.constexpr):
+    value = tl.load(values_ptr + tl.arange(0, BLOCK))
+    count = searching.count_not_above(entries_ptr, 4, value, 1, 1)
+    tl.store(counts_ptr + tl.arange(0, BLOCK), count)
+
+
+def test_count_not_above(device: torch.device) -> None:
+    counts = integers(device, -9, -9, -9, -9)
+    _count_kernel[(1,)](
+        integers(device, 0, 2, 2, 5), integers(device, 2, -1, 4, 9), counts, BLOCK=4
+    )
+    assert counts.tolist() == [3, 0, 3, 4]
+
+
+@triton.jit
+def _extent_kernel(bounds_ptr, out_ptr, BLOCK: tl.constexpr):
+    bag = tl.arange(0, BLOCK)
+    start, length = bags.bag_extent(bounds_ptr, bag, 2, bag < 4, True, tl.int32)
+    tl.store(out_ptr + bag, start)
+    tl.store(out_ptr + BLOCK + bag, length)
+
+
+def test_bag_extent(device: torch.device) -> None:
+    bounds = bags.bag_bounds(None, [1, 3], device)
+    assert bounds.tensor.tolist() == [0, 1, 4]
+    out = integers(device, *[-9] * 8)
+    _extent_kernel[(1,)](bounds.tensor, out, BLOCK=4)
+    assert out.tolist() == [0, 1, 2, 5, 1, 1, 3, 3]
+
+
+@triton.jit
+def _round_kernel(values_ptr, random_ptr, out_ptr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    random = tl.load(random_ptr + index).to(tl.uint64)
+    rounded = rounding.stochastic_round(
+        tl.load(values_ptr + index), random, out_ptr.dtype.element_ty
+    )
+    tl.store(out_ptr + index, rounded)
+
+
+def test_stochastic_round(device: torch.device) -> None:
+    values = torch.full((2,), 1 + 2.0**-9, device=device)
+    random = integers(device, 0xC000 - 2**16, 0xBFFF - 2**16, dtype=torch.int64) << 48
+    out = torch.zeros(2, dtype=torch.bfloat16, device=device)
+    _round_kernel[(1,)](values, random, out, BLOCK=2)
+    assert out.tolist() == [1 + 2.0**-7, 1]

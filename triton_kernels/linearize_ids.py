@@ -1,0 +1,99 @@
+"""The Triton kernel of ``linearize_ids``.
+
+Byte floor: each id read once and each row written once, ``L * (id bytes + row bytes)``; the bounds
+and the tables' sizes stay in cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.core.types import OnBadId
+from torchembed.triton_kernels.bags import bag_bounds
+from torchembed.triton_kernels.row_blocks import index_type
+from torchembed.triton_kernels.searching import count_not_above
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _linearize_ids_kernel(
+    values_ptr,
+    bounds_ptr,
+    first_rows_ptr,
+    num_rows_ptr,
+    rows_ptr,
+    first_bad_ptr,
+    num_ids,
+    num_features,
+    bounds_stride,
+    bounds_scale,
+    CLAMP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """``rows[p] = first_rows[f] + values[p]`` for position p of feature f; -1 for a bad id and for
+    one that belongs to no bag.
+
+    Example: two features with tables of 3 and 4 rows, ``first_rows = [0, 3]``, batch size 2,
+    hotness (1, 2): ``values = [2, 0, 1, 3, 4, 0]`` gives ``rows = [2, 0, 4, 6, -1, 3]`` and
+    ``first_bad = 4``; with CLAMP, ``rows[4] = 6``.
+    """
+    position = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < num_ids
+    ends_ptr = bounds_ptr + bounds_stride
+    feature = count_not_above(ends_ptr, num_features, position, bounds_stride, bounds_scale)
+    in_bag = inside & (feature < num_features)
+    first_row = tl.load(first_rows_ptr + feature, mask=in_bag, other=0)
+    limit = tl.load(num_rows_ptr + feature, mask=in_bag, other=0)
+
+    value = tl.load(values_ptr + position, mask=in_bag, other=0).to(tl.int64)
+    bad = in_bag & ((value < 0) | (value >= limit))
+    if CLAMP:
+        nearest = tl.minimum(tl.maximum(value, 0), limit - 1)
+        row = tl.where(limit > 0, first_row + nearest, -1)
+    else:
+        row = tl.where(in_bag & (bad == 0), first_row + value, -1)
+    tl.store(rows_ptr + position, row.to(rows_ptr.dtype.element_ty), mask=inside)
+
+    first_bad = tl.min(tl.where(bad, position, num_ids).to(tl.int64), axis=0)
+    if first_bad < num_ids:
+        tl.atomic_min(first_bad_ptr, first_bad, sem="relaxed")
+
+
+def launch_linearize_ids(
+    values: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    first_rows: Tensor,
+    num_rows: Tensor,
+    batch_size: int,
+    on_bad_id: int,
+    rows_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``torchembed::linearize_ids``; see :func:`torchembed.ops.linearize_ids.linearize_ids`."""
+    num_ids, num_features = values.numel(), first_rows.numel()
+    rows = torch.empty(num_ids, dtype=rows_dtype, device=values.device)
+    first_bad = torch.full((1,), num_ids, dtype=torch.int64, device=values.device)
+    if num_ids == 0:
+        return rows, first_bad
+    with torch.cuda.device_of(values):
+        bounds = bag_bounds(offsets, hotness, values.device)
+        stride, scale = bounds.feature_steps(batch_size)
+        _linearize_ids_kernel[(triton.cdiv(num_ids, _BLOCK),)](
+            values,
+            bounds.tensor,
+            first_rows.contiguous(),
+            num_rows.contiguous(),
+            rows,
+            first_bad,
+            num_ids,
+            num_features,
+            stride,
+            scale,
+            CLAMP=on_bad_id == OnBadId.CLAMP,
+            BLOCK=_BLOCK,
+            INDEX=index_type(values),
+        )
+    return rows, first_bad

@@ -1,0 +1,273 @@
+"""The Triton kernels of ``pooled_lookup``.
+
+Byte floors. Forward: each id and its row read once, each bag's vector written once,
+``L * (id bytes + D * weight bytes) + B * F * D * output bytes``. Gradient map: 4 bytes written for
+each id, and 4 for its scale. Gradient of per-id weights: each id's row and gradient row read once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.triton_kernels.bags import bag_bounds, bag_extent
+from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
+from torchembed.triton_kernels.row_blocks import (
+    NUM_WARPS,
+    index_type,
+    load_rows,
+    row_block,
+    store_rows,
+)
+from torchembed.triton_kernels.searching import count_not_above
+
+_BLOCK = 1024
+_MAX_UNROLL = 4
+
+
+@triton.jit
+def _pooled_lookup_forward_kernel(
+    weight_ptr,
+    rows_ptr,
+    bounds_ptr,
+    per_id_weights_ptr,
+    out_ptr,
+    num_features,
+    batch_size,
+    FIXED: tl.constexpr,
+    MEAN: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_BAGS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """``out[b, f] = sum over p of bag (f, b) of per_id_weights[p] * weight[rows[p]]``.
+
+    A program takes BLOCK_BAGS bags, all at once, and goes through them id by id; UNROLL rows of
+    each are in flight together and are added in the order of the positions.
+
+    Example: D = 1, ``weight = [[10], [20], [30]]``, two features and a batch of 2,
+    ``rows = [0, 2, 2, 1, -1]``, ``offsets = [0, 2, 2, 3, 5]``: ``out = [[40, 30], [0, 20]]``; under
+    MEAN ``[[20, 30], [0, 10]]``.
+    """
+    bag = tl.program_id(0).to(INDEX) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = bag < num_features * batch_size
+    start, length = bag_extent(bounds_ptr, bag, batch_size, inside, FIXED, INDEX)
+
+    total = tl.zeros([BLOCK_BAGS, BLOCK_D], tl.float32)
+    for first in range(0, tl.max(length, axis=0), UNROLL):
+        for step in tl.static_range(UNROLL):
+            in_bag = first + step < length
+            position = start + first + step
+            row = tl.load(rows_ptr + position, mask=in_bag, other=-1)
+            vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX)
+            if per_id_weights_ptr is not None:
+                weights = tl.load(per_id_weights_ptr + position, mask=in_bag, other=0.0)
+                vectors *= as_float32(weights)[:, None]
+            total += vectors
+    if MEAN:
+        total = tl.div_rn(total, tl.maximum(length, 1).to(tl.float32)[:, None])
+    out_row = (bag % batch_size) * num_features + bag // batch_size
+    rounded = round_to_nearest(total, out_ptr.dtype.element_ty)
+    store_rows(out_ptr, out_row, inside, columns, rounded, DIM, INDEX)
+
+
+def launch_pooled_lookup_forward(
+    weight: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    per_id_weights: Tensor | None,
+    num_features: int,
+    batch_size: int,
+    mean: bool,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """``torchembed::pooled_lookup_forward``; see
+    :func:`torchembed.ops.pooled_lookup.pooled_lookup`."""
+    dim, num_bags = weight.shape[1], num_features * batch_size
+    shape = (batch_size, num_features, dim)
+    out = torch.empty(shape, dtype=output_dtype, device=weight.device)
+    if out.numel() == 0:
+        return out
+    block = row_block(dim, weight.dtype)
+    ids_per_bag = triton.cdiv(rows.numel(), num_bags)
+    grid = (triton.cdiv(num_bags, block.rows), triton.cdiv(dim, block.columns))
+    with torch.cuda.device_of(weight):
+        bounds = bag_bounds(offsets, hotness, weight.device)
+        _pooled_lookup_forward_kernel[grid](
+            weight,
+            rows,
+            bounds.tensor,
+            per_id_weights,
+            out,
+            num_features,
+            batch_size,
+            FIXED=bounds.fixed,
+            MEAN=mean,
+            DIM=dim,
+            BLOCK_BAGS=block.rows,
+            BLOCK_D=block.columns,
+            UNROLL=min(_MAX_UNROLL, triton.next_power_of_2(max(ids_per_bag, 1))),
+            INDEX=index_type(weight, rows, out),
+            num_warps=NUM_WARPS,
+        )
+    return out
+
+
+@triton.jit
+def _pooled_lookup_gradient_map_kernel(
+    bounds_ptr,
+    per_id_weights_ptr,
+    gradient_rows_ptr,
+    scales_ptr,
+    num_ids,
+    num_features,
+    batch_size,
+    FIXED: tl.constexpr,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """``gradient_rows[p] = b * F + f`` for position p of bag (f, b), and what scales its gradient.
+    A position of no bag has gradient row 0, whose use is masked by its row of -1.
+
+    Example: two features and a batch of 2, ``offsets = [0, 2, 2, 3, 5]``: ``gradient_rows`` are
+    0 0 1 3 3; under MEAN ``scales`` are 1/2 1/2 1 1/2 1/2.
+    """
+    position = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < num_ids
+    if FIXED:
+        feature = count_not_above(bounds_ptr + 1, num_features, position, 1, batch_size)
+        in_bag = feature < num_features
+        first = tl.load(bounds_ptr + feature, mask=in_bag, other=0).to(INDEX)
+        length = tl.load(bounds_ptr + feature + 1, mask=in_bag, other=1).to(INDEX) - first
+        sample = (position - first * batch_size) // length
+    else:
+        num_bags = num_features * batch_size
+        bag = count_not_above(bounds_ptr + 1, num_bags, position, 1, 1)
+        in_bag = bag < num_bags
+        first = tl.load(bounds_ptr + bag, mask=in_bag, other=0)
+        length = tl.load(bounds_ptr + bag + 1, mask=in_bag, other=1) - first
+        # No batch has no bags, and its zero must not divide.
+        num_samples = tl.maximum(batch_size, 1)
+        feature = bag // num_samples
+        sample = bag % num_samples
+    gradient_row = tl.where(in_bag, sample * num_features + feature, 0).to(tl.int32)
+    tl.store(gradient_rows_ptr + position, gradient_row, mask=inside)
+    if scales_ptr is not None:
+        scale = tl.full([BLOCK], 1.0, tl.float32)
+        if per_id_weights_ptr is not None:
+            scale = as_float32(tl.load(per_id_weights_ptr + position, mask=inside, other=0.0))
+        if MEAN:
+            scale = tl.div_rn(scale, length.to(tl.float32))
+        tl.store(scales_ptr + position, scale, mask=inside)
+
+
+def launch_pooled_lookup_gradient_map(
+    ids_like: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    per_id_weights: Tensor | None,
+    num_features: int,
+    batch_size: int,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:
+    """``torchembed::pooled_lookup_gradient_map``: what backward of
+    :func:`torchembed.ops.pooled_lookup.pooled_lookup` needs to know of each position."""
+    num_ids, device = ids_like.numel(), ids_like.device
+    has_scales = mean or per_id_weights is not None
+    gradient_rows = torch.empty(num_ids, dtype=torch.int32, device=device)
+    scales = torch.empty(num_ids if has_scales else 0, dtype=torch.float32, device=device)
+    if num_ids == 0:
+        return gradient_rows, scales
+    with torch.cuda.device_of(ids_like):
+        bounds = bag_bounds(offsets, hotness, device)
+        _pooled_lookup_gradient_map_kernel[(triton.cdiv(num_ids, _BLOCK),)](
+            bounds.tensor,
+            per_id_weights,
+            gradient_rows,
+            scales if has_scales else None,
+            num_ids,
+            num_features,
+            batch_size,
+            FIXED=bounds.fixed,
+            MEAN=mean,
+            BLOCK=_BLOCK,
+            INDEX=index_type(ids_like),
+        )
+    return gradient_rows, scales
+
+
+@triton.jit
+def _pooled_lookup_weights_backward_kernel(
+    grad_ptr,
+    weight_ptr,
+    rows_ptr,
+    gradient_rows_ptr,
+    scales_ptr,
+    out_ptr,
+    num_ids,
+    DIM: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """``out[p] = scales[p] * dot(grad[gradient_rows[p]], weight[rows[p]])``, 0 for row -1.
+
+    Example: ``grad = [[1, 2], [3, 4]]``, ``weight = [[5, 6], [7, 8]]``, ``rows = [1, 0, -1]``,
+    ``gradient_rows = [0, 1, 1]``: ``out = [23, 39, 0]``.
+    """
+    position = tl.program_id(0).to(INDEX) * BLOCK_IDS + tl.arange(0, BLOCK_IDS)
+    inside = position < num_ids
+    row = tl.load(rows_ptr + position, mask=inside, other=-1)
+    found = row >= 0
+    gradient_row = tl.load(gradient_rows_ptr + position, mask=found, other=0)
+    total = tl.zeros([BLOCK_IDS], tl.float32)
+    for first_column in range(0, DIM, BLOCK_D):
+        columns = first_column + tl.arange(0, BLOCK_D)
+        vectors = load_rows(weight_ptr, row, found, columns, DIM, INDEX)
+        gradients = load_rows(grad_ptr, gradient_row, found, columns, DIM, INDEX)
+        total += tl.sum(gradients * vectors, axis=1)
+    if scales_ptr is not None:
+        total *= tl.load(scales_ptr + position, mask=found, other=0.0)
+    tl.store(out_ptr + position, total, mask=inside)
+
+
+def launch_pooled_lookup_weights_backward(
+    grad: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    mean: bool,
+) -> Tensor:
+    """``torchembed::pooled_lookup_weights_backward``: the gradient of ``per_id_weights`` of
+    :func:`torchembed.ops.pooled_lookup.pooled_lookup`."""
+    batch_size, num_features, dim = grad.shape
+    num_ids = rows.numel()
+    if num_ids == 0 or grad.numel() == 0:
+        return torch.zeros(num_ids, dtype=torch.float32, device=rows.device)
+    out = torch.empty(num_ids, dtype=torch.float32, device=rows.device)
+    gradient_rows, scales = launch_pooled_lookup_gradient_map(
+        rows, offsets, hotness, None, num_features, batch_size, mean
+    )
+    block = row_block(dim, grad.dtype, weight.dtype)
+    with torch.cuda.device_of(rows):
+        _pooled_lookup_weights_backward_kernel[(triton.cdiv(num_ids, block.rows),)](
+            grad,
+            weight,
+            rows,
+            gradient_rows,
+            scales if mean else None,
+            out,
+            num_ids,
+            DIM=dim,
+            BLOCK_IDS=block.rows,
+            BLOCK_D=block.columns,
+            INDEX=index_type(grad, weight, rows),
+            num_warps=NUM_WARPS,
+        )
+    return out

@@ -1,0 +1,60 @@
+"""Blocks of rows: what a program takes of a row-major matrix, and how it reads and writes it."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.triton_kernels.rounding import as_float32
+
+NARROW_LIMIT = 2**31 - 2**20
+"""Tensors of fewer elements than this are addressed in 32 bits. The margin covers what a program
+computes before it masks it off: no block reaches 2**20 elements past the end."""
+
+NUM_WARPS = 4
+
+
+def index_type(*tensors: Tensor | None) -> tl.dtype:
+    """The integer type that addresses every element of ``tensors``: int32, or int64 where one is
+    too large. Reads sizes only, so it serves on the meta device."""
+    wide = any(tensor is not None and tensor.numel() >= NARROW_LIMIT for tensor in tensors)
+    return tl.int64 if wide else tl.int32
+
+
+class RowBlock(NamedTuple):
+    """Shape of the block of a matrix that one program holds; both are powers of two."""
+
+    rows: int
+    columns: int
+
+
+def row_block(dim: int, *dtypes: torch.dtype) -> RowBlock:
+    """A block of whole rows of ``dim`` elements, or of one row's part where they are long.
+
+    Each thread holds the 16 bytes of one access in the widest of ``dtypes``.
+    """
+    elements_per_thread = 16 // max(dtype.itemsize for dtype in dtypes)
+    elements = NUM_WARPS * 32 * elements_per_thread
+    columns = min(triton.next_power_of_2(dim), elements)
+    return RowBlock(elements // columns, columns)
+
+
+@triton.jit
+def load_rows(matrix_ptr, row, inside, columns, DIM: tl.constexpr, INDEX: tl.constexpr):
+    """Float32 ``[N, C]``: ``columns [C]`` of each ``row [N]`` of a matrix of width DIM.
+
+    Zeros where a row is not ``inside [N]`` and in columns from DIM on.
+    """
+    offset = row.to(INDEX)[:, None] * DIM + columns[None, :]
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    return as_float32(tl.load(matrix_ptr + offset, mask=mask, other=0.0))
+
+
+@triton.jit
+def store_rows(matrix_ptr, row, inside, columns, value, DIM: tl.constexpr, INDEX: tl.constexpr):
+    """Write ``value [N, C]``, already of the matrix's dtype, where :func:`load_rows` reads."""
+    offset = row.to(INDEX)[:, None] * DIM + columns[None, :]
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    tl.store(matrix_ptr + offset, value, mask=mask)
