@@ -21,7 +21,8 @@ class WeightGradient(enum.Enum):
     """A tensor of the weight's shape and dtype; rows that were not looked up are zeros."""
     SPARSE = "sparse"
     """An uncoalesced ``torch.sparse_coo`` tensor with one entry for each id, as torch makes it.
-    Ids of row -1 contribute an entry of zeros to row 0."""
+    Ids of row -1 contribute an entry of zeros to another row of the batch, so that an optimizer
+    sees only touched rows; to row 0 where there is no other."""
 
 
 def weight_gradient(
@@ -50,7 +51,9 @@ def weight_gradient(
     if scales is not None:
         values = values * scales.unsqueeze(1)
     values = torch.where((rows >= 0).unsqueeze(1), values, 0.0).to(dtype)
-    if shape[0] == 0:  # there is no row 0 for the ids of row -1
+    if shape[0] == 0 or rows.numel() == 0:  # there is no other row for the ids of row -1
         rows, values = rows[:0], values[:0]
-    indices = rows.long().clamp_min(0).unsqueeze(0)
+    else:
+        rows = torch.where(rows >= 0, rows, rows.amax()).clamp_min(0)
+    indices = rows.long().unsqueeze(0)
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
