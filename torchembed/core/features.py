@@ -153,6 +153,11 @@ def as_sparse_features(features: Any) -> SparseFeatures:
             "features must have one batch size for all keys, got a KeyedJaggedTensor with "
             "stride_per_key; pad it to one stride"
         )
+    if getattr(features, "inverse_indices_or_none", lambda: None)() is not None:
+        raise ValueError(
+            "features must not have inverse_indices, which are not supported; index the pooled "
+            "vectors by them instead"
+        )
     return SparseFeatures(
         keys=tuple(features.keys()),
         values=features.values(),

@@ -1,4 +1,5 @@
-"""Raising for ids outside their table: at once on the CPU, at the next call on a GPU."""
+"""Raising for ids outside their table, at once on the CPU, at the next call on a GPU; and for
+offsets outside the ids."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ class BadIdReport:
     """
 
     def __init__(self) -> None:
-        self._in_flight: list[tuple[torch.cuda.Event, Tensor, Tensor, Callable[..., str]]] = []
+        self._in_flight: list[tuple[torch.cuda.Event, Tensor, int, Callable[..., str]]] = []
 
     def __reduce__(self) -> Any:
         """Copies and pickles start without batches in flight."""
@@ -45,19 +46,40 @@ class BadIdReport:
         pinned.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        size = torch.tensor(values.numel())
-        self._in_flight.append((event, pinned, size, describe))
+        self._in_flight.append((event, pinned, values.numel(), describe))
 
     def check(self, *, wait: bool) -> None:
         """Raise for an earlier batch's bad id; ``wait`` for all batches submitted so far."""
         while self._in_flight:
-            event, found, size, describe = self._in_flight[0]
+            event, found, num_ids, describe = self._in_flight[0]
             if not event.query():
                 if not wait:
                     return
                 event.synchronize()
             self._in_flight.pop(0)
             position, value = found.tolist()
-            if position < int(size):
+            if position < num_ids:
                 self._in_flight.clear()
                 raise IndexError(describe(position, value))
+
+
+def check_offsets(offsets: Tensor, num_ids: int) -> None:
+    """Check on the CPU that ``offsets`` mark bags among ``num_ids`` ids; a GPU is not waited for.
+
+    Raises:
+        ValueError: where they do not start at 0, decrease, or end behind the ids.
+    """
+    if offsets.is_cuda or offsets.is_meta:
+        return
+    decreases = offsets.diff() < 0
+    if decreases.any():
+        bag = int(decreases.int().argmax())
+        raise ValueError(
+            f"offsets must not decrease, got {int(offsets[bag])} and {int(offsets[bag + 1])} at "
+            f"positions {bag} and {bag + 1}"
+        )
+    if offsets[0] != 0 or offsets[-1] > num_ids:
+        raise ValueError(
+            f"offsets must start at 0 and end at the number of ids, {num_ids}, or before, "
+            f"got {int(offsets[0])} and {int(offsets[-1])}"
+        )

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.types import OnBadId
+from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.configs import EmbeddingConfig, as_config
 from torchembed.modules.slots import Slots, select_features
 from torchembed.modules.table_module import TableModule, TableWeight, as_on_bad_id
@@ -38,9 +39,11 @@ class FeatureSlots:
         """``features`` (ours or a ``KeyedJaggedTensor``) with exactly one feature for each slot.
 
         Raises:
-            ValueError: where a feature is missing.
+            ValueError: where a feature is missing; on the CPU also for offsets outside the ids.
         """
         batch = as_sparse_features(features)
+        if batch.offsets is not None:
+            check_offsets(batch.offsets, batch.values.numel())
         indices = self._indices_of_keys.get(batch.keys)
         if indices is None:
             missing = sorted(set(self.features) - set(batch.keys))
@@ -64,6 +67,8 @@ class Collection(TableModule):
         seed: int,
     ) -> None:
         super().__init__()
+        if not tables:
+            raise ValueError("tables must hold at least one config, got none")
         self._configs = [as_config(config, self._config_kind) for config in tables]
         duplicates = [n for n, c in Counter(c.name for c in self._configs).items() if c > 1]
         if duplicates:

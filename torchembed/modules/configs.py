@@ -24,6 +24,11 @@ class EmbeddingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        if not self.name or "." in self.name:
+            raise ValueError(
+                f"name of a table must be a word without dots, as parameter names need, "
+                f"got {self.name!r}"
+            )
         for field in ("num_embeddings", "embedding_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(
@@ -31,6 +36,11 @@ class EmbeddingConfig:
                 )
         if not self.feature_names:
             raise ValueError(f"feature_names of table {self.name} must name at least one feature")
+        if len(set(self.feature_names)) != len(self.feature_names):
+            raise ValueError(
+                f"feature_names of table {self.name} must all be different, "
+                f"got {list(self.feature_names)}"
+            )
         if self.dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"dtype of table {self.name} must be float32, float16 or bfloat16, got {self.dtype}"
@@ -52,6 +62,22 @@ class EmbeddingBagConfig(EmbeddingConfig):
     """One table of an :class:`EmbeddingBagCollection`. Field names are TorchRec's."""
 
     pooling: Pooling = Pooling.SUM
+    """Or its value, ``"sum"`` or ``"mean"``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "pooling", _pooling(self.name, self.pooling))
+
+
+def _pooling(table: str, pooling: Any) -> Pooling:
+    """``pooling`` of ours, or TorchRec's, or by its name."""
+    value = str(getattr(pooling, "value", pooling)).lower()
+    try:
+        return Pooling(value)
+    except ValueError:
+        raise ValueError(
+            f'pooling of table {table} must be "sum" or "mean", got {value!r}'
+        ) from None
 
 
 def _initializer(config: Any) -> Initializer:
@@ -61,8 +87,13 @@ def _initializer(config: Any) -> Initializer:
     do not depend on sharding.
     """
     init_fn = getattr(config, "init_fn", None)
-    if isinstance(init_fn, functools.partial) and init_fn.func is torch.nn.init.uniform_:
-        return Uniform(low=init_fn.keywords.get("a"), high=init_fn.keywords.get("b"))
+    if (
+        isinstance(init_fn, functools.partial)
+        and init_fn.func is torch.nn.init.uniform_
+        and not init_fn.args
+        and init_fn.keywords.keys() == {"a", "b"}
+    ):
+        return Uniform(low=init_fn.keywords["a"], high=init_fn.keywords["b"])
     if init_fn is not None:
         return InPlaceFunction(init_fn)
     return Uniform(
@@ -82,7 +113,9 @@ def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
     """
     if isinstance(config, kind):
         return config
-    fields = ("name", "num_embeddings", "embedding_dim", "feature_names")
+    fields = ["name", "num_embeddings", "embedding_dim", "feature_names"]
+    if kind is EmbeddingBagConfig:
+        fields.append("pooling")
     missing = [field for field in fields if not hasattr(config, field)]
     if missing or isinstance(config, EmbeddingConfig):
         raise TypeError(
@@ -100,7 +133,7 @@ def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
             raise ValueError(f"{field} of table {config.name} is not supported; leave it out")
     settings: dict[str, Any] = {"initializer": _initializer(config)}
     if kind is EmbeddingBagConfig:
-        settings["pooling"] = Pooling(str(config.pooling.value).lower())
+        settings["pooling"] = _pooling(config.name, config.pooling)
     return kind(
         name=config.name,
         num_embeddings=config.num_embeddings,

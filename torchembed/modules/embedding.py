@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
+from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.slots import Slots
 from torchembed.modules.table_module import TableModule, as_on_bad_id
 from torchembed.ops.pooled_lookup import pooled_lookup
@@ -20,6 +21,8 @@ from torchembed.tables import Normal, Table, TableSpec, group_weight
 class _SingleTable(TableModule):
     """One table under the parameter ``weight``."""
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -28,6 +31,7 @@ class _SingleTable(TableModule):
         refused: dict[str, Any],
         sparse: bool,
         weight: Tensor | None,
+        is_frozen: bool,
         device: Any,
         dtype: torch.dtype | None,
         on_bad_id: OnBadId | str,
@@ -35,7 +39,7 @@ class _SingleTable(TableModule):
     ) -> None:
         super().__init__()
         for name, value in refused.items():
-            if value:
+            if value is not None and value is not False:
                 raise ValueError(
                     f"{name}={value!r} is not supported; use torch.nn.{type(self).__name__} for it"
                 )
@@ -52,32 +56,42 @@ class _SingleTable(TableModule):
                 raise ValueError(
                     f"_weight must be {(num_embeddings, embedding_dim)}, got {tuple(weight.shape)}"
                 )
-            device, dtype = weight.device, weight.dtype
+            dtype = weight.dtype
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
         if seed is None:
-            seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+            seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
         spec = TableSpec(
             name="weight",
             num_rows=num_embeddings,
             dim=embedding_dim,
-            dtype=torch.get_default_dtype() if dtype is None else dtype,
+            dtype=dtype,
             initializer=Normal(),
             seed=seed,
         )
         self._table = Table(spec)
-        self._hold([self._table], [None], device)
-        self.register_parameter("weight", self._table.parameter)
-        self._slots = Slots(self._table_set, [self._table], ["input"], as_on_bad_id(on_bad_id))
-        if weight is not None:
-            self._table.parameter.data.copy_(weight)
-        elif not self.weight.is_meta:
+        self._hold([self._table], [None], device if weight is None else "meta")
+        if weight is None:
+            self.weight = self._table.parameter
             self._zero_padding()
+        else:
+            self.weight = nn.Parameter(weight)
+        self.weight.requires_grad_(not is_frozen)
+        self._table_set.form_groups()
+        self._slots = Slots(self._table_set, [self._table], ["input"], as_on_bad_id(on_bad_id))
         self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None and name == "weight":
+            self._table.parameter = param
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((self._table, self),)
 
     def _zero_padding(self) -> None:
-        if self.padding_idx is not None:
+        if self.padding_idx is not None and not self.weight.is_meta:
             self.weight.data[self.padding_idx].zero_()
 
     def reset_parameters(self) -> None:
@@ -92,11 +106,14 @@ class _SingleTable(TableModule):
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""
         self._slots.bad_ids.check(wait=True)
 
-    def _rows(self, features: SparseFeatures) -> Tensor:
-        """Rows of the table, -1 for the padding row."""
+    def _rows(self, features: SparseFeatures) -> tuple[Tensor, Tensor | None]:
+        """Rows of the table, -1 for the padding row, and where that was looked up."""
         (entry,) = self._slots.by_group()
         rows = self._slots.rows(entry, features)
-        return rows if self.padding_idx is None else rows.masked_fill(rows == self.padding_idx, -1)
+        if self.padding_idx is None:
+            return rows, None
+        is_padding = rows == self.padding_idx
+        return rows.masked_fill(is_padding, -1), is_padding
 
     def _lookup_arguments(self) -> dict[str, Any]:
         group = self._table.group
@@ -138,6 +155,10 @@ class EmbeddingBag(_SingleTable):
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
     ) -> None:
+        if mode not in ("sum", "mean"):
+            raise ValueError(
+                f'mode must be "sum" or "mean", got {mode!r}; use torch.nn.EmbeddingBag for others'
+            )
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
             num_embeddings,
@@ -146,15 +167,12 @@ class EmbeddingBag(_SingleTable):
             refused,
             sparse,
             _weight,
+            False,
             device,
             dtype,
             on_bad_id,
             seed,
         )
-        if mode not in ("sum", "mean"):
-            raise ValueError(
-                f'mode must be "sum" or "mean", got {mode!r}; use torch.nn.EmbeddingBag for others'
-            )
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -162,8 +180,10 @@ class EmbeddingBag(_SingleTable):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, **settings: Any
     ) -> "EmbeddingBag":
-        """A module with a copy of ``embeddings [rows, D]``; frozen unless ``freeze`` is False."""
-        module = cls(*embeddings.shape, _weight=embeddings, **settings)
+        """A module with the weight ``embeddings [rows, D]``; frozen unless ``freeze`` is False."""
+        checks.check_dim("embeddings", embeddings, 2)
+        num_rows, dim = embeddings.shape
+        module = cls(num_rows, dim, _weight=embeddings, **settings)
         module.weight.requires_grad_(not freeze)
         return module
 
@@ -179,8 +199,9 @@ class EmbeddingBag(_SingleTable):
             ``[B, D]``, dtype of ``weight``.
         """
         features = self._bags(input, offsets, per_sample_weights)
-        rows = self._rows(features)
-        divide = self.mode == "mean" and self.padding_idx is not None
+        rows, is_padding = self._rows(features)
+        # As torch's, the mean does not count ids of the padding row; it is divided here then.
+        divides = self.mode == "mean" and is_padding is not None
         pooled = pooled_lookup(
             group_weight(self._table.group),
             rows,
@@ -188,53 +209,54 @@ class EmbeddingBag(_SingleTable):
             hotness=features.hotness,
             batch_size=features.batch_size,
             per_id_weights=features.weights,
-            pooling=Pooling.MEAN if self.mode == "mean" and not divide else Pooling.SUM,
-            output_dtype=self.weight.dtype,
+            pooling=Pooling.MEAN if self.mode == "mean" and not divides else Pooling.SUM,
+            output_dtype=torch.float32 if divides else self.weight.dtype,
             **self._lookup_arguments(),
         ).squeeze(1)
-        if divide:
-            # As torch's, the mean does not count ids of the padding row.
-            counted = torch.nn.functional.pad((rows >= 0).cumsum(0), (1, 0))
+        if self.mode == "mean" and is_padding is not None:
+            counted = torch.nn.functional.pad((~is_padding).cumsum(0), (1, 0))
             ends = features.offsets
             if ends is None:
                 ends = torch.arange(features.batch_size + 1, device=rows.device) * input.shape[1]
-            counts = counted[ends.long()].diff()
-            pooled = pooled / counts.clamp_min(1).unsqueeze(1).to(pooled.dtype)
-        return pooled
+            pooled = pooled / counted[ends.long()].diff().clamp_min(1).unsqueeze(1)
+        return pooled.to(self.weight.dtype)
 
     def _bags(
-        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+        self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> SparseFeatures:
+        checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
         if per_sample_weights is not None:
             if self.mode != "sum":
                 raise ValueError(f'per_sample_weights needs mode="sum", got mode={self.mode!r}')
-            if per_sample_weights.shape != input.shape:
+            if per_sample_weights.shape != ids.shape:
                 raise ValueError(
-                    f"per_sample_weights must have the shape of input, {tuple(input.shape)}, "
+                    f"per_sample_weights must have the shape of input, {tuple(ids.shape)}, "
                     f"got {tuple(per_sample_weights.shape)}"
                 )
             per_sample_weights = per_sample_weights.reshape(-1)
-        if input.dim() == 2:
+        if ids.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets must be None where input is two-dimensional")
             return SparseFeatures(
                 keys=("input",),
-                values=input.reshape(-1),
-                batch_size=input.shape[0],
-                hotness=(input.shape[1],),
+                values=ids.reshape(-1),
+                batch_size=ids.shape[0],
+                hotness=(ids.shape[1],),
                 weights=per_sample_weights,
             )
-        checks.check_dim("input", input, 1)
+        if ids.dim() != 1:
+            raise ValueError(f"input must have 1 or 2 dimensions, got shape {tuple(ids.shape)}")
         if offsets is None:
             raise ValueError("offsets must be given where input is one-dimensional, got None")
         checks.check_dim("offsets", offsets, 1)
         if not self.include_last_offset:
-            offsets = torch.cat([offsets, offsets.new_full((1,), input.numel())])
+            offsets = torch.cat([offsets, offsets.new_full((1,), ids.numel())])
         elif offsets.numel() == 0:
             raise ValueError("offsets must hold at least one element under include_last_offset")
+        check_offsets(offsets, ids.numel())
         return SparseFeatures(
             keys=("input",),
-            values=input,
+            values=ids,
             batch_size=offsets.numel() - 1,
             offsets=offsets,
             weights=per_sample_weights,
@@ -281,34 +303,37 @@ class Embedding(_SingleTable):
             refused,
             sparse,
             _weight,
+            _freeze,
             device,
             dtype,
             on_bad_id,
             seed,
         )
-        self.weight.requires_grad_(not _freeze)
 
     @classmethod
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, **settings: Any
     ) -> "Embedding":
-        """A module with a copy of ``embeddings [rows, D]``; frozen unless ``freeze`` is False."""
-        return cls(*embeddings.shape, _weight=embeddings, _freeze=freeze, **settings)
+        """A module with the weight ``embeddings [rows, D]``; frozen unless ``freeze`` is False."""
+        checks.check_dim("embeddings", embeddings, 2)
+        num_rows, dim = embeddings.shape
+        return cls(num_rows, dim, _weight=embeddings, _freeze=freeze, **settings)
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ``input [...]``, as ``[..., D]``, dtype of ``weight``."""
+        checks.check_dtype("input", input, checks.ID_DTYPES, "call .long()")
         features = SparseFeatures(
             keys=("input",), values=input.reshape(-1), batch_size=input.numel(), hotness=(1,)
         )
-        rows = self._rows(features)
+        rows, is_padding = self._rows(features)
         vectors = sequence_lookup(
             group_weight(self._table.group),
             rows,
             output_dtype=self.weight.dtype,
             **self._lookup_arguments(),
         )
-        if self.padding_idx is not None:
+        if is_padding is not None:
             # The padding row is looked up like others, but gets no gradient.
-            is_padding = (features.values == self.padding_idx).unsqueeze(1)
-            vectors = torch.where(is_padding, self.weight.detach()[self.padding_idx], vectors)
+            padding = self.weight.detach()[self.padding_idx]
+            vectors = torch.where(is_padding.unsqueeze(1), padding, vectors)
         return vectors.view(*input.shape, self.embedding_dim)
