@@ -19,6 +19,8 @@ class Sizes(NamedTuple):
     """How large random cases are: small where an interpreter runs the kernels."""
 
     batch_size: int
+    parallel_batch_size: int
+    """So many that CPU kernels divide the work between threads."""
     num_rows: int
     max_length: int
     dims: tuple[int, ...]
@@ -62,9 +64,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def sizes() -> Sizes:
     """Sizes of random cases that fit the lane."""
     if lanes.is_interpreted():
-        return Sizes(batch_size=5, num_rows=23, max_length=4, dims=(5, 16), num_examples=5)
+        return Sizes(
+            batch_size=5,
+            parallel_batch_size=9,
+            num_rows=23,
+            max_length=4,
+            dims=(5, 16),
+            num_examples=5,
+        )
     return Sizes(
-        batch_size=37, num_rows=211, max_length=9, dims=(1, 7, 16, 64, 100, 128), num_examples=50
+        batch_size=37,
+        parallel_batch_size=2000,
+        num_rows=211,
+        max_length=9,
+        dims=(1, 7, 16, 64, 100, 128, 300),
+        num_examples=50,
     )
 
 

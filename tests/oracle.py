@@ -7,6 +7,7 @@ of their own. Called with float64 they are the truth; with float32, what eager t
 import functools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -137,3 +138,36 @@ def find_runs(rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
             groups.setdefault(row, []).append(position)
     unique = sorted(groups)
     return unique, [groups[row] for row in unique]
+
+
+_WORD = (1 << 64) - 1
+
+
+def random_bits(key: int, counter: int) -> int:
+    """64 bits of SplitMix64, unsigned, for a key and a counter of any sign."""
+    value = (key + (counter + 1) * 0x9E3779B97F4A7C15) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)
+
+
+def stochastic_round(value: float, dtype: torch.dtype, bits: int) -> float:
+    """``value`` rounded away from zero where the bits exceed the way that is left to go, in exact
+    fractions; to nearest where the neighbour that they choose is beyond the largest float16."""
+    num_bits, smallest_step = {
+        torch.bfloat16: (16, Fraction(2) ** (-126 - 7)),
+        torch.float16: (13, Fraction(2) ** (-14 - 10)),
+    }[dtype]
+    if not math.isfinite(value):
+        return value
+    size = abs(Fraction(value))
+    precision = {torch.bfloat16: 8, torch.float16: 11}[dtype]
+    exponent = math.frexp(value)[1]
+    step = max(Fraction(2) ** (exponent - precision), smallest_step)
+    below = size // step
+    fraction = size / step - below
+    away = fraction + Fraction(bits >> (64 - num_bits), 1 << num_bits) >= 1
+    rounded = float((below + away) * step)
+    if dtype == torch.float16 and rounded > torch.finfo(dtype).max:
+        return torch.tensor(value).to(dtype).item()
+    return math.copysign(rounded, value)

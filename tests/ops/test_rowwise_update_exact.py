@@ -51,16 +51,16 @@ def test_worked_examples_of_each_rule(device: torch.device) -> None:
     adagrad = UpdateRule(kind=OptimizerKind.ADAGRAD, eps=1.0)
     assert update_one_row(adagrad, [1, 1], [3, -1], device) == [[0.8125, 1.125], [9.0, 1.0]]
     # The mean of 0, 0, 0 and 64 is 16.
-    rowwise = UpdateRule(kind=OptimizerKind.ROWWISE_ADAGRAD, eps=0.0)
+    rowwise = UpdateRule(kind=OptimizerKind.ROWWISE_ADAGRAD, eps=1e-30)
     assert update_one_row(rowwise, [1, 1, 1, 1], [0, 0, 0, 8], device) == [[1, 1, 1, 0.5], [16.0]]
     # sqrt(1 - 3/4) / (1 - 1/2) = 1, m = 2, v = 4.
-    adam = UpdateRule(kind=OptimizerKind.ADAM, eps=0.0, beta1=0.5, beta2=0.75)
+    adam = UpdateRule(kind=OptimizerKind.ADAM, eps=1e-30, beta1=0.5, beta2=0.75)
     assert update_one_row(adam, [1], [4], device, step=scalar(1, device)) == [[0.75], [2.0], [4.0]]
 
 
 def test_adam_corrects_its_bias_at_every_step(device: torch.device) -> None:
     # With a gradient of 0 in the first step nothing moves, whatever the correction.
-    rule = UpdateRule(kind=OptimizerKind.ADAM, eps=0.0, beta1=0.5, beta2=0.75)
+    rule = UpdateRule(kind=OptimizerKind.ADAM, eps=1e-30, beta1=0.5, beta2=0.75)
     for step in (1, 2, 10, 1_000_000):
         correction = (1 - 0.75**step) ** 0.5 / (1 - 0.5**step)
         ((weight,), *_) = update_one_row(rule, [0], [4], device, step=scalar(step, device))
@@ -166,7 +166,7 @@ def test_repeats_its_bits(
     sizes: Sizes,
     fastest_algorithms: None,
 ) -> None:
-    batches = [random_batch(sizes.batch_size * 50, sizes.num_rows, 32, 0, scattered=True)]
+    batches = [random_batch(sizes.parallel_batch_size, sizes.num_rows, 32, 0, scattered=True)]
     training = Training(
         rule=UpdateRule(kind=kind, weight_decay=0.1),
         batches=batches,
