@@ -54,7 +54,8 @@ def _sum_features_kernel(
     tl.store(out_ptr + positions, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# With one bucket as a constant Triton 3.6 fails to compile.
+@triton.jit(do_not_specialize=["num_buckets"])
 def _bucketize_rows_count_kernel(
     values_ptr,
     offsets_ptr,

@@ -73,11 +73,11 @@ def test_follows_the_formula(
 
     def expected(dtype: torch.dtype) -> list[Tensor]:
         leaves = {
-            name: parameter.detach().cpu().to(dtype).requires_grad_()
+            name: parameter.detach().to(dtype).requires_grad_()
             for name, parameter in parameters.items()
         }
-        logits = formula(model, structure, features.cpu().to(dtype), leaves)
-        grad = batch.grad.cpu().to(dtype)
+        logits = formula(model, structure, features.to(dtype), leaves)
+        grad = batch.grad.to(dtype)
         return [logits, *torch.autograd.grad(logits, list(leaves.values()), grad)]
 
     logits = model(batch.dense, batch.sparse)

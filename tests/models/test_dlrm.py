@@ -39,11 +39,10 @@ def parameters_in_order(model: nn.Module) -> list[nn.Parameter]:
 
 def results(model: nn.Module, batch: Clicks, sparse: Any, dtype: torch.dtype) -> list[Tensor]:
     """The logits, and the gradients of the dense features and of every parameter."""
-    where = next(model.parameters()).device
-    dense = batch.dense.to(where, dtype).requires_grad_()
+    dense = batch.dense.detach().to(dtype).requires_grad_()
     logits = model(dense, sparse)
     leaves = [dense, *parameters_in_order(model)]
-    return [logits, *torch.autograd.grad(logits, leaves, batch.grad.to(where, dtype))]
+    return [logits, *torch.autograd.grad(logits, leaves, batch.grad.to(dtype))]
 
 
 def torchrec_collection() -> nn.Module:
@@ -78,17 +77,18 @@ def test_equals_torchrecs(
 ) -> None:
     dlrm = pytest.importorskip("torchrec.models.dlrm", reason="needs TorchRec")
     twin_class = {DLRM: dlrm.DLRM, DLRM_DCNv2: dlrm.DLRM_DCN}[ours]
+    torch.manual_seed(0)
     batch = clicks(device)
     model = ours(collection(device, 4, 4), **sizes, dense_device=device)
 
     def theirs(dtype: torch.dtype) -> list[Tensor]:
-        twin = twin_class(torchrec_collection(), **sizes).to(dtype)
+        twin = twin_class(torchrec_collection(), **sizes).to(device, dtype)
         with torch.no_grad():
             for same, parameter in zip(
                 parameters_in_order(twin), parameters_in_order(model), strict=True
             ):
                 same.copy_(parameter)
-        return results(twin, batch, keyed_jagged(batch, "cpu"), dtype)
+        return results(twin, batch, keyed_jagged(batch, device), dtype)
 
     for which, actual in enumerate(results(model, batch, batch.sparse, torch.float32)):
         assert_follows(actual, lambda dtype, which=which: theirs(dtype)[which])

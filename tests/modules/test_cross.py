@@ -19,11 +19,11 @@ def with_gradients(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 def drawn(module: nn.Module) -> nn.Module:
-    """``module`` with biases that matter."""
+    """``module`` with values that are always the same, and biases that matter."""
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters()):
-            if parameter.dim() == 1:
-                parameter.copy_(normal(parameter.numel(), seed=index))
+            scale = 1 / parameter.shape[-1] if parameter.dim() == 2 else 1
+            parameter.copy_(scale * normal(*parameter.shape, seed=index))
     return module
 
 
@@ -38,10 +38,10 @@ def check_against(
     x, grad = normal(9, 12, seed=1, device=device), normal(9, 12, seed=2, device=device)
 
     def theirs(dtype: torch.dtype, which: int) -> Tensor:
-        module = make(dtype)
+        module = make(dtype).to(device)
         with torch.no_grad():
             fill(module)
-        results = with_gradients(module, x.cpu().to(dtype), grad.cpu().to(dtype))
+        results = with_gradients(module, x.to(dtype), grad.to(dtype))
         return results[which if which < 2 else 2 + order[which - 2]]
 
     for which, result in enumerate(with_gradients(ours, x, grad)):

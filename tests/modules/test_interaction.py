@@ -27,17 +27,15 @@ def test_equals_torchrecs(batch_size: int, num_features: int, device: torch.devi
     width = 6 + num_features * (num_features + 1) // 2
     grad = normal(batch_size, width, seed=3, device=device)
 
-    def results(module: torch.nn.Module, dtype: torch.dtype, where: torch.device) -> list[Tensor]:
-        leaves = [tensor.to(where, dtype).requires_grad_() for tensor in inputs]
+    def results(module: torch.nn.Module, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
         output = module(*leaves)
-        gradients = torch.autograd.grad(
-            output, leaves, grad.to(where, dtype), materialize_grads=True
-        )
+        gradients = torch.autograd.grad(output, leaves, grad.to(dtype), materialize_grads=True)
         return [output, *gradients]
 
-    theirs, cpu = dlrm.InteractionArch(num_features), torch.device("cpu")
-    for which, actual in enumerate(results(DotInteraction(), torch.float32, device)):
-        assert_follows(actual, lambda dtype, which=which: results(theirs, dtype, cpu)[which])
+    theirs = dlrm.InteractionArch(num_features).to(device)
+    for which, actual in enumerate(results(DotInteraction(), torch.float32)):
+        assert_follows(actual, lambda dtype, which=which: results(theirs, dtype)[which])
 
 
 def test_compiles_whole(device: torch.device) -> None:

@@ -57,15 +57,16 @@ def test_initial_values_are_those_of_dlrm() -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_equals_torchrecs(bias: bool, device: torch.device) -> None:
     torchrec_mlp = pytest.importorskip("torchrec.modules.mlp", reason="needs TorchRec")
+    torch.manual_seed(0)
     ours = MLP(7, [6, 5, 3], bias=bias, device=device)
     x, grad = normal(9, 7, seed=1, device=device), normal(9, 3, seed=2, device=device)
 
     def theirs(dtype: torch.dtype) -> list[Tensor]:
-        module = torchrec_mlp.MLP(7, [6, 5, 3], bias=bias, dtype=dtype)
+        module = torchrec_mlp.MLP(7, [6, 5, 3], bias=bias, dtype=dtype, device=device)
         pairs = zip(linear_layers(module), linear_layers(ours), strict=True)
         for layer, same in pairs:
             layer.load_state_dict(same.state_dict())
-        return with_gradients(module, x.cpu().to(dtype), grad.cpu().to(dtype))
+        return with_gradients(module, x.to(dtype), grad.to(dtype))
 
     for which, result in enumerate(with_gradients(ours, x, grad)):
         assert_follows(result, lambda dtype, which=which: theirs(dtype)[which])

@@ -439,7 +439,6 @@ def test_opcheck(device: torch.device, sizes: Sizes) -> None:
 
 
 def test_compiles_whole_for_any_size(device: torch.device, sizes: Sizes) -> None:
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(every_result, fullgraph=True, dynamic=True, backend=counter)
     for step in range(3):
