@@ -20,7 +20,8 @@ from torchembed.ops.rowwise_update.reference import rowwise_update_reference
 from torchembed.ops.segments.reference import find_runs_reference
 from torchembed.ops.sequence_lookup.reference import sequence_lookup_forward_reference
 from torchembed.triton_kernels import linearize_ids, pooled_lookup, segments, sequence_lookup
-from torchembed.triton_kernels.rowwise_update import CHUNK, launch_rowwise_update
+from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
+from torchembed.triton_kernels.run_sums import CHUNK
 
 NUM_ROWS = 11
 # One column; part of a block; a whole one; two blocks and a part for float32 rows.

@@ -14,6 +14,7 @@ from torchembed.triton_kernels import (
     pooled_lookup,
     rounding,
     rowwise_update,
+    run_sums,
     searching,
     segments,
     sequence_lookup,
@@ -109,7 +110,7 @@ def test_pooled_lookup_weights_backward(device: torch.device) -> None:
 
 def test_rowwise_update_find_chunks(device: torch.device) -> None:
     chunk_starts = integers(device, -9, -9, -9)
-    rowwise_update._rowwise_update_find_chunks_kernel[(1,)](
+    run_sums._rowwise_update_find_chunks_kernel[(1,)](
         chunk_starts,
         integers(device, 1, 6, 7),
         integers(device, 2),
@@ -123,7 +124,7 @@ def test_rowwise_update_find_chunks(device: torch.device) -> None:
 
 def test_rowwise_update_chunks(device: torch.device) -> None:
     chunk_sums = column(device, -9, -9, -9)
-    rowwise_update._rowwise_update_chunks_kernel[(1, 1)](
+    run_sums._rowwise_update_chunks_kernel[(1, 1)](
         chunk_sums,
         integers(device, 1, 3, -1),
         torch.arange(7, dtype=torch.int32, device=device),

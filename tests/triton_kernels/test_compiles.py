@@ -1,0 +1,171 @@
+"""Every kernel compiles for an H100 as its launcher launches it, on a machine without a GPU.
+
+The interpreter takes much that the compiler refuses; a GPU's real launches show the rest.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests import lanes
+from torchembed.core.types import OptimizerKind
+from torchembed.triton_kernels import (
+    linearize_ids,
+    pooled_lookup,
+    row_blocks,
+    rowwise_update,
+    segments,
+    sequence_lookup,
+)
+
+NUM_IDS, BATCH_SIZE, NUM_ROWS = 256, 64, 32
+
+
+@pytest.fixture
+def kernels_can_run() -> None:
+    if lanes.is_interpreted() or torch.cuda.is_available():
+        pytest.skip("kernels are interpreted, or compiled by real launches on this machine's GPU")
+
+
+class _AbsentH100:
+    """What the compiler asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def ptx(monkeypatch: pytest.MonkeyPatch, kernels_can_run: None) -> dict[str, str]:
+    """Launches compile instead, and leave the kernel's PTX here under its name."""
+    compiled: dict[str, str] = {}
+    launch = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        result = launch(kernel, *args, warmup=True, **kwargs)
+        assert result.asm["cubin"]
+        compiled[kernel.fn.__name__] = result.asm["ptx"]
+        return result
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", _AbsentH100())
+    return compiled
+
+
+def ids(dtype: torch.dtype = torch.int64, count: int = NUM_IDS) -> Tensor:
+    return torch.zeros(count, dtype=dtype)
+
+
+def launch_linearize_ids(offsets: Tensor | None, hotness: list[int]) -> None:
+    tables = torch.zeros(2, dtype=torch.int64)
+    for dtype, on_bad_id in ((torch.int32, 0), (torch.int64, 1)):
+        linearize_ids.launch_linearize_ids(
+            ids(dtype), offsets, hotness, tables, tables, BATCH_SIZE, on_bad_id, dtype
+        )
+
+
+def launch_pooled_lookup(
+    offsets: Tensor | None, hotness: list[int], dim: int, dtype: torch.dtype, mean: bool
+) -> None:
+    weight, grad = torch.zeros(NUM_ROWS, dim, dtype=dtype), torch.zeros(BATCH_SIZE, 2, dim)
+    weights = torch.zeros(NUM_IDS, dtype=dtype) if mean else None
+    grouping = (offsets, hotness)
+    sizes = (2, BATCH_SIZE, mean)
+    pooled_lookup.launch_pooled_lookup_forward(weight, ids(), *grouping, weights, *sizes, dtype)
+    pooled_lookup.launch_pooled_lookup_gradient_map(ids(), *grouping, weights, *sizes)
+    pooled_lookup.launch_pooled_lookup_weights_backward(grad, weight, ids(), *grouping, mean)
+
+
+def launch_update(kind: OptimizerKind, dim: int, dtype: torch.dtype, options: bool) -> None:
+    state_shape = (NUM_ROWS,) if kind is OptimizerKind.ROWWISE_ADAGRAD else (NUM_ROWS, dim)
+    one = torch.ones(1)
+    rowwise_update.launch_rowwise_update(
+        torch.zeros(NUM_ROWS, dim, dtype=dtype),
+        None if kind is OptimizerKind.SGD else torch.zeros(state_shape),
+        torch.zeros(state_shape) if kind is OptimizerKind.ADAM else None,
+        ids(),
+        ids(torch.int32, NUM_IDS + 1),
+        ids(torch.int32),
+        torch.ones(1, dtype=torch.int32),
+        torch.zeros(NUM_IDS, dim, dtype=dtype),
+        ids(torch.int32) if options else None,
+        torch.zeros(NUM_IDS) if options else None,
+        one,
+        one,
+        one if options else None,
+        one if options else None,
+        torch.zeros(3, dtype=torch.int64) if options else None,
+        torch.zeros(2, dtype=torch.int64) if options else None,
+        int(kind),
+        1e-8,
+        0.9,
+        0.999,
+        0.1 if options else 0.0,
+        1.0 if options else 0.0,
+    )
+
+
+OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
+    "linearize fixed": lambda: launch_linearize_ids(None, [1, 3]),
+    "find runs": lambda: segments.launch_find_runs(ids(), NUM_ROWS),
+    "find one run": lambda: segments.launch_find_runs(ids(count=1), 2**40),
+    "sequence": lambda: sequence_lookup.launch_sequence_lookup_forward(
+        torch.zeros(NUM_ROWS, 24, dtype=torch.float16), ids(), torch.bfloat16
+    ),
+    "pooled jagged": lambda: launch_pooled_lookup(OFFSETS, [], 128, torch.bfloat16, True),
+    "pooled fixed": lambda: launch_pooled_lookup(None, [1, 3], 1000, torch.float32, False),
+    "sgd": lambda: launch_update(OptimizerKind.SGD, 128, torch.float32, False),
+    "adagrad": lambda: launch_update(OptimizerKind.ADAGRAD, 1, torch.float16, True),
+    "rowwise adagrad": lambda: launch_update(
+        OptimizerKind.ROWWISE_ADAGRAD, 128, torch.bfloat16, True
+    ),
+    "rowwise adagrad of long rows": lambda: launch_update(
+        OptimizerKind.ROWWISE_ADAGRAD, 1000, torch.float32, False
+    ),
+    "adam": lambda: launch_update(OptimizerKind.ADAM, 100, torch.float16, True),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compiles(name: str, ptx: dict[str, str]) -> None:
+    LAUNCHES[name]()
+    assert ptx
+
+
+def test_compiles_with_wide_addresses(ptx: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_blocks, "NARROW_LIMIT", 0)
+    for name in ("linearize fixed", "find runs", "pooled jagged", "adam"):
+        LAUNCHES[name]()
+    assert len(ptx) == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 128])
+def test_rows_are_read_and_written_16_bytes_at_a_time(
+    dim: int, dtype: torch.dtype, ptx: dict[str, str]
+) -> None:
+    weight = torch.zeros(NUM_ROWS, dim, dtype=dtype)
+    sequence_lookup.launch_sequence_lookup_forward(weight, ids(), dtype)
+    pooled_lookup.launch_pooled_lookup_forward(
+        weight, ids(), OFFSETS, [], None, 2, BATCH_SIZE, False, dtype
+    )
+    launch_update(OptimizerKind.SGD, dim, dtype, False)
+    for name in ("sequence_lookup_forward", "pooled_lookup_forward", "rowwise_update"):
+        text = ptx[f"_{name}_kernel"]
+        assert re.search(r"ld\.global\S*\.v4\.b32", text)
+        assert re.search(r"st\.global\S*\.v4\.b32", text)
+        assert not re.search(r"[ls][dt]\.local", text)
