@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.types import Pooling
@@ -28,6 +29,11 @@ class EmbeddingConfig:
             raise ValueError(
                 f"name of a table must be a word without dots, as parameter names need, "
                 f"got {self.name!r}"
+            )
+        if hasattr(nn.ModuleDict(), self.name):
+            raise ValueError(
+                f"name of a table must not be {self.name!r}, which is an attribute of the "
+                "nn.ModuleDict that holds the weights; choose another"
             )
         for field in ("num_embeddings", "embedding_dim"):
             if getattr(self, field) < 1:

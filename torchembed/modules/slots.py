@@ -122,10 +122,10 @@ def checked_rows(
 
         def describe(position: int, value: int) -> str:
             if hotness is not None:
-                ends = torch.tensor(hotness).cumsum(0) * batch_size
+                ends = torch.tensor(hotness, device="cpu").cumsum(0) * batch_size
             else:
                 assert offsets is not None
-                ends = offsets[batch_size::batch_size].cpu()
+                ends = offsets[batch_size::batch_size].cpu().contiguous()
             slot = int(torch.searchsorted(ends, position, right=True))
             start = int(ends[slot - 1]) if slot else 0
             name = names[slot]
