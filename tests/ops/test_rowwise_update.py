@@ -69,7 +69,7 @@ EDGE_CASES: dict[str, tuple[int, Batch]] = {
     "some missing": (5, positions(-1, 4, -1, 0, 4)),
     "no rows": (0, positions(-1)),
     "no columns": (5, positions(3, -1, 3, dim=0)),
-    "a hot row": (5, positions(*[2] * 700, 4, *[2] * 3)),
+    "a hot row": (5, positions(*[2] * 300, 4, *[2] * 3)),
 }
 
 

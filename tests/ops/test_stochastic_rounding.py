@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import oracle
+from tests import lanes, oracle
 from tests.conftest import Sizes
 from tests.repeats import assert_repeats
 from tests.row_updates import scalar
@@ -77,6 +77,11 @@ def test_gives_the_bits_that_integers_give(
     assert_same_bits(rounded(values, dtype, step, device), expected(values, dtype, step))
 
 
+# Triton's interpreter computes in numpy, which warns.
+numpy_may_overflow = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@numpy_may_overflow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_bits_of_small_and_large_numbers(dtype: torch.dtype, device: torch.device) -> None:
     exponents = torch.arange(-30.0, 18.0).expand(7, 48)
@@ -96,6 +101,7 @@ def test_the_bits_of_bfloat16_at_both_ends(device: torch.device) -> None:
     assert torch.equal(result[normal_numbers], wanted[normal_numbers])
 
 
+@numpy_may_overflow
 def test_numbers_near_the_largest_float16(device: torch.device) -> None:
     values = torch.tensor([65504.0, 65505.0, 65519.0, 65519.99, -65519.0]).repeat(7, 1)
     nearest = values.half()
@@ -123,6 +129,8 @@ def test_exact_numbers_stay_in_every_step(dtype: torch.dtype, device: torch.devi
     # All 2**16 of them but the NaNs, in an update by gradients of zero.
     weight = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     weight = weight[~torch.isnan(weight)]
+    if lanes.is_interpreted():
+        weight = weight[::61]
     num_rows = 2
     weight = weight[: weight.numel() // num_rows * num_rows].view(num_rows, -1).to(device)
     original = weight.clone()
