@@ -17,6 +17,8 @@ from triton.runtime.jit import JITFunction
 from tests import lanes
 from torchembed.core.types import OptimizerKind
 from torchembed.triton_kernels import (
+    cross,
+    jagged,
     linearize_ids,
     pooled_lookup,
     row_blocks,
@@ -117,6 +119,30 @@ def launch_update(kind: OptimizerKind, dim: int, dtype: torch.dtype, options: bo
     )
 
 
+def launch_permute(values: Tensor, weights: Tensor | None) -> None:
+    arrangement = ([1, 0], 2, BATCH_SIZE)
+    jagged.launch_permute_features_forward(values, OFFSETS, weights, *arrangement, NUM_IDS)
+    jagged.launch_permute_features_backward(
+        torch.zeros(NUM_IDS), OFFSETS, OFFSETS, *arrangement, NUM_IDS
+    )
+
+
+def launch_bucketize(num_buckets: int, weights: Tensor | None) -> None:
+    boundaries = torch.zeros(2, num_buckets + 1, dtype=torch.int64)
+    jagged.launch_bucketize_rows(ids(), OFFSETS, weights, boundaries, BATCH_SIZE)
+
+
+def launch_pad(values: Tensor) -> None:
+    padded = jagged.launch_pad_jagged_forward(values, OFFSETS, 5, 1)
+    jagged.launch_pad_jagged_backward(padded, OFFSETS, NUM_IDS)
+
+
+def launch_cross(dtype: torch.dtype, num_columns: int, x_is_x0: bool) -> None:
+    x, bias = torch.zeros(BATCH_SIZE, num_columns, dtype=dtype), torch.zeros(num_columns)
+    cross.launch_cross_epilogue_forward(x, x, bias, x)
+    cross.launch_cross_epilogue_backward(x, x, x, bias, x_is_x0)
+
+
 OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
 LAUNCHES: dict[str, Callable[[], object]] = {
     "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
@@ -137,6 +163,14 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         OptimizerKind.ROWWISE_ADAGRAD, 1000, torch.float32, False
     ),
     "adam": lambda: launch_update(OptimizerKind.ADAM, 100, torch.float16, True),
+    "permute": lambda: launch_permute(ids(), torch.zeros(NUM_IDS, dtype=torch.bfloat16)),
+    "permute int32": lambda: launch_permute(ids(torch.int32), None),
+    "bucketize": lambda: launch_bucketize(8, torch.zeros(NUM_IDS, dtype=torch.float16)),
+    "bucketize into one": lambda: launch_bucketize(1, None),
+    "pad ids": lambda: launch_pad(ids()),
+    "pad vectors": lambda: launch_pad(torch.zeros(NUM_IDS, 150, dtype=torch.bfloat16)),
+    "cross": lambda: launch_cross(torch.bfloat16, 432, False),
+    "first cross": lambda: launch_cross(torch.float32, 7, True),
 }
 
 
@@ -148,9 +182,9 @@ def test_compiles(name: str, ptx: dict[str, str]) -> None:
 
 def test_compiles_with_wide_addresses(ptx: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_blocks, "NARROW_LIMIT", 0)
-    for name in ("linearize fixed", "find runs", "pooled jagged", "adam"):
+    for name in ("linearize fixed", "find runs", "pooled jagged", "adam", "pad ids", "cross"):
         LAUNCHES[name]()
-    assert len(ptx) == 10
+    assert len(ptx) == 14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
