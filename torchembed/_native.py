@@ -19,7 +19,7 @@ LIBRARY = Path(__file__).parent / "_C.abi3.so"
 
 @functools.cache
 def load_error() -> str | None:
-    """None where the library is loaded, else the reason in one sentence. Loads it when first called."""
+    """None where the library is loaded, else why not in one sentence. The first call loads it."""
     if environment.force_reference():
         return "TORCHEMBED_FORCE_REFERENCE is set"
     if not LIBRARY.exists():
@@ -39,10 +39,20 @@ def load_error() -> str | None:
 
 
 def native_op(name: str) -> Callable[..., Any] | None:
-    """The C++ kernel ``torchembed_native::<name>``, or None where the library is not loaded."""
+    """The C++ kernel ``torchembed_native::<name>``, or None where the library is not loaded.
+
+    Raises:
+        ImportError: where the library was built from other sources and lacks ``name``.
+    """
     if load_error() is not None:
         return None
-    return getattr(torch.ops.torchembed_native, name).default
+    kernel = getattr(torch.ops.torchembed_native, name, None)
+    if kernel is None:
+        raise ImportError(
+            f"the C++ library {LIBRARY} has no kernel {name}, so it was built from other sources; "
+            "build it again with `pip install .` or `make native`"
+        )
+    return kernel.default
 
 
 def missing_reason() -> str:

@@ -59,6 +59,12 @@ def test_kernels_are_there_exactly_where_the_library_is() -> None:
         assert _native.missing_reason() == _native.load_error()
 
 
+@pytest.mark.skipif(_native.load_error() is not None, reason="needs the C++ library")
+def test_a_library_that_was_built_from_other_sources_is_said() -> None:
+    with pytest.raises(ImportError, match=r"has no kernel of_tomorrow, .* build it again with"):
+        _native.native_op("of_tomorrow")
+
+
 def test_a_program_without_the_library_warns_once_and_works(tmp_path: Path) -> None:
     without_library = shutil.ignore_patterns("*.so", "__pycache__")
     package = Path(_native.__file__).parent
