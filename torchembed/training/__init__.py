@@ -1,0 +1,26 @@
+"""Whole programs: the train step and what belongs around it."""
+
+from torchembed.training.batches import in_step
+from torchembed.training.buffers import average_buffers
+from torchembed.training.checkpoint import load_checkpoint, save_checkpoint
+from torchembed.training.evaluate import Evaluation, evaluate
+from torchembed.training.history import HeldOutPoint, History, LossPoint
+from torchembed.training.plot import plot_history
+from torchembed.training.progress import Progress
+from torchembed.training.train import train, train_step
+
+__all__ = [
+    "Evaluation",
+    "HeldOutPoint",
+    "History",
+    "LossPoint",
+    "Progress",
+    "average_buffers",
+    "evaluate",
+    "in_step",
+    "load_checkpoint",
+    "plot_history",
+    "save_checkpoint",
+    "train",
+    "train_step",
+]

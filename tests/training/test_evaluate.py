@@ -1,0 +1,82 @@
+"""Metrics against scikit-learn's, and what evaluation leaves behind."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import log_loss, roc_auc_score
+
+from tests.training.models import TinyModel, make_batches
+from torchembed.training import evaluate
+from torchembed.training.evaluate import metrics
+
+
+def assert_like_sklearn(auc: float, logloss: float, logits: np.ndarray, labels: np.ndarray) -> None:
+    """AUC to the last bits of float32, in which torchmetrics gives it; log loss as float64."""
+    probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    assert auc == pytest.approx(roc_auc_score(labels, logits), abs=2 * 2**-24)
+    assert logloss == pytest.approx(log_loss(labels, probabilities), rel=1e-12)
+
+
+@settings(deadline=None)  # the first example imports torchmetrics
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([-3.0, -0.5, 0.0, 0.25, 9.0]), st.booleans()),
+        min_size=2,
+        max_size=60,
+    ).filter(lambda rows: len({label for _, label in rows}) == 2)
+)
+def test_metrics_with_ties_equal_sklearns(rows: list[tuple[float, bool]]) -> None:
+    logits = torch.tensor([logit for logit, _ in rows])
+    labels = torch.tensor([float(label) for _, label in rows])
+    result = metrics(logits, labels)
+    assert_like_sklearn(result.auc, result.logloss, logits.numpy(), labels.numpy())
+    assert result.num_rows == len(rows)
+
+
+def test_metrics_of_many_rows_equal_sklearns() -> None:
+    logits = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(200_000, generator=torch.Generator().manual_seed(1))
+    labels = (uniform < logits.sigmoid()).float()
+    result = metrics(logits, labels)
+    assert_like_sklearn(result.auc, result.logloss, logits.numpy(), labels.numpy())
+
+
+def test_auc_of_one_kind_of_label_is_nan() -> None:
+    result = metrics(torch.tensor([0.5, -0.5]), torch.ones(2))
+    assert math.isnan(result.auc)
+    assert result.logloss > 0
+
+
+def test_evaluate_gathers_all_batches_in_evaluation_mode() -> None:
+    model = TinyModel(is_deep=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sizes = (8, 5, 0, 1)
+    result = evaluate(model, make_batches(sizes))
+    assert model.training
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    model.eval()
+    with torch.no_grad():
+        batches = list(make_batches(sizes))
+        logits = torch.cat([model(batch.dense, batch.sparse)[:, 0] for batch in batches])
+    labels = torch.cat([batch.labels for batch in batches])
+    assert_like_sklearn(result.auc, result.logloss, logits.numpy(), labels.numpy())
+    assert result.num_rows == sum(sizes)
+    evaluate(model, make_batches(sizes))
+    assert not model.training
+
+
+def test_logits_that_are_not_finite_are_named() -> None:
+    model = TinyModel()
+    torch.nn.init.constant_(model.dense.bias, math.nan)  # type: ignore[union-attr]
+    with pytest.raises(FloatingPointError, match=r"4 of 4 logits are not finite"):
+        evaluate(model, make_batches([4]))
+
+
+def test_no_rows_are_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one held-out row, got none"):
+        evaluate(TinyModel(), [])

@@ -1,0 +1,95 @@
+"""Batches of all ranks in step, whatever number each rank has."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torchembed.core.features import SparseFeatures
+from torchembed.data.batch import Batch, as_batch
+from torchembed.training.ranks import any_rank, check_cpu_backend, gather_objects
+
+
+class BatchLayout(NamedTuple):
+    """All that a batch of no samples is made of."""
+
+    num_dense: int
+    keys: tuple[str, ...]
+    id_dtype: torch.dtype
+    hotness: tuple[int, ...] | None
+    weight_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, batch: Batch) -> "BatchLayout":
+        sparse = batch.sparse
+        return cls(
+            num_dense=batch.dense.shape[1],
+            keys=sparse.keys,
+            id_dtype=sparse.values.dtype,
+            hotness=sparse.hotness,
+            weight_dtype=None if sparse.weights is None else sparse.weights.dtype,
+        )
+
+    def empty_batch(self) -> Batch:
+        """``B = 0``."""
+        has_offsets = self.hotness is None
+        sparse = SparseFeatures(
+            keys=self.keys,
+            values=torch.empty(0, dtype=self.id_dtype),
+            batch_size=0,
+            offsets=torch.zeros(1, dtype=self.id_dtype) if has_offsets else None,
+            hotness=self.hotness,
+            weights=None if self.weight_dtype is None else torch.empty(0, dtype=self.weight_dtype),
+        )
+        return Batch(torch.empty(0, self.num_dense), sparse, torch.empty(0))
+
+
+def in_step(
+    batches: Iterable[Any], device: torch.device | str, max_batches: int | None = None
+) -> Iterator[Batch]:
+    """This rank's batches on ``device``, for as long as any rank has one.
+
+    A rank that has run out gets empty batches (``B = 0``), so that it takes part in the others'
+    collectives. Before each batch the ranks agree, through the CPU, whether one of them still has
+    any; no device waits.
+
+    Args:
+        batches: what :func:`~torchembed.data.batch.as_batch` takes; an iterator is left where it
+            is after ``max_batches``, so that a later call goes on from there.
+        device: where the batches go; copies from pinned memory do not block.
+        max_batches: the same on every rank; None for no limit.
+
+    Raises:
+        ValueError: where the ranks' first batches differ in features or dense columns.
+        RuntimeError: where the process group cannot carry CPU tensors.
+    """
+    check_cpu_backend()
+    iterator = iter(batches)
+    layout: BatchLayout | None = None
+    num_yielded = 0
+    while max_batches is None or num_yielded < max_batches:
+        item = next(iterator, None)
+        batch = None if item is None else as_batch(item)
+        if layout is None:
+            layout = _agreed_layout(batch)
+            if layout is None:
+                return
+        elif not any_rank(batch is not None):
+            return
+        batch = layout.empty_batch() if batch is None else batch
+        yield batch.to(device, non_blocking=True)
+        num_yielded += 1
+
+
+def _agreed_layout(batch: Batch | None) -> BatchLayout | None:
+    """The layout of the ranks' first batches, or None where no rank has one."""
+    layouts = gather_objects(None if batch is None else BatchLayout.of(batch))
+    known = [layout for layout in layouts if layout is not None]
+    for layout in known[1:]:
+        if (layout.keys, layout.num_dense) != (known[0].keys, known[0].num_dense):
+            raise ValueError(
+                "batches must have the same features and dense columns on every rank, got "
+                f"{list(known[0].keys)} with {known[0].num_dense} and {list(layout.keys)} with "
+                f"{layout.num_dense}"
+            )
+    return known[0] if known else None

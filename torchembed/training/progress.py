@@ -1,0 +1,50 @@
+"""A progress bar on rank 0."""
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from torchembed.training.ranks import rank
+
+
+class Progress:
+    """A bar of steps on rank 0's standard error; on the other ranks, nothing.
+
+    Args:
+        total: steps to do, where known.
+        label: what stands before the bar.
+    """
+
+    def __init__(self, total: int | None = None, label: str = "train") -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(
+            total=total,
+            desc=label,
+            unit="step",
+            disable=rank() != 0,
+            file=sys.stderr,
+            mininterval=1.0,
+            dynamic_ncols=True,
+        )
+        self._shown: dict[str, str] = {}
+
+    def advance(self) -> None:
+        """One more step is done."""
+        self._bar.update()
+
+    def show(self, **values: float) -> None:
+        """Show ``name=value`` behind the bar, until the name is shown again."""
+        self._shown |= {name: f"{value:.4f}" for name, value in values.items()}
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()

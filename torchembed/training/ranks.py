@@ -1,0 +1,80 @@
+"""What the ranks tell each other beside the model: through the CPU, so that no device waits.
+
+Without a process group there is one rank, and nothing is sent.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    """This process's number."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_cpu_backend() -> None:
+    """Raise ``RuntimeError`` where the process group cannot carry CPU tensors."""
+    if dist.is_initialized() and "cpu:" not in (backends := dist.get_backend_config()):
+        raise RuntimeError(
+            "the process group must carry CPU tensors beside the device's, got the backends "
+            f"{backends}; call init_process_group(backend='cpu:gloo,cuda:nccl')"
+        )
+
+
+def any_rank(flag: bool) -> bool:
+    """True where ``flag`` is on some rank; every rank must call it."""
+    if world_size() == 1:
+        return flag
+    flags = torch.tensor([int(flag)], dtype=torch.int32)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags[0])
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of every rank's ``values``, on the CPU in float64; every rank must call it."""
+    total = values.detach().to("cpu", torch.float64)
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def gather_objects(item: Any) -> list[Any]:
+    """Every rank's ``item``, small and picklable, in the order of the ranks; on every rank."""
+    if world_size() == 1:
+        return [item]
+    items: list[Any] = [None] * world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def from_first_rank(item: Any) -> Any:
+    """Rank 0's ``item``, small and picklable, on every rank."""
+    items = [item]
+    if world_size() > 1:
+        dist.broadcast_object_list(items, src=0)
+    return items[0]
+
+
+def gather_on_first_rank(rows: Tensor) -> Tensor | None:
+    """Every rank's ``rows [n, ...]`` one after the other, on rank 0; None on the others.
+
+    The number of rows may differ between ranks, dtype and the other sizes may not. CPU tensors.
+    """
+    if world_size() == 1:
+        return rows
+    counts = gather_objects(len(rows))
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts] if rank() == 0 else None
+    dist.gather(padded, parts)
+    if parts is None:
+        return None
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
