@@ -12,9 +12,6 @@ from torchembed.ops.rowwise_update import reference
 from torchembed.triton_kernels.random_bits import random_bits
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest, stochastic_round
 
-# NumPy, on which the interpreter runs, warns of overflow and of what NaN and infinities give.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 
 @triton.jit
 def _random_bits_kernel(keys_ptr, counters_ptr, out_ptr, BLOCK: tl.constexpr):
