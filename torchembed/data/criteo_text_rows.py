@@ -24,6 +24,7 @@ MAX_HEX_DIGITS = 8
 _TAB, _NEWLINE, _MINUS, _ZERO = b"\t\n-0"
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_BYTES = 4 << 20
+_MAX_ROW_BYTES = 1 << 16
 
 
 class TextRows(NamedTuple):
@@ -108,7 +109,7 @@ def read_rows(file_rows: FileRows) -> Iterator[TextRows]:
         whole, newline, rest = chunk.rpartition(b"\n")
         if not newline:
             unfinished += rest
-            if len(unfinished) > _CHUNK_BYTES:
+            if len(unfinished) > _MAX_ROW_BYTES:
                 raise ValueError(f"{path}, row {row + 1}: goes on for {len(unfinished)} bytes")
             continue
         text = np.frombuffer(unfinished + whole + newline, np.uint8)

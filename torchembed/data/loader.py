@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -49,7 +50,8 @@ class BackgroundLoader:
         self.num_ahead, self.num_threads = num_ahead, num_threads
         self.stall_seconds = 0.0
         """How long the consumer has waited for batches, over all iterations."""
-        self._running: Generator[Batch, None, None] | None = None
+        # Weak, so that an iterator that its consumer drops is closed at once.
+        self._running: weakref.ref[Generator[Batch, None, None]] | None = None
 
     def __len__(self) -> int:
         if not isinstance(self.source, Sized):
@@ -58,14 +60,15 @@ class BackgroundLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        self._running = self._iterate()
-        return self._running
+        running = self._iterate()
+        self._running = weakref.ref(running)
+        return running
 
     def close(self) -> None:
         """End the iteration under way, if any, and its threads."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        running = None if self._running is None else self._running()
+        if running is not None:
+            running.close()
 
     def __enter__(self) -> Self:
         return self

@@ -66,7 +66,9 @@ def _map_array(path: Path, start: int, stop: int, where: str) -> NDArray[Any]:
             raise ValueError(f"{where}: has no .npy header ({error})") from error
         data = file.tell()
     num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    if dtype.hasobject or stop - data != num_bytes:
+    if dtype.hasobject:
+        raise ValueError(f"{where}: holds objects, not numbers")
+    if stop - data != num_bytes:
         raise ValueError(
             f"{where}: {dtype} {list(shape)} takes {num_bytes} bytes, and {max(stop - data, 0)} "
             "are there; it may be cut off, write it again"

@@ -1,0 +1,101 @@
+"""Whatever can be taken for a batch becomes one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchembed.core.features import SparseFeatures
+from torchembed.data import Batch, as_batch
+
+DENSE = torch.arange(6, dtype=torch.float64).view(3, 2)
+LABELS = torch.tensor([1, 0, 1])
+IDS = torch.tensor([[1, 4], [2, 5], [3, 6]])
+SPARSE = SparseFeatures(
+    keys=("cat_0", "cat_1"), values=torch.tensor([1, 2, 3, 4, 5, 6]), batch_size=3, hotness=(1, 1)
+)
+
+
+class Jagged:
+    """What is asked of a KeyedJaggedTensor."""
+
+    def keys(self) -> list[str]:
+        return ["cat_0", "cat_1"]
+
+    def values(self) -> torch.Tensor:
+        return SPARSE.values
+
+    def offsets(self) -> torch.Tensor:
+        return torch.arange(7)
+
+    def weights_or_none(self) -> None:
+        return None
+
+    def stride(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    "sparse",
+    [SPARSE, IDS, IDS.numpy(), {"cat_0": IDS[:, 0], "cat_1": IDS[:, 1:]}, Jagged()],
+    ids=["features", "tensor", "array", "mapping", "jagged"],
+)
+@pytest.mark.parametrize("labels", [LABELS, LABELS[:, None].float(), LABELS.bool(), [1, 0, 1]])
+def test_parts_are_normalised(sparse: Any, labels: Any) -> None:
+    batch = as_batch((DENSE, sparse, labels))
+    assert isinstance(batch, Batch)
+    torch.testing.assert_close(batch.dense, DENSE.float())
+    torch.testing.assert_close(batch.labels, torch.tensor([1.0, 0.0, 1.0]))
+    assert batch.sparse.keys == ("cat_0", "cat_1")
+    assert batch.sparse.batch_size == 3
+    assert batch.sparse.values.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_bags_of_a_mapping_keep_their_hotness() -> None:
+    ids = {"a": np.array([[1, 2], [3, 4]]), "b": np.array([5, 6]), "none": np.zeros((2, 0), int)}
+    batch = as_batch((np.zeros((2, 1)), ids, np.zeros(2)))
+    assert batch.sparse.hotness == (2, 1, 0)
+    assert batch.sparse.values.tolist() == [1, 2, 3, 4, 5, 6]
+    empty = {"a": np.zeros((0, 2), int)}
+    assert as_batch((np.zeros((0, 1)), empty, np.zeros(0))).sparse.hotness == (2,)
+
+
+def test_keys_name_the_columns() -> None:
+    assert as_batch((DENSE, IDS, LABELS), keys=("user", "item")).sparse.keys == ("user", "item")
+    with pytest.raises(ValueError, match="keys must name 2 features of sparse, got 1"):
+        as_batch((DENSE, IDS, LABELS), keys=("user",))
+
+
+def test_batches_pass_through() -> None:
+    batch = Batch(DENSE.float(), SPARSE, LABELS.float())
+    assert as_batch(batch) is batch
+    torchrec_like = SimpleNamespace(dense_features=DENSE, sparse_features=SPARSE, labels=LABELS)
+    assert as_batch(torchrec_like).sparse is SPARSE
+    torch.testing.assert_close(batch.to("cpu").labels, batch.labels)
+
+
+@pytest.mark.parametrize(
+    ("item", "error", "message"),
+    [
+        (5, TypeError, r"a batch must be \(dense, sparse, labels\), got int"),
+        ((DENSE, IDS), TypeError, r"got 2 parts"),
+        ((DENSE, IDS, LABELS * 2), ValueError, "labels must be 0 or 1, got 2 for sample 0"),
+        ((DENSE, IDS, [0.0, 0.5, 1.0]), ValueError, "labels must be 0 or 1, got 0.5 for sample 1"),
+        ((DENSE[0], IDS, LABELS), ValueError, r"dense must be \[B, num_dense\] .* got \[2\]"),
+        ((DENSE, IDS, IDS), ValueError, r"labels \[B\] or \[B, 1\], got \[3, 2\] and \[3, 2\]"),
+        ((DENSE[:2], IDS, LABELS), ValueError, "one number of samples, got 2, 3 and 3"),
+        ((DENSE, IDS[:, 0], LABELS), ValueError, r"sparse must be ids \[B, F\], got \[3\]"),
+        ((DENSE, IDS.float(), LABELS), TypeError, "values must be int32 or int64"),
+        (
+            (DENSE, {"a": IDS, "b": IDS[:2]}, LABELS),
+            ValueError,
+            r"must map each feature to ids .* with one B, got the shapes {'a': \[3, 2\]",
+        ),
+        ((DENSE, {"a": IDS[None]}, LABELS), ValueError, r"got the shapes {'a': \[1, 3, 2\]}"),
+    ],
+)
+def test_other_things_are_refused(item: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_batch(item)
