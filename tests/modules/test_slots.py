@@ -22,7 +22,9 @@ def bags(features: SparseFeatures) -> list[list[list[int]]]:
         if features.hotness is not None
         else features.offsets.diff().tolist()  # type: ignore[union-attr]
     )
-    parts = [part.tolist() for part in features.values.split([*lengths, 0])][: len(lengths)]
+    # On a GPU picked features keep spare ids at their end.
+    held = features.values[: sum(lengths)]
+    parts = [part.tolist() for part in held.split([*lengths, 0])][: len(lengths)]
     size = features.batch_size
     return [parts[f * size : (f + 1) * size] for f in range(len(features.keys))]
 

@@ -56,4 +56,6 @@ def weight_gradient(
     else:
         rows = torch.where(rows >= 0, rows, rows.amax()).clamp_min(0)
     indices = rows.long().unsqueeze(0)
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+    # Said aloud, since torch 2.11 warns where it is only an argument.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        return torch.sparse_coo_tensor(indices, values, shape)

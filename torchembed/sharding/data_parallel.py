@@ -23,7 +23,8 @@ def all_reduce_mean(tensors: list[Tensor], group: Any) -> None:
         dist.all_reduce(flat, group=group)
         flat /= num_ranks
         parts = flat.split([tensor.numel() for tensor in same])
-        torch._foreach_copy_(same, [p.view(t.shape) for p, t in zip(parts, same, strict=True)])
+        for tensor, part in zip(same, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 class GradientMean:

@@ -21,9 +21,8 @@ def _split_sparse(grad: Tensor, first_rows: list[int]) -> list[Tensor]:
         inside = (rows >= first) & (rows < last)
         indices = (rows[inside] - first).unsqueeze(0)
         shape = (last - first, *grad.shape[1:])
-        parts.append(
-            torch.sparse_coo_tensor(indices, values[inside], shape, check_invariants=False)
-        )
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            parts.append(torch.sparse_coo_tensor(indices, values[inside], shape))
     return parts
 
 
