@@ -128,12 +128,17 @@ def test_files_must_fit_together(tmp_path: Path) -> None:
         (
             "labels.npy",
             np.zeros((19, 1), np.int32),
-            r"_labels.npy: must be \[20\] or \[20, 1\], as day_0_dense.npy, got int32 \[19, 1\]",
+            r"_labels.npy: must be \[20\] or \[20, 1\], the rows of .*, got int32 \[19, 1\]",
         ),
         (
             "sparse_multi_hot.npz",
             {"0": ids, "1": ids[:19]},
-            r"npz, array 1: must be int32 \[20, hotness\], as day_0_dense.npy, got int32 \[19, 2\]",
+            r"npz, array 1: must be int32 \[20, hotness\], with .*, got int32 \[19, 2\]",
+        ),
+        (
+            "sparse_multi_hot.npz",
+            {"0": ids[:, :0]},
+            r"npz, array 0: must be int32 .* got int32 \[20, 0\]",
         ),
         (
             "sparse_multi_hot.npz",
@@ -158,6 +163,12 @@ def test_files_must_fit_together(tmp_path: Path) -> None:
     write_day(tmp_path, 1, 20)
     np.savez(tmp_path / "day_1_sparse_multi_hot.npz", **{"0": ids})
     with pytest.raises(ValueError, match="the days differ in their columns or hotness"):
+        MlperfDays(tmp_path, batch_size=4, table_sizes=50)
+
+
+def test_days_without_rows_are_named(tmp_path: Path) -> None:
+    write_day(tmp_path, 0, 0)
+    with pytest.raises(ValueError, match="has no rows in split 'all'"):
         MlperfDays(tmp_path, batch_size=4, table_sizes=50)
 
 

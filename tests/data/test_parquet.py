@@ -1,6 +1,7 @@
 """Parquet: types, lists, missing values, row groups over ranks, and errors."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,13 @@ def test_bad_columns_are_named(tmp_path: Path) -> None:
             ParquetClicks(path, batch_size=4, table_sizes=5, **{**NAMES, column: ("unused",)})
     with pytest.raises(ValueError, match="column price must hold integers or lists"):
         ParquetClicks(path, batch_size=4, table_sizes=5, **{**NAMES, "categorical": ("price",)})
+
+
+def test_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "log.parquet", columns(5))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"log.parquet: reading Parquet needs pyarrow; pip"):
+        ParquetClicks(path, batch_size=4, table_sizes=SIZES, **NAMES)
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

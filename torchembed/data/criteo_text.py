@@ -53,8 +53,8 @@ class CriteoText(BatchSource):
 
     Dense features are ``log(1 + count)``, with counts below 0 taken as 0; an id is its value modulo
     the table's size; a missing count or id is 0. Every rank decompresses and splits all of the
-    text, and parses its own blocks of rows only. ``len()`` counts the rows in a pass over the
-    files, the first time that it is asked.
+    text, and parses its own blocks of rows only. ``len()``, and a split that divides a file,
+    take a first pass over the files that counts rows.
 
     Args:
         path: a file or a folder, see :func:`text_files`; plain or gzip.

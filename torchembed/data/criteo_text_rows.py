@@ -7,6 +7,7 @@ all of it, and its digits are summed inside the words, for all fields of a block
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
@@ -93,7 +94,13 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def count_rows(path: Path) -> int:
-    """Rows of a text file, by one pass over it."""
+    """Rows of a text file, by one pass over it; remembered until the file changes."""
+    status = path.stat()
+    return _count_rows(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache
+def _count_rows(path: Path, _size: int, _mtime_ns: int) -> int:
     num_rows, last = 0, b"\n"
     for chunk in read_chunks(path):
         num_rows += chunk.count(b"\n")

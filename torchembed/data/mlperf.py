@@ -125,6 +125,8 @@ class MlperfDays(BatchSource):
         ]
         self.num_rows = sum(len(day.dense) for day in self._days)
         """Rows of the split, over all ranks."""
+        if not self.num_rows:
+            raise ValueError(f"{folder}: has no rows in split {split.value!r}; give fuller files")
 
     def __len__(self) -> int:
         return len(self._blocks(self.num_rows))
@@ -184,7 +186,7 @@ def _open_day(dense_path: Path) -> _Day:
     if dense.ndim != 2 or dense.dtype != np.float32:
         _raise_bad_array(dense_path, "float32 [rows, num_dense]", dense)
     if labels.shape not in ((num_rows,), (num_rows, 1)):
-        required = f"[{num_rows}] or [{num_rows}, 1], as {dense_path.name}"
+        required = f"[{num_rows}] or [{num_rows}, 1], the rows of {dense_path.name}"
         _raise_bad_array(labels_path, required, labels)
     names = [str(feature) for feature in range(len(archive))]
     if set(names) != set(archive) or not names:
@@ -194,8 +196,8 @@ def _open_day(dense_path: Path) -> _Day:
         )
     for name in names:
         ids = archive[name]
-        if ids.ndim != 2 or len(ids) != num_rows or ids.dtype != np.int32:
-            required = f"int32 [{num_rows}, hotness], as {dense_path.name}"
+        if ids.ndim != 2 or len(ids) != num_rows or not ids.shape[1] or ids.dtype != np.int32:
+            required = f"int32 [{num_rows}, hotness], with the rows of {dense_path.name}"
             _raise_bad_array(f"{sparse_path}, array {name}", required, ids)
     return _Day(labels_path, 0, dense, labels.reshape(-1), [archive[name] for name in names])
 

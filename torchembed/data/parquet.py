@@ -43,8 +43,11 @@ def parquet_files(path: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
-    import pyarrow as pa
-    from pyarrow import parquet
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
 
     try:
         return parquet.ParquetFile(path)
@@ -160,10 +163,10 @@ class ParquetClicks(BatchSource):
                             break
 
     def _check_schema(self, path: Path) -> None:
-        import pyarrow.types as types
-
         with _open(path) as file:
             schema = file.schema_arrow
+        import pyarrow.types as types
+
         missing = [
             name for name in (self.label, *self.dense, *self.keys) if name not in schema.names
         ]
