@@ -133,6 +133,21 @@ def test_low_precision_rows_are_summed_in_float32(
     assert gradient.flatten().tolist() == [large + 40, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_are_rounded_once(dtype: torch.dtype, device: torch.device, sizes: Sizes) -> None:
+    bags = random_bags(sizes, fixed=False)
+    wide, narrow = (
+        Lookup(bags, device, weighted=True, pooling=Pooling.MEAN, output_dtype=output_dtype)
+        for output_dtype in (torch.float32, dtype)
+    )
+    assert_same_bits(narrow.forward(), wide.forward().to(dtype))
+    # And gradients of 16-bit rows: as those of the same rows in float32, rounded.
+    narrow.weight, wide.weight = wide.weight.to(dtype), wide.weight.to(dtype).float()
+    wide.grad = narrow.grad.float()
+    for gradient, expected in zip(narrow.gradients(), wide.gradients(), strict=True):
+        assert_same_bits(gradient, expected.to(gradient.dtype))
+
+
 def test_sums_are_in_the_order_of_positions(device: torch.device, sizes: Sizes) -> None:
     bags = random_jagged(2, sizes.batch_size, sizes.num_rows, max_length=40, missing=0.0)
     lookup = Lookup(bags, device)
