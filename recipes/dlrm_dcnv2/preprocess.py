@@ -136,7 +136,7 @@ def _work_folder(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise OSError(f"output folder {output} can't be written: {error}") from error
     with folder as work:
-        if present := sorted(path.name for path in output.glob("day_*")):
+        if present := sorted(path.name for path in output.glob("day_*.np[yz]")):
             raise FileExistsError(
                 f"output folder {output} holds {present[0]} already; move the files away, or give "
                 "another folder"
@@ -145,17 +145,23 @@ def _work_folder(output: Path) -> Iterator[Path]:
 
 
 def _parse_days(inputs: list[Path], work: Path, progress: bool) -> list[_Day]:
-    days, first_row = [], 0
-    for position, path in enumerate(tqdm(inputs, "parse days", disable=not progress)):
+    named: dict[str, Path] = {}
+    for position, path in enumerate(inputs):
         match = re.match(r"day_\d+", path.name)
-        day = _parse_day(path, match[0] if match else f"day_{position}", first_row, work)
+        name = match[0] if match else f"day_{position}"
+        if name in named:
+            raise ValueError(f"{path} and {named[name].name} are both {name}; keep one of them")
+        named[name] = path
+    days, first_row = [], 0
+    for name, path in tqdm(named.items(), "parse days", disable=not progress):
+        day = _parse_day(path, name, first_row, work)
         days.append(day)
         first_row += day.num_rows
     return days
 
 
 def _parse_day(path: Path, name: str, first_row: int, work: Path) -> _Day:
-    num_rows, min_count = 0, 0
+    num_rows, min_counts = 0, []
     schema = pa.schema(
         [
             ("row", pa.int64()),
@@ -180,11 +186,9 @@ def _parse_day(path: Path, name: str, first_row: int, work: Path) -> _Day:
                     schema=schema,
                 )
             )
-            min_count = (
-                int(rows.counts.min()) if not num_rows else min(min_count, int(rows.counts.min()))
-            )
+            min_counts.append(int(rows.counts.min()))
             num_rows += len(numbers)
-    return _Day(name, rows_path, num_rows, min_count)
+    return _Day(name, rows_path, num_rows, min(min_counts))
 
 
 def _check_int32(path: Path, first_row: int, rows: CriteoRows) -> None:

@@ -223,6 +223,13 @@ def test_output_is_checked_before_work_starts(tmp_path: Path) -> None:
         )
 
 
+def test_day_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    folder = write_days(tmp_path / "input", [reading.random_rows(5)])
+    (folder / "day_0.gz").write_bytes(gzip.compress((folder / "day_0").read_bytes()))
+    with pytest.raises(ValueError, match=r"day_0.gz and day_0 are both day_0; keep one of them"):
+        preprocess(PreprocessConfig(input=folder, output=tmp_path / "output", progress=False))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
