@@ -41,10 +41,19 @@ def test_state_of_an_ordinary_optimizer_over_tables(optimizer: type, tmp_path: P
         assert torch.equal(ours, theirs)
 
 
+def test_a_checkpoint_replaces_another_and_what_broke_off(tmp_path: Path) -> None:
+    path, model = tmp_path / "checkpoint", TinyModel()
+    save_checkpoint(path, TinyModel(is_deep=True))
+    (tmp_path / "checkpoint.partial").mkdir()
+    (tmp_path / "checkpoint.partial" / "__9_0.distcp").touch()
+    save_checkpoint(path, model)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+    assert sorted(entry.name for entry in path.iterdir()) == [".metadata", "__0_0.distcp"]
+    load_checkpoint(path, model)
+
+
 def test_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"holds no checkpoint: there is no file .*data"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"holds no checkpoint: there is no file .*data"):
         load_checkpoint(tmp_path, TinyModel())
 
 

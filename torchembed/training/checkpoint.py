@@ -6,6 +6,7 @@ sharded, and other programs that read such checkpoints see ordinary tensors.
 """
 
 import contextlib
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import Table, table_of
+from torchembed.training import ranks
 
 
 def save_checkpoint(
@@ -30,18 +32,36 @@ def save_checkpoint(
 ) -> None:
     """Write the state of ``model`` and ``optimizers`` into the folder ``path``.
 
-    Every rank must call it; all ranks must see the same folder. What stands there is overwritten.
+    Every rank must call it; all ranks must see the same folder. A checkpoint that stands there is
+    replaced once the new one is complete.
     """
     state = _model_state(model)
     for index, optimizer in enumerate(optimizers):
         state |= _optimizer_state(model, optimizer, f"optimizers.{index}")
+    partial = path.with_name(f"{path.name}.partial")
+    if ranks.rank() == 0 and partial.exists():
+        shutil.rmtree(partial)
+    ranks.wait_for_all()
     with _one_process_is_fine():
         save(
             state,
-            checkpoint_id=path,
+            checkpoint_id=partial,
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=not dist.is_initialized(),
         )
+    _replace(partial, path)
+
+
+def _replace(partial: Path, path: Path) -> None:
+    """Give ``partial`` the name ``path``, on rank 0; the others wait."""
+    if ranks.rank() == 0:
+        replaced = path.with_name(f"{path.name}.replaced")
+        if path.exists():
+            path.rename(replaced)
+        partial.rename(path)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    ranks.wait_for_all()
 
 
 def load_checkpoint(

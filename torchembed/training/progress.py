@@ -38,6 +38,11 @@ class Progress:
         self._shown |= {name: f"{value:.4f}" for name, value in values.items()}
         self._bar.set_postfix(self._shown, refresh=False)
 
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self._bar.disable:
+            self._bar.write(text, file=sys.stderr)
+
     def __enter__(self) -> Self:
         return self
 

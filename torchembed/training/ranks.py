@@ -29,6 +29,11 @@ def check_cpu_backend() -> None:
         )
 
 
+def wait_for_all() -> None:
+    """Return once every rank is here."""
+    any_rank(False)
+
+
 def any_rank(flag: bool) -> bool:
     """True where ``flag`` is on some rank; every rank must call it."""
     if world_size() == 1:
