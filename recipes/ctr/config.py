@@ -1,0 +1,47 @@
+"""What a run of DCNv2 on a small data set consists of."""
+
+import dataclasses
+from pathlib import Path
+
+from torchembed.sharding import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CtrConfig:
+    """A run, wholly: one training for each seed, stopped early; the result is their mean."""
+
+    data: Path | None = None
+    """The folder of the data; without it TORCHEMBED_DATA, or ../shared/data beside the checkout."""
+    output: Path | None = None
+    """A folder for checkpoints and pictures; without it runs/<recipe>-<time>."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    max_rows: int | None = None
+    """Take no more of the training rows, and of the others, than this."""
+    embedding_dim: int = 16
+    embedding_std: float = 0.05
+    """Of the tables' normal initial values."""
+    embedding_l2: float = 0.0
+    """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables."""
+    num_cross_layers: int = 2
+    layer_sizes: tuple[int, ...] = (256, 256)
+    """Widths of the MLP, parallel to the cross network."""
+    dropout: float = 0.2
+    batch_norm: bool = False
+    placement: Placement | None = None
+    """Of every table over several ranks; without it the plan chooses."""
+    batch_size: int = 4096
+    """Samples a step, over all ranks."""
+    learning_rate: float = 0.001
+    """Of Adam, for tables and dense layers."""
+    lr_decay: float = 0.1
+    """The learning rate is multiplied by this after an epoch that did not improve."""
+    patience: int = 2
+    """Stop after so many epochs in a row without a better AUC on the validation rows."""
+    max_epochs: int = 100
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds must be different and at least one, got {self.seeds}")
+        for name in ("batch_size", "patience", "max_epochs", "embedding_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,0 +1,95 @@
+"""Rows of a data set that fits in memory, and batches of them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchembed import SparseFeatures
+from torchembed.data import Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneIdEach:
+    """A feature with one id for each row."""
+
+    num_ids: int
+    ids: Tensor
+    """int64 ``[N]``."""
+
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids of ``rows [B]``, one row after the other, and the number of ids of each."""
+        return self.ids[rows], torch.ones_like(rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BagEach:
+    """A feature with a bag of ids for each row, the same bag for many rows."""
+
+    num_ids: int
+    values: Tensor
+    """int64: the ids of one different bag after the other."""
+    offsets: Tensor
+    """int64 ``[bags + 1]``: where each bag begins in ``values``."""
+    which: Tensor
+    """int64 ``[N]``: each row's bag."""
+
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids of ``rows [B]``, one row after the other, and the number of ids of each."""
+        bags = self.which[rows]
+        starts = self.offsets[bags]
+        lengths = self.offsets[bags + 1] - starts
+        ends = lengths.cumsum(0)
+        shifts = (starts - ends + lengths).repeat_interleave(lengths)
+        return self.values[torch.arange(len(shifts)) + shifts], lengths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """All rows of a data set."""
+
+    features: Mapping[str, OneIdEach | BagEach]
+    labels: Tensor
+    """float32 ``[N]``, 0 or 1."""
+
+    def batch(self, rows: Tensor) -> Batch:
+        """The rows numbered ``rows [B]``, without dense features."""
+        features = [feature.of(rows) for feature in self.features.values()]
+        values, lengths = (torch.cat(column) for column in zip(*features, strict=True))
+        is_jagged = any(isinstance(feature, BagEach) for feature in self.features.values())
+        sparse = SparseFeatures(
+            keys=tuple(self.features),
+            values=values,
+            batch_size=len(rows),
+            offsets=F.pad(lengths.cumsum(0), (1, 0)) if is_jagged else None,
+            hotness=None if is_jagged else (1,) * len(self.features),
+        )
+        return Batch(torch.empty(len(rows), 0), sparse, self.labels[rows])
+
+
+class RowBatches:
+    """One rank's batches of some rows: each global batch is divided evenly among the ranks.
+
+    Args:
+        rows: the data set.
+        numbers: which of its rows, in order, int64 ``[n]``.
+        batch_size: over all ranks.
+        rank: this rank.
+        num_ranks: how many there are.
+    """
+
+    def __init__(
+        self, rows: Rows, numbers: Tensor, *, batch_size: int, rank: int, num_ranks: int
+    ) -> None:
+        self.rows, self.numbers = rows, numbers
+        self.batch_size, self.rank, self.num_ranks = batch_size, rank, num_ranks
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.numbers) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for numbers in self.numbers.split(self.batch_size):
+            yield self.rows.batch(numbers.tensor_split(self.num_ranks)[self.rank])

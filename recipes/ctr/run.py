@@ -1,0 +1,178 @@
+"""Training DCNv2 with early stopping, once for each seed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchembed
+from recipes.ctr.config import CtrConfig
+from recipes.ctr.rows import RowBatches, Rows
+from recipes.ctr.splits import Splits
+from recipes.ranks import shard_over_ranks, table_device
+from recipes.result import Result
+from torchembed.models import DCNv2
+from torchembed.tables import table_of
+from torchembed.training import (
+    Evaluation,
+    History,
+    Progress,
+    average_buffers,
+    evaluate,
+    load_checkpoint,
+    plot_history,
+    ranks,
+    save_checkpoint,
+    train,
+)
+
+
+class SeedRun(NamedTuple):
+    """One training, its model as good on the validation rows as it got."""
+
+    validation: Evaluation
+    test: Evaluation
+    history: History
+    checkpoint: Path
+
+
+def run_seeds(
+    config: CtrConfig, read: Callable[[int], Splits], device: torch.device, output: Path
+) -> Result:
+    """Train once for each seed; the result is the mean, and the best one's checkpoint.
+
+    Args:
+        read: from a seed to the divided rows.
+        device: this rank's.
+        output: an empty folder, for a folder of each seed with ``checkpoint`` and ``training.png``.
+    """
+    if config.batch_size % ranks.world_size():
+        raise ValueError(
+            f"batch_size must be a multiple of the {ranks.world_size()} ranks, "
+            f"got {config.batch_size}"
+        )
+    runs = {
+        seed: run_seed(
+            config, read(seed).at_most(config.max_rows), seed, device, output / f"seed-{seed}"
+        )
+        for seed in config.seeds
+    }
+    histories = [run.history for run in runs.values()]
+    best = max(runs.values(), key=lambda run: run.validation.auc)
+    return Result(
+        test_auc=fmean(run.test.auc for run in runs.values()),
+        test_logloss=fmean(run.test.logloss for run in runs.values()),
+        test_auc_by_seed={seed: run.test.auc for seed, run in runs.items()},
+        test_logloss_by_seed={seed: run.test.logloss for seed, run in runs.items()},
+        samples_per_second=sum(history.num_samples for history in histories)
+        / sum(history.seconds for history in histories),
+        num_steps=sum(history.num_steps for history in histories),
+        checkpoint=best.checkpoint,
+    )
+
+
+def run_seed(
+    config: CtrConfig, splits: Splits, seed: int, device: torch.device, output: Path
+) -> SeedRun:
+    """Train until the AUC on the validation rows has not improved for some epochs."""
+    model = build_model(config, splits.rows, seed, device)
+    optimizers = build_optimizers(config, model)
+    order = torch.Generator().manual_seed(seed)
+    # Dropout differs from rank to rank; all else that is random is drawn the same on each.
+    torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
+
+    def batches(numbers: Tensor) -> RowBatches:
+        rank, num_ranks = ranks.rank(), ranks.world_size()
+        return RowBatches(
+            splits.rows, numbers, batch_size=config.batch_size, rank=rank, num_ranks=num_ranks
+        )
+
+    history = History(read_loss_every=10)
+    best, num_worse = None, 0
+    with Progress(label=f"seed {seed}") as progress:
+        for epoch in range(config.max_epochs):
+            shuffled = splits.train[torch.randperm(len(splits.train), generator=order)]
+            train(
+                model,
+                F.binary_cross_entropy_with_logits,
+                optimizers,
+                batches(shuffled),
+                history=history,
+                progress=progress,
+            )
+            average_buffers(model)
+            now = evaluate(model, batches(splits.validation))
+            history.add_evaluation(now)
+            progress.note(
+                f"seed {seed}, epoch {epoch + 1}: training loss {history.losses[-1].loss:.4f}, "
+                f"validation AUC {now.auc:.5f}, log loss {now.logloss:.4f}"
+            )
+            if best is None or now.auc > best.auc:
+                best, num_worse = now, 0
+                save_checkpoint(output / "checkpoint", model, optimizers)
+                continue
+            num_worse += 1
+            if num_worse == config.patience:
+                break
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] *= config.lr_decay
+    assert best is not None
+    load_checkpoint(output / "checkpoint", model)
+    if ranks.rank() == 0:
+        plot_history(history, output / "training.png", title=f"DCNv2, seed {seed}")
+    test = evaluate(model, batches(splits.test))
+    return SeedRun(best, test, history, output / "checkpoint")
+
+
+def build_model(config: CtrConfig, rows: Rows, seed: int, device: torch.device) -> DCNv2:
+    """DCNv2 for the features of ``rows``, its tables spread over the ranks; bags are averaged."""
+    torch.manual_seed(seed)
+    tables = torchembed.EmbeddingBagCollection(
+        [
+            torchembed.EmbeddingBagConfig(
+                name=name,
+                num_embeddings=feature.num_ids,
+                embedding_dim=config.embedding_dim,
+                feature_names=(name,),
+                pooling=torchembed.Pooling.MEAN,
+                initializer=torchembed.Normal(std=config.embedding_std),
+            )
+            for name, feature in rows.features.items()
+        ],
+        device=table_device(device),
+        seed=seed,
+    )
+    model = DCNv2(
+        tables,
+        num_cross_layers=config.num_cross_layers,
+        layer_sizes=config.layer_sizes,
+        dropout=config.dropout,
+        batch_norm=config.batch_norm,
+        dense_device=device,
+    )
+    shard_over_ranks(model, device, config.placement)
+    return model
+
+
+def build_optimizers(config: CtrConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Adam for the tables and for all else.
+
+    The penalty ``l2 / 2 * sum of squares`` covers every row at every step, looked up or not, so
+    with it every row moves at every step: that is torch's own Adam, over dense gradients. Without
+    it only the rows that a batch looked up move, in the fused update.
+    """
+    tables = [p for p in model.parameters() if table_of(p) is not None]
+    dense = [p for p in model.parameters() if table_of(p) is None]
+    lr = config.learning_rate
+    if config.embedding_l2:
+        of_tables: torch.optim.Optimizer = torch.optim.Adam(
+            tables, lr=lr, weight_decay=config.embedding_l2
+        )
+    else:
+        of_tables = torchembed.optim.Adam(tables, lr=lr)
+    return [of_tables, torch.optim.Adam(dense, lr=lr)]

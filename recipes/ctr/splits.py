@@ -1,0 +1,21 @@
+"""The rows of a data set, divided."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from recipes.ctr.rows import Rows
+
+
+class Splits(NamedTuple):
+    """A data set and which of its rows train, validate and test: int64 row numbers."""
+
+    rows: Rows
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+    def at_most(self, max_rows: int | None) -> "Splits":
+        """The first ``max_rows`` of each part; all where None."""
+        parts = (part[:max_rows] for part in (self.train, self.validation, self.test))
+        return Splits(self.rows, *parts)

@@ -1,0 +1,25 @@
+"""Where data sets are that nobody may redistribute."""
+
+import os
+from pathlib import Path
+
+_BESIDE_THE_CHECKOUT = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def find_data(file: str, data: Path | None) -> Path:
+    """The path of ``file``, such as ``ml-1m/users.dat``.
+
+    Looks in the folder ``data`` (which may be ``ml-1m`` itself) if one is given, else in that of
+    the environment variable ``TORCHEMBED_DATA``, else in ``../shared/data`` beside the checkout.
+
+    Raises:
+        FileNotFoundError: where it is not there; says what is needed, and how to name the folder.
+    """
+    root = data or Path(os.environ.get("TORCHEMBED_DATA", _BESIDE_THE_CHECKOUT))
+    for path in (root / file, root / Path(file).name):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"{file} is needed and is not in {root}; name the folder that holds it with --data, or in "
+        "the environment variable TORCHEMBED_DATA"
+    )

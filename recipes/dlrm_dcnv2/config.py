@@ -1,0 +1,116 @@
+"""The runs of DLRM-DCNv2."""
+
+import dataclasses
+from pathlib import Path
+
+from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
+from torchembed.data.mlperf import mlperf_days
+from torchembed.sharding import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DlrmConfig:
+    """A run, wholly. Text, Parquet or MLPerf's files, told apart by their names, or a made log."""
+
+    data: Path | None = None
+    """A folder or file of clicks; without it the made click log."""
+    output: Path | None = None
+    """A folder for checkpoint and picture; without it runs/<recipe>-<time>."""
+    click_log: ClickLogConfig = ClickLogConfig()
+    """The made click log."""
+    table_sizes: tuple[int, ...] = MLPERF_TABLE_SIZES
+    """Rows of each table, where the data does not say; ids are taken modulo these."""
+    max_table_rows: int | None = None
+    """No table gets more rows than this."""
+    held_out: float = 0.1
+    """Part of the rows to hold out where there is one file; else the last file is held out."""
+    embedding_dim: int = 128
+    dense_arch: tuple[int, ...] = (512, 256, 128)
+    """Widths of the layers over the dense features."""
+    over_arch: tuple[int, ...] = (1024, 1024, 512, 256, 1)
+    """Widths of the layers over the cross network."""
+    num_cross_layers: int = 3
+    low_rank: int = 512
+    """Of each cross layer."""
+    placement: Placement | None = None
+    """Of every table; without it the plan chooses."""
+    batch_size: int = 65_536
+    """Samples a step, over all ranks."""
+    learning_rate: float = 0.004
+    """Of Adagrad, for tables and dense layers."""
+    eps: float = 1e-8
+    """Of Adagrad."""
+    epochs: int = 1
+    max_steps: int | None = None
+    """Stop after so many."""
+    evaluate_every: int | None = None
+    """Steps between evaluations on validation rows; without it one, after the last step."""
+    read_loss_every: int = 50
+    """Steps between points of the loss."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "embedding_dim", "read_loss_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_steps", "evaluate_every", "max_table_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or left out, got {value}")
+        if self.over_arch[-1:] != (1,):
+            raise ValueError(f"over_arch must end with 1, the logit, got {self.over_arch}")
+
+
+def quickstart(data: Path | None = None) -> DlrmConfig:
+    """A small model and a made click log: minutes on two CPU cores, and near the best AUC."""
+    return DlrmConfig(
+        data=data,
+        embedding_dim=16,
+        dense_arch=(64, 32, 16),
+        over_arch=(128, 64, 1),
+        num_cross_layers=3,
+        low_rank=32,
+        batch_size=2048,
+        learning_rate=0.02,
+        evaluate_every=256,
+        read_loss_every=32,
+    )
+
+
+# Distinct ids of each feature in Kaggle's train.txt.
+# fmt: off
+_KAGGLE_NUM_IDS = (
+    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27,
+    14_992, 5_461_306, 10, 5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+)
+# fmt: on
+
+
+def criteo_kaggle(data: Path | None = None) -> DlrmConfig:
+    """Criteo's Kaggle data: ids hashed into moderate tables, a small model, one pass."""
+    return DlrmConfig(
+        data=data,
+        table_sizes=tuple(2 * num_ids for num_ids in _KAGGLE_NUM_IDS),
+        max_table_rows=1 << 17,
+        embedding_dim=16,
+        dense_arch=(256, 64, 16),
+        over_arch=(256, 128, 1),
+        num_cross_layers=3,
+        low_rank=64,
+        batch_size=256,
+        learning_rate=0.02,
+        read_loss_every=10,
+    )
+
+
+def mlperf(data: Path | None = None) -> DlrmConfig:
+    """MLPerf Training's model on Criteo 1TB: 104 GB of rows, and as much of Adagrad's."""
+    return DlrmConfig(data=data, evaluate_every=3200)
+
+
+def fitting(data: Path | None = None) -> DlrmConfig:
+    """What fits the data: ``quickstart`` without any, ``mlperf``, or else ``criteo_kaggle``."""
+    if data is None:
+        return quickstart()
+    is_mlperf = data.is_dir() and bool(mlperf_days(data))
+    return mlperf(data) if is_mlperf else criteo_kaggle(data)

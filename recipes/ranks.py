@@ -1,0 +1,67 @@
+"""The processes of a run."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchembed import shard_embeddings
+from torchembed.modules.shard import table_specs
+from torchembed.sharding import Placement
+
+
+@contextlib.contextmanager
+def joined_ranks() -> Iterator[torch.device]:
+    """Join the other processes that ``torchrun`` started, or run alone; gives this one's device.
+
+    Where there are GPUs, each process gets one of its own. Collectives go through NCCL for tensors
+    on GPUs and through gloo for those on the CPU.
+
+    Raises:
+        RuntimeError: where a machine has GPUs, but fewer than processes.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < num_gpus < num_local_ranks:
+        raise RuntimeError(
+            f"{num_local_ranks} processes need as many GPUs, and this machine has {num_gpus}; "
+            f"start {num_gpus}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    device = torch.device("cpu")
+    if num_gpus:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_torchelastic_launched():
+        yield device
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if num_gpus else "gloo")
+    yield device
+    # Not after an error: it would wait for ranks that are gone, and torchrun ends all of them.
+    dist.destroy_process_group()
+
+
+def table_device(device: torch.device) -> torch.device:
+    """Where to make a model's tables, so that :func:`shard_over_ranks` makes no table whole."""
+    return torch.device("meta") if dist.is_initialized() else device
+
+
+def shard_over_ranks(
+    model: nn.Module, device: torch.device, placement: Placement | None = None
+) -> nn.Module:
+    """Spread the tables of ``model`` over all ranks, in place; a process alone keeps them whole.
+
+    Args:
+        model: its tables on :func:`table_device`, all else on ``device``.
+        device: this rank's.
+        placement: of every table; the plan chooses where None.
+    """
+    if not dist.is_initialized():
+        return model
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if placement is None:
+        return shard_embeddings(model, mesh)
+    return shard_embeddings(model, mesh, plan=dict.fromkeys(table_specs(model), placement))

@@ -1,0 +1,36 @@
+"""Every run by its name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from recipes.ctr import frappe, ml1m
+from recipes.dlrm_dcnv2 import config as dlrm
+from recipes.dlrm_dcnv2.run import run as run_dlrm
+from recipes.result import Result
+
+
+class Recipe(NamedTuple):
+    """A run of a model on data."""
+
+    config: Callable[[Path | None], Any]
+    """From the data's folder or file, if one was named, to the full config, a frozen dataclass."""
+    run: Callable[[Any, torch.device, Path], Result]
+    """Of the config, this rank's device and an empty output folder; on every rank."""
+
+    @property
+    def summary(self) -> str:
+        """What the run is, in one line."""
+        return (self.config.__doc__ or "").splitlines()[0]
+
+
+RECIPES = {
+    "dlrm_dcnv2": Recipe(dlrm.fitting, run_dlrm),
+    "dlrm_dcnv2.quickstart": Recipe(dlrm.quickstart, run_dlrm),
+    "dlrm_dcnv2.criteo_kaggle": Recipe(dlrm.criteo_kaggle, run_dlrm),
+    "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm),
+    "ctr-frappe": Recipe(frappe.config, frappe.run),
+    "ctr-ml1m": Recipe(ml1m.config, ml1m.run),
+}

@@ -1,0 +1,44 @@
+"""What a run says at its end."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a model does on its test rows, and what training it took."""
+
+    test_auc: float
+    test_logloss: float
+    bayes_auc: float | None = None
+    """The most that a model can expect, where the data is made."""
+    test_auc_by_seed: dict[int, float] | None = None
+    """Where a run trains once for each of several seeds; the numbers above are then means."""
+    test_logloss_by_seed: dict[int, float] | None = None
+    samples_per_second: float
+    """Of training, over all ranks."""
+    num_steps: int
+    checkpoint: Path
+
+
+def result_line(result: Result, *, num_ranks: int, seconds: float) -> str:
+    """``RESULT`` and one JSON object, in which NaN is null and what does not apply is left out.
+
+    Args:
+        num_ranks: processes of the run.
+        seconds: of the whole run.
+    """
+    fields = dataclasses.asdict(result) | {"num_ranks": num_ranks, "seconds": seconds}
+    known = {key: _as_json(value) for key, value in fields.items() if value is not None}
+    return "RESULT " + json.dumps(known)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,89 @@
+"""What is wrong with a run is said before it trains."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.data_folder import find_data
+from recipes.registry import RECIPES
+from recipes.result import Result, result_line
+from recipes.train import main, parse
+from tests.recipes import made_data
+
+
+def test_data_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match="--data names nowhere, and there is no such file"):
+        main(["dlrm_dcnv2", "--data", "nowhere"])
+
+
+@pytest.mark.parametrize("recipe", ["ctr-frappe", "ctr-ml1m"])
+def test_a_folder_without_the_data(recipe: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"is needed and is not in .*--data.*TORCHEMBED"):
+        main([recipe, "--data", str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+def test_where_data_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made_data.write_frappe(tmp_path)
+    assert find_data("frappe_x1r/frappe_x1r.npz", tmp_path) == path
+    assert find_data("frappe_x1r/frappe_x1r.npz", path.parent) == path
+    monkeypatch.setenv("TORCHEMBED_DATA", str(tmp_path))
+    assert find_data("frappe_x1r/frappe_x1r.npz", None) == path
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"output folder .*file/out cannot be written"):
+        main(["dlrm_dcnv2", "--output", str(tmp_path / "file" / "out")])
+
+
+def test_an_output_folder_with_something_in_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(FileExistsError, match="holds files already; name another with --output"):
+        main(["dlrm_dcnv2", "--output", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_tables_larger_than_memory(tmp_path: Path) -> None:
+    data = made_data.write_mlperf(tmp_path, num_rows=10)
+    arguments = ("--data", str(data), "--output", str(tmp_path / "out"))
+    with pytest.raises(MemoryError, match=r"take \d+ GB, .* lower max_table_rows"):
+        main(["dlrm_dcnv2.mlperf", *arguments, "--embedding-dim", "1280"])
+
+
+def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (("dlrm_dcnv2", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
+        (("dlrm_dcnv2", "--over-arch", "8", "2"), "over_arch must end with 1, the logit"),
+        (("ctr-ml1m", "--seeds", "1", "1"), "seeds must be different and at least one"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            parse(arguments)
+        assert exit_info.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ((), ("no-such-recipe",), ("dlrm_dcnv2", "--no-such-field", "1")):
+        with pytest.raises(SystemExit) as exit_info:
+            parse(arguments)
+        assert exit_info.value.code == 2
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    for name, recipe in RECIPES.items():
+        assert name in shown
+        assert recipe.summary in shown
+
+
+def test_the_result_is_json_without_nan() -> None:
+    result = Result(
+        test_auc=float("nan"),
+        test_logloss=0.5,
+        samples_per_second=1.0,
+        num_steps=1,
+        checkpoint=Path("runs/x"),
+    )
+    assert result_line(result, num_ranks=2, seconds=3.0) == (
+        'RESULT {"test_auc": null, "test_logloss": 0.5, "samples_per_second": 1.0, "num_steps": 1, '
+        '"checkpoint": "runs/x", "num_ranks": 2, "seconds": 3.0}'
+    )

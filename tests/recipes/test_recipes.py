@@ -1,0 +1,134 @@
+"""Each recipe's tiny config runs from its command line to its last line."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.ctr import frappe, ml1m
+from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.train import main, parse
+from tests.recipes import made_data
+from torchembed.data import MLPERF_TABLE_SIZES
+
+SMALL_DLRM = [
+    *("--embedding-dim", "4", "--dense-arch", "8", "4", "--over-arch", "8", "1"),
+    *("--num-cross-layers", "2", "--low-rank", "2", "--max-table-rows", "50"),
+]
+SMALL_CTR = [
+    *("--embedding-dim", "4", "--layer-sizes", "8", "--batch-size", "64"),
+    *("--max-epochs", "2", "--seeds", "1", "2"),
+]
+
+
+def result_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    """Run a recipe in this process; what its last line says."""
+    main([str(argument) for argument in arguments])
+    last = capsys.readouterr().out.splitlines()[-1]
+    word, _, text = last.partition(" ")
+    assert word == "RESULT"
+    result = json.loads(text)
+    assert result["num_ranks"] == 1
+    assert result["num_steps"] > 0
+    assert result["samples_per_second"] > 0
+    assert result["seconds"] > 0
+    assert 0 <= result["test_auc"] <= 1
+    assert 0 < result["test_logloss"] < 5
+    assert (Path(result["checkpoint"]) / ".metadata").is_file()
+    return result
+
+
+def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    result = result_of(
+        capsys, "dlrm_dcnv2", "--output", output, *SMALL_DLRM,
+        "--click-log.num-train", 600, "--click-log.num-held-out", 300,
+        "--batch-size", 128, "--evaluate-every", 2, "--read-loss-every", 2,
+    )  # fmt: skip
+    assert result["num_steps"] == math.ceil(600 / 128)
+    assert 0.6 < result["bayes_auc"] <= 1
+    assert result["checkpoint"] == str(output / "checkpoint")
+    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "low_rank = 2\n" in (output / "config.txt").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["dlrm_dcnv2", "dlrm_dcnv2.criteo_kaggle"])
+def test_criteo_text(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = made_data.write_criteo_text(tmp_path)
+    result = result_of(
+        capsys, recipe, "--data", data, "--output", tmp_path / "out", *SMALL_DLRM,
+        "--batch-size", 32, "--epochs", 3, "--max-steps", 150, "--learning-rate", 0.02,
+    )  # fmt: skip
+    assert result["num_steps"] == 150
+    assert result["test_auc"] > 0.9
+    assert "bayes_auc" not in result
+
+
+def test_mlperf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = made_data.write_mlperf(tmp_path)
+    result = result_of(
+        capsys, "dlrm_dcnv2", "--data", data, "--output", tmp_path / "out", *SMALL_DLRM,
+        "--batch-size", 64, "--placement", "ROW_WISE",
+    )  # fmt: skip
+    assert result["num_steps"] == math.ceil(200 / 64)
+
+
+def test_mlperf_is_the_published_model() -> None:
+    _, config = parse(["dlrm_dcnv2.mlperf"])
+    assert isinstance(config, DlrmConfig)
+    assert config.table_sizes == MLPERF_TABLE_SIZES
+    assert sum(config.table_sizes) == 204_184_588
+    assert (config.embedding_dim, config.num_cross_layers, config.low_rank) == (128, 3, 512)
+    assert (config.dense_arch, config.over_arch[:2]) == ((512, 256, 128), (1024, 1024))
+    assert (config.learning_rate, config.eps, config.max_table_rows) == (0.004, 1e-8, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "write"),
+    [("ctr-frappe", made_data.write_frappe), ("ctr-ml1m", made_data.write_ml1m)],
+)
+def test_ctr(recipe: str, write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    output = tmp_path / "out"
+    arguments = ("--data", tmp_path, "--output", output, "--learning-rate", 0.02, *SMALL_CTR)
+    result = result_of(capsys, recipe, *arguments)
+    by_seed = result["test_auc_by_seed"]
+    assert set(by_seed) == {"1", "2"}
+    assert result["test_auc"] == pytest.approx(sum(by_seed.values()) / 2, abs=1e-6)
+    assert (output / "seed-2" / "training.png").is_file()
+    assert Path(result["checkpoint"]).parent.parent == output
+
+
+def test_frappe_ids_begin_at_zero_in_each_field(tmp_path: Path) -> None:
+    splits = frappe.read(made_data.write_frappe(tmp_path))
+    assert [len(part) for part in splits[1:]] == [400, 100, 100]
+    batch = splits.rows.batch(splits.train[:50])
+    assert batch.sparse.keys == frappe.FIELDS
+    assert batch.sparse.hotness == (1,) * 10
+    for feature, ids in zip(
+        splits.rows.features.values(), batch.sparse.values.split(50), strict=True
+    ):
+        assert 0 <= int(ids.min()) <= int(ids.max()) < feature.num_ids
+    user, item = batch.sparse.values[:50], batch.sparse.values[50:100]
+    assert torch.equal(batch.labels, ((user + item) % 3 == 0).float())
+
+
+def test_ml1m_genres_are_the_movies_bags(tmp_path: Path) -> None:
+    rows = ml1m.read(made_data.write_ml1m(tmp_path))
+    numbers = torch.tensor([3, 0, 11, 3])
+    batch = rows.batch(numbers)
+    assert batch.sparse.offsets is not None
+    assert batch.sparse.keys[4:6] == ("movie", "genres")
+    movies = rows.features["movie"].of(numbers)[0].tolist()
+    bags = batch.sparse.values.tensor_split(batch.sparse.offsets[1:-1].tolist())[5 * 4 : 6 * 4]
+    for movie, bag in zip(movies, bags, strict=True):
+        # The movie at position p has the number 2 * (p + 1), and its first genres in order.
+        assert bag.tolist() == list(range(1 + 2 * (movie + 1) % 4))
+    splits = ml1m.divide(rows, seed=1)
+    parts = torch.cat(splits[1:])
+    assert torch.equal(parts.sort().values, torch.arange(len(rows.labels)))
+    assert len(splits.test) == pytest.approx(len(parts) / 10, abs=1)
+    assert not torch.equal(splits.test, ml1m.divide(rows, seed=2).test)

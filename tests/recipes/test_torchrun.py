@@ -1,0 +1,50 @@
+"""A recipe on two ranks, as ``make train`` starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.recipes import made_data
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m torch.distributed.run`` with two gloo ranks."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return subprocess.run(
+        [sys.executable, *start, "-m", "recipes.train", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
+    made_data.write_ml1m(tmp_path)
+    run = torchrun(
+        "ctr-ml1m", "--data", str(tmp_path), "--output", str(tmp_path / "out"),
+        "--embedding-dim", "4", "--layer-sizes", "8", "--batch-size", "64", "--batch-norm",
+        "--placement", "ROW_WISE", "--max-epochs", "2", "--seeds", "1",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert [line for line in lines if line.startswith("RESULT ")] == lines[-1:]
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    assert result["num_ranks"] == 2
+    assert 0 <= result["test_auc"] <= 1
+    assert len(list(Path(result["checkpoint"]).glob("*.distcp"))) == 2
+    assert "seed 1:" in run.stderr
+
+
+def test_a_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "ratings.npz").touch()
+    run = torchrun("ctr-ml1m", "--data", str(tmp_path), "--output", str(tmp_path / "out"))
+    assert run.returncode != 0
+    assert "RESULT" not in run.stdout
+    assert "Traceback (most recent call last)" in run.stderr
