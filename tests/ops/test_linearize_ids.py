@@ -209,7 +209,7 @@ def test_compiles_whole_and_once_for_every_size(device: torch.device) -> None:
 
     def rows_and_count(*tensors: Tensor, offsets: Tensor, batch_size: int) -> LinearRows:
         result = linearize_ids(*tensors, offsets=offsets, batch_size=batch_size)
-        return result._replace(rows=result.rows + 1)
+        return LinearRows(result.rows + 1, result.first_bad)
 
     compiled = compiled_once(rows_and_count)
     for batch_size in (4, 5, 9):
