@@ -32,6 +32,7 @@ def _pooled_lookup_forward_kernel(
     bounds_ptr,
     per_id_weights_ptr,
     out_ptr,
+    num_bags,
     num_features,
     batch_size,
     FIXED: tl.constexpr,
@@ -53,7 +54,7 @@ def _pooled_lookup_forward_kernel(
     """
     bag = tl.program_id(0).to(INDEX) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = bag < num_features * batch_size
+    inside = bag < num_bags
     start, length = bag_extent(bounds_ptr, bag, batch_size, inside, FIXED, INDEX)
 
     total = tl.zeros([BLOCK_BAGS, BLOCK_D], tl.float32)
@@ -103,6 +104,7 @@ def launch_pooled_lookup_forward(
             bounds.tensor,
             per_id_weights,
             out,
+            num_bags,
             num_features,
             batch_size,
             FIXED=bounds.fixed,
@@ -124,6 +126,7 @@ def _pooled_lookup_gradient_map_kernel(
     gradient_rows_ptr,
     scales_ptr,
     num_ids,
+    num_bags,
     num_features,
     batch_size,
     FIXED: tl.constexpr,
@@ -146,7 +149,6 @@ def _pooled_lookup_gradient_map_kernel(
         length = tl.load(bounds_ptr + feature + 1, mask=in_bag, other=1).to(INDEX) - first
         sample = (position - first * batch_size) // length
     else:
-        num_bags = num_features * batch_size
         bag = count_not_above(bounds_ptr + 1, num_bags, position, 1, 1)
         in_bag = bag < num_bags
         first = tl.load(bounds_ptr + bag, mask=in_bag, other=0)
@@ -191,6 +193,7 @@ def launch_pooled_lookup_gradient_map(
             gradient_rows,
             scales if has_scales else None,
             num_ids,
+            num_features * batch_size,
             num_features,
             batch_size,
             FIXED=bounds.fixed,

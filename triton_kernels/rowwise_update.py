@@ -64,6 +64,8 @@ def _rounding_bits(row, columns, row_offsets_ptr, row_keys_ptr, num_tables, step
 def _add_mean(state_ptr, row, inside, squares, DIM: tl.constexpr):
     """Add ``squares / DIM`` to the state of each row, and return it."""
     total = tl.load(state_ptr + row, mask=inside, other=0.0) + tl.div_rn(squares, DIM * 1.0)
+    # Every warp that holds a part of the row reads its state, and one of them writes it.
+    tl.debug_barrier()
     tl.store(state_ptr + row, total, mask=inside)
     return total
 
@@ -245,9 +247,7 @@ def launch_rowwise_update(
     index = index_type(weight, grad, order, chunk_sums)
     with torch.cuda.device_of(weight):
         if chunk_sums is not None:
-            sum_chunks(
-                chunk_sums, starts, order, num_runs, grad, gradient_rows, scales, index
-            )
+            sum_chunks(chunk_sums, starts, order, num_runs, grad, gradient_rows, scales, index)
         if optimizer == OptimizerKind.ADAM:
             step_size = torch.empty_like(lr)
             _rowwise_update_adam_step_kernel[(1,)](

@@ -139,7 +139,7 @@ def test_lookups(dtype: torch.dtype, dim: int, fixed: bool, device: torch.device
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind))
-@pytest.mark.parametrize(("dtype", "dim"), SHAPES)
+@pytest.mark.parametrize(("dtype", "dim"), [*SHAPES, (torch.float32, 512)])
 def test_updates(dtype: torch.dtype, dim: int, kind: OptimizerKind, device: torch.device) -> None:
     rounds = dtype != torch.float32
     state_shape = (NUM_ROWS,) if kind is OptimizerKind.ROWWISE_ADAGRAD else (NUM_ROWS, dim)
