@@ -28,7 +28,7 @@ def _squared_norm(group: TableGroup) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns that norm.
 
     Like ``torch.nn.utils.clip_grad_norm_``, and it counts the gradients that fused optimizers have
@@ -36,7 +36,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     dense or recorded. Tables of one group are clipped together, so give all of a group's tables.
 
     Args:
-        parameters: dense parameters and table weights, on one device.
+        parameters: dense parameters and table weights, on one device; or one of them.
         max_norm: the bound, not negative.
 
     Returns:
@@ -50,7 +50,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         raise ValueError(f"max_norm must not be negative, got {max_norm}")
     groups: dict[int, TableGroup] = {}
     grads = []
-    for parameter in parameters:
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         table = table_of(parameter)
         if table is not None and table.is_sharded:
             raise RuntimeError(

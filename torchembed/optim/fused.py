@@ -15,10 +15,11 @@ from torchembed.tables import Table, TableGroup, table_of
 class FusedOptimizer(torch.optim.Optimizer):
     """Updates exactly the rows that were looked up, fused with the sum of each row's gradients.
 
-    Constructing one takes over the given tables, also from another fused optimizer, which from then
-    on raises: their lookups' backward records gradients inside the table group (``weight.grad``
-    stays None), and :meth:`step` applies and discards them. Several backwards before a step
-    accumulate; ``zero_grad`` discards. Copies of the module start without an optimizer.
+    Constructing one takes over the given tables, also from another fused optimizer, whose ``step``
+    raises from then on: their lookups' backward records gradients inside the table group
+    (``weight.grad`` stays None), and :meth:`step` applies and discards them. Several backwards
+    before a step accumulate; ``zero_grad`` discards. Copies of the module start without an
+    optimizer.
 
     ``param_groups`` holds the usual hyperparameters, so learning-rate schedulers work; a tensor
     ``lr`` stays on its device. ``state_dict`` holds one entry of state for each table.
@@ -226,11 +227,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         table_group.pending.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the recorded gradients; ``weight.grad`` of tables always becomes None."""
+        """Discard the recorded gradients; ``weight.grad`` of tables always becomes None.
+
+        Tables that another optimizer has taken over are left to it.
+        """
         super().zero_grad(set_to_none=True)
         for index, group in enumerate(self.param_groups):
-            for table_group in self._table_groups(index, group):
-                table_group.pending.clear()
+            for table in map(_table, group["params"]):
+                if table.update_key == (self._key, index):
+                    table.group.pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's: ``state`` by parameter number, and ``param_groups``."""
