@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import torchembed.optim
 from tests import oracle
 from tests.optim.twins import (
-    NAMES,
     NUM_STEPS,
     assert_trains_as,
     backward,

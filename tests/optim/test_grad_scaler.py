@@ -1,0 +1,151 @@
+"""``torch.amp.GradScaler`` with tables and dense parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchembed.optim
+from tests.optim.twins import NAMES, assert_trains_as, backward, batch, make, rows, weight, weights
+from tests.tolerance import assert_same_bits
+from torchembed.optim import SGD, Adam
+
+
+class Model(nn.Module):
+    """Tables, and a dense layer over them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.tables = make(device)
+        self.dense = nn.Linear(11, 2, bias=False, device=device)
+        with torch.no_grad():
+            self.dense.weight.copy_(torch.arange(22).view(2, 11) / 16 - 0.5)
+
+    def loss(self, step: int) -> Tensor:
+        values = self.tables(batch(step).jagged(self.dense.weight.device)).values()
+        return self.dense(values).square().sum()
+
+
+def scaler_on(device: torch.device, **settings: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device.type, init_scale=1024.0, **settings)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_scaled_step_is_the_unscaled_one(kind: Any, device: torch.device) -> None:
+    # Bit for bit, since the scale is a power of two.
+    plain, scaled = Model(device), Model(device)
+    optimizers = [
+        (kind(m.tables.parameters(), lr=0.01), torch.optim.SGD(m.dense.parameters(), lr=0.01))
+        for m in (plain, scaled)
+    ]
+    scaler = scaler_on(device)
+    for step in range(3):
+        for optimizer in (*optimizers[0], *optimizers[1]):
+            optimizer.zero_grad()
+        plain.loss(step).backward()
+        scaler.scale(scaled.loss(step)).backward()
+        for optimizer in optimizers[0]:
+            optimizer.step()
+        for optimizer in optimizers[1]:
+            scaler.step(optimizer)
+        scaler.update()
+    for name, parameter in weights(scaled.tables).items():
+        assert_same_bits(parameter, weight(plain.tables, name))
+    assert_same_bits(scaled.dense.weight, plain.dense.weight)
+
+
+def test_a_step_with_an_infinite_gradient_is_skipped(device: torch.device) -> None:
+    model = Model(device)
+    fused, dense = Adam(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
+    scaler = scaler_on(device)
+    before = rows(model.tables)
+    scaler.scale(model.loss(0) * float("inf")).backward()
+    scaler.step(fused)
+    scaler.step(dense)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    for name, parameter in weights(model.tables).items():
+        assert_same_bits(parameter, before[name])
+    for entry in fused.state_dict()["state"].values():
+        assert all(value.count_nonzero() == 0 for value in entry.values())
+    # The gradients are gone, and the next step is an ordinary one.
+    model.zero_grad()
+    scaler.scale(model.loss(1)).backward()
+    scaler.step(fused)
+    scaler.step(dense)
+    scaler.update()
+    assert all(entry["step"].item() == 1 for entry in fused.state_dict()["state"].values())
+    assert all(not torch.equal(weight(model.tables, name), before[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_one_bad_table_skips_all_of_the_optimizer(bad: float, device: torch.device) -> None:
+    # As with torch's optimizers; "c" is in another group than "a" and "b".
+    model = Model(device)
+    fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
+    scaler = scaler_on(device)
+    before, dense_before = rows(model.tables), model.dense.weight.detach().clone()
+    values = model.tables(batch(0).jagged(device)).values()
+    loss = model.dense(values.detach()).sum() + values[:, 8:].sum() * bad + values[:, :8].sum()
+    scaler.scale(loss).backward()
+    scaler.step(fused)
+    scaler.step(dense)
+    scaler.update()
+    for name, parameter in weights(model.tables).items():
+        assert_same_bits(parameter, before[name])
+    assert not torch.equal(model.dense.weight, dense_before)
+
+
+def test_unscaling_by_the_scaler_is_refused_and_loses_nothing(device: torch.device) -> None:
+    model = Model(device)
+    fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
+    scaler = scaler_on(device)
+    before = rows(model.tables)
+    scaler.scale(model.loss(0)).backward()
+    scaler.unscale_(dense)
+    scaler.unscale_(fused)
+    with pytest.raises(RuntimeError, match=r"scaler\.unscale_\(optimizer\) was called for a fused"):
+        scaler.step(fused)
+    for name, parameter in weights(model.tables).items():
+        assert_same_bits(parameter, before[name])
+    scaler.step(dense)
+    scaler.update()
+    scaler.step(fused)  # the gradients are still there
+    assert all(not torch.equal(weight(model.tables, name), before[name]) for name in NAMES)
+
+
+def test_clipping_under_a_scaler(device: torch.device) -> None:
+    # The gradients of tables are still scaled where they are clipped: so must the bound be.
+    def train_ours(module: nn.Module) -> None:
+        optimizer = SGD(module.parameters(), lr=0.1)
+        scaler = scaler_on(device)
+        dense = nn.Parameter(torch.ones(1, device=device))
+        dense_optimizer = torch.optim.SGD([dense], lr=0.0)
+        scaler.scale(dense.sum()).backward()
+        backward(module, 0, scale=scaler.get_scale())
+        torchembed.optim.clip_grad_norm_(module.parameters(), 0.5 * scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.step(dense_optimizer)
+        scaler.update()
+
+    def train_theirs(module: nn.Module) -> None:
+        backward(module, 0, scale=1024.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5 * 1024.0)
+        for parameter in module.parameters():
+            parameter.data -= 0.1 * (parameter.grad / 1024.0)
+
+    assert_trains_as(make(device), train_ours, train_theirs)
+
+
+def test_a_disabled_scaler_steps_as_without(device: torch.device) -> None:
+    model, expected = make(device), make(device)
+    optimizers = [SGD(m.parameters(), lr=0.1) for m in (model, expected)]
+    scaler = scaler_on(device, enabled=False)
+    backward(model, 0)
+    backward(expected, 0)
+    scaler.step(optimizers[0])
+    scaler.update()
+    optimizers[1].step()
+    for name in NAMES:
+        assert_same_bits(weight(model, name), weight(expected, name))
