@@ -130,6 +130,7 @@ def test_single_tables(make: Callable[..., nn.Module], device: torch.device) -> 
 @pytest.mark.gpu
 def test_a_gpu_raises_at_a_later_call_without_being_waited_for(device: torch.device) -> None:
     module = EmbeddingBagCollection(TABLES, device=device)
+    module(clicks([[1, 2], [3, 4]]).fixed(device))  # the first call compiles, which waits
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
