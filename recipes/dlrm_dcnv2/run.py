@@ -53,7 +53,8 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result:
     bayes_auc = test.bayes_auc() if isinstance(test, ClickLog) else None
     save_checkpoint(output / "checkpoint", model, optimizers)
     if ranks.rank() == 0:
-        plot_history(history, output / "training.png", title="DLRM-DCNv2", bayes_auc=bayes_auc)
+        best = validation.bayes_auc() if isinstance(validation, ClickLog) else None
+        plot_history(history, output / "training.png", title="DLRM-DCNv2", bayes_auc=best)
     return Result(
         test_auc=final.auc,
         test_logloss=final.logloss,
