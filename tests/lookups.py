@@ -6,11 +6,21 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.bags import Bags
+from tests.bags import Bags, random_fixed, random_jagged
+from tests.conftest import Sizes
 from tests.tolerance import Formula, assert_follows
 from tests.values import normal
 from torchembed.core.types import Pooling
 from torchembed.ops.pooled_lookup import pooled_lookup
+
+
+def random_bags(sizes: Sizes, fixed: bool, seed: int = 0) -> Bags:
+    """Bags of several features, some of them empty."""
+    if fixed:
+        return random_fixed((2, 0, 1, 3), sizes.batch_size, sizes.num_rows, seed=seed)
+    return random_jagged(
+        3, sizes.batch_size, sizes.num_rows, max_length=sizes.max_length, seed=seed
+    )
 
 
 class Lookup:
