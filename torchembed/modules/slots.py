@@ -1,5 +1,6 @@
 """Which features of a batch are looked up in which table group, in one call for each group."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,26 @@ from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.tables import Table, TableGroup, TableSet
 
 
+class SlotName(NamedTuple):
+    """What an error says of a slot."""
+
+    table: str
+    feature: str
+    num_rows: int
+
+
 class GroupSlots:
     """The slots (uses of a table by a feature) that one group serves."""
 
-    def __init__(self, group: TableGroup, slots: list[int], tables: list[Table]) -> None:
+    def __init__(
+        self, group: TableGroup, slots: list[int], tables: list[Table], features: list[str]
+    ) -> None:
         self.group = group
         self.slots = slots
-        self.tables = tables
+        self.names = [
+            SlotName(table.spec.name, feature, table.num_rows)
+            for table, feature in zip(tables, features, strict=True)
+        ]
         device = group.weight.device
         first = dict(zip(map(id, group.tables), group.first_rows, strict=False))
         firsts, counts = [first[id(t)] for t in tables], [t.num_rows for t in tables]
@@ -55,7 +69,8 @@ class Slots:
                 slots = [s for s, table in enumerate(self._tables) if table.group is group]
                 if slots:
                     tables = [self._tables[s] for s in slots]
-                    self._by_group.append(GroupSlots(group, slots, tables))
+                    features = [self._feature_names[s] for s in slots]
+                    self._by_group.append(GroupSlots(group, slots, tables, features))
             self._known_groups = groups
         return self._by_group
 
@@ -69,27 +84,15 @@ class Slots:
         Raises:
             IndexError: for an id outside its table under ``OnBadId.RAISE``.
         """
-        names = [
-            SlotName(table.spec.name, self._feature_names[slot], table.num_rows)
-            for table, slot in zip(entry.tables, entry.slots, strict=True)
-        ]
         return checked_rows(
             features,
             entry.first_rows,
             entry.num_rows,
             entry.group.rows_dtype,
             self._on_bad_id,
-            names,
+            entry.names,
             self.bad_ids,
         )
-
-
-class SlotName(NamedTuple):
-    """What an error says of a slot."""
-
-    table: str
-    feature: str
-    num_rows: int
 
 
 def checked_rows(
@@ -154,19 +157,20 @@ def select_features(features: SparseFeatures, indices: Sequence[int]) -> SparseF
     batch_size = features.batch_size
     if features.hotness is not None:
         counts = [count * batch_size for count in features.hotness]
-        pick = [features.values.split(counts)[i] for i in indices]
-        values = torch.cat(pick) if pick else features.values[:0]
-        weights = features.weights
-        if weights is not None:
-            weight_pick = [weights.split(counts)[i] for i in indices]
-            weights = torch.cat(weight_pick) if weight_pick else weights[:0]
+
+        def pick(tensor: Tensor) -> Tensor:
+            parts = tensor.split(counts)
+            return torch.cat([parts[i] for i in indices]) if indices else tensor[:0]
+
+        values = pick(features.values)
+        weights = None if features.weights is None else pick(features.weights)
         hotness = tuple(features.hotness[i] for i in indices)
         return SparseFeatures(
             keys=keys, values=values, batch_size=batch_size, hotness=hotness, weights=weights
         )
     assert features.offsets is not None
     if features.values.is_cuda:
-        num_ids = features.values.numel() * max(map(indices.count, indices), default=0)
+        num_ids = features.values.numel() * max(Counter(indices).values(), default=0)
     else:
         starts = features.offsets[::batch_size] if batch_size else features.offsets
         num_ids = int(starts.diff()[indices].sum()) if batch_size else 0
