@@ -75,6 +75,21 @@ def test_two_optimizers_share_a_module(device: torch.device) -> None:
         assert_same_bits(weight(module, name), weight(expected, name))
 
 
+def test_tables_that_come_together_have_done_the_most_steps(device: torch.device) -> None:
+    for frozen in ("a", "b"):
+        module = make(device)
+        optimizer = Adam(module.parameters(), lr=0.1)
+        weight(module, frozen).requires_grad_(False)
+        for step in range(3):
+            backward(module, step)
+            optimizer.step()
+        weight(module, frozen).requires_grad_(True)
+        backward(module, 3)
+        optimizer.step()
+        counts = [entry["step"].item() for entry in optimizer.state_dict()["state"].values()]
+        assert counts == [4, 4, 4]
+
+
 def test_another_optimizer_takes_tables_over(device: torch.device) -> None:
     module = make(device)
     first = Adam(module.parameters(), lr=0.1)
