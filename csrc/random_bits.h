@@ -1,0 +1,20 @@
+// Counter-based random bits; the arithmetic of torchembed/core/random_bits.py.
+
+#pragma once
+
+#include <cstdint>
+
+namespace torchembed {
+
+inline uint64_t mix64(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
+  return value ^ (value >> 31);
+}
+
+// 64 random bits for a pair of key and counter.
+inline uint64_t random_bits(uint64_t key, uint64_t counter) {
+  return mix64(key + (counter + 1) * 0x9E3779B97F4A7C15);
+}
+
+}  // namespace torchembed

@@ -1,0 +1,80 @@
+// Stable-ABI tensors as the plain data of the kernels. The Python functions have checked the
+// arguments; what is checked again here protects memory.
+
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "row_kernels.h"
+
+namespace torchembed {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void check_layout(const char* name, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU; call .cpu()");
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous; call .contiguous()");
+}
+
+inline void check_numel(const char* name, const Tensor& tensor, int64_t numel) {
+  STD_TORCH_CHECK(tensor.numel() == numel, name, " must hold ", numel, " elements, got ",
+                  tensor.numel());
+}
+
+// The data of a tensor of numel elements of type T.
+template <class T>
+const T* const_data(const char* name, const Tensor& tensor, int64_t numel) {
+  check_layout(name, tensor);
+  check_numel(name, tensor, numel);
+  return tensor.const_data_ptr<T>();
+}
+
+template <class T>
+T* mutable_data(const char* name, const Tensor& tensor, int64_t numel) {
+  check_layout(name, tensor);
+  check_numel(name, tensor, numel);
+  return tensor.mutable_data_ptr<T>();
+}
+
+inline IdArray id_array(const char* name, const Tensor& ids, int64_t numel) {
+  if (ids.scalar_type() == ScalarType::Int) return IdArray(const_data<int32_t>(name, ids, numel));
+  return IdArray(const_data<int64_t>(name, ids, numel));
+}
+
+inline FloatType float_type(const char* name, ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return FloatType::kFloat32;
+    case ScalarType::Half:
+      return FloatType::kFloat16;
+    case ScalarType::BFloat16:
+      return FloatType::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, float16 or bfloat16, got ",
+                      torch::headeronly::toString(type));
+  }
+}
+
+// The last dimension of a tensor as rows, for reading.
+inline RowMatrix row_matrix(const char* name, const Tensor& tensor) {
+  check_layout(name, tensor);
+  const FloatType type = float_type(name, tensor.scalar_type());
+  STD_TORCH_CHECK(tensor.dim() >= 2, name, " must have 2 dimensions or more, got ", tensor.dim());
+  const int64_t dim = tensor.size(tensor.dim() - 1);
+  const int64_t num_rows = dim == 0 ? 0 : tensor.numel() / dim;
+  return {const_cast<void*>(tensor.const_data_ptr()), type, num_rows, dim};
+}
+
+// Likewise for writing.
+inline RowMatrix mutable_row_matrix(const char* name, const Tensor& tensor) {
+  RowMatrix matrix = row_matrix(name, tensor);
+  matrix.data = tensor.mutable_data_ptr();
+  return matrix;
+}
+
+}  // namespace torchembed

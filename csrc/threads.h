@@ -1,0 +1,55 @@
+// Sharing work between threads by its cost.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace torchembed {
+
+// Threads that are worth waking for this much work, where `grain` repays waking one.
+inline int64_t num_threads_for(int64_t cost, int64_t grain) {
+  const int64_t most = torch::stable::get_num_threads();
+  return std::clamp<int64_t>(cost / std::max<int64_t>(grain, 1), 1, most);
+}
+
+// Rows of dim floats whose reading and summing repays waking a thread.
+inline int64_t grain_rows(int64_t dim) { return 32768 / std::max<int64_t>(dim, 1) + 1; }
+
+// The first of num_items items before which lies at least `wanted` cost; cost_before(i) grows with
+// i.
+template <class CostBefore>
+int64_t first_item_at(int64_t num_items, int64_t wanted, const CostBefore& cost_before) {
+  int64_t low = 0, high = num_items;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (cost_before(middle) < wanted) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Calls body(begin, end) over parts of [0, num_items) of about equal cost, in threads. The costs of
+// the items before i are cost_before(i).
+template <class CostBefore, class Body>
+void for_equal_costs(int64_t num_items, int64_t grain, const CostBefore& cost_before,
+                     const Body& body) {
+  if (num_items == 0) return;
+  const int64_t total = cost_before(num_items);
+  const int64_t num_parts = num_threads_for(total, grain);
+  const auto first_of = [&](int64_t part) {
+    if (part == num_parts) return num_items;
+    return first_item_at(num_items, (int64_t)((double)total * part / num_parts), cost_before);
+  };
+  torch::stable::parallel_for(0, num_parts, 1, [&](int64_t first, int64_t last) {
+    const int64_t begin = first_of(first), end = first_of(last);
+    if (begin < end) body(begin, end);
+  });
+}
+
+}  // namespace torchembed
