@@ -331,11 +331,14 @@ def test_assigning_rows_before_a_step_raises_and_loses_nothing(device: torch.dev
 
 def test_a_regrouping_in_inference_mode_can_be_trained(device: torch.device) -> None:
     module = make(device)
+    optimizer = torchembed.optim.Adagrad(module.parameters(), lr=1.0)
     weights(module)[1].requires_grad_(False)
+    before = weights(module)[0].detach().clone()
     with torch.inference_mode():
         module(features(device))
     train(module)
-    assert weights(module)[0].grad is not None
+    optimizer.step()
+    assert (before - weights(module)[0]).round().sum(1).tolist() == [4, 0, 4]
 
 
 def test_parameters_may_be_replaced(device: torch.device) -> None:
@@ -346,6 +349,23 @@ def test_parameters_may_be_replaced(device: torch.device) -> None:
     assert_in_groups(module)
     assert module(features(device))["b"].unique().tolist() == [1.0]
     assert module(features(device))["c"].unique().tolist() == [2.0]
+
+
+def test_a_replaced_weight_is_converted(device: torch.device) -> None:
+    module = make(device)
+    weights(module)[2].data = torch.full((4, 4), 2.0, device=device)
+    module.half()
+    assert_in_groups(module)
+    assert_same_bits(weights(module)[2], torch.full((4, 4), 2.0, dtype=torch.float16))
+
+
+def test_a_group_that_is_left_is_freed(device: torch.device) -> None:
+    # No table keeps the rows of its former group in memory.
+    module = make(device)
+    torchembed.optim.SGD([{"params": parameter} for parameter in module.parameters()], lr=1.0)
+    for group in module._table_set.groups:
+        assert group.weight.untyped_storage().nbytes() == group.weight.nbytes
+    assert len(module._table_set.groups) == 3
 
 
 def test_memory_may_be_shared() -> None:
