@@ -19,8 +19,8 @@ class Sizes(NamedTuple):
     """How large random cases are: small where an interpreter runs the kernels."""
 
     batch_size: int
-    parallel_batch_size: int
-    """So many that CPU kernels divide the work between threads."""
+    num_parallel_ids: int
+    """So many that CPU kernels divide them between three threads."""
     num_rows: int
     max_length: int
     dims: tuple[int, ...]
@@ -66,7 +66,7 @@ def sizes() -> Sizes:
     if lanes.is_interpreted():
         return Sizes(
             batch_size=5,
-            parallel_batch_size=9,
+            num_parallel_ids=54,
             num_rows=23,
             max_length=4,
             dims=(5, 16),
@@ -74,7 +74,7 @@ def sizes() -> Sizes:
         )
     return Sizes(
         batch_size=37,
-        parallel_batch_size=2000,
+        num_parallel_ids=60_000,
         num_rows=211,
         max_length=9,
         dims=(1, 7, 16, 64, 100, 128, 300),

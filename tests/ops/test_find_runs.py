@@ -99,7 +99,7 @@ def test_rows_need_not_be_contiguous(device: torch.device) -> None:
 
 
 def test_repeats_its_bits(device: torch.device, sizes: Sizes, fastest_algorithms: None) -> None:
-    rows = random_rows(10 * sizes.parallel_batch_size, sizes.num_rows, seed=0).to(device)
+    rows = random_rows(sizes.num_parallel_ids, sizes.num_rows, seed=0).to(device)
     assert_repeats(lambda: find_runs(rows, sizes.num_rows))
 
 

@@ -190,7 +190,7 @@ def large_case(batch_size: int, device: torch.device) -> tuple[list[Tensor], Ten
 
 
 def test_repeats_its_bits(device: torch.device, sizes: Sizes, fastest_algorithms: None) -> None:
-    batch_size = 2 * sizes.parallel_batch_size
+    batch_size = sizes.num_parallel_ids // 6
     tensors, offsets = large_case(batch_size, device)
     assert_repeats(lambda: linearize_ids(*tensors, offsets=offsets, batch_size=batch_size))
 

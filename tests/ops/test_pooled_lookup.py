@@ -235,7 +235,7 @@ def test_equals_torch_embedding_bag(mode: str, device: torch.device, sizes: Size
 def test_repeats_its_bits(
     fixed: bool, device: torch.device, sizes: Sizes, fastest_algorithms: None
 ) -> None:
-    large = sizes._replace(batch_size=sizes.parallel_batch_size)
+    large = sizes._replace(batch_size=sizes.num_parallel_ids // 6)
     lookup = Lookup(random_bags(large, fixed), device, dim=48, pooling=Pooling.MEAN, weighted=True)
     assert_repeats(lambda: (lookup.forward(), *lookup.gradients()))
 

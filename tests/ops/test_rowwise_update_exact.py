@@ -166,7 +166,7 @@ def test_repeats_its_bits(
     sizes: Sizes,
     fastest_algorithms: None,
 ) -> None:
-    batches = [random_batch(sizes.parallel_batch_size, sizes.num_rows, 32, 0, scattered=True)]
+    batches = [random_batch(sizes.num_parallel_ids, sizes.num_rows, 32, 0, scattered=True)]
     training = Training(
         rule=UpdateRule(kind=kind, weight_decay=0.1),
         batches=batches,

@@ -146,7 +146,7 @@ def test_the_weight_may_change_between_forward_and_backward(device: torch.device
 
 
 def test_repeats_its_bits(device: torch.device, sizes: Sizes, fastest_algorithms: None) -> None:
-    num_ids = sizes.parallel_batch_size
+    num_ids = sizes.num_parallel_ids
     rows = random_rows(num_ids, sizes.num_rows, seed=0).to(device)
     weight = normal(sizes.num_rows, 48, seed=0, device=device)
     grad = normal(num_ids, 48, seed=1, device=device)

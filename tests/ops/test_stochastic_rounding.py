@@ -219,7 +219,7 @@ def test_each_rule_rounds_to_a_neighbour_and_repeats(
     fastest_algorithms: None,
 ) -> None:
     rule = UpdateRule(kind=kind, weight_decay=0.01)
-    rows = torch.arange(7, device=device).repeat(sizes.parallel_batch_size // 7)
+    rows = torch.arange(7, device=device).repeat(sizes.num_parallel_ids // 70 + 1)
     grad = normal(rows.numel(), 24, seed=0, device=device)
 
     def update(dtype: torch.dtype, rounding: RoundingKeys | None) -> Tensor:
