@@ -90,7 +90,9 @@ def test_print() -> None:
 
 def test_bad_plans_are_refused() -> None:
     specs = {"t": TableSpec(name="t", num_rows=4, dim=4)}
-    with pytest.raises(ValueError, match=re.escape("plan places tables ['u'], which the model lacks")):
+    with pytest.raises(
+        ValueError, match=re.escape("plan places tables ['u'], which the model lacks")
+    ):
         make_plan(specs, 2, {"u": "row_wise"})
     message = (
         "placement of table t must be one of 'data_parallel', 'table_wise', 'row_wise', got 'x'"

@@ -40,7 +40,7 @@ def check_dim(name: str, tensor: Tensor, dim: int) -> None:
 
 
 def check_numel(name: str, tensor: Tensor, numel: int, meaning: str) -> None:
-    """Raise ``ValueError`` unless ``tensor`` holds ``numel`` elements; ``meaning`` explains them."""
+    """Raise ``ValueError`` unless ``tensor`` holds ``numel`` elements; ``meaning`` says which."""
     if tensor.numel() != numel:
         raise ValueError(f"{name} must hold {numel} elements ({meaning}), got {tensor.numel()}")
 

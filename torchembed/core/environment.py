@@ -8,10 +8,10 @@ def _is_on(name: str) -> bool:
 
 
 def force_reference() -> bool:
-    """True where every operation is to run its eager reference (``TORCHEMBED_FORCE_REFERENCE=1``)."""
+    """True where every operation must run its reference (``TORCHEMBED_FORCE_REFERENCE=1``)."""
     return _is_on("TORCHEMBED_FORCE_REFERENCE")
 
 
 def triton_interpreted() -> bool:
-    """True where Triton kernels run on the CPU through Triton's interpreter (``TRITON_INTERPRET=1``)."""
+    """True where Triton's interpreter runs its kernels, on the CPU too (``TRITON_INTERPRET=1``)."""
     return _is_on("TRITON_INTERPRET")

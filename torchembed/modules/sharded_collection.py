@@ -35,7 +35,7 @@ def _distribute(module: "ShardedCollection", state: dict[str, Any], prefix: str,
 def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before ``load_state_dict``: each table becomes this rank's rows of it.
 
-    Takes ``DTensor``s as ``state_dict`` gives them, and whole tables as an unsharded model has them.
+    Takes ``DTensor``s as ``state_dict`` gives them, and whole tables as unsharded models have them.
     """
     held = {table.spec.name: table for table in module._local.values()}
     for config in module._configs:

@@ -202,8 +202,8 @@ class JaggedRoute(Route):
             vectors: ``[ids of this rank's features, D]``, in their order.
 
         Returns:
-            ``[L, D]``: a vector for each id of the routed batch, in its order. In backward, gradients
-            go to the tables divided by the number of ranks.
+            ``[L, D]``: a vector for each id of the routed batch, in its order. In backward,
+            gradients go to the tables divided by the number of ranks.
         """
         ids = torch.arange(vectors.shape[0], device=vectors.device)
         order = permute_features(

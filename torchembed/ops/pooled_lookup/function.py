@@ -79,6 +79,7 @@ class _PooledLookup(torch.autograd.Function):
                 shape = torch.Size((rows_like.shape[0], dim))
                 grad_weight = weight_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
         if ctx.needs_input_grad[4]:
+            assert per_id_weights is not None
             grad_per_id_weights = pooled_lookup_weights_backward_op(
                 grad, weight, rows, offsets, ctx.hotness, ctx.mean
             ).to(per_id_weights.dtype)
