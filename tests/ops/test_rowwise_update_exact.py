@@ -75,7 +75,11 @@ def test_adam_corrects_its_bias_at_every_step(device: torch.device) -> None:
 @pytest.mark.parametrize("weight_dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_skip_leaves_every_bit(
-    kind: OptimizerKind, weight_dtype: torch.dtype, flag: float, device: torch.device
+    kind: OptimizerKind,
+    weight_dtype: torch.dtype,
+    flag: float,
+    device: torch.device,
+    fastest_algorithms: None,
 ) -> None:
     rule = UpdateRule(kind=kind, weight_decay=0.1)
     weight = normal(5, 4, seed=0, dtype=weight_dtype, device=device)

@@ -34,19 +34,16 @@ def pooled_lookup_forward_reference(
     output_dtype: torch.dtype,
 ) -> Tensor:
     lengths = bag_lengths(offsets, hotness, batch_size, rows.device)
-    bags = bags_of_ids(offsets, lengths, rows.numel())
-    num_bags = num_features * batch_size
-    # One more bag takes the ids that belong to none, and is cut off.
-    pooled = torch.zeros(num_bags + 1, weight.shape[1], device=weight.device)
-    if rows.numel():
-        vectors = torch.zeros(rows.numel(), weight.shape[1], device=weight.device)
-        if weight.shape[0]:
-            vectors = weight[rows.long().clamp_min(0)].float()
-        vectors = torch.where((rows >= 0).unsqueeze(1), vectors, 0.0)
-        if per_id_weights is not None:
-            vectors = vectors * per_id_weights.float().unsqueeze(1)
-        pooled.index_add_(0, bags, vectors)
-    pooled = pooled[:num_bags]
+    if offsets is None:
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    vectors = torch.zeros(rows.numel(), weight.shape[1], device=weight.device)
+    if weight.shape[0]:
+        vectors = weight[rows.long().clamp_min(0)].float()
+    vectors = torch.where((rows >= 0).unsqueeze(1), vectors, 0.0)
+    if per_id_weights is not None:
+        vectors = vectors * per_id_weights.float().unsqueeze(1)
+    # Sums each bag one id after the other on every device; index_add_ would on a GPU use atomics.
+    pooled = torch.segment_reduce(vectors, "sum", offsets=offsets, unsafe=True, initial=0)
     if mean:
         pooled = pooled / lengths.clamp_min(1).unsqueeze(1)
     by_feature = pooled.view(num_features, batch_size, weight.shape[1])

@@ -10,22 +10,17 @@ from torchembed.core.types import OptimizerKind
 def run_gradients(
     starts: Tensor,
     order: Tensor,
-    num_runs: Tensor,
     grad: Tensor,
     gradient_rows: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    """The summed gradient of each run, float32 ``[L, D]``; rows from ``num_runs`` on are zeros."""
-    num_ids = order.numel()
-    positions = torch.arange(num_ids, device=order.device, dtype=starts.dtype)
-    run = torch.searchsorted(starts, positions, right=True) - 1  # -1: a position of row -1
-    source = order.long() if gradient_rows is None else gradient_rows.long()[order.long()]
-    terms = grad[source].float()
+    """The summed gradient of each run, float32 ``[L, D]``; zeros from ``num_runs`` on."""
+    positions = order.long()
+    terms = grad[positions if gradient_rows is None else gradient_rows.long()[positions]].float()
     if scales is not None:
-        terms = terms * scales[order.long()].unsqueeze(1)
-    terms = torch.where((run >= 0).unsqueeze(1), terms, 0.0)
-    sums = torch.zeros(num_ids, grad.shape[1], device=grad.device)
-    return sums.index_add_(0, run.clamp_min(0), terms)
+        terms = terms * scales[positions].unsqueeze(1)
+    # One after the other on every device; index_add_ would on a GPU use atomics.
+    return torch.segment_reduce(terms, "sum", offsets=starts, unsafe=True, initial=0)
 
 
 def stochastic_round(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
@@ -88,7 +83,7 @@ def rowwise_update_reference(
     num_ids = order.numel()
     if num_ids == 0 or weight.numel() == 0 or grad.shape[0] == 0:
         return
-    sums = run_gradients(starts, order, num_runs, grad, gradient_rows, scales)
+    sums = run_gradients(starts, order, grad, gradient_rows, scales)
     # Shapes stay static: slots past the last run repeat it, and write the same values again.
     slot = torch.arange(num_ids, device=weight.device).minimum((num_runs.long() - 1).clamp_min(0))
     rows = unique_rows.long()[slot].clamp_min(0)
