@@ -287,6 +287,30 @@ def test_one_group_for_each_dim_dtype_and_pooling(device: torch.device) -> None:
     assert groups == [["users", "goods"], ["genres"], ["tags"]]
 
 
+# Dynamo asks every tensor for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_trains_as_the_eager_one(device: torch.device) -> None:
+    # With graph breaks, where the host looks at ids and groups.
+    def train(model: nn.Module, module: EmbeddingBagCollection) -> dict[str, Tensor]:
+        optimizer = torchembed.optim.SGD(module.parameters(), lr=0.5)
+        clicks = random_clicks(NUM_IDS, 5, hotness=HOTNESS)
+        for step in range(4):
+            weights_of(module)["users"].requires_grad_(step != 1)
+            values = model(clicks.fixed(device)).values()
+            values.backward(normal(*values.shape, seed=step).to(device))
+            optimizer.step()
+        return {name: value.detach().clone() for name, value in weights_of(module).items()}
+
+    eager, module = (EmbeddingBagCollection(TABLES, device=device) for _ in range(2))
+    expected = train(eager, eager)
+    try:
+        found = train(torch.compile(module, backend="eager"), module)
+    finally:
+        torch._dynamo.reset()
+    for name, weight in found.items():
+        assert_same_bits(weight, expected[name])
+
+
 def test_what_the_module_says_of_itself(device: torch.device) -> None:
     module = EmbeddingBagCollection(TABLES, device=device)
     assert module.embedding_bag_configs() == list(TABLES)

@@ -74,8 +74,13 @@ class TableSet:
         The list is another one after each change. Costs two attribute reads a table.
         """
         if self._formed_for != self._parameters_now():
-            self.form_groups()
+            self._form_groups_untraced()
         return self.groups
+
+    # As torch.compiler.disable, which would import Dynamo here and not at the first call.
+    @torch._disable_dynamo
+    def _form_groups_untraced(self) -> None:
+        self.form_groups()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -125,7 +130,8 @@ def _check_movable(members: list[Table]) -> None:
 def _gathered_group(members: list[Table]) -> TableGroup:
     """A new group with the rows, state, rule and step that ``members`` have in their old ones."""
     first = members[0].parameter.data
-    owns_storage = first.is_contiguous() and first.untyped_storage().nbytes() == first.nbytes
+    num_bytes = first.numel() * first.element_size()
+    owns_storage = first.is_contiguous() and first.untyped_storage().nbytes() == num_bytes
     if len(members) == 1 and owns_storage:
         group = TableGroup(members, first)
     else:
