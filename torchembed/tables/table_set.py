@@ -1,10 +1,12 @@
 """The tables of one module, sorted into groups that follow what becomes of the parameters."""
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo at once
 
 from torchembed.tables.group import Table, TableGroup
 
@@ -74,11 +76,12 @@ class TableSet:
         The list is another one after each change. Costs two attribute reads a table.
         """
         if self._formed_for != self._parameters_now():
-            self._form_groups_untraced()
+            # Dynamo cannot trace it; keeping it from that imports Dynamo, which takes a second.
+            is_compiled = "torch._dynamo" in sys.modules
+            (self._form_groups_untraced if is_compiled else self.form_groups)()
         return self.groups
 
-    # As torch.compiler.disable, which would import Dynamo here and not at the first call.
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _form_groups_untraced(self) -> None:
         self.form_groups()
 
