@@ -37,6 +37,8 @@ class CtrConfig:
     """The learning rate is multiplied by this after an epoch that did not improve."""
     patience: int = 2
     """Stop after so many epochs in a row without a better AUC on the validation rows."""
+    min_improvement: float = 1e-4
+    """What counts as better: by this much at least."""
     max_epochs: int = 100
 
     def __post_init__(self) -> None:

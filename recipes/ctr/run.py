@@ -111,7 +111,7 @@ def run_seed(
                 f"seed {seed}, epoch {epoch + 1}: training loss {history.losses[-1].loss:.4f}, "
                 f"validation AUC {now.auc:.5f}, log loss {now.logloss:.4f}"
             )
-            if best is None or now.auc > best.auc:
+            if best is None or now.auc >= best.auc + config.min_improvement:
                 best, num_worse = now, 0
                 save_checkpoint(output / "checkpoint", model, optimizers)
                 continue

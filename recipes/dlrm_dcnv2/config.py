@@ -40,6 +40,8 @@ class DlrmConfig:
     """Of Adagrad, for tables and dense layers."""
     eps: float = 1e-8
     """Of Adagrad."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate grows to its value, in a line."""
     epochs: int = 1
     max_steps: int | None = None
     """Stop after so many."""
@@ -66,13 +68,14 @@ def quickstart(data: Path | None = None) -> DlrmConfig:
     return DlrmConfig(
         data=data,
         embedding_dim=16,
-        dense_arch=(64, 32, 16),
-        over_arch=(128, 64, 1),
+        dense_arch=(128, 64, 16),
+        over_arch=(256, 128, 1),
         num_cross_layers=3,
-        low_rank=32,
+        low_rank=64,
         batch_size=2048,
         learning_rate=0.02,
-        evaluate_every=256,
+        warmup_steps=200,
+        evaluate_every=128,
         read_loss_every=32,
     )
 

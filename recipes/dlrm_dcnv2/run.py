@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import torchembed
 from recipes.dlrm_dcnv2.config import DlrmConfig
@@ -158,6 +159,10 @@ def _train_and_evaluate(
     num_steps = None if isinstance(train_rows, CriteoText) else len(train_rows) * config.epochs
     if config.max_steps is not None:
         num_steps = min(num_steps or config.max_steps, config.max_steps)
+    schedulers = [
+        LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1)))
+        for optimizer in optimizers
+    ]
     with Progress(num_steps) as progress, BackgroundLoader(train_rows) as loader:
         batches = chain.from_iterable(repeat(loader, config.epochs))
         while True:
@@ -167,6 +172,7 @@ def _train_and_evaluate(
                 F.binary_cross_entropy_with_logits,
                 optimizers,
                 batches,
+                schedulers=schedulers,
                 max_steps=_steps_until_evaluation(config, num_before),
                 history=history,
                 progress=progress,

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.training.models import TinyModel, make_batch, make_batches, make_optimizers
 from torchembed.training import History, Progress, in_step, train, train_step
@@ -57,6 +58,14 @@ def test_an_iterator_is_continued_after_max_steps() -> None:
         assert history.num_steps == num_steps
     for ours, theirs in zip(weights_of(parts), weights_of(whole), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_schedulers_step_with_the_optimizers() -> None:
+    model = TinyModel()
+    optimizers = make_optimizers(model, lr=1.0)
+    schedulers = [ExponentialLR(optimizer, gamma=0.5) for optimizer in optimizers]
+    train(model, LOSS, optimizers, make_batches([4] * 3), schedulers=schedulers)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.125, 0.125]
 
 
 def test_an_empty_batch_has_no_loss_and_zero_gradients() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchembed.data.batch import Batch
 from torchembed.training.batches import in_step
@@ -55,6 +56,7 @@ def train(
     optimizers: Sequence[torch.optim.Optimizer],
     batches: Iterable[Any],
     *,
+    schedulers: Sequence[LRScheduler] = (),
     max_steps: int | None = None,
     history: History | None = None,
     progress: Progress | None = None,
@@ -72,6 +74,7 @@ def train(
         optimizers: all are stepped, in this order.
         batches: as for :func:`in_step`; of an iterator at most ``max_steps`` batches are taken, so
             that a later call goes on from there.
+        schedulers: of learning rates; stepped after each step.
         max_steps: the same on every rank.
         history: what is continued; a new one by default.
         progress: advanced at each step.
@@ -85,6 +88,8 @@ def train(
     start = time.perf_counter()
     for batch in in_step(batches, device_of(model), max_steps):
         loss = train_step(model, loss_fn, optimizers, batch)
+        for scheduler in schedulers:
+            scheduler.step()
         was_read = history.add_step(loss, len(batch.labels))
         if progress is not None:
             progress.advance()
