@@ -44,8 +44,9 @@ def test_state_of_an_ordinary_optimizer_over_tables(optimizer: type, tmp_path: P
 def test_a_checkpoint_replaces_another_and_what_broke_off(tmp_path: Path) -> None:
     path, model = tmp_path / "checkpoint", TinyModel()
     save_checkpoint(path, TinyModel(is_deep=True))
-    (tmp_path / "checkpoint.partial").mkdir()
-    (tmp_path / "checkpoint.partial" / "__9_0.distcp").touch()
+    for left_over in ("checkpoint.partial", "checkpoint.replaced"):
+        (tmp_path / left_over).mkdir()
+        (tmp_path / left_over / "__9_0.distcp").touch()
     save_checkpoint(path, model)
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
     assert sorted(entry.name for entry in path.iterdir()) == [".metadata", "__0_0.distcp"]

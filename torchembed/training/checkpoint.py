@@ -39,8 +39,8 @@ def save_checkpoint(
     for index, optimizer in enumerate(optimizers):
         state |= _optimizer_state(model, optimizer, f"optimizers.{index}")
     partial = path.with_name(f"{path.name}.partial")
-    if ranks.rank() == 0 and partial.exists():
-        shutil.rmtree(partial)
+    if ranks.rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
     ranks.wait_for_all()
     with _one_process_is_fine():
         save(
@@ -57,10 +57,10 @@ def _replace(partial: Path, path: Path) -> None:
     if ranks.rank() == 0:
         replaced = path.with_name(f"{path.name}.replaced")
         if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
         partial.rename(path)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
     ranks.wait_for_all()
 
 
