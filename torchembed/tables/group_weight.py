@@ -46,11 +46,12 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: TableGroup, parameter: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # or autograd fills zeros of the whole weight's size
         return group.weight.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: None) -> tuple[None, None]:
         return None, None
 
 
