@@ -46,7 +46,7 @@ def _fill_from_counters(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Uniform between ``low`` and ``high``; by default ``1 / sqrt(num_rows)`` on both sides of 0."""
+    """Uniform between ``low`` and ``high``; by default ``1 / sqrt(num_rows)`` either side of 0."""
 
     low: float | None = None
     high: float | None = None

@@ -1,0 +1,118 @@
+"""What ``EmbeddingBag`` and ``Embedding`` refuse, and in which words."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchembed
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "max_norm": (ValueError, r"max_norm=0\.0 is not supported; use torch\.nn", {"max_norm": 0.0}),
+    "scale_grad_by_freq": (ValueError, "scale_grad_by_freq=True", {"scale_grad_by_freq": True}),
+    "padding_idx": (ValueError, r"padding_idx must be in \[-5, 5\), got 5", {"padding_idx": 5}),
+    "dtype": (TypeError, "dtype must be float32, float16 or bf", {"dtype": torch.float64}),
+    "_weight": (
+        ValueError,
+        r"_weight must be \(5, 3\), got \(3, 5\)",
+        {"_weight": torch.ones(3, 5)},
+    ),
+    "_weight_dim": (ValueError, r"_weight must have 2 dim", {"_weight": torch.ones(3)}),
+    "on_bad_id": (ValueError, 'on_bad_id must be "raise", .* got .ignore', {"on_bad_id": "ignore"}),
+}
+
+
+@pytest.mark.parametrize("kind", [torchembed.EmbeddingBag, torchembed.Embedding])
+@pytest.mark.parametrize("argument", BAD_ARGUMENTS)
+def test_refused_arguments(
+    argument: str, kind: type[torchembed.EmbeddingBag] | type[torchembed.Embedding]
+) -> None:
+    error, message, settings = BAD_ARGUMENTS[argument]
+    with pytest.raises(error, match=message):
+        kind(5, 3, **settings)
+
+
+def test_a_refused_mode() -> None:
+    with pytest.raises(ValueError, match=r'mode must be "sum" or "mean", got \'max\'; use torch'):
+        torchembed.EmbeddingBag(5, 3, mode="max")
+
+
+def test_a_refused_pretrained_weight() -> None:
+    with pytest.raises(ValueError, match=r"embeddings must have 2 dimension\(s\)"):
+        torchembed.Embedding.from_pretrained(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "settings", "arguments"),
+    [
+        (TypeError, r"input must be int32 or int64, got float32", {}, (torch.ones(2, 2),)),
+        (
+            ValueError,
+            r"input must have 1 or 2 dimensions, got shape \(1, 1, 1\)",
+            {},
+            (ids(1, 1, 1),),
+        ),
+        (
+            ValueError,
+            r"offsets must be None where input is two",
+            {},
+            (ids(2, 2), torch.tensor([0])),
+        ),
+        (ValueError, r"offsets must be given where input is one", {}, (ids(2),)),
+        (ValueError, r"offsets must have 1 dimension", {}, (ids(2), torch.zeros(1, 1).long())),
+        (TypeError, r"offsets must be int32 or int64, got float32", {}, (ids(2), torch.zeros(1))),
+        (
+            ValueError,
+            r"offsets must hold at least one element under include_last_offset",
+            {"include_last_offset": True},
+            (ids(0), torch.zeros(0).long()),
+        ),
+        (
+            ValueError,
+            r"offsets must start at 0 .* the number of ids, 2, or before, got 1 and 2",
+            {},
+            (ids(2), torch.tensor([1])),
+        ),
+        (
+            ValueError,
+            r"offsets must start at 0 .* the number of ids, 2, or before, got 0 and 3",
+            {"include_last_offset": True},
+            (ids(2), torch.tensor([0, 3])),
+        ),
+        (
+            ValueError,
+            r"offsets must not decrease, got 2 and 1 at positions 1 and 2",
+            {},
+            (ids(2), torch.tensor([0, 2, 1])),
+        ),
+        (
+            ValueError,
+            r'per_sample_weights needs mode="sum", got mode=\'mean\'',
+            {},
+            (ids(2, 2), None, torch.ones(2, 2)),
+        ),
+        (
+            ValueError,
+            r"per_sample_weights must have the shape of input, \(2, 2\), got \(4,\)",
+            {"mode": "sum"},
+            (ids(2, 2), None, torch.ones(4)),
+        ),
+    ],
+)
+def test_errors_of_a_bags_forward(
+    error: type[Exception], message: str, settings: dict[str, Any], arguments: tuple[Any, ...]
+) -> None:
+    bag = torchembed.EmbeddingBag(5, 3, **settings)
+    with pytest.raises(error, match=message):
+        bag(*arguments)
+
+
+def test_errors_of_an_embeddings_forward() -> None:
+    with pytest.raises(TypeError, match=r"input must be int32 or int64, got float32; call"):
+        torchembed.Embedding(5, 3)(torch.ones(2))
