@@ -15,8 +15,6 @@ class CtrConfig:
     output: Path | None = None
     """A folder for checkpoints and pictures; without it runs/<recipe>-<time>."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    max_rows: int | None = None
-    """Take no more of the training rows, and of the others, than this."""
     embedding_dim: int = 16
     embedding_std: float = 0.05
     """Of the tables' normal initial values."""

@@ -56,9 +56,7 @@ def run_seeds(
             f"got {config.batch_size}"
         )
     runs = {
-        seed: run_seed(
-            config, read(seed).at_most(config.max_rows), seed, device, output / f"seed-{seed}"
-        )
+        seed: run_seed(config, read(seed), seed, device, output / f"seed-{seed}")
         for seed in config.seeds
     }
     histories = [run.history for run in runs.values()]

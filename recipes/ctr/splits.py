@@ -14,8 +14,3 @@ class Splits(NamedTuple):
     train: Tensor
     validation: Tensor
     test: Tensor
-
-    def at_most(self, max_rows: int | None) -> "Splits":
-        """The first ``max_rows`` of each part; all where None."""
-        parts = (part[:max_rows] for part in (self.train, self.validation, self.test))
-        return Splits(self.rows, *parts)

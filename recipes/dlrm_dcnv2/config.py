@@ -112,7 +112,7 @@ def mlperf(data: Path | None = None) -> DlrmConfig:
 
 
 def fitting(data: Path | None = None) -> DlrmConfig:
-    """What fits the data: ``quickstart`` without any, ``mlperf``, or else ``criteo_kaggle``."""
+    """The run for MLPerf's files, for other clicks, or without data the quickstart."""
     if data is None:
         return quickstart()
     is_mlperf = data.is_dir() and bool(mlperf_days(data))
