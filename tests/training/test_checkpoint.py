@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.training.models import TinyModel, make_batches, make_optimizers
-from torchembed.training import load_checkpoint, save_checkpoint, train
+from torchembed.training import evaluate, load_checkpoint, save_checkpoint, train
 
 LOSS = F.binary_cross_entropy_with_logits
 
@@ -26,6 +26,17 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         train(model, LOSS, optimizers, make_batches([8] * 3, seed=1))
     for name, value in kept.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_a_model_on_the_device_trains_and_comes_back(device: torch.device, tmp_path: Path) -> None:
+    models = [TinyModel(is_deep=True).to(device) for _ in range(2)]
+    optimizers = [make_optimizers(model) for model in models]
+    train(models[0], LOSS, optimizers[0], make_batches([8, 8, 3]))
+    save_checkpoint(tmp_path / "checkpoint", models[0], optimizers[0])
+    load_checkpoint(tmp_path / "checkpoint", models[1], optimizers[1])
+    assert all(parameter.device.type == device.type for parameter in models[1].parameters())
+    first, second = (evaluate(model, make_batches([8, 5], seed=1)) for model in models)
+    assert first == second
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.Adagrad])
