@@ -59,17 +59,21 @@ def state_moves() -> dict[str, Any]:
     copied.load_state_dict(whole)
     created = make_model(MIXED)
     created.load_state_dict(whole)
+    created.tables.embedding_bags["d"].weight.requires_grad_(False)
     torchembed.shard_embeddings(created, mesh, MIXED.table_placements())
     reloaded = torchembed.shard_embeddings(
         make_model(MIXED, "meta"), mesh, MIXED.table_placements()
     )
     reloaded.load_state_dict(created.state_dict())
     state = created.state_dict()
+    reloaded.to_empty(device="cpu")
+    reloaded.load_state_dict(state)
     return {
         "equal": [
             torch.equal(vectors_of(model.tables(batch)), expected)
             for model in (copied, created, reloaded)
         ],
+        "frozen": [n for n, p in created.named_parameters() if not p.requires_grad],
         "kinds": {name: type(tensor).__name__ for name, tensor in state.items()},
         "full": {
             name: tensor.full_tensor().numpy()
@@ -125,6 +129,7 @@ def test_state_moves_between_unsharded_and_sharded() -> None:
     results = run_on_ranks(2, state_moves)
     for result in results:
         assert result["equal"] == [True, True, True]
+        assert result["frozen"] == ["tables.embedding_bags.d.weight"]
         kinds = result["kinds"]
         assert kinds["tables.embedding_bags.b.weight"] == "DTensor"
         assert kinds["tables.embedding_bags.d.weight"] == "Tensor"

@@ -101,6 +101,8 @@ class ShardedCollection(TableModule):
         self._hold(self._local.values(), keys, device)
         self.register_state_dict_post_hook(_distribute)
         self.register_load_state_dict_pre_hook(_localize)
+        for number, local in self._local.items():
+            local.parameter.requires_grad_(source._tables[number].parameter.requires_grad)
         if not source._tables[0].parameter.is_meta:
             self._copy_rows(source)
 
@@ -119,8 +121,7 @@ class ShardedCollection(TableModule):
             SlotName(specs[t].name, feature, specs[t].num_rows)
             for t, feature in zip(tables, self._feature_slots.features, strict=True)
         ]
-        rows = [name.num_rows for name in self._slot_names]
-        self._num_rows = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._num_rows = self._rows_of_slots(device)
 
     def _part(self, slots: list[int]) -> ShardedPart:
         """The layout of ``slots`` over the ranks and the lookups of this rank's blocks of them."""
@@ -155,8 +156,14 @@ class ShardedCollection(TableModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedCollection":
         super()._apply(fn, recurse)
-        self._num_rows = fn(self._num_rows)
+        # fn may leave contents undefined, as to_empty's does, so that only its device is asked.
+        self._num_rows = self._rows_of_slots(fn(self._num_rows).device)
         return self
+
+    def _rows_of_slots(self, device: torch.device) -> Tensor:
+        """Rows of each slot's whole table, int64."""
+        rows = [name.num_rows for name in self._slot_names]
+        return torch.tensor(rows, dtype=torch.int64, device=device)
 
     def _checked(self, batch: SparseFeatures) -> SparseFeatures:
         """``batch`` with -1 (or the nearest id) for each id outside its table.
