@@ -27,6 +27,7 @@ def num_bytes(spec: TableSpec) -> int:
     return spec.num_rows * spec.dim * spec.dtype.itemsize
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(specs=specs_strategy, num_ranks=st.integers(1, 9), data=st.data())
 def test_every_row_is_placed_and_json_round_trips(
     specs: dict[str, TableSpec], num_ranks: int, data: st.DataObject
@@ -58,6 +59,7 @@ def test_every_row_is_placed_and_json_round_trips(
     assert ShardingPlan.from_json(plan.to_json()).to_json() == plan.to_json()
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(specs=specs_strategy, num_ranks=st.integers(1, 9))
 def test_default_plan_bounds_the_fullest_rank(specs: dict[str, TableSpec], num_ranks: int) -> None:
     """Row-wise tables add their share to every rank; a greedy table-wise one overshoots by one."""
