@@ -44,7 +44,7 @@ void pool_columns(const PooledLookup& op, const Id* rows, int64_t first_bag, int
   const Element* const data = (const Element*)matrix.data + column;
   const float* const scales = op.scales;
   const Bags bags = op.bags;
-  const bool mean = op.mean;
+  const bool mean = op.mean, stream_out = op.stream_out;
   const int64_t last_id = op.num_ids - 1;
   const int64_t out_bytes = bytes_of(out.type),
                 out_stride = bags.num_features * out.dim * out_bytes;
@@ -55,7 +55,9 @@ void pool_columns(const PooledLookup& op, const Id* rows, int64_t first_bag, int
     int64_t begin = bags.begin(feature, sample);
     char* target = (char*)out.data + (feature * out.dim + column) * out_bytes + sample * out_stride;
     for (; sample < bags.batch_size && bag < last_bag; ++sample, ++bag, target += out_stride) {
-      prefetch_for_write(target + kBagsAhead * out_stride, kVectors * kLanes * out_bytes);
+      if (!stream_out) {
+        prefetch_for_write(target + kBagsAhead * out_stride, kVectors * kLanes * out_bytes);
+      }
       const int64_t end = bags.offsets ? bags.offsets[bag + 1] : begin + hotness;
       Floats sums[kVectors] = {};
       for (int64_t position = begin; position < end; ++position) {
@@ -77,7 +79,8 @@ void pool_columns(const PooledLookup& op, const Id* rows, int64_t first_bag, int
       }
       with_element(out.type, [&](auto* element) {
         for (int vector = 0; vector < kVectors; ++vector) {
-          store((decltype(element))target + vector * kLanes, sums[vector], lanes);
+          auto* const part = (decltype(element))target + vector * kLanes;
+          stream_out ? stream(part, sums[vector], lanes) : store(part, sums[vector], lanes);
         }
       });
       begin = end;
@@ -110,6 +113,7 @@ void pooled_lookup(const PooledLookup& op, int64_t first_bag, int64_t last_bag) 
     };
     op.rows.is_wide() ? pool(op.rows.wide()) : pool(op.rows.narrow());
   });
+  if (op.stream_out) end_streaming();
 }
 
 template <class Element, class Out>

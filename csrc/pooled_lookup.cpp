@@ -15,6 +15,9 @@ namespace {
 
 constexpr int64_t kGrainIds = 16384;
 
+// Output of more bytes than this leaves the caches before it is read, so it is written past them.
+constexpr int64_t kStreamBytes = 16 << 20;
+
 std::optional<Tensor> as_float32(const std::optional<Tensor>& tensor) {
   if (!tensor || tensor->scalar_type() == ScalarType::Float) return tensor;
   return torch::stable::to(*tensor, ScalarType::Float);
@@ -34,7 +37,7 @@ Tensor pooled_lookup_forward(const Tensor& weight, const Tensor& rows,
   const int64_t num_ids = rows.numel();
   const BagLayout layout(offsets, hotness, num_features, batch_size, num_ids);
   const std::optional<Tensor> scales = as_float32(per_id_weights);
-  PooledLookup op;
+  PooledLookup op{};
   op.matrix = row_matrix("weight", weight);
   op.rows = id_array("rows", rows, num_ids);
   op.num_ids = num_ids;
@@ -44,6 +47,9 @@ Tensor pooled_lookup_forward(const Tensor& weight, const Tensor& rows,
   const Tensor out =
       torch::stable::new_empty(weight, {batch_size, num_features, op.matrix.dim}, output_dtype);
   op.out = mutable_row_matrix("out", out);
+  const int64_t row_bytes = op.out.dim * bytes_of(op.out.type);
+  op.stream_out = op.out.num_rows * row_bytes > kStreamBytes && row_bytes % 64 == 0 &&
+                  reinterpret_cast<uintptr_t>(op.out.data) % 64 == 0;
 
   const RowKernels& kernels = row_kernels();
   for_bags(layout, grain_rows(op.matrix.dim),
@@ -71,15 +77,22 @@ std::tuple<Tensor, Tensor> pooled_lookup_gradient_map(
   for (int64_t position = num_bag_ids; position < num_scales; ++position) {
     scale_of[position] = factors ? factors[position] : 1.0f;
   }
+  const Bags bags = layout.bags();
   for_bags(layout, kGrainIds, [&](int64_t first_bag, int64_t last_bag) {
+    int64_t feature = first_bag / batch_size, sample = first_bag % batch_size;
+    int64_t begin = bags.begin(feature, sample);
     for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-      const int64_t begin = layout.begin(bag), end = layout.begin(bag + 1);
-      const int64_t row = bag % batch_size * num_features + bag / batch_size;
-      std::fill(gradient_row_of + begin, gradient_row_of + end, (int32_t)row);
-      if (num_scales == 0) continue;
-      const float divisor = mean ? (float)(end - begin) : 1.0f;
+      const int64_t end = bags.end(feature, sample);
       for (int64_t position = begin; position < end; ++position) {
+        gradient_row_of[position] = (int32_t)(sample * num_features + feature);
+        if (num_scales == 0) continue;
+        const float divisor = mean ? (float)(end - begin) : 1.0f;
         scale_of[position] = (factors ? factors[position] : 1.0f) / divisor;
+      }
+      begin = end;
+      if (++sample == batch_size) {
+        sample = 0;
+        ++feature;
       }
     }
   });

@@ -74,6 +74,8 @@ struct PooledLookup {
   Bags bags;
   bool mean;
   RowMatrix out;
+  bool
+      stream_out;  // past the caches: out is aligned to 64 bytes and its rows are multiples of that
 };
 
 struct PooledWeightsBackward {

@@ -43,6 +43,7 @@ TORCHEMBED_INLINE Part load_part(const BFloat16* source) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 TORCHEMBED_INLINE void store_part(float* target, Part part) { _mm512_storeu_ps(target, part); }
+TORCHEMBED_INLINE void stream_part(float* target, Part part) { _mm512_stream_ps(target, part); }
 TORCHEMBED_INLINE void store_part(Half* target, Part part) {
   _mm256_storeu_si256((__m256i*)target, _mm512_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -63,6 +64,7 @@ TORCHEMBED_INLINE Part load_part(const BFloat16* source) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 TORCHEMBED_INLINE void store_part(float* target, Part part) { _mm256_storeu_ps(target, part); }
+TORCHEMBED_INLINE void stream_part(float* target, Part part) { _mm256_stream_ps(target, part); }
 TORCHEMBED_INLINE void store_part(Half* target, Part part) {
   _mm_storeu_si128((__m128i*)target, _mm256_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -95,6 +97,7 @@ TORCHEMBED_INLINE Part load_part(const BFloat16* source) {
 TORCHEMBED_INLINE void store_part(float* target, Part part) {
   std::memcpy(target, &part, sizeof(part));
 }
+TORCHEMBED_INLINE void stream_part(float* target, Part part) { store_part(target, part); }
 TORCHEMBED_INLINE void store_part(Half* target, Part part) {
   for (int lane = 0; lane < kPartLanes; ++lane) {
     target[lane].bits = torch::headeronly::Half(part[lane]).x;
@@ -170,6 +173,23 @@ TORCHEMBED_INLINE Floats load(const Element* source, AllLanes) {
 template <class Element>
 TORCHEMBED_INLINE void store(Element* target, Floats x, AllLanes) {
   for (int part = 0; part < kParts; ++part) store_part(target + part * kPartLanes, x.parts[part]);
+}
+
+// Stores past the caches, where the instruction set can; target is aligned to 64 bytes.
+TORCHEMBED_INLINE void stream(float* target, Floats x, AllLanes) {
+  for (int part = 0; part < kParts; ++part) stream_part(target + part * kPartLanes, x.parts[part]);
+}
+
+template <class Element, class Lanes>
+TORCHEMBED_INLINE void stream(Element* target, Floats x, Lanes lanes) {
+  store(target, x, lanes);
+}
+
+// Makes streamed stores visible to other threads, as plain ones are.
+TORCHEMBED_INLINE void end_streaming() {
+#if TORCHEMBED_VECTOR_BYTES > 16
+  _mm_sfence();
+#endif
 }
 
 // Lanes past the count are zeros.

@@ -15,7 +15,7 @@
 namespace torchembed {
 namespace {
 
-constexpr int64_t kGrainIds = 16384;
+constexpr int64_t kGrainIds = 65536;
 
 // Bits sorted in one pass, at most: 2048 counters stay in the first-level cache.
 constexpr int kMaxDigitBits = 11;
@@ -100,7 +100,8 @@ int64_t write_runs(const Entry<Key>* sorted, Parts parts, Row* unique_rows, int3
   const int64_t num_ids = parts.num_items;
   const auto starts_run = [&](int64_t index) {
     const Key key = sorted[index].key;
-    return key != 0 && (index == 0 || sorted[index - 1].key != key);
+    const Key previous = index == 0 ? 0 : sorted[index - 1].key;
+    return key != previous;
   };
   std::vector<int64_t> first_runs(parts.num_parts + 1);
   parts.for_each([&](int64_t part, int64_t begin, int64_t end) {
@@ -110,13 +111,16 @@ int64_t write_runs(const Entry<Key>* sorted, Parts parts, Row* unique_rows, int3
   });
   for (int64_t part = 0; part < parts.num_parts; ++part) first_runs[part + 1] += first_runs[part];
   parts.for_each([&](int64_t part, int64_t begin, int64_t end) {
-    int64_t run = first_runs[part];
-    for (int64_t index = begin; index < end; ++index) {
+    int64_t index = begin;
+    // Every entry is written as if it started a run, and the next one overwrites it unless it did:
+    // a branch would be taken at random.
+    for (int64_t run = first_runs[part]; run < first_runs[part + 1]; ++index) {
       order[index] = (int32_t)sorted[index].position;
-      if (!starts_run(index)) continue;
       unique_rows[run] = (Row)(sorted[index].key - 1);
-      starts[run++] = (int32_t)index;
+      starts[run] = (int32_t)index;
+      run += starts_run(index);
     }
+    for (; index < end; ++index) order[index] = (int32_t)sorted[index].position;
   });
   const int64_t num_runs = first_runs.back();
   std::fill(unique_rows + num_runs, unique_rows + num_ids, (Row)-1);
