@@ -7,10 +7,6 @@
 
 namespace torchembed::TORCHEMBED_ISA {
 
-// Rows to fetch ahead of use. They go to the second-level cache: the first-level one has too few
-// buffers for rows on their way.
-constexpr int64_t kRowsAhead = 16;
-
 // Pooled vectors to fetch ahead of their writing.
 constexpr int64_t kBagsAhead = 4;
 
@@ -20,7 +16,8 @@ TORCHEMBED_INLINE bool has_row(const RowMatrix& matrix, int64_t row) {
   return (uint64_t)row < (uint64_t)matrix.num_rows;
 }
 
-// Fetches the cache lines of count elements, for reading.
+// Fetches the cache lines of count elements to the second-level cache: the first-level one has too
+// few buffers for all the rows on their way.
 template <class Element>
 TORCHEMBED_INLINE void prefetch(const Element* data, int64_t count) {
   for (int64_t index = 0; index < count; index += kLineBytes / (int64_t)sizeof(Element)) {
@@ -28,7 +25,7 @@ TORCHEMBED_INLINE void prefetch(const Element* data, int64_t count) {
   }
 }
 
-// Likewise for writing, bytes of any type.
+// Fetches lines that are about to be written.
 TORCHEMBED_INLINE void prefetch_for_write(const char* data, int64_t num_bytes) {
   for (int64_t byte = 0; byte < num_bytes; byte += kLineBytes) {
     __builtin_prefetch(data + byte, 1, 3);
@@ -46,8 +43,8 @@ void pool_columns(const PooledLookup& op, const Id* rows, int64_t first_bag, int
   const Bags bags = op.bags;
   const bool mean = op.mean, stream_out = op.stream_out;
   const int64_t last_id = op.num_ids - 1;
-  const int64_t out_bytes = bytes_of(out.type),
-                out_stride = bags.num_features * out.dim * out_bytes;
+  const int64_t out_bytes = bytes_of(out.type);
+  const int64_t out_stride = bags.num_features * out.dim * out_bytes;
   for (int64_t bag = first_bag; bag < last_bag;) {
     const int64_t feature = bag / bags.batch_size;
     int64_t sample = bag % bags.batch_size;

@@ -6,6 +6,9 @@
 
 namespace torchembed {
 
+// Rows that a kernel fetches ahead of their use.
+constexpr int64_t kRowsAhead = 16;
+
 enum class FloatType : uint8_t { kFloat32, kFloat16, kBFloat16 };
 
 struct Half {
@@ -74,8 +77,8 @@ struct PooledLookup {
   Bags bags;
   bool mean;
   RowMatrix out;
-  bool
-      stream_out;  // past the caches: out is aligned to 64 bytes and its rows are multiples of that
+  // Whether to write past the caches; out is then aligned to 64 bytes, its rows multiples of that.
+  bool stream_out;
 };
 
 struct PooledWeightsBackward {

@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include "random_bits.h"
 #include "row_kernels.h"
 
 namespace torchembed::TORCHEMBED_ISA {
@@ -23,6 +22,9 @@ constexpr int kParts = kLanes / kPartLanes;
 
 // Vectors to sum in registers at a time: half of the registers, where there are 16.
 constexpr int kMaxVectors = TORCHEMBED_VECTOR_BYTES / 8;
+
+// Below, load_part and store_part move a hardware vector, or given a count that many of its lanes,
+// fewer than all: the others are loaded as zeros, and not stored.
 
 // The bits of the bfloat16 nearest to each float, in the lower halves.
 TORCHEMBED_INLINE PartBits bfloat16_bits(Part part) {
@@ -53,6 +55,29 @@ TORCHEMBED_INLINE void store_part(BFloat16* target, Part part) {
 }
 TORCHEMBED_INLINE Part sqrt_part(Part part) { return _mm512_sqrt_ps(part); }
 
+TORCHEMBED_INLINE __mmask16 first_lanes(int count) { return (__mmask16)((1 << count) - 1); }
+TORCHEMBED_INLINE Part load_part(const float* source, int count) {
+  return _mm512_maskz_loadu_ps(first_lanes(count), source);
+}
+TORCHEMBED_INLINE Part load_part(const Half* source, int count) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), source));
+}
+TORCHEMBED_INLINE Part load_part(const BFloat16* source, int count) {
+  const __m256i bits = _mm256_maskz_loadu_epi16(first_lanes(count), source);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+TORCHEMBED_INLINE void store_part(float* target, Part part, int count) {
+  _mm512_mask_storeu_ps(target, first_lanes(count), part);
+}
+TORCHEMBED_INLINE void store_part(Half* target, Part part, int count) {
+  const __m256i bits = _mm512_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT);
+  _mm256_mask_storeu_epi16(target, first_lanes(count), bits);
+}
+TORCHEMBED_INLINE void store_part(BFloat16* target, Part part, int count) {
+  const __m256i bits = _mm512_cvtepi32_epi16((__m512i)bfloat16_bits(part));
+  _mm256_mask_storeu_epi16(target, first_lanes(count), bits);
+}
+
 #elif TORCHEMBED_VECTOR_BYTES == 32
 
 TORCHEMBED_INLINE Part load_part(const float* source) { return _mm256_loadu_ps(source); }
@@ -74,6 +99,11 @@ TORCHEMBED_INLINE void store_part(BFloat16* target, Part part) {
   _mm_storeu_si128((__m128i*)target, _mm_packus_epi32(low, high));
 }
 TORCHEMBED_INLINE Part sqrt_part(Part part) { return _mm256_sqrt_ps(part); }
+
+TORCHEMBED_INLINE Part load_part(const float* source, int count) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_maskload_ps(source, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes));
+}
 
 #else
 
@@ -110,6 +140,45 @@ TORCHEMBED_INLINE void store_part(BFloat16* target, Part part) {
 TORCHEMBED_INLINE Part sqrt_part(Part part) {
   for (int lane = 0; lane < kPartLanes; ++lane) part[lane] = __builtin_sqrtf(part[lane]);
   return part;
+}
+
+TORCHEMBED_INLINE Part load_part(const float* source, int count) {
+  Part part{};
+  if (count > 0) part[0] = source[0];
+  if (count > 1) part[1] = source[1];
+  if (count > 2) part[2] = source[2];
+  return part;
+}
+
+#endif
+
+#if TORCHEMBED_VECTOR_BYTES < 64
+
+// Copies fewer than 8 elements.
+template <class Element>
+TORCHEMBED_INLINE void copy_few(Element* target, const Element* source, int count) {
+  if (count & 4) {
+    std::memcpy(target, source, 4 * sizeof(Element));
+    target += 4, source += 4;
+  }
+  if (count & 2) {
+    std::memcpy(target, source, 2 * sizeof(Element));
+    target += 2, source += 2;
+  }
+  if (count & 1) *target = *source;
+}
+
+template <class Element>
+TORCHEMBED_INLINE Part load_part(const Element* source, int count) {
+  Element padded[kPartLanes] = {};
+  copy_few(padded, source, count);
+  return load_part(padded);
+}
+template <class Element>
+TORCHEMBED_INLINE void store_part(Element* target, Part part, int count) {
+  Element padded[kPartLanes];
+  store_part(padded, part);
+  copy_few(target, padded, count);
 }
 
 #endif
@@ -195,16 +264,28 @@ TORCHEMBED_INLINE void end_streaming() {
 // Lanes past the count are zeros.
 template <class Element>
 TORCHEMBED_INLINE Floats load(const Element* source, FirstLanes lanes) {
-  Element padded[kLanes] = {};
-  std::memcpy(padded, source, lanes.count * sizeof(Element));
-  return load(padded, AllLanes{});
+  Floats x{};
+  for (int part = 0; part < kParts; ++part) {
+    const int count = lanes.count - part * kPartLanes;
+    if (count >= kPartLanes) {
+      x.parts[part] = load_part(source + part * kPartLanes);
+    } else if (count > 0) {
+      x.parts[part] = load_part(source + part * kPartLanes, count);
+    }
+  }
+  return x;
 }
 
 template <class Element>
 TORCHEMBED_INLINE void store(Element* target, Floats x, FirstLanes lanes) {
-  Element padded[kLanes];
-  store(padded, x, AllLanes{});
-  std::memcpy(target, padded, lanes.count * sizeof(Element));
+  for (int part = 0; part < kParts; ++part) {
+    const int count = lanes.count - part * kPartLanes;
+    if (count >= kPartLanes) {
+      store_part(target + part * kPartLanes, x.parts[part]);
+    } else if (count > 0) {
+      store_part(target + part * kPartLanes, x.parts[part], count);
+    }
+  }
 }
 
 template <int kValue>

@@ -37,8 +37,8 @@ class RunSummer {
   // The sums of runs [first, last), at most kRunsAtOnce of them: dim floats each.
   const float* sum(const RowKernels& kernels, int64_t first, int64_t last) {
     const int64_t num_runs = last - first, begin = gradients_.starts[first];
-    // A few gradients of the next runs are gathered too, for the kernel to fetch ahead.
-    const int64_t end = std::min<int64_t>(gradients_.starts[last] + kLookahead, gradients_.num_ids);
+    // The next runs' first gradients are gathered too, for the kernel to fetch ahead.
+    const int64_t end = std::min<int64_t>(gradients_.starts[last] + kRowsAhead, gradients_.num_ids);
     gather(begin, end);
     int32_t offsets[kRunsAtOnce + 1];
     for (int64_t run = 0; run <= num_runs; ++run) {
@@ -56,8 +56,6 @@ class RunSummer {
   }
 
  private:
-  static constexpr int64_t kLookahead = 16;
-
   // Puts the gradient rows and scales of sorted positions [begin, end) side by side.
   void gather(int64_t begin, int64_t end) {
     const int32_t* const positions = gradients_.order + begin;

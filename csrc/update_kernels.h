@@ -11,8 +11,11 @@ namespace torchembed::TORCHEMBED_ISA {
 
 // The key of a row's rounding bits at this step, whose counters are the columns.
 inline uint64_t rounding_key(const RoundingKeys& rounding, int64_t row) {
-  int64_t table = 0;
-  while (table + 1 < rounding.num_tables && rounding.row_offsets[table + 1] <= row) ++table;
+  int64_t table = 0, after = rounding.num_tables;
+  while (after - table > 1) {
+    const int64_t middle = (table + after) / 2;
+    (rounding.row_offsets[middle] <= row ? table : after) = middle;
+  }
   const uint64_t row_key = random_bits((uint64_t)rounding.row_keys[table], (uint64_t)row);
   return random_bits(row_key, rounding.step);
 }
