@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import lanes
 from tests.packaging.source_tree import ROOT, run_python
 from tests.repeats import assert_repeats
 from tests.tolerance import assert_same_bits
@@ -20,9 +21,12 @@ from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import find_runs
 from torchembed.ops.sequence_lookup import sequence_lookup
 
-pytestmark = pytest.mark.skipif(
-    _native.load_error() is not None, reason=f"needs the C++ library: {_native.load_error()}"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        _native.load_error() is not None, reason=f"needs the C++ library: {_native.load_error()}"
+    ),
+    pytest.mark.skipif(lanes.is_interpreted(), reason="Triton's interpreter has the CPU here"),
+]
 
 DIMS = (1, 10, 16, 100, 200)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
