@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from tests import lanes
 from tests.packaging.source_tree import ROOT, run_python
@@ -32,6 +33,14 @@ DIMS = (1, 10, 16, 100, 200)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 native = torch.ops.torchembed_native
+
+CARRIES_MESSAGES = TorchVersion(torch.__version__) >= "2.13"
+"""Through the stable ABI of torch 2.11 an exception arrives without what it says."""
+
+
+def raises_runtime_error(message: str) -> pytest.RaisesExc[RuntimeError]:
+    """Expects an error of the library, saying ``message`` where torch lets it."""
+    return pytest.raises(RuntimeError, match=message if CARRIES_MESSAGES else None)
 
 
 def skewed_rows(num_ids: int, num_rows: int, seed: int = 0) -> Tensor:
@@ -98,14 +107,17 @@ def digest_elsewhere(instruction_set: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
     refused = digest_elsewhere("sse9")
-    message = (
-        r"TORCHEMBED_INSTRUCTION_SET must be (.*) on this processor, got sse9; unset it to take "
-        r"the best"
-    )
-    found = re.search(message, refused.stderr)
-    assert found, refused.stderr
-    names = found[1].split(" or ")
-    assert names[-1] == "portable"
+    assert refused.returncode != 0
+    names = [native.instruction_set(), "portable"]
+    if CARRIES_MESSAGES:
+        message = (
+            r"TORCHEMBED_INSTRUCTION_SET must be (.*) on this processor, got sse9; unset it to "
+            r"take the best"
+        )
+        found = re.search(message, refused.stderr)
+        assert found, refused.stderr
+        names = found[1].split(" or ")
+        assert names[-1] == "portable"
     assert native.instruction_set() in names
     expected = digest()
     for name in names:
@@ -192,7 +204,7 @@ def test_a_row_outside_its_weight_is_no_row() -> None:
     ],
 )
 def test_offsets_that_would_read_outside_the_ids(offsets: list[int], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
+    with raises_runtime_error(message):
         pooled_lookup(
             torch.ones(4, 2),
             torch.zeros(4, dtype=torch.int64),
@@ -205,7 +217,7 @@ def test_rounding_needs_a_key_for_every_row() -> None:
     weight = torch.ones(4, 2, dtype=torch.bfloat16)
     rows = torch.arange(4)
     keys = RoundingKeys(torch.tensor([0, 3]), torch.tensor([1]))
-    with pytest.raises(RuntimeError, match=r"row_offsets must cover the 4 rows of weight"):
+    with raises_runtime_error(r"row_offsets must cover the 4 rows of weight"):
         rowwise_update(
             weight,
             (),
