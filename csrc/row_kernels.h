@@ -7,7 +7,7 @@
 namespace torchembed {
 
 // Rows that a kernel fetches ahead of their use.
-constexpr int64_t kRowsAhead = 16;
+constexpr int64_t kRowsAhead = 32;
 
 enum class FloatType : uint8_t { kFloat32, kFloat16, kBFloat16 };
 

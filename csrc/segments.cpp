@@ -15,7 +15,7 @@
 namespace torchembed {
 namespace {
 
-constexpr int64_t kGrainIds = 65536;
+constexpr int64_t kGrainIds = 16384;
 
 // Bits sorted in one pass, at most: 2048 counters stay in the first-level cache.
 constexpr int kMaxDigitBits = 11;

@@ -35,7 +35,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 native = torch.ops.torchembed_native
 
 CARRIES_MESSAGES = TorchVersion(torch.__version__) >= "2.13"
-"""Through the stable ABI of torch 2.11 an exception arrives without what it says."""
+"""Built against torch 2.11, the library raises without saying why."""
 
 
 def raises_runtime_error(message: str) -> pytest.RaisesExc[RuntimeError]:
