@@ -1,5 +1,6 @@
 """Exchanging tensors between ranks, forward and backward."""
 
+import collections
 from typing import Any
 
 import torch
@@ -7,11 +8,32 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_finished: collections.deque[dist.Work] = collections.deque(maxlen=8)
+"""A thread of gloo's lets go of a finished collective in its own time. From backward, that may free
+a Python object, which ends the process where Python is shutting down by then. So the last few are
+kept until the main thread frees them."""
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Wait for a collective on the CPU; on a GPU there is none, since its stream waits."""
+    if work is not None:
+        work.wait()
+        _finished.append(work)
+
+
+def all_reduce(tensor: Tensor, group: Any) -> None:
+    """Make ``tensor`` the sum over ranks, in place."""
+    _wait(dist.all_reduce(tensor, group=group, async_op=not tensor.is_cuda))
+
 
 def exchange(tensor: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
-    dist.all_to_all_single(received, tensor.contiguous(), receive, send, group=group)
+    tensor = tensor.contiguous()
+    is_waited_for = not tensor.is_cuda
+    _wait(
+        dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=is_waited_for)
+    )
     return received
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchembed.ops.row_gradients import WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
+from torchembed.sharding.collectives import all_reduce
 from torchembed.tables import table_of
 
 
@@ -20,7 +21,7 @@ def all_reduce_mean(tensors: list[Tensor], group: Any) -> None:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same in by_dtype.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        dist.all_reduce(flat, group=group)
+        all_reduce(flat, group)
         flat /= num_ranks
         parts = flat.split([tensor.numel() for tensor in same])
         for tensor, part in zip(same, parts, strict=True):
@@ -76,7 +77,7 @@ def row_gradient_mean(group: Any) -> Callable[[Tensor, RowGradients, Tensor], An
         touched = torch.zeros(num_rows + 1, device=weight.device)
         touched[torch.where(rows >= 0, rows, num_rows).long()] = 1.0
         flat = torch.cat([dense.reshape(-1), touched[:num_rows]])
-        dist.all_reduce(flat, group=group)
+        all_reduce(flat, group)
         dense = flat[: num_rows * dim].view(num_rows, dim) / dist.get_world_size(group)
         numbers = torch.arange(num_rows, device=weight.device, dtype=rows.dtype)
         return torch.where(flat[num_rows * dim :] > 0, numbers, -1), RowGradients(dense)
