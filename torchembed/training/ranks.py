@@ -36,11 +36,16 @@ def wait_for_all() -> None:
 
 def any_rank(flag: bool) -> bool:
     """True where ``flag`` is on some rank; every rank must call it."""
+    return any_rank_each(flag)[0]
+
+
+def any_rank_each(*flags: bool) -> list[bool]:
+    """For each of ``flags`` whether it is true on some rank, by one collective of all ranks."""
     if world_size() == 1:
-        return flag
-    flags = torch.tensor([int(flag)], dtype=torch.int32)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags[0])
+        return list(flags)
+    numbers = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return [bool(number) for number in numbers]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
