@@ -2,7 +2,8 @@
 
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
-from torchembed.training.checkpoint import load_checkpoint, save_checkpoint
+from torchembed.training.checkpoint import TrainingRun
+from torchembed.training.checkpoint_folder import CheckpointFolder
 from torchembed.training.evaluate import Evaluation, evaluate
 from torchembed.training.history import HeldOutPoint, History, LossPoint
 from torchembed.training.plot import plot_history
@@ -10,17 +11,17 @@ from torchembed.training.progress import Progress
 from torchembed.training.train import train, train_step
 
 __all__ = [
+    "CheckpointFolder",
     "Evaluation",
     "HeldOutPoint",
     "History",
     "LossPoint",
     "Progress",
+    "TrainingRun",
     "average_buffers",
     "evaluate",
     "in_step",
-    "load_checkpoint",
     "plot_history",
-    "save_checkpoint",
     "train",
     "train_step",
 ]
