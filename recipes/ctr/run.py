@@ -18,15 +18,15 @@ from recipes.result import Result
 from torchembed.models import DCNv2
 from torchembed.tables import table_of
 from torchembed.training import (
+    CheckpointFolder,
     Evaluation,
     History,
     Progress,
+    TrainingRun,
     average_buffers,
     evaluate,
-    load_checkpoint,
     plot_history,
     ranks,
-    save_checkpoint,
     train,
 )
 
@@ -90,6 +90,7 @@ def run_seed(
         )
 
     history = History(read_loss_every=10)
+    checkpoints = CheckpointFolder(output / "checkpoint", keep=1)
     best, num_worse = None, 0
     with Progress(label=f"seed {seed}") as progress:
         for epoch in range(config.max_epochs):
@@ -111,7 +112,8 @@ def run_seed(
             )
             if best is None or now.auc >= best.auc + config.min_improvement:
                 best, num_worse = now, 0
-                save_checkpoint(output / "checkpoint", model, optimizers)
+                run = TrainingRun(model=model, optimizers=optimizers)
+                checkpoints.save(history.num_steps, run)
                 continue
             num_worse += 1
             if num_worse == config.patience:
@@ -120,7 +122,7 @@ def run_seed(
                 for group in optimizer.param_groups:
                     group["lr"] *= config.lr_decay
     assert best is not None
-    load_checkpoint(output / "checkpoint", model)
+    checkpoints.load(TrainingRun(model=model))
     if ranks.rank() == 0:
         plot_history(history, output / "training.png", title=f"DCNv2, seed {seed}")
     test = evaluate(model, batches(splits.test))

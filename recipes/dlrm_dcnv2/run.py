@@ -26,12 +26,13 @@ from torchembed.data import (
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
 from torchembed.training import (
+    CheckpointFolder,
     History,
     Progress,
+    TrainingRun,
     evaluate,
     plot_history,
     ranks,
-    save_checkpoint,
     train,
 )
 
@@ -52,7 +53,8 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result:
     _train_and_evaluate(config, model, optimizers, train_rows, validation, history)
     final = evaluate(model, test)
     bayes_auc = test.bayes_auc() if isinstance(test, ClickLog) else None
-    save_checkpoint(output / "checkpoint", model, optimizers)
+    trained = TrainingRun(model=model, optimizers=optimizers)
+    CheckpointFolder(output / "checkpoint", keep=1).save(history.num_steps, trained)
     if ranks.rank() == 0:
         best = validation.bayes_auc() if isinstance(validation, ClickLog) else None
         plot_history(history, output / "training.png", title="DLRM-DCNv2", bayes_auc=best)

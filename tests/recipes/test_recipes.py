@@ -37,7 +37,7 @@ def result_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, 
     assert result["seconds"] > 0
     assert 0 <= result["test_auc"] <= 1
     assert 0 < result["test_logloss"] < 5
-    assert (Path(result["checkpoint"]) / ".metadata").is_file()
+    assert len(list(Path(result["checkpoint"]).glob("step-*/complete.json"))) == 1
     return result
 
 

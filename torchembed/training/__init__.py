@@ -3,7 +3,8 @@
 from torchembed.training.agreement import check_ranks_agree, source_files
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
-from torchembed.training.checkpoint import load_checkpoint, save_checkpoint
+from torchembed.training.checkpoint import TrainingRun
+from torchembed.training.checkpoint_folder import CheckpointFolder
 from torchembed.training.early_stop import EarlyStop
 from torchembed.training.epochs import Epochs
 from torchembed.training.evaluate import Evaluation, evaluate
@@ -16,6 +17,7 @@ from torchembed.training.stop import StopSignal
 from torchembed.training.train import train, train_step
 
 __all__ = [
+    "CheckpointFolder",
     "EarlyStop",
     "Epochs",
     "Evaluation",
@@ -26,14 +28,13 @@ __all__ = [
     "MetricsWriter",
     "Progress",
     "StopSignal",
+    "TrainingRun",
     "average_buffers",
     "check_ranks_agree",
     "evaluate",
     "in_step",
-    "load_checkpoint",
     "plot_history",
     "read_metrics",
-    "save_checkpoint",
     "source_files",
     "train",
     "train_step",

@@ -56,20 +56,20 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
-def gather_objects(item: Any) -> list[Any]:
+def gather_objects(item: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's ``item``, small and picklable, in the order of the ranks; on every rank."""
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item)
+    dist.all_gather_object(items, item, group=group)
     return items
 
 
-def from_first_rank(item: Any) -> Any:
+def from_first_rank(item: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's ``item``, small and picklable, on every rank."""
     items = [item]
     if world_size() > 1:
-        dist.broadcast_object_list(items, src=0)
+        dist.broadcast_object_list(items, src=0, group=group)
     return items[0]
 
 
