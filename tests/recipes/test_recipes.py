@@ -77,7 +77,7 @@ def test_mlperf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_mlperf_is_the_published_model() -> None:
-    _, config = parse(["dlrm_dcnv2.mlperf"])
+    config = parse(["dlrm_dcnv2.mlperf"]).config
     assert isinstance(config, DlrmConfig)
     assert config.table_sizes == MLPERF_TABLE_SIZES
     assert sum(config.table_sizes) == 204_184_588

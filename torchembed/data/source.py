@@ -61,6 +61,9 @@ class BatchSource(ABC):
         world_size: number of ranks that share the rows.
     """
 
+    num_rows: int
+    """Rows of the split, over all ranks."""
+
     def __init__(
         self,
         *,

@@ -1,6 +1,7 @@
 """When to stop: as soon as the model is good enough, or no longer gets better."""
 
 import dataclasses
+import math
 from typing import Any
 
 
@@ -31,19 +32,24 @@ class EarlyStop:
 
     def update(self, step: int, auc: float) -> bool:
         """Take note of an evaluation; True where it is the best so far. NaN is never better."""
-        least = -1.0 if self.best_auc is None else self.best_auc + self.min_improvement
-        if auc > least or (auc == least and self.min_improvement > 0):
+        best = -math.inf if self.best_auc is None else self.best_auc
+        if auc > best and auc >= best + self.min_improvement:
             self.best_auc, self.best_step, self.num_worse = auc, step, 0
             return True
         self.num_worse += 1
         return False
 
     @property
+    def has_reached_target(self) -> bool:
+        """Whether the best AUC is the target or better."""
+        best, target = self.best_auc, self.target_auc
+        return best is not None and target is not None and best >= target
+
+    @property
     def reason(self) -> str | None:
         """Why to stop now; None where to go on."""
-        best = self.best_auc
-        if self.target_auc is not None and best is not None and best >= self.target_auc:
-            return f"AUC {best:.5f} reached {self.target_auc}"
+        if self.has_reached_target:
+            return f"AUC {self.best_auc:.5f} reached {self.target_auc}"
         if self.patience is not None and self.num_worse >= self.patience:
             return f"AUC no better than at step {self.best_step} in {self.num_worse} evaluations"
         return None

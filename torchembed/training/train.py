@@ -85,8 +85,9 @@ def train(
         progress: advanced at each step.
         metrics: gets the loss whenever it is read, the learning rate of the first optimizer's last
             step, and the samples a second since the reading before.
-        stop: where a rank was asked to stop, all of them end after the step that they are at; the
-            history is then paused, so that it can be saved and gone on with.
+        stop: where a rank was asked to stop, all of them end after the step that they are at; if
+            that is before ``max_steps``, the history is paused, so that it can be saved and the
+            rest of the steps gives the same points.
 
     Raises:
         FloatingPointError: where the loss is not finite, when it is next read.
@@ -94,13 +95,14 @@ def train(
     """
     history = History() if history is None else history
     model.train()
-    meter = _Meter(history, progress, metrics)
+    meter, num_before = _Meter(history, progress, metrics), history.num_steps
     for batch in in_step(batches, device_of(model), max_steps, stop):
         loss = train_step(model, loss_fn, optimizers, batch)
         meter.add_step(loss, len(batch.labels), optimizers)
         for scheduler in schedulers:
             scheduler.step()
-    meter.end(is_paused=stop is not None and stop.is_agreed)
+    is_whole = history.num_steps - num_before == max_steps
+    meter.end(is_paused=stop is not None and stop.is_agreed and not is_whole)
     return history
 
 
