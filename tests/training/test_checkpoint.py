@@ -1,11 +1,17 @@
 """What is saved comes back, and training goes on as if it had not stopped."""
 
+import dataclasses
+import random
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import torchembed
 from tests.training.models import TinyModel, make_batches, make_optimizers
 from torchembed.training import CheckpointFolder, TrainingRun, evaluate, train
 
@@ -61,3 +67,138 @@ def test_state_of_an_ordinary_optimizer_over_tables(optimizer: type, tmp_path: P
         train_run(run, 2, seed=1)
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def parameters_of(run: TrainingRun) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+class Counter:
+    """Something with a state."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = torch.tensor(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_random_generators_and_others_go_on(tmp_path: Path) -> None:
+    counter = Counter(3)
+    run = dataclasses.replace(new_run(), others={"counter": counter})
+    CheckpointFolder(tmp_path).save(0, run)
+    drawn = draw()
+    counter.value += 1
+    assert CheckpointFolder(tmp_path).load(run) == 0
+    assert counter.value == 3
+    assert draw() == drawn
+
+    after = torch.get_rng_state()
+    CheckpointFolder(tmp_path).load(TrainingRun(model=run.model))
+    assert torch.equal(torch.get_rng_state(), after), "a model alone does not go on training"
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), np.random.rand()  # noqa: NPY002
+
+
+def test_an_asynchronous_save_is_of_the_state_when_it_was_asked_for(tmp_path: Path) -> None:
+    run, loaded = new_run(), new_run()
+    lr = torch.tensor(0.25)
+    run.optimizers[0].param_groups[0]["lr"] = lr
+    train_run(run, 2)
+    then, folder = parameters_of(run), CheckpointFolder(tmp_path)
+    folder.save(2, run, wait=False)
+    lr.fill_(0.5)
+    train_run(run, 2, seed=1)
+    folder.wait()
+    folder.wait()
+    assert folder.load(loaded) == 2
+    assert_same(parameters_of(loaded), then)
+    assert loaded.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+def test_extra_state_comes_back(tmp_path: Path) -> None:
+    class Calibrated(torch.nn.Module):
+        scale = 1.0
+
+        def get_extra_state(self) -> Any:
+            return {"scale": self.scale}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.scale = state["scale"]
+
+    run, other = new_run(), new_run()
+    run.model.calibrated, other.model.calibrated = Calibrated(), Calibrated()
+    run.model.calibrated.scale = 3.0
+    CheckpointFolder(tmp_path).save(1, run)
+    CheckpointFolder(tmp_path).load(other)
+    assert other.model.calibrated.scale == 3.0
+
+
+def test_every_mismatch_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
+    saved = new_run()
+    train_run(saved, 1)
+    CheckpointFolder(tmp_path).save(1, saved)
+    model = TinyModel(is_deep=True)
+    model.tables = torchembed.EmbeddingBagCollection(
+        [
+            torchembed.EmbeddingBagConfig(
+                name=key, num_embeddings=24, embedding_dim=4, feature_names=(key,), dtype=dtype
+            )
+            for key, dtype in (("f0", torch.float32), ("f1", torch.bfloat16))
+        ]
+    )
+    run = TrainingRun(model=model, optimizers=make_optimizers(model))
+    before = parameters_of(run)
+    with pytest.raises(ValueError, match="of another model or run") as error:
+        CheckpointFolder(tmp_path).load(run)
+    for part in (
+        r"model\.tables\.embedding_bags\.f0\.weight has shape \[23, 4\], and \[24, 4\] in the run",
+        r"f1\.weight has dtype torch\.float32, and torch\.bfloat16 in the run",
+        r"model\.dense\.0\.weight was not saved",
+        r"model\.dense\.weight is not in the run",
+        r"optimizers\.0\.state\.tables\.embedding_bags\.f0\.weight\.sum has shape \[23, 4\]",
+        r"Nothing was loaded$",
+    ):
+        assert re.search(part, str(error.value)), (part, str(error.value))
+    assert_same(parameters_of(run), before)
+
+
+def test_other_optimizers_and_others_are_named(tmp_path: Path) -> None:
+    model = TinyModel()
+    adagrad = torch.optim.Adagrad(model.parameters())
+    adam = torch.optim.Adam(
+        [{"params": model.tables.parameters()}, {"params": model.dense.parameters()}]
+    )
+    CheckpointFolder(tmp_path).save(1, TrainingRun(model=model, optimizers=[adam]))
+    for run, message in (
+        (
+            TrainingRun(model=model, optimizers=[adagrad], others={"loader": Counter()}),
+            r"optimizers\.0\.state\.dense\.bias\.step was not saved",
+        ),
+        (
+            TrainingRun(model=model, optimizers=[torch.optim.SGD(model.parameters())]),
+            r"optimizers\.0 has 2 parameter groups, and 1 in the run; optimizers\.0 is of Adam",
+        ),
+        (TrainingRun(model=model, optimizers=[adam, adam]), r"optimizers\.1 was not saved"),
+        (TrainingRun(model=model, others={"loader": Counter()}), r"others 'loader' was not saved"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CheckpointFolder(tmp_path).load(run)
+
+
+def test_an_optimizer_of_something_else_is_named(tmp_path: Path) -> None:
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    run = TrainingRun(model=TinyModel(), optimizers=[stranger])
+    with pytest.raises(ValueError, match=r"parameters of the model alone, got one of shape \[3\]"):
+        CheckpointFolder(tmp_path).save(1, run)

@@ -90,7 +90,9 @@ class CheckpointFolder:
     def _cpu_group(self) -> dist.ProcessGroup | None:
         """All ranks, through the CPU, apart from what the run itself sends; made once."""
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
         return self._group
 
     def save(self, step: int, run: TrainingRun, *, wait: bool = True) -> None:

@@ -31,13 +31,18 @@ class _DigestWriter(io.RawIOBase):
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.digest = FileDigest(0, 0)
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         num_bytes = memoryview(data).nbytes
-        self._stream.write(data)
+        try:
+            self._stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.digest = FileDigest(
             self.digest.num_bytes + num_bytes, zlib.crc32(data, self.digest.crc32)
         )
@@ -116,7 +121,13 @@ class Storage(FileSystemBase):
                 yield stream
                 return
             writer = _DigestWriter(stream)
-            yield writer
+            try:
+                yield writer
+            except RuntimeError:
+                # torch.save puts an error of its own in place of the stream's.
+                if writer.error is not None:
+                    raise writer.error from None
+                raise
             writer.close()
             if self._is_local:
                 stream.flush()
