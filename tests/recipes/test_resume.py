@@ -15,6 +15,8 @@ import pytest
 
 from recipes.train import main, parse
 from tests.ranks import run_on_ranks
+from tests.recipes import made_data
+from tests.recipes.test_recipes import SMALL_CTR
 from torchembed.training import CheckpointFolder, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,3 +155,45 @@ def test_what_to_resume_is_found(
     assert (command.config.seed, command.config.warmup_steps) == (7, 5)
     with pytest.raises(ValueError, match=r"a run of dlrm_dcnv2, and ctr-ml1m is to go on; name"):
         parse(["ctr-ml1m", "--resume", str(folder / "parts")])
+
+
+def test_a_ctr_run_goes_on_after_its_last_whole_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_data.write_frappe(tmp_path)
+    arguments = ("--data", tmp_path, *SMALL_CTR, "--max-epochs", 4, "--patience", 4)
+
+    def run(name: str, *more: object) -> dict[str, Any]:
+        main(["ctr-frappe", *map(str, [*arguments, "--output", tmp_path / name, *more])])
+        return json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+
+    whole = run("whole")
+    run("parts", "--max-epochs", 2, "--seeds", 1)
+    main(["ctr-frappe", "--resume", str(tmp_path / "parts"), "--max-epochs", "4"])
+    capsys.readouterr()
+    assert metrics(tmp_path / "parts" / "seed-1") == metrics(tmp_path / "whole" / "seed-1")
+    # A seed that is done is not trained again; the others are.
+    main(["ctr-frappe", "--resume", str(tmp_path / "parts"), "--seeds", "1", "2"])
+    parts = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    for field in ("test_auc_by_seed", "test_logloss_by_seed", "num_steps"):
+        assert parts[field] == whole[field]
+
+
+def test_the_best_model_is_kept_and_tested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([
+        "dlrm_dcnv2", *SMALL, "--output", str(tmp_path / "out"), "--learning-rate", "10.0",
+        "--keep-best", "--patience", "3", "--warmup-steps", "0", "--decay-steps", "0",
+    ])  # fmt: skip
+    result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    aucs = {
+        line["step"]: line["validation_auc"]
+        for line in metrics(tmp_path / "out")
+        if "validation_auc" in line
+    }
+    best = max(aucs, key=lambda step: aucs[step])
+    assert list(aucs)[-1] == result["num_steps"] == best + 12
+    assert result["checkpoint"] == str(tmp_path / "out" / "best")
+    assert CheckpointFolder(tmp_path / "out" / "best").steps() == [best]
+    assert CheckpointFolder(tmp_path / "out" / "checkpoint").steps() == [best + 12]
