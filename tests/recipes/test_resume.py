@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from recipes.train import main, parse
 from tests.ranks import run_on_ranks
@@ -69,16 +70,29 @@ def stopped_at(said: str, folder: Path) -> int:
     return int(found[1])
 
 
-def go_on_and_start_over(folder: Path, num_steps: int) -> None:
-    """The stopped run to ``num_steps``, the same run in one go, and that from its checkpoint."""
+def go_on_and_start_over(folder: Path, num_steps: int) -> str:
+    """The stopped run to ``num_steps``, the same run in one go, and its end once more; before
+    that, what ranks are told that were started with different arguments."""
+    differing = ("--output", str(folder / "differing"), "--seed", str(dist.get_rank()))
+    with pytest.raises(ValueError, match="ranks must agree") as refused:
+        main(["dlrm_dcnv2", *SMALL, *differing])
     to_the_end = ("--max-steps", str(num_steps))
     main(["dlrm_dcnv2", "--resume", str(folder / "parts"), *to_the_end])
     saving = ("--checkpoint-every", "8", "--output", str(folder / "whole"))
     main(["dlrm_dcnv2", *SMALL, *saving, *to_the_end])
+    if dist.get_rank() == 0:
+        lose_the_end(folder)
+    dist.barrier()
+    main(["dlrm_dcnv2", "--resume", str(folder / "again")])
+    return str(refused.value)
 
 
-def again_from(folder: Path) -> None:
-    main(["dlrm_dcnv2", "--resume", str(folder)])
+def lose_the_end(folder: Path) -> None:
+    """Copy ``whole`` to ``again``, all but its newest checkpoint."""
+    shutil.copytree(folder / "whole", folder / "again")
+    checkpoints = folder / "again" / "checkpoint"
+    newest = CheckpointFolder(checkpoints).steps()[-1]
+    shutil.rmtree(next(checkpoints.glob(f"step-*{newest}")))
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +110,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = stopped_at(said, parts)
     assert second > first + 8
     num_steps = second + NUM_MORE
-    run_on_ranks(2, go_on_and_start_over, folder, num_steps)
-    shutil.copytree(folder / "whole", folder / "again")
-    newest = CheckpointFolder(folder / "again" / "checkpoint").steps()[-1]
-    shutil.rmtree(next((folder / "again" / "checkpoint").glob(f"step-*{newest}")))
-    run_on_ranks(2, again_from, folder / "again")
+    for refused in run_on_ranks(2, go_on_and_start_over, folder, num_steps):
+        assert refused.startswith(
+            "ranks must agree on config: rank 0 has seed = 0, rank 1 has seed = 1; start every rank"
+        )
+    assert not (folder / "differing").exists()
     return folder
 
 

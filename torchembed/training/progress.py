@@ -12,11 +12,11 @@ class Progress:
 
     Args:
         total: steps of the whole run, where known.
-        done: how many of them are behind.
         label: what stands before the bar.
+        done: steps that are behind already.
     """
 
-    def __init__(self, total: int | None = None, done: int = 0, label: str = "train") -> None:
+    def __init__(self, total: int | None = None, label: str = "train", done: int = 0) -> None:
         from tqdm import tqdm
 
         self._bar = tqdm(
