@@ -5,9 +5,11 @@ from torchembed.training.buffers import average_buffers
 from torchembed.training.checkpoint import TrainingRun
 from torchembed.training.checkpoint_folder import CheckpointFolder
 from torchembed.training.evaluate import Evaluation, evaluate
+from torchembed.training.export import export_safetensors, import_tables, whole_tables
 from torchembed.training.history import HeldOutPoint, History, LossPoint
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
+from torchembed.training.tensor_file import open_safetensors
 from torchembed.training.train import train, train_step
 
 __all__ = [
@@ -20,8 +22,12 @@ __all__ = [
     "TrainingRun",
     "average_buffers",
     "evaluate",
+    "export_safetensors",
+    "import_tables",
     "in_step",
+    "open_safetensors",
     "plot_history",
     "train",
     "train_step",
+    "whole_tables",
 ]
