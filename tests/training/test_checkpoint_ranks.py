@@ -19,10 +19,12 @@ from tests.training.killed_run import DataPosition
 from tests.training.models import KEYS, TinyModel, linear_loss, make_batch, make_optimizers
 from torchembed.core.features import SparseFeatures
 from torchembed.data import Batch
-from torchembed.training import CheckpointFolder, TrainingRun, ranks, train_step
+from torchembed.training import CheckpointFolder, TrainingRun, ranks, save_planner, train_step
 
 GLOBAL_BATCH = 8
 NUM_STEPS = 3
+SMALL_CHUNK_BYTES = 50
+"""Three rows of a table."""
 LIMIT_BYTES = 3000
 """Of a file: less than a rank's part of a checkpoint."""
 
@@ -73,6 +75,7 @@ def losses_of(run: TrainingRun, num_steps: int = NUM_STEPS) -> list[float]:
 
 
 def table_wise_on_four(folder: Path) -> list[float]:
+    save_planner.CHUNK_BYTES = SMALL_CHUNK_BYTES
     run = new_run("table_wise")
     losses_of(run)
     CheckpointFolder(folder / "four").save(NUM_STEPS, run)
@@ -183,6 +186,7 @@ def strange(run: TrainingRun) -> list[torch.optim.Optimizer]:
 
 
 def cases_on_two(folder: Path) -> dict[str, Any]:
+    save_planner.CHUNK_BYTES = SMALL_CHUNK_BYTES
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     return {
         "resumed": row_wise_on_two(folder),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -25,6 +25,7 @@ from torchembed.training.checkpoint import (
     state_of,
 )
 from torchembed.training.checkpoint_storage import FileDigest, Storage
+from torchembed.training.save_planner import ChunkedSavePlanner
 from torchembed.training.together import first_rank_decides, ordinary_errors, together
 
 MARKER = "complete.json"
@@ -146,7 +147,7 @@ class CheckpointFolder:
             save(
                 state,
                 storage_writer=self._storage.writer(path),
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=ChunkedSavePlanner(),
                 process_group=group,
                 no_dist=group is None,
             )

@@ -1,5 +1,7 @@
 """Tables out of a model, whole, for other programs; and rows from elsewhere into its tables."""
 
+import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,13 +24,18 @@ def whole_tables(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Each embedding table of ``model``: its name in ``state_dict`` and its whole weight.
 
     The weight ``[R, D]`` is a copy on rank 0's CPU, fit for ``nn.EmbeddingBag.from_pretrained``;
-    other ranks get None. Tables come one by one, and no rank holds more than the current one beside
-    its own. Sharded or not; every rank must take all of them.
+    other ranks get None. Tables come one by one, so that beside its own rows rank 0 holds the
+    current one, and the others nothing of size. Sharded or not; every rank must take all of them.
     """
     pieces = Pieces(model)
     for name, whole in pieces.tensors.items():
-        if whole.is_table:
-            yield name, pieces.rows_on_first_rank(name, 0, whole.num_rows)
+        if not whole.is_table:
+            continue
+        weight = torch.empty(whole.shape, dtype=whole.dtype) if ranks.rank() == 0 else None
+        for first_row, rows in pieces.blocks(name, BLOCK_BYTES):
+            if weight is not None and rows is not None:
+                weight[first_row : first_row + len(rows)] = rows
+        yield name, weight
 
 
 def export_safetensors(
@@ -103,19 +110,17 @@ def _files(
 def _write_file(pieces: Pieces, path: Path, tensors: Mapping[str, WholeTensor], what: str) -> None:
     header = together(lambda: header_of({n: (w.shape, w.dtype) for n, w in tensors.items()}), what)
     file = together(lambda: path.open("wb") if ranks.rank() == 0 else None, what)
-    try:
 
-        def write(data: bytes | memoryview) -> None:
-            assert file is not None
-            file.write(data)
+    def write(data: bytes | Tensor | None) -> None:
+        if file is not None and data is not None:
+            file.write(bytes_of(data) if isinstance(data, Tensor) else data)
 
-        first_rank_decides(lambda: write(header), what)
+    with contextlib.nullcontext() if file is None else file:
+        together(lambda: write(header), what)
         for name in tensors:
-            pieces.stream_rows(name, BLOCK_BYTES, lambda rows: write(bytes_of(rows)), what)
-        together(lambda: None if file is None else file.close(), what)
-    finally:
-        if file is not None:
-            file.close()
+            for _, rows in pieces.blocks(name, BLOCK_BYTES):
+                together(functools.partial(write, rows), what)
+        together(lambda: None if file is None else file.flush(), what)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Which rank holds which part of each of a model's tensors, whatever the placement."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torchembed.tables import table_of
 from torchembed.training import ranks
-from torchembed.training.together import together
 
 
 class Piece(NamedTuple):
@@ -111,19 +110,14 @@ class Pieces:
                 rows[tuple(block)] = part
         return rows
 
-    def stream_rows(
-        self, name: str, block_bytes: int, take: Callable[[Tensor], None], what: str
-    ) -> None:
-        """Give all rows of a tensor to rank 0's ``take``, in order, some ``block_bytes`` at once.
-
-        Every rank must call it; raises on all ranks where ``take`` does.
-        """
+    def blocks(self, name: str, block_bytes: int) -> Iterator[tuple[int, Tensor | None]]:
+        """All rows of a tensor, some ``block_bytes`` at once: the first row and, on rank 0, the
+        rows. Every rank must take all of them."""
         whole = self.tensors[name]
         step = max(block_bytes // max(whole.row_bytes, 1), 1)
         for first_row in range(0, whole.num_rows, step):
             last_row = min(first_row + step, whole.num_rows)
-            rows = self.rows_on_first_rank(name, first_row, last_row)
-            together(lambda rows=rows: None if rows is None else take(rows), what)
+            yield first_row, self.rows_on_first_rank(name, first_row, last_row)
 
 
 Description = tuple[str, tuple[int, ...], torch.dtype, bool, Piece]
