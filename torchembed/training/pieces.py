@@ -126,15 +126,17 @@ Description = tuple[str, tuple[int, ...], torch.dtype, bool, Piece]
 def _put_together(described: list[list[Description]]) -> dict[str, WholeTensor]:
     """In the order of the first rank that holds some of each. Of pieces that several ranks hold,
     the first rank's counts."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype, bool, dict[tuple[int, ...], Piece]]] = {}
+    found: dict[str, tuple[tuple[int, ...], torch.dtype, dict[tuple[int, ...], Piece]]] = {}
     for of_rank in described:
-        for name, shape, dtype, is_table, piece in of_rank:
-            *_, pieces = found.setdefault(name, (shape, dtype, is_table, {}))
+        for name, shape, dtype, _, piece in of_rank:
+            *_, pieces = found.setdefault(name, (shape, dtype, {}))
             if 0 not in piece.sizes:
                 pieces.setdefault(piece.offsets, piece)
+    # A rank may know part of a table, and hold none of it.
+    tables = {name for of_rank in described for name, _, _, is_table, _ in of_rank if is_table}
     tensors = {}
-    for name, (shape, dtype, is_table, pieces) in found.items():
+    for name, (shape, dtype, pieces) in found.items():
         held = sum(torch.Size(piece.sizes).numel() for piece in pieces.values())
         assert held == torch.Size(shape).numel(), (name, shape, pieces)
-        tensors[name] = WholeTensor(shape, dtype, is_table, tuple(pieces.values()))
+        tensors[name] = WholeTensor(shape, dtype, name in tables, tuple(pieces.values()))
     return tensors
