@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.checkpoint import FileSystemReader
 
 import torchembed
 from tests.training.models import TinyModel, make_batches, make_optimizers
-from torchembed.training import CheckpointFolder, TrainingRun, evaluate, train
+from torchembed.training import CheckpointFolder, TrainingRun, evaluate, save_planner, train
 
 LOSS = F.binary_cross_entropy_with_logits
 
@@ -202,3 +203,30 @@ def test_an_optimizer_of_something_else_is_named(tmp_path: Path) -> None:
     run = TrainingRun(model=TinyModel(), optimizers=[stranger])
     with pytest.raises(ValueError, match=r"parameters of the model alone, got one of shape \[3\]"):
         CheckpointFolder(tmp_path).save(1, run)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tensors_are_written_in_chunks(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 rows, and of one row where a row is larger."""
+    run, loaded = new_run(), new_run()
+    for one in (run, loaded):
+        one.model.register_buffer("deep", torch.arange(2.0 * 3 * 8).reshape(2, 3, 8))
+    train_run(run, 2)
+    expected = parameters_of(run)
+    monkeypatch.setattr(save_planner, "CHUNK_BYTES", 3 * 4 * 4 + 1)
+    folder = CheckpointFolder(tmp_path)
+    folder.save(2, run, wait=not is_async)
+    folder.wait()
+    loaded.model.get_buffer("deep").zero_()
+    folder.load(loaded)
+    assert_same(parameters_of(loaded), expected)
+    for ours, theirs in zip(run.optimizers, loaded.optimizers, strict=True):
+        for number, entry in ours.state_dict()["state"].items():
+            assert_same(theirs.state_dict()["state"][number], entry)
+    saved = FileSystemReader(tmp_path / "step-000000002").read_metadata().state_dict_metadata
+    chunks = {name: len(entry.chunks) for name, entry in saved.items()}
+    assert chunks["model.tables.embedding_bags.f0.weight"] == 8
+    assert chunks["optimizers.0.state.tables.embedding_bags.f1.weight.sum"] == 8
+    assert chunks["model.deep"] == 2

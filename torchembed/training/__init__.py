@@ -8,12 +8,14 @@ from torchembed.training.checkpoint_folder import CheckpointFolder
 from torchembed.training.early_stop import EarlyStop
 from torchembed.training.epochs import Epochs
 from torchembed.training.evaluate import Evaluation, evaluate
+from torchembed.training.export import export_safetensors, import_tables, whole_tables
 from torchembed.training.history import HeldOutPoint, History, LossPoint
 from torchembed.training.metrics import MetricsWriter, read_metrics
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
 from torchembed.training.schedule import LearningRate
 from torchembed.training.stop import StopSignal
+from torchembed.training.tensor_file import open_safetensors
 from torchembed.training.train import train, train_step
 
 __all__ = [
@@ -32,10 +34,14 @@ __all__ = [
     "average_buffers",
     "check_ranks_agree",
     "evaluate",
+    "export_safetensors",
+    "import_tables",
     "in_step",
+    "open_safetensors",
     "plot_history",
     "read_metrics",
     "source_files",
     "train",
     "train_step",
+    "whole_tables",
 ]

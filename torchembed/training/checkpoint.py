@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
@@ -70,6 +71,19 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
     }
     state[f"ranks.{ranks.rank()}"] = _packed(of_rank)
     return state
+
+
+def check_agreement(step: int, run: TrainingRun, group: dist.ProcessGroup | None) -> None:
+    """Raise ``ValueError`` where not all ranks save the same step and kinds of optimizers."""
+    kinds = [type(optimizer).__name__ for optimizer in run.optimizers]
+    of_ranks = ranks.gather_objects((step, kinds), group)
+    for rank, (its_step, its_kinds) in enumerate(of_ranks):
+        if (its_step, its_kinds) != of_ranks[0]:
+            raise ValueError(
+                f"step and optimizers must be the same on every rank, got {of_ranks[0][0]} and "
+                f"{of_ranks[0][1]} on rank 0, {its_step} and {its_kinds} on rank {rank}; an "
+                'optimizer without parameters on a rank takes [{"params": []}]'
+            )
 
 
 def load_state(run: TrainingRun, saved: SavedState) -> None:

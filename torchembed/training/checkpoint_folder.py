@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchembed.training import ranks
-from torchembed.training.checkpoint import SavedState, TrainingRun, load_state, on_cpu, state_of
+from torchembed.training.checkpoint import (
+    SavedState,
+    TrainingRun,
+    check_agreement,
+    load_state,
+    on_cpu,
+    state_of,
+)
 from torchembed.training.checkpoint_storage import FileDigest, Storage
+from torchembed.training.save_planner import ChunkedSavePlanner
 from torchembed.training.together import first_rank_decides, ordinary_errors, together
 
 MARKER = "complete.json"
@@ -108,10 +116,12 @@ class CheckpointFolder:
 
         Raises:
             OSError, RuntimeError: where writing fails, on every rank.
-            ValueError: where an optimizer holds parameters that are not the model's.
+            ValueError: where an optimizer holds parameters that are not the model's, or the ranks'
+                steps or optimizers differ.
         """
         self.wait()
         group, what = self._cpu_group(), f"save a checkpoint of step {step} in {self}"
+        check_agreement(step, run, group)
         state = together(lambda: state_of(run), what, group)
         if wait:
             self._write(step, state, what)
@@ -137,7 +147,7 @@ class CheckpointFolder:
             save(
                 state,
                 storage_writer=self._storage.writer(path),
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=ChunkedSavePlanner(),
                 process_group=group,
                 no_dist=group is None,
             )
