@@ -113,7 +113,7 @@ def until_stopped(stop: AskedAt) -> tuple[int, bool]:
 
 
 def points_of(num_first: int) -> list[Any]:
-    """Loss points where a history is paused after ``num_first`` steps, if any, and loaded."""
+    """Loss points where a history stops after ``num_first`` steps, if any, and loaded."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     model = torchembed.shard_embeddings(TinyModel(device="meta"), mesh)
     optimizers, loss = make_optimizers(model), F.binary_cross_entropy_with_logits
@@ -128,6 +128,21 @@ def points_of(num_first: int) -> list[Any]:
         history.load_state_dict(state)
     train(model, loss, optimizers, batches, history=history)
     return [*map(tuple, history.losses), history.num_samples]
+
+
+def points_of_one_ranks_history() -> list[Any]:
+    """One rank had 2 unread samples of loss 1.5 together; each of these adds 1 of 3."""
+    alone = History(4)
+    state = alone.state_dict() | {"unread": [3.0, 2], "unread_steps": 1, "num_steps": 1}
+    points = []
+    for num_more in (0, 1):
+        history = History(4)
+        history.load_state_dict(state | {"num_ranks": 1})
+        for _ in range(num_more):
+            history.add_step(torch.tensor(3.0), 1)
+        history.read_loss()
+        points.append((history.losses[-1].loss, history.num_samples))
+    return points
 
 
 def error_of_disagreement(**texts: Any) -> str:
@@ -148,7 +163,8 @@ def all_cases() -> dict[str, Any]:
         "epochs": [(len(batch), batch) for batch in rows_of(epochs_of(3))],
         "positions": position_while_reading(),
         "stops": [until_stopped(AskedAt(rank=1, step=step)) for step in (1, 4, 5, 100)],
-        "paused": [points_of(num_first) for num_first in (0, 3, 4, 6)],
+        "cut short": [points_of(num_first) for num_first in (0, 3, 4, 6)],
+        "one rank's": points_of_one_ranks_history(),
         "agreements": [
             error_of_disagreement(config="a = 1", code=files),
             error_of_disagreement(config=numbers, code=files),
@@ -192,11 +208,16 @@ def test_all_ranks_stop_at_the_step_that_one_was_asked_at(results: list[dict[str
         assert of_rank["stops"] == [(1, True), (4, True), (5, True), (9, False)]
 
 
-def test_a_paused_history_reads_the_same_points(results: list[dict[str, Any]]) -> None:
+def test_a_history_that_is_cut_short_reads_the_same_points(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
-        whole, *paused = of_rank["paused"]
-        assert paused == [whole] * 3
+        whole, *cut = of_rank["cut short"]
+        assert cut == [whole] * 3
         assert [step for step, _ in whole[:-1]] == [4, 8, 9]
+
+
+def test_another_number_of_ranks_reads_the_first_ones_rest(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        assert of_rank["one rank's"] == [(1.5, 2), (9.0 / 4, 4)]
 
 
 def test_what_ranks_disagree_on_is_named(results: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchembed.training.evaluate import Evaluation
-from torchembed.training.ranks import gather_objects, rank, sum_over_ranks, world_size
+from torchembed.training.ranks import rank, sum_over_ranks, world_size
 
 
 class LossPoint(NamedTuple):
@@ -43,7 +43,8 @@ class History:
     held_out: list[HeldOutPoint] = dataclasses.field(default_factory=list)
     _loss_sum: Tensor | None = None
     _unread_samples: int = 0
-    _unread_by_rank: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    """On this rank; the steps are those of all."""
+    _unread_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.read_loss_every < 1:
@@ -61,24 +62,27 @@ class History:
         known = self._loss_sum
         self._loss_sum = weighted if known is None else known.to(weighted.device) + weighted
         self._unread_samples += batch_size
+        self._unread_steps += 1
         if self.num_steps % self.read_loss_every:
             return False
         self.read_loss()
         return True
 
-    def read_loss(self) -> None:
-        """Wait for the device and add the point of the steps since the last reading, if any.
+    def read_loss(self) -> bool:
+        """Wait for the device and add the point of the steps since the last reading; False where
+        there were none.
 
         Every rank must call it.
 
         Raises:
             FloatingPointError: where the loss is not finite.
         """
-        if self._loss_sum is None:
-            return
-        local = torch.stack([self._loss_sum.cpu().double(), torch.tensor(self._unread_samples)])
+        if not self._unread_steps:
+            return False
+        unread = torch.zeros(()) if self._loss_sum is None else self._loss_sum
+        local = torch.stack([unread.cpu().double(), torch.tensor(self._unread_samples)])
         total, num_samples = sum_over_ranks(local).tolist()
-        self._loss_sum, self._unread_samples, self._unread_by_rank = None, 0, []
+        self._loss_sum, self._unread_samples, self._unread_steps = None, 0, 0
         loss = total / max(num_samples, 1.0)
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -87,26 +91,29 @@ class History:
             )
         self.num_samples += int(num_samples)
         self.losses.append(LossPoint(self.num_steps, loss))
-
-    def pause(self) -> None:
-        """Instead of :meth:`read_loss`, where the run is to go on later as if it had not stopped:
-        what has not been read becomes part of the state. Every rank must call it."""
-        own = 0.0 if self._loss_sum is None else self._loss_sum.item()
-        self._unread_by_rank = gather_objects((own, self._unread_samples))
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is known on every rank, as numbers and lists."""
+        """What every rank knows, and this one's loss since the last reading, as numbers; waits for
+        the device."""
+        unread = 0.0 if self._loss_sum is None else self._loss_sum.item()
         return {
             "num_steps": self.num_steps,
             "num_samples": self.num_samples,
             "seconds": self.seconds,
             "losses": [list(point) for point in self.losses],
             "held_out": [[point.step, *point.evaluation] for point in self.held_out],
-            "unread_by_rank": [list(unread) for unread in self._unread_by_rank],
+            "num_ranks": world_size(),
+            "unread": [unread, self._unread_samples],
+            "unread_steps": self._unread_steps,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, on any number of ranks."""
+        """Go on from what :meth:`state_dict` gave.
+
+        On another number of ranks all take the first one's state, and it alone what was not read:
+        the next point leaves the others' samples of those steps out.
+        """
         self.num_steps, self.num_samples = state_dict["num_steps"], state_dict["num_samples"]
         self.seconds = state_dict["seconds"]
         self.losses = [LossPoint(*point) for point in state_dict["losses"]]
@@ -114,14 +121,11 @@ class History:
             HeldOutPoint(step, Evaluation(*evaluation))
             for step, *evaluation in state_dict["held_out"]
         ]
-        unread = state_dict["unread_by_rank"]
-        if unread and len(unread) != world_size():
-            others = [[0.0, 0]] * (world_size() - 1)
-            unread = [[sum(column) for column in zip(*unread, strict=True)], *others]
-        self._loss_sum, self._unread_samples, self._unread_by_rank = None, 0, []
-        if sum(num_samples for _, num_samples in unread):
-            own, self._unread_samples = unread[rank()]
-            self._loss_sum = torch.tensor(own)
+        self._loss_sum, self._unread_samples = None, 0
+        self._unread_steps = state_dict["unread_steps"]
+        if rank() == 0 or state_dict["num_ranks"] == world_size():
+            unread, self._unread_samples = state_dict["unread"]
+            self._loss_sum = torch.tensor(unread)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Note how the model does on held-out rows now."""

@@ -86,8 +86,8 @@ def train(
         metrics: gets the loss whenever it is read, the learning rate of the first optimizer's last
             step, and the samples a second since the reading before.
         stop: where a rank was asked to stop, all of them end after the step that they are at; if
-            that is before ``max_steps``, the history is paused, so that it can be saved and the
-            rest of the steps gives the same points.
+            that is before ``max_steps``, the loss is not read, so that the rest of the steps, from
+            a checkpoint too, gives the points that all of them would have given.
 
     Raises:
         FloatingPointError: where the loss is not finite, when it is next read.
@@ -101,8 +101,10 @@ def train(
         meter.add_step(loss, len(batch.labels), optimizers)
         for scheduler in schedulers:
             scheduler.step()
-    is_whole = history.num_steps - num_before == max_steps
-    meter.end(is_paused=stop is not None and stop.is_agreed and not is_whole)
+    is_cut_short = stop is not None and stop.is_agreed
+    if not is_cut_short or history.num_steps - num_before == max_steps:
+        meter.read_rest()
+    meter.take_time()
     return history
 
 
@@ -119,33 +121,28 @@ class _Meter:
     def add_step(
         self, loss: Tensor, batch_size: int, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        if optimizers:
-            self._lr = optimizers[0].param_groups[0]["lr"]
+        if self.metrics is not None and optimizers:
+            lr = optimizers[0].param_groups[0]["lr"]
+            # Schedulers change a tensor in place.
+            self._lr = lr.clone() if isinstance(lr, Tensor) else lr
         was_read = self.history.add_step(loss, batch_size)
         if self.progress is not None:
             self.progress.advance()
         if was_read:
             self._report()
 
-    def end(self, *, is_paused: bool) -> None:
-        num_points = len(self.history.losses)
-        if is_paused:
-            self.history.pause()
-        else:
-            self.history.read_loss()
-        if len(self.history.losses) > num_points:
+    def read_rest(self) -> None:
+        if self.history.read_loss():
             self._report()
-        else:
-            self._take_time()
 
-    def _take_time(self) -> float:
+    def take_time(self) -> float:
         seconds = time.perf_counter() - self._since
         self.history.seconds += seconds
         self._since += seconds
         return seconds
 
     def _report(self) -> None:
-        seconds = self._take_time()
+        seconds = self.take_time()
         loss = self.history.losses[-1].loss
         if self.progress is not None:
             self.progress.show(loss=loss)
