@@ -79,6 +79,8 @@ class TrainLoop:
                 after_step=self.history.num_steps,
             ) as metrics,
         ):
+            if self._saved_step is not None:
+                progress.note(f"step {self._saved_step}: goes on from its checkpoint")
             if self.mlperf_log is not None:
                 self.mlperf_log.start_run(self._epoch())
             while True:
