@@ -21,7 +21,8 @@ class LearningRate:
 
     and never less than ``end_value`` once the decay has begun. The defaults are a constant rate.
     With ``power=2`` and ``end_value=1e-7`` it is that of MLPerf's DLRM
-    (https://github.com/mlcommons/training/tree/master/recommendation_v2).
+    (https://github.com/mlcommons/training/tree/master/recommendation_v2), but that MLPerf's keeps
+    the rate of the step before between the two parts and after them.
     """
 
     warmup_steps: int = 0

@@ -12,7 +12,9 @@ class StopSignal:
     """Takes note of SIGTERM and SIGINT while it is entered; :func:`train` then ends after a step,
     the same one on every rank, whichever rank got the signal.
 
-    The ranks learn of it with what they tell each other before each step anyway. A second SIGINT
+    The ranks learn of it with what they tell each other before each step anyway. ``torchrun`` ends
+    what still runs 30 seconds after a signal (its ``--shutdown-timeout``, or
+    ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``), so saving must take less, or get more. A second SIGINT
     interrupts at once, as Python does. Entered outside the main thread, which alone may handle
     signals, it only serves :meth:`request`.
     """
