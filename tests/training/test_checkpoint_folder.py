@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +161,8 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         CheckpointFolder(tmp_path, keep=0)
     with pytest.raises(ValueError, match=r"path must be .* that fsspec knows, got 'nowhere://x'"):
         CheckpointFolder("nowhere://x")
+    with pytest.raises(ImportError, match=r"path 'dropbox://x' needs a package .*: "):
+        CheckpointFolder("dropbox://x")
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match=r"file must be a folder, and is a file"):
         CheckpointFolder(tmp_path / "file").load(run_of(0.0))
@@ -212,3 +215,21 @@ def test_an_asynchronous_failure_is_raised_by_the_next_call_once(tmp_path: Path)
                 "wait": folder.wait,
             }[later]()
         folder.wait()
+
+
+def test_a_failure_that_nobody_asked_for_is_shown_at_the_end(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+from torchembed.training import CheckpointFolder, TrainingRun
+folder = CheckpointFolder(sys.argv[1])
+folder.save(1, TrainingRun(model=torch.nn.Linear(2, 2)), wait=False)
+"""
+    (tmp_path / "file").touch()
+    for name, shown in (("file", "NotADirectoryError"), ("folder", "")):
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / name)],
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert shown in run.stderr, run.stderr
+        assert ("Error" in run.stderr) == bool(shown), run.stderr
+    assert CheckpointFolder(tmp_path / "folder").steps() == [1]

@@ -1,5 +1,6 @@
 """A folder of checkpoints: which are complete, how one is completed, which are kept."""
 
+import atexit
 import contextlib
 import json
 import re
@@ -129,6 +130,7 @@ class CheckpointFolder:
         copied = together(lambda: on_cpu(state), what, group)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            atexit.register(self.wait)  # a failure that nobody asked for is shown at the end
         self._pending = self._writer.submit(self._write, step, copied, what)
 
     def wait(self) -> None:
