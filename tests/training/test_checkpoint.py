@@ -185,7 +185,7 @@ def test_other_optimizers_and_others_are_named(tmp_path: Path) -> None:
     for run, message in (
         (
             TrainingRun(model=model, optimizers=[adagrad], others={"loader": Counter()}),
-            r"optimizers\.0\.state\.dense\.bias\.step was not saved",
+            r"optimizers\.0 is of Adam, .*; others 'loader' was not saved",
         ),
         (
             TrainingRun(model=model, optimizers=[torch.optim.SGD(model.parameters())]),
@@ -196,6 +196,16 @@ def test_other_optimizers_and_others_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             CheckpointFolder(tmp_path).load(run)
+
+
+def test_an_optimizer_that_has_made_no_step_yet_loses_its_state(tmp_path: Path) -> None:
+    run, fresh = new_run(), new_run()
+    CheckpointFolder(tmp_path).save(0, run)
+    train_run(run, 2)
+    CheckpointFolder(tmp_path).load(run)
+    for one in (run, fresh):
+        train_run(one, 2)
+    assert_same(parameters_of(run), parameters_of(fresh))
 
 
 def test_an_optimizer_of_something_else_is_named(tmp_path: Path) -> None:

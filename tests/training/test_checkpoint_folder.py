@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,9 @@ def damaged(path: Path, damage: str) -> str:
     """Damage a checkpoint; what the error says."""
     file = path / "__0_0.distcp"
     whole = bytearray(file.read_bytes())
+    if damage == "marker":
+        (path / "complete.json").write_text("{")
+        return r"ValueError: file .*complete\.json is corrupt: load an earlier step"
     if damage == "missing":
         file.unlink()
         return r"FileNotFoundError: .*step-000000002 lacks its file __0_0\.distcp"
@@ -141,7 +145,7 @@ def damaged(path: Path, damage: str) -> str:
     return rf"ValueError: .* {len(whole)} bytes and CRC-32 \w+ as it was written, got {len(whole)}"
 
 
-@pytest.mark.parametrize("damage", ["missing", "metadata", "cut off", "one bit"])
+@pytest.mark.parametrize("damage", ["marker", "missing", "metadata", "cut off", "one bit"])
 def test_damage_is_named_and_nothing_is_changed(damage: str, tmp_path: Path) -> None:
     for step in (1, 2):
         CheckpointFolder(tmp_path).save(step, run_of(float(step)))
@@ -160,6 +164,8 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         CheckpointFolder(tmp_path, keep=0)
     with pytest.raises(ValueError, match=r"path must be .* that fsspec knows, got 'nowhere://x'"):
         CheckpointFolder("nowhere://x")
+    with pytest.raises(ImportError, match=r"path 'dropbox://x' needs a package .*: "):
+        CheckpointFolder("dropbox://x")
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match=r"file must be a folder, and is a file"):
         CheckpointFolder(tmp_path / "file").load(run_of(0.0))
@@ -212,3 +218,21 @@ def test_an_asynchronous_failure_is_raised_by_the_next_call_once(tmp_path: Path)
                 "wait": folder.wait,
             }[later]()
         folder.wait()
+
+
+def test_a_failure_that_nobody_asked_for_is_shown_at_the_end(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+from torchembed.training import CheckpointFolder, TrainingRun
+folder = CheckpointFolder(sys.argv[1])
+folder.save(1, TrainingRun(model=torch.nn.Linear(2, 2)), wait=False)
+"""
+    (tmp_path / "file").touch()
+    for name, shown in (("file", "NotADirectoryError"), ("folder", "")):
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / name)],
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert shown in run.stderr, run.stderr
+        assert ("Error" in run.stderr) == bool(shown), run.stderr
+    assert CheckpointFolder(tmp_path / "folder").steps() == [1]

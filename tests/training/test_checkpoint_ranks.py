@@ -148,6 +148,7 @@ def one_rank_cannot_write(folder: Path) -> list[str]:
 
 def failures(folder: Path) -> dict[str, Any]:
     run, rank = new_run("row_wise"), ranks.rank()
+    CheckpointFolder(folder / "a copy").save(2 * NUM_STEPS, run)
     apart = CheckpointFolder(folder / f"only {rank}")
     in_memory = CheckpointFolder(f"memory://{folder.name}")
     errors = {
@@ -155,6 +156,9 @@ def failures(folder: Path) -> dict[str, Any]:
         "save in memory": error_of(lambda: in_memory.save(1, run)),
         "one has no folder": error_of(
             lambda: CheckpointFolder(folder / "two" if rank == 0 else folder / "none").load(run)
+        ),
+        "one has another": error_of(
+            lambda: CheckpointFolder(folder / ("two" if rank == 0 else "a copy")).load(run)
         ),
         "one optimizer is strange": error_of(
             lambda: CheckpointFolder(folder / "strange").save(
@@ -259,17 +263,18 @@ def test_a_full_disk_of_one_rank_ends_the_save_of_all(on_two: list[dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("case", "here", "elsewhere", "failing"),
+    ("case", "here", "failing"),
     [
-        ("save apart", "ValueError: path must be one folder that all ranks see, and rank 1", "", 1),
-        ("save in memory", "ValueError: path must be one folder that all ranks see", "", 1),
-        ("one has no folder", "ValueError: path must be one folder that all ranks see", "", 1),
-        ("one optimizer is strange", "ValueError: optimizers must hold parameters of the", "", 1),
-        ("one bit", "ValueError: file ", "must have", 0),
+        ("save apart", "ValueError: path must be one folder that all ranks see, and rank 1", 1),
+        ("save in memory", "ValueError: path must be one folder that all ranks see", 1),
+        ("one has no folder", "ValueError: path must be one folder that all ranks see", 1),
+        ("one has another", "ValueError: path must be one folder that all ranks see", 1),
+        ("one optimizer is strange", "ValueError: optimizers must hold parameters of the", 1),
+        ("one bit", "ValueError: file ", 0),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all(
-    case: str, here: str, elsewhere: str, failing: int, on_two: list[dict[str, Any]]
+    case: str, here: str, failing: int, on_two: list[dict[str, Any]]
 ) -> None:
     errors = [of_rank["failures"][case] for of_rank in on_two]
     assert errors[failing].startswith(here)

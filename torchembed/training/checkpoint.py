@@ -97,44 +97,33 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
         ValueError: where names, shapes, dtypes or kinds differ, all of them named; nothing is
             changed then.
     """
-    of_model = _model_state(run.model)
-    state = dict(of_model)
-    missing = []
-    for index, optimizer in enumerate(run.optimizers):
-        state |= _room_for_optimizer(run.model, optimizer, f"optimizers.{index}", saved.entries)
-        if f"optimizers.{index}" not in saved.entries:
-            missing.append(f"optimizers.{index} was not saved")
+    what = f"load {saved.name}"
+    state = together(lambda: _room_for(run, saved.entries), what)
+    of_optimizers = [f"optimizers.{index}" for index in range(len(run.optimizers))]
     _agree_on(
         [
-            *missing,
+            *(f"{key} was not saved" for key in of_optimizers if key not in saved.entries),
             *(mismatch for key, value in state.items() for mismatch in _compare(key, value, saved)),
-            *_unexpected(of_model, saved),
+            *_unexpected(state, saved),
         ],
         saved,
     )
     same_ranks = saved.num_ranks == ranks.world_size()
     rank_key = f"ranks.{ranks.rank() if same_ranks else 0}"
-    of_optimizers = [f"optimizers.{index}" for index in range(len(run.optimizers))]
     packed = {
         key: torch.empty(saved.entries[key].size, dtype=torch.uint8)
         for key in [*of_optimizers, rank_key]
     }
     saved.read(packed)
-    *loaded_optimizers, of_rank = map(_unpacked, packed.values())
+    unpacked = together(lambda: {key: _unpacked(value) for key, value in packed.items()}, what)
+    optimizers = [
+        (key, own, unpacked[key]) for key, own in zip(of_optimizers, run.optimizers, strict=True)
+    ]
+    others = unpacked[rank_key]["others"]
     _agree_on(
         [
-            *(
-                f"{key} {mismatch}"
-                for key, own, loaded in zip(
-                    of_optimizers, run.optimizers, loaded_optimizers, strict=True
-                )
-                for mismatch in _compare_optimizer(own, loaded)
-            ),
-            *(
-                f"others {name!r} was not saved"
-                for name in run.others
-                if name not in of_rank["others"]
-            ),
+            *(mismatch for named in optimizers for mismatch in _compare_optimizer(*named)),
+            *(f"others {name!r} was not saved" for name in run.others if name not in others),
         ],
         saved,
     )
@@ -146,14 +135,14 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
             key = ".".join(filter(None, ("model", name, "_extra_state")))
             if key in state:
                 module.set_extra_state(state[key])
-        for key, own, loaded in zip(of_optimizers, run.optimizers, loaded_optimizers, strict=True):
+        for key, own, loaded in optimizers:
             _load_optimizer(run.model, own, key, loaded["param_groups"], state)
         for name, other in run.others.items():
-            other.load_state_dict(of_rank["others"][name])
+            other.load_state_dict(others[name])
         if same_ranks and (run.optimizers or run.others):
-            set_random_state(of_rank["random"])
+            set_random_state(unpacked[rank_key]["random"])
 
-    together(apply, f"load {saved.name}")
+    together(apply, what)
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
@@ -226,12 +215,22 @@ def _has_rows(optimizer: torch.optim.Optimizer, name: str, value: Any, parameter
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
+def _room_for(run: TrainingRun, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``saved`` this rank reads in place, and room for the rest of what it reads."""
+    room = _model_state(run.model)
+    for index, optimizer in enumerate(run.optimizers):
+        room |= _room_for_optimizer(run.model, optimizer, f"optimizers.{index}", saved)
+    return room
+
+
 def _room_for_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state that there is, to be filled in place, and room for what else is saved of this
-    rank's parameters."""
-    room = _optimizer_state(model, optimizer, prefix)
+    rank's parameters. State that torch's optimizers make at their first step need not be saved."""
+    is_fused = isinstance(optimizer, FusedOptimizer)
+    state = _optimizer_state(model, optimizer, prefix)
+    room = {key: value for key, value in state.items() if is_fused or key in saved}
     for name, parameter in _named_parameters(model, optimizer):
         table = table_of(parameter)
         whole = parameter if table is None else table.as_global(parameter.detach())
@@ -264,20 +263,23 @@ def _compare(key: str, value: Any, saved: SavedState) -> Iterator[str]:
         yield f"{key} has dtype {entry.properties.dtype}, and {value.dtype} in the run"
 
 
-def _unexpected(of_model: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
+def _unexpected(state: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
     """Saved of the model, and known to no rank: the owner alone knows a table-wise table."""
-    known = {key for keys in ranks.gather_objects(list(of_model)) for key in keys}
+    known = {key for keys in ranks.gather_objects(list(state)) for key in keys}
     for key in saved.entries:
         if key.startswith("model.") and key not in known:
             yield f"{key} is not in the run"
 
 
-def _compare_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Iterator[str]:
+def _compare_optimizer(
+    key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+) -> Iterator[str]:
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if saved["kind"] != kind:
-        yield f"is of {saved['kind']}, and the run's is {kind}"
+        yield f"{key} is of {saved['kind']}, and the run's is {kind}"
     if len(saved["param_groups"]) != len(groups):
-        yield f"has {len(saved['param_groups'])} parameter groups, and {len(groups)} in the run"
+        num_saved = len(saved["param_groups"])
+        yield f"{key} has {num_saved} parameter groups, and {len(groups)} in the run"
 
 
 def _agree_on(mismatches: list[str], saved: SavedState) -> None:

@@ -1,5 +1,6 @@
 """A folder of checkpoints: which are complete, how one is completed, which are kept."""
 
+import atexit
 import contextlib
 import json
 import re
@@ -60,7 +61,9 @@ class CheckpointFolder:
     in it. That file is put there last, in one atomic step, so a save that dies at any point leaves
     the checkpoints before it as they were. What remains of such a save is removed by the next one.
 
-    Every rank makes one, of a folder that all of them see; one run at a time may save there.
+    Every rank makes one, of a folder that all of them see. One run at a time may save there. The
+    newest checkpoint is that of the highest step, so a run that begins anew, or goes on from an
+    earlier step than the last, saves in another folder.
     """
 
     def __init__(self, path: str | Path, *, keep: int = 2) -> None:
@@ -129,6 +132,7 @@ class CheckpointFolder:
         copied = together(lambda: on_cpu(state), what, group)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            atexit.register(self.wait)  # a failure that nobody asked for is shown at the end
         self._pending = self._writer.submit(self._write, step, copied, what)
 
     def wait(self) -> None:
@@ -225,7 +229,8 @@ class CheckpointFolder:
         if checkpoint is None:
             return None
         path = self._storage.path(checkpoint.name)
-        marker = together(lambda: self._read_marker(path), what, group)
+        written = first_rank_decides(lambda: self._storage.read(f"{path}/{MARKER}"), what, group)
+        marker = together(lambda: self._read_marker(path, written), what, group)
         together(lambda: self._check_files(path, marker["files"]), what, group)
         reader = self._storage.reader(path)
         metadata = together(reader.read_metadata, what, group)
@@ -263,14 +268,20 @@ class CheckpointFolder:
             )
         return of_step[-1]
 
-    def _read_marker(self, path: str) -> dict[str, Any]:
+    def _read_marker(self, path: str, seen_by_first: bytes) -> dict[str, Any]:
         try:
-            return json.loads(self._storage.read(f"{path}/{MARKER}"))
+            seen = self._storage.read(f"{path}/{MARKER}")
         except FileNotFoundError:
+            seen = b""
+        if seen != seen_by_first:
             raise ValueError(
-                f"path must be one folder that all ranks see, and rank {ranks.rank()} sees no "
-                f"{path}/{MARKER}"
-            ) from None
+                f"path must be one folder that all ranks see, and rank {ranks.rank()} does not see "
+                f"the {path}/{MARKER} that rank 0 sees"
+            )
+        try:
+            return json.loads(seen)
+        except ValueError:
+            raise ValueError(f"file {path}/{MARKER} is corrupt: load an earlier step") from None
 
     def _check_files(self, path: str, files: dict[str, list[int]]) -> None:
         """Each rank reads a share of them whole."""
