@@ -1,40 +1,94 @@
-"""Where a run writes."""
+"""Where a run writes, and what it goes on from."""
 
+import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchembed.training import ranks
 
+RUNS = Path("runs")
+_ARGUMENTS_FILE = "arguments.json"
 
-def prepare_output(output: Path | None, recipe: str) -> Path:
-    """Make the run's folder, and try to write there; every rank must call it.
+
+def prepare_output(
+    output: Path | None, recipe: str, arguments: Sequence[str], *, is_resumed: bool = False
+) -> Path:
+    """Make the run's folder, try to write there, and note how the run was started.
+
+    Every rank must call it.
 
     Args:
         output: the folder; ``runs/<recipe>-<time>`` where None.
+        recipe: its name.
+        arguments: all others of the command line.
+        is_resumed: whether the folder is one that :func:`earlier_arguments` has read.
 
     Raises:
-        FileExistsError: where the folder holds files already, which the run would overwrite.
+        FileExistsError: where the folder holds files already, which a new run would overwrite.
         OSError: where it cannot be made or written to.
     """
-    result = ranks.from_first_rank(_try_prepare(output, recipe) if ranks.rank() == 0 else None)
+
+    def prepare() -> Path | OSError:
+        folder = output or RUNS / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return _try_prepare(folder, recipe, arguments, is_resumed=is_resumed)
+
+    result = ranks.from_first_rank(prepare() if ranks.rank() == 0 else None)
     if isinstance(result, OSError):
         raise result
     return result
 
 
-def _try_prepare(output: Path | None, recipe: str) -> Path | OSError:
-    folder = output or Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _try_prepare(
+    folder: Path, recipe: str, arguments: Sequence[str], *, is_resumed: bool
+) -> Path | OSError:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if any(folder.iterdir()) and not is_resumed:
             return FileExistsError(
-                f"output folder {folder} holds files already; name another with --output"
+                f"output folder {folder} holds files already; name another with --output, or go "
+                "on with its run with --resume"
             )
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        note = json.dumps({"recipe": recipe, "arguments": list(arguments)})
+        partial = folder / f"{_ARGUMENTS_FILE}.partial"
+        partial.write_text(note + "\n")
+        partial.replace(folder / _ARGUMENTS_FILE)
     except OSError as error:
         return type(error)(
             f"output folder {folder} cannot be written ({error}); name another with --output"
         )
     return folder.resolve()
+
+
+def newest_run(recipe: str) -> Path:
+    """The folder under ``runs`` of the run of ``recipe`` that was started last.
+
+    Raises:
+        FileNotFoundError: where there is none.
+    """
+    found = sorted(RUNS.glob(f"{recipe}-*/{_ARGUMENTS_FILE}"))
+    if not found:
+        raise FileNotFoundError(
+            f"{RUNS.resolve()} holds no run of {recipe} to go on with; name its folder after "
+            "--resume"
+        )
+    return found[-1].parent
+
+
+def earlier_arguments(folder: Path, recipe: str) -> list[str]:
+    """How the run in ``folder`` was started.
+
+    Raises:
+        FileNotFoundError: where no run was started there.
+        ValueError: where it is a run of another recipe.
+    """
+    path = folder / _ARGUMENTS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"--resume names {folder}, and no run was started there")
+    note = json.loads(path.read_text())
+    if note["recipe"] != recipe:
+        raise ValueError(
+            f"--resume names {folder}, a run of {note['recipe']}, and {recipe} is to go on; name "
+            "that recipe"
+        )
+    return note["arguments"]

@@ -9,7 +9,7 @@ import torch
 from recipes.ctr import frappe, ml1m
 from recipes.dlrm_dcnv2 import config as dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
-from recipes.result import Result
+from recipes.result import Result, Stopped
 
 
 class Recipe(NamedTuple):
@@ -17,8 +17,9 @@ class Recipe(NamedTuple):
 
     config: Callable[[Path | None], Any]
     """From the data's folder or file, if one was named, to the full config, a frozen dataclass."""
-    run: Callable[[Any, torch.device, Path], Result]
-    """Of the config, this rank's device and an empty output folder; on every rank."""
+    run: Callable[[Any, torch.device, Path], Result | Stopped]
+    """Of the config, this rank's device and the output folder, empty or with an earlier part of
+    the run, which it goes on with; on every rank."""
 
     @property
     def summary(self) -> str:

@@ -24,6 +24,13 @@ class Result:
     checkpoint: Path
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """Of a run that a signal ended: it can go on with ``--resume``."""
+
+    num_steps: int
+
+
 def result_line(result: Result, *, num_ranks: int, seconds: float) -> str:
     """``RESULT`` and one JSON object, in which NaN is null and what does not apply is left out.
 

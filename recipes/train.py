@@ -1,7 +1,9 @@
 """Trains a recipe: ``python -m recipes.train <recipe>``, alone or under ``torchrun``.
 
 ``python -m recipes.train <recipe> --help`` lists all that can be changed. The last line printed is
-``RESULT`` and one JSON object.
+``RESULT`` and one JSON object. ``--resume [FOLDER]`` goes on with the run of that folder, or of the
+one started last, with its arguments and those that are given now. A run that SIGTERM or SIGINT
+ended, after saving, exits with the code 75.
 """
 
 import argparse
@@ -11,23 +13,38 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from recipes.output import prepare_output
+import recipes
+import torchembed
+from recipes.output import earlier_arguments, newest_run, prepare_output
 from recipes.ranks import joined_ranks
 from recipes.registry import RECIPES
-from recipes.result import result_line
-from torchembed.training import ranks
+from recipes.result import Result, result_line
+from torchembed.training import check_ranks_agree, ranks, source_files
+
+STOPPED_EXIT_CODE = 75
+"""BSD's EX_TEMPFAIL: try again, here with ``--resume``."""
 
 
-def parse(arguments: Sequence[str]) -> tuple[str, Any]:
+class Command(NamedTuple):
+    """What the command line asks for."""
+
+    recipe: str
+    config: Any
+    arguments: list[str]
+    """All that made the config, also those of the run that is gone on with."""
+    is_resumed: bool
+
+
+def parse(arguments: Sequence[str]) -> Command:
     """The recipe's name, and its config with what the arguments change."""
     chooser = argparse.ArgumentParser(
         prog="python -m recipes.train",
-        description="Train a recipe.",
+        description="Train a recipe, or go on with a run of it: RECIPE --resume [FOLDER].",
         epilog="\n".join(f"{name:26}{recipe.summary}" for name, recipe in RECIPES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -35,32 +52,43 @@ def parse(arguments: Sequence[str]) -> tuple[str, Any]:
     chooser.add_argument("recipe", choices=RECIPES, metavar="RECIPE", help="one of the below")
     name = chooser.parse_args(arguments[:1]).recipe
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--resume", type=Path, nargs="?", const=Path(), default=None)
+    found, options = finder.parse_known_args(arguments[1:])
+    if found.resume is not None:
+        folder = newest_run(name) if found.resume == Path() else found.resume
+        options = [*earlier_arguments(folder, name), *options, "--output", str(folder)]
     finder.add_argument("--data", type=Path)
-    data = finder.parse_known_args(arguments[1:])[0].data
+    data = finder.parse_known_args(options)[0].data
     if data is not None and not data.exists():
         raise FileNotFoundError(f"--data names {data}, and there is no such file or folder")
     default = RECIPES[name].config(data)
     config = tyro.cli(
         type(default),
         default=default,
-        args=arguments[1:],
+        args=options,
         prog=f"python -m recipes.train {name}",
-        description=RECIPES[name].summary,
+        description=f"{RECIPES[name].summary} --resume [FOLDER] goes on with an earlier run.",
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
-    return name, config
+    return Command(name, config, options, found.resume is not None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, train, and print the result on rank 0."""
     start = time.perf_counter()
-    name, config = parse(sys.argv[1:] if arguments is None else arguments)
+    name, config, options, is_resumed = parse(sys.argv[1:] if arguments is None else arguments)
     with joined_ranks() as device:
-        output = prepare_output(config.output, name)
+        text = _config_text(name, config)
+        check_ranks_agree(config=text, code=source_files(torchembed, recipes))
+        output = prepare_output(config.output, name, options, is_resumed=is_resumed)
         rank, num_ranks = ranks.rank(), ranks.world_size()
         if rank == 0:
-            (output / "config.txt").write_text(_config_text(name, config))
+            (output / "config.txt").write_text(text)
         result = RECIPES[name].run(config, device, output)
+    if not isinstance(result, Result):
+        if rank == 0:
+            print(f"stopped at step {result.num_steps}; go on with --resume {output}", flush=True)
+        raise SystemExit(STOPPED_EXIT_CODE)
     if rank == 0:
         seconds = time.perf_counter() - start
         print(result_line(result, num_ranks=num_ranks, seconds=seconds), flush=True)

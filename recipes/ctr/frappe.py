@@ -15,7 +15,7 @@ from recipes.ctr.rows import OneIdEach, Rows
 from recipes.ctr.run import run_seeds
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
-from recipes.result import Result
+from recipes.result import Result, Stopped
 
 FIELDS = (
     "user",
@@ -46,7 +46,7 @@ def config(data: Path | None = None) -> CtrConfig:
     )
 
 
-def run(config: CtrConfig, device: torch.device, output: Path) -> Result:
+def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train on Frappe_x1 as published."""
     splits = read(find_data("frappe_x1r/frappe_x1r.npz", config.data))
     return run_seeds(config, lambda seed: splits, device, output)

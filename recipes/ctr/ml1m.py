@@ -16,7 +16,7 @@ from recipes.ctr.rows import BagEach, OneIdEach, Rows
 from recipes.ctr.run import run_seeds
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
-from recipes.result import Result
+from recipes.result import Result, Stopped
 
 _TITLE_WITH_YEAR = re.compile(r".*\((\d{4})\)")
 
@@ -34,7 +34,7 @@ def config(data: Path | None = None) -> CtrConfig:
     )
 
 
-def run(config: CtrConfig, device: torch.device, output: Path) -> Result:
+def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train on random divisions of the ratings."""
     rows = read(find_data("ml-1m/ratings.npz", config.data).parent)
     return run_seeds(config, lambda seed: divide(rows, seed), device, output)

@@ -1,5 +1,6 @@
 """Training DCNv2 with early stopping, once for each seed."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -14,19 +15,22 @@ from recipes.ctr.config import CtrConfig
 from recipes.ctr.rows import RowBatches, Rows
 from recipes.ctr.splits import Splits
 from recipes.ranks import shard_over_ranks, table_device
-from recipes.result import Result
+from recipes.result import Result, Stopped
 from torchembed.models import DCNv2
 from torchembed.tables import table_of
 from torchembed.training import (
+    CheckpointFolder,
+    EarlyStop,
     Evaluation,
     History,
+    MetricsWriter,
     Progress,
+    StopSignal,
+    TrainingRun,
     average_buffers,
     evaluate,
-    load_checkpoint,
     plot_history,
     ranks,
-    save_checkpoint,
     train,
 )
 
@@ -34,7 +38,7 @@ from torchembed.training import (
 class SeedRun(NamedTuple):
     """One training, its model as good on the validation rows as it got."""
 
-    validation: Evaluation
+    validation_auc: float
     test: Evaluation
     history: History
     checkpoint: Path
@@ -42,25 +46,28 @@ class SeedRun(NamedTuple):
 
 def run_seeds(
     config: CtrConfig, read: Callable[[int], Splits], device: torch.device, output: Path
-) -> Result:
+) -> Result | Stopped:
     """Train once for each seed; the result is the mean, and the best one's checkpoint.
 
     Args:
         read: from a seed to the divided rows.
         device: this rank's.
-        output: an empty folder, for a folder of each seed with ``checkpoint`` and ``training.png``.
+        output: for a folder of each seed with ``checkpoint``, its best, ``newest``, from which it
+            goes on, ``metrics.jsonl`` and ``training.png``.
     """
     if config.batch_size % ranks.world_size():
         raise ValueError(
             f"batch_size must be a multiple of the {ranks.world_size()} ranks, "
             f"got {config.batch_size}"
         )
-    runs = {
-        seed: run_seed(config, read(seed), seed, device, output / f"seed-{seed}")
-        for seed in config.seeds
-    }
+    runs: dict[int, SeedRun] = {}
+    for seed in config.seeds:
+        run = run_seed(config, read(seed), seed, device, output / f"seed-{seed}")
+        if isinstance(run, Stopped):
+            return run
+        runs[seed] = run
     histories = [run.history for run in runs.values()]
-    best = max(runs.values(), key=lambda run: run.validation.auc)
+    best = max(runs.values(), key=lambda run: run.validation_auc)
     return Result(
         test_auc=fmean(run.test.auc for run in runs.values()),
         test_logloss=fmean(run.test.logloss for run in runs.values()),
@@ -75,11 +82,13 @@ def run_seeds(
 
 def run_seed(
     config: CtrConfig, splits: Splits, seed: int, device: torch.device, output: Path
-) -> SeedRun:
-    """Train until the AUC on the validation rows has not improved for some epochs."""
+) -> SeedRun | Stopped:
+    """Train until the AUC on the validation rows has not improved for some epochs.
+
+    It goes on after the last whole epoch that is in ``newest``.
+    """
     model = build_model(config, splits.rows, seed, device)
     optimizers = build_optimizers(config, model)
-    order = torch.Generator().manual_seed(seed)
     # Dropout differs from rank to rank; all else that is random is drawn the same on each.
     torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
 
@@ -90,9 +99,23 @@ def run_seed(
         )
 
     history = History(read_loss_every=10)
-    best, num_worse = None, 0
-    with Progress(label=f"seed {seed}") as progress:
-        for epoch in range(config.max_epochs):
+    early_stop = EarlyStop(patience=config.patience, min_improvement=config.min_improvement)
+    trained = TrainingRun(model=model, optimizers=optimizers)
+    state = dataclasses.replace(trained, others={"history": history, "early_stop": early_stop})
+    best = CheckpointFolder(output / "checkpoint", keep=1)
+    newest = CheckpointFolder(output / "newest", keep=1)
+    newest.load(state)
+    output.mkdir(exist_ok=True)
+    epochs = range(len(history.held_out), config.max_epochs)
+    order = torch.Generator().manual_seed(seed)
+    for _ in history.held_out:
+        torch.randperm(len(splits.train), generator=order)
+    with (
+        StopSignal() as stop,
+        Progress(done=history.num_steps, label=f"seed {seed}") as progress,
+        MetricsWriter(output, after_step=history.num_steps) as metrics,
+    ):
+        for epoch in epochs if early_stop.reason is None else ():
             shuffled = splits.train[torch.randperm(len(splits.train), generator=order)]
             train(
                 model,
@@ -101,30 +124,35 @@ def run_seed(
                 batches(shuffled),
                 history=history,
                 progress=progress,
+                metrics=metrics,
+                stop=stop,
             )
+            if stop.is_agreed:
+                return Stopped(num_steps=history.num_steps)
             average_buffers(model)
             now = evaluate(model, batches(splits.validation))
             history.add_evaluation(now)
+            metrics.write(history.num_steps, validation_auc=now.auc, validation_logloss=now.logloss)
             progress.note(
                 f"seed {seed}, epoch {epoch + 1}: training loss {history.losses[-1].loss:.4f}, "
                 f"validation AUC {now.auc:.5f}, log loss {now.logloss:.4f}"
             )
-            if best is None or now.auc >= best.auc + config.min_improvement:
-                best, num_worse = now, 0
-                save_checkpoint(output / "checkpoint", model, optimizers)
-                continue
-            num_worse += 1
-            if num_worse == config.patience:
+            if early_stop.update(history.num_steps, now.auc):
+                best.save(history.num_steps, trained)
+            elif early_stop.reason is None:
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] *= config.lr_decay
+            newest.save(history.num_steps, state)
+            if early_stop.reason is not None:
                 break
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] *= config.lr_decay
-    assert best is not None
-    load_checkpoint(output / "checkpoint", model)
+    if early_stop.best_auc is None:
+        raise ValueError("the validation rows must have labels of both kinds, or there is no AUC")
+    best.load(TrainingRun(model=model))
     if ranks.rank() == 0:
         plot_history(history, output / "training.png", title=f"DCNv2, seed {seed}")
     test = evaluate(model, batches(splits.test))
-    return SeedRun(best, test, history, output / "checkpoint")
+    return SeedRun(early_stop.best_auc, test, history, output / "checkpoint")
 
 
 def build_model(config: CtrConfig, rows: Rows, seed: int, device: torch.device) -> DCNv2:

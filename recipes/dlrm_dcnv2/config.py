@@ -2,10 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
 from torchembed.data.mlperf import mlperf_days
 from torchembed.sharding import Placement
+from torchembed.training import EarlyStop, LearningRate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +44,31 @@ class DlrmConfig:
     """Of Adagrad."""
     warmup_steps: int = 0
     """Steps over which the learning rate grows to its value, in a line."""
+    decay_start_step: int = 0
+    """Where its decay begins."""
+    decay_steps: int = 0
+    """Steps over which it falls, along a parabola; 0 for a constant rate."""
+    end_learning_rate: float = 1e-7
+    """The least learning rate of the decay, and that of all steps after it."""
     epochs: int = 1
     max_steps: int | None = None
     """Stop after so many."""
     evaluate_every: int | None = None
     """Steps between evaluations on validation rows; without it one, after the last step."""
+    target_auc: float | None = None
+    """Stop at this AUC on the validation rows."""
+    patience: int | None = None
+    """Stop after so many evaluations in a row without a better AUC."""
+    keep_best: bool = False
+    """Keep the checkpoint of the best evaluation too, in the folder best, and test that model."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; without it one, at the end or where a signal ends the run."""
+    tensorboard: bool = False
+    """Write metrics for TensorBoard too."""
+    mlperf_log: Literal["closed", "open"] | None = None
+    """Write the lines that MLPerf's compliance checker wants for this division, in mlperf.log."""
+    mlperf_org: str = "unknown"
+    """Who submits, in that log."""
     read_loss_every: int = 50
     """Steps between points of the loss."""
     seed: int = 0
@@ -55,12 +77,28 @@ class DlrmConfig:
         for name in ("batch_size", "epochs", "embedding_dim", "read_loss_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_steps", "evaluate_every", "max_table_rows"):
+        for name in ("max_steps", "evaluate_every", "checkpoint_every", "max_table_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or left out, got {value}")
         if self.over_arch[-1:] != (1,):
             raise ValueError(f"over_arch must end with 1, the logit, got {self.over_arch}")
+        # They check their own fields.
+        _ = self.schedule, self.early_stop()
+
+    @property
+    def schedule(self) -> LearningRate:
+        """How the learning rate changes."""
+        return LearningRate(
+            warmup_steps=self.warmup_steps,
+            decay_start_step=self.decay_start_step,
+            decay_steps=self.decay_steps,
+            end_value=self.end_learning_rate,
+        )
+
+    def early_stop(self) -> EarlyStop:
+        """When to stop, before any evaluation."""
+        return EarlyStop(target_auc=self.target_auc, patience=self.patience)
 
 
 def quickstart(data: Path | None = None) -> DlrmConfig:
@@ -108,7 +146,7 @@ def criteo_kaggle(data: Path | None = None) -> DlrmConfig:
 
 def mlperf(data: Path | None = None) -> DlrmConfig:
     """MLPerf Training's model on Criteo 1TB: 104 GB of rows, and as much of Adagrad's."""
-    return DlrmConfig(data=data, evaluate_every=3200)
+    return DlrmConfig(data=data, evaluate_every=3200, target_auc=0.80275)
 
 
 def fitting(data: Path | None = None) -> DlrmConfig:

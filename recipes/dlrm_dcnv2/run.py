@@ -1,19 +1,20 @@
 """Training DLRM-DCNv2."""
 
 import os
+import platform
 from collections.abc import Sequence
-from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import torchembed
 from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.dlrm_dcnv2.loop import TrainLoop
+from recipes.mlperf_log import MlperfLog
 from recipes.ranks import shard_over_ranks, table_device
-from recipes.result import Result
+from recipes.result import Result, Stopped
 from torchembed.data import (
     BackgroundLoader,
     BatchSource,
@@ -25,45 +26,90 @@ from torchembed.data import (
 )
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
-from torchembed.training import (
-    History,
-    Progress,
-    evaluate,
-    plot_history,
-    ranks,
-    save_checkpoint,
-    train,
-)
+from torchembed.training import CheckpointFolder, TrainingRun, evaluate, plot_history, ranks
 
 
-def run(config: DlrmConfig, device: torch.device, output: Path) -> Result:
+def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train, evaluate on validation rows along the way, and end with the test rows.
 
     Args:
         device: this rank's.
-        output: an empty folder, for ``checkpoint`` and ``training.png``.
+        output: a folder for ``checkpoint``, ``metrics.jsonl`` and ``training.png``; a training of
+            which a checkpoint is there goes on from it.
     """
+    if config.mlperf_log is not None and CheckpointFolder(output / "checkpoint").steps():
+        raise ValueError(
+            f"mlperf_log must be left out where a run goes on, and {output} holds a checkpoint: "
+            "MLPerf knows whole runs alone"
+        )
+    mlperf_log = None if config.mlperf_log is None else MlperfLog(output)
     train_rows, validation, test = (
         open_split(config, split) for split in (Split.TRAIN, Split.VALIDATION, Split.TEST)
     )
+    if mlperf_log is not None:
+        mlperf_log.describe(
+            division=config.mlperf_log or "",
+            org=config.mlperf_org,
+            platform=_platform(device),
+            values=_mlperf_values(config, train_rows, validation),
+        )
     model = build_model(config, train_rows, device)
-    optimizers = build_optimizers(config, model)
-    history = History(read_loss_every=config.read_loss_every)
-    _train_and_evaluate(config, model, optimizers, train_rows, validation, history)
+    with BackgroundLoader(train_rows) as loader:
+        loop = TrainLoop(
+            config=config,
+            model=model,
+            optimizers=build_optimizers(config, model),
+            loader=loader,
+            validation=validation,
+            # Text knows its number of rows only after a pass over all of it.
+            steps_per_epoch=None if isinstance(train_rows, CriteoText) else len(train_rows),
+            output=output,
+            mlperf_log=mlperf_log,
+        )
+        if not loop.run():
+            return Stopped(num_steps=loop.history.num_steps)
+    if config.keep_best:
+        loop.best.load(TrainingRun(model=model))
     final = evaluate(model, test)
-    bayes_auc = test.bayes_auc() if isinstance(test, ClickLog) else None
-    save_checkpoint(output / "checkpoint", model, optimizers)
     if ranks.rank() == 0:
         best = validation.bayes_auc() if isinstance(validation, ClickLog) else None
-        plot_history(history, output / "training.png", title="DLRM-DCNv2", bayes_auc=best)
+        plot_history(loop.history, output / "training.png", title="DLRM-DCNv2", bayes_auc=best)
     return Result(
         test_auc=final.auc,
         test_logloss=final.logloss,
-        bayes_auc=bayes_auc,
-        samples_per_second=history.samples_per_second,
-        num_steps=history.num_steps,
-        checkpoint=output / "checkpoint",
+        bayes_auc=test.bayes_auc() if isinstance(test, ClickLog) else None,
+        samples_per_second=loop.history.samples_per_second,
+        num_steps=loop.history.num_steps,
+        checkpoint=output / ("best" if config.keep_best else "checkpoint"),
     )
+
+
+def _platform(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{ranks.world_size()}x {name}"
+
+
+def _mlperf_values(
+    config: DlrmConfig, train_rows: BatchSource, validation: BatchSource
+) -> dict[str, Any]:
+    """What MLPerf's rules for this model ask of a run, by their keys."""
+    decays = config.decay_steps > 0
+    return {
+        "seed": config.seed,
+        "global_batch_size": config.batch_size,
+        "gradient_accumulation_steps": 1,
+        "train_samples": train_rows.num_rows,
+        "eval_samples": validation.num_rows,
+        "opt_name": "adagrad",
+        "opt_base_learning_rate": config.learning_rate,
+        "opt_adagrad_learning_rate_decay": 0,
+        "opt_weight_decay": 0,
+        "opt_adagrad_initial_accumulator_value": 0,
+        "opt_adagrad_epsilon": config.eps,
+        "opt_learning_rate_warmup_steps": config.warmup_steps,
+        "opt_learning_rate_decay_start_step": config.decay_start_step if decays else 0,
+        "opt_learning_rate_decay_steps": config.decay_steps,
+    }
 
 
 def open_split(config: DlrmConfig, split: Split) -> BatchSource:
@@ -145,48 +191,3 @@ def build_optimizers(config: DlrmConfig, model: nn.Module) -> list[torch.optim.O
         torchembed.optim.Adagrad(tables, lr=lr, eps=eps),
         torch.optim.Adagrad(dense, lr=lr, eps=eps),
     ]
-
-
-def _train_and_evaluate(
-    config: DlrmConfig,
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    train_rows: BatchSource,
-    validation: BatchSource,
-    history: History,
-) -> None:
-    # Text knows its number of rows only after a pass over all of it.
-    num_steps = None if isinstance(train_rows, CriteoText) else len(train_rows) * config.epochs
-    if config.max_steps is not None:
-        num_steps = min(num_steps or config.max_steps, config.max_steps)
-    schedulers = [
-        LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1)))
-        for optimizer in optimizers
-    ]
-    with Progress(num_steps) as progress, BackgroundLoader(train_rows) as loader:
-        batches = chain.from_iterable(repeat(loader, config.epochs))
-        while True:
-            num_before = history.num_steps
-            train(
-                model,
-                F.binary_cross_entropy_with_logits,
-                optimizers,
-                batches,
-                schedulers=schedulers,
-                max_steps=_steps_until_evaluation(config, num_before),
-                history=history,
-                progress=progress,
-            )
-            if history.num_steps == num_before:
-                return
-            held_out = evaluate(model, validation)
-            history.add_evaluation(held_out)
-            progress.note(
-                f"step {history.num_steps}: training loss {history.losses[-1].loss:.4f}, "
-                f"validation AUC {held_out.auc:.5f}, log loss {held_out.logloss:.4f}"
-            )
-
-
-def _steps_until_evaluation(config: DlrmConfig, num_done: int) -> int | None:
-    left = None if config.max_steps is None else config.max_steps - num_done
-    return min((n for n in (config.evaluate_every, left) if n is not None), default=None)

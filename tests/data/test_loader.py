@@ -2,14 +2,14 @@
 
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
 import torch
 
 from torchembed.core.features import SparseFeatures
-from torchembed.data import BackgroundLoader, Batch, BatchSource
+from torchembed.data import BackgroundLoader, Batch, BatchSource, Portion
 from torchembed.data.source import BatchTask
 
 NUM_BATCHES = 40
@@ -28,8 +28,8 @@ class Numbered(BatchSource):
     def __len__(self) -> int:
         return NUM_BATCHES
 
-    def tasks(self) -> Iterator[BatchTask]:
-        for start in range(0, NUM_BATCHES, 2):
+    def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
+        for start in range(sum(p.num_batches for p in after), NUM_BATCHES, 2):
             second_runs = threading.Event()
             for number in (start, start + 1):
                 self.drawn += 1

@@ -54,6 +54,9 @@ def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (("dlrm_dcnv2", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
         (("dlrm_dcnv2", "--over-arch", "8", "2"), "over_arch must end with 1, the logit"),
+        (("dlrm_dcnv2", "--decay-steps", "9"), "decay_start_step must be at least warmup_steps"),
+        (("dlrm_dcnv2", "--patience", "0"), "patience must be at least 1 or None, got 0"),
+        (("dlrm_dcnv2", "--checkpoint-every", "0"), "checkpoint_every must be at least 1 or left"),
         (("ctr-ml1m", "--seeds", "1", "1"), "seeds must be different and at least one"),
     ):
         with pytest.raises(SystemExit) as exit_info:

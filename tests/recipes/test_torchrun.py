@@ -38,7 +38,7 @@ def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
     result = json.loads(lines[-1].removeprefix("RESULT "))
     assert result["num_ranks"] == 2
     assert 0 <= result["test_auc"] <= 1
-    assert len(list(Path(result["checkpoint"]).glob("*.distcp"))) == 2
+    assert len(list(Path(result["checkpoint"]).glob("*/*.distcp"))) == 2
     assert "seed 1:" in run.stderr
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchembed.sharding import Placement, Shard, ShardingPlan, TablePlan, make_plan
+from torchembed.sharding.plan import place_table
 from torchembed.tables import TableSpec
 
 specs_strategy = st.dictionaries(
@@ -28,35 +29,50 @@ def num_bytes(spec: TableSpec) -> int:
 
 
 @hypothesis.settings(deadline=None)
-@hypothesis.given(specs=specs_strategy, num_ranks=st.integers(1, 9), data=st.data())
-def test_every_row_is_placed_and_json_round_trips(
-    specs: dict[str, TableSpec], num_ranks: int, data: st.DataObject
+@hypothesis.given(
+    specs=specs_strategy,
+    num_nodes=st.integers(1, 3),
+    ranks_per_node=st.integers(1, 5),
+    data=st.data(),
+)
+def test_every_element_is_placed_once_and_json_round_trips(
+    specs: dict[str, TableSpec], num_nodes: int, ranks_per_node: int, data: st.DataObject
 ) -> None:
     wished = data.draw(
         st.dictionaries(st.sampled_from(list(specs)), st.sampled_from(Placement))
         if specs
         else st.just({})
     )
-    plan = make_plan(specs, num_ranks, wished)
+    num_ranks = num_nodes * ranks_per_node
+    plan = make_plan(specs, num_ranks, wished, num_nodes=num_nodes)
+    assert plan.ranks_per_node == ranks_per_node
     assert [table.table for table in plan.tables] == list(specs)
     for table in plan.tables:
-        num_rows = specs[table.table].num_rows
+        num_rows, dim = specs[table.table].num_rows, specs[table.table].dim
         if table.table in wished:
             assert table.placement is wished[table.table]
         if table.placement is Placement.DATA_PARALLEL:
-            assert table.shards == tuple(
-                Shard(rank=rank, first_row=0, num_rows=num_rows) for rank in range(num_ranks)
-            )
+            assert [shard.rank for shard in table.shards] == list(range(num_ranks))
+            assert {extent(shard) for shard in table.shards} == {(0, num_rows, 0, dim)}
             continue
-        next_row = 0
-        for shard in table.shards:
-            assert shard.first_row == next_row
-            assert shard.num_rows > 0
-            next_row += shard.num_rows
-        assert next_row == num_rows
         assert len({shard.rank for shard in table.shards}) == len(table.shards)
+        next_row = next_column = 0
+        for shard in table.shards:
+            assert shard.num_rows > 0
+            assert shard.num_columns > 0
+            if table.placement is Placement.COLUMN_WISE:
+                assert extent(shard) == (0, num_rows, next_column, shard.num_columns)
+                next_column += shard.num_columns
+            else:
+                assert extent(shard) == (next_row, shard.num_rows, 0, dim)
+                next_row += shard.num_rows
+        assert (next_row, next_column) in ((num_rows, 0), (0, dim))
     assert ShardingPlan.from_json(plan.to_json()) == plan
     assert ShardingPlan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+def extent(shard: Shard) -> tuple[int, int, int, int]:
+    return shard.first_row, shard.num_rows, shard.first_column, shard.num_columns
 
 
 @hypothesis.settings(deadline=None)
@@ -97,14 +113,15 @@ def test_bad_plans_are_refused() -> None:
     ):
         make_plan(specs, 2, {"u": "row_wise"})
     message = (
-        "placement of table t must be one of 'data_parallel', 'table_wise', 'row_wise', got 'x'"
+        "placement of table t must be one of 'data_parallel', 'table_wise', 'column_wise', "
+        "'row_wise', 'table_row_wise', got 'x'"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         make_plan(specs, 2, {"t": "x"})
     table = TablePlan(
         table="t",
         placement=Placement.TABLE_WISE,
-        shards=(Shard(rank=2, first_row=0, num_rows=4),),
+        shards=(Shard(rank=2, first_row=0, num_rows=4, first_column=0, num_columns=4),),
     )
     with pytest.raises(ValueError, match=re.escape("ranks of table t must be in [0, 2), got [2]")):
         ShardingPlan(num_ranks=2, tables=(table,))
@@ -112,3 +129,9 @@ def test_bad_plans_are_refused() -> None:
         ShardingPlan(num_ranks=3, tables=(table, table))
     with pytest.raises(ValueError, match=re.escape("plan has no table u; it has t")):
         ShardingPlan(num_ranks=3, tables=(table,)).table("u")
+    with pytest.raises(ValueError, match=re.escape("num_nodes must divide the 3 ranks, got 2")):
+        ShardingPlan(num_ranks=3, tables=(), num_nodes=2)
+    apart = place_table("t", specs["t"], Placement.TABLE_ROW_WISE, (1, 2))
+    message = "ranks of table t must be of one node of 2 ranks, got [1, 2]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ShardingPlan(num_ranks=4, tables=(apart,), num_nodes=2)

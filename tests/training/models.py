@@ -73,7 +73,8 @@ def make_batches(batch_sizes: Sequence[int], seed: int = 0) -> Iterator[Batch]:
 
 
 def make_optimizers(model: nn.Module, lr: float = 0.125) -> list[torch.optim.Optimizer]:
-    """A fused one for the tables, torch's own for the rest."""
+    """A fused one for the tables, of which a rank may have none, torch's own for the rest."""
     tables = [parameter for parameter in model.parameters() if table_of(parameter) is not None]
     dense = [parameter for parameter in model.parameters() if table_of(parameter) is None]
-    return [torchembed.optim.Adagrad(tables, lr=lr), torch.optim.Adam(dense, lr=lr)]
+    of_tables = torchembed.optim.Adagrad([{"params": tables}], lr=lr)
+    return [of_tables, torch.optim.Adam(dense, lr=lr)]

@@ -9,7 +9,7 @@ from torchembed.data.mlperf import MlperfDays
 from torchembed.data.open_clicks import open_clicks
 from torchembed.data.parquet import ParquetClicks
 from torchembed.data.skewed_ids import skewed_ids
-from torchembed.data.source import BatchSource, Split
+from torchembed.data.source import BatchSource, Portion, Split
 
 __all__ = [
     "CAT_NAMES",
@@ -24,6 +24,7 @@ __all__ = [
     "CriteoText",
     "MlperfDays",
     "ParquetClicks",
+    "Portion",
     "Split",
     "as_batch",
     "open_clicks",

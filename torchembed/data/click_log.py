@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torchembed.core.random_bits import name_key
 from torchembed.data.batch import Batch
 from torchembed.data.counter_bits import counter_bits, nearly_normal, unit_uniform
 from torchembed.data.skewed_ids import PowerLaw
-from torchembed.data.source import BatchSource, BatchTask, Split
+from torchembed.data.source import BatchSource, BatchTask, Portion, Split
 
 # Held-out rows count from here, so that a longer log has the same ones.
 _FIRST_HELD_OUT = 1 << 40
@@ -141,8 +141,8 @@ class ClickLog(BatchSource):
     def __len__(self) -> int:
         return len(self._blocks(self.num_rows))
 
-    def tasks(self) -> Iterator[BatchTask]:
-        return (partial(self._batch, start) for start in self._blocks(self.num_rows))
+    def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
+        return (partial(self._batch, start) for start in self._blocks(self.num_rows, after))
 
     def _batch(self, start: int) -> Batch:
         rows = self.rows(start, min(start + self.batch_size, self.num_rows))

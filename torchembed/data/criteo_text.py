@@ -15,9 +15,11 @@ from torchembed.data.criteo import CAT_NAMES, INT_NAMES
 from torchembed.data.source import (
     BatchSource,
     BatchTask,
+    Portion,
     Split,
     choose_rows,
     natural_order,
+    num_read,
 )
 
 _DAY_FILE = re.compile(r"day_\d+(\.txt|\.tsv)?(\.gz)?")
@@ -53,8 +55,8 @@ class CriteoText(BatchSource):
 
     Dense features are ``log(1 + count)``, with counts below 0 taken as 0; an id is its value modulo
     the table's size; a missing count or id is 0. Every rank decompresses and splits all of the
-    text, and parses its own blocks of rows only. ``len()``, and a split that divides a file,
-    take a first pass over the files that counts rows.
+    text, also what was read before it goes on, and parses its own blocks of rows only. ``len()``,
+    and a split that divides a file, take a first pass over the files that counts rows.
 
     Args:
         path: a file or a folder, see :func:`text_files`; plain or gzip.
@@ -94,7 +96,7 @@ class CriteoText(BatchSource):
         self._files = choose_rows(text_files(Path(path)), split, held_out, text.count_rows)
 
     @cached_property
-    def num_rows(self) -> int:
+    def num_rows(self) -> int:  # type: ignore[override] - counted when it is asked for
         """Rows of the split, over all ranks."""
         return sum(
             (text.count_rows(path) if stop is None else stop) - start
@@ -104,8 +106,9 @@ class CriteoText(BatchSource):
     def __len__(self) -> int:
         return len(self._blocks(self.num_rows))
 
-    def tasks(self) -> Iterator[BatchTask]:
-        for index, block in enumerate(text.row_blocks(self._files, self.batch_size)):
+    def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
+        blocks = text.row_blocks(self._files, self.batch_size, num_skipped=num_read(after))
+        for index, block in enumerate(blocks):
             if index % self.world_size == self.rank:
                 yield partial(self._batch, block)
 

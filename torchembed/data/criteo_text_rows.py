@@ -133,12 +133,19 @@ def read_rows(file_rows: FileRows) -> Iterator[TextRows]:
             return
 
 
-def row_blocks(files: Sequence[FileRows], block_rows: int) -> Iterator[list[TextRows]]:
-    """Blocks of ``block_rows`` rows and what is left; one may run from a file into the next."""
+def row_blocks(
+    files: Sequence[FileRows], block_rows: int, num_skipped: int = 0
+) -> Iterator[list[TextRows]]:
+    """Blocks of ``block_rows`` rows and what is left; one may run from a file into the next.
+
+    The first ``num_skipped`` rows of all are left out.
+    """
     block: list[TextRows] = []
     missing = block_rows
     for file in files:
         for rest in read_rows(file):
+            skipped, rest = rest.cut(min(num_skipped, rest.num_rows))
+            num_skipped -= skipped.num_rows
             while rest.num_rows:
                 rows, rest = rest.cut(min(missing, rest.num_rows))
                 block.append(rows)

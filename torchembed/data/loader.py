@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from torchembed.data.batch import Batch, as_batch
-from torchembed.data.source import BatchSource, BatchTask
+from torchembed.data.source import BatchSource, BatchTask, Portion
 
 
 class BackgroundLoader:
@@ -59,8 +59,12 @@ class BackgroundLoader:
         return len(self.source)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.begin()
+
+    def begin(self, after: Sequence[Portion] = ()) -> Iterator[Batch]:
+        """The batches of a ``BatchSource`` that are left after ``after``, as its ``tasks`` says."""
         self.close()
-        running = self._iterate()
+        running = self._iterate(after)
         self._running = weakref.ref(running)
         return running
 
@@ -81,12 +85,12 @@ class BackgroundLoader:
     ) -> None:
         self.close()
 
-    def _tasks(self) -> Iterator[BatchTask]:
+    def _tasks(self, after: Sequence[Portion]) -> Iterator[BatchTask]:
         if isinstance(self.source, BatchSource):
-            return self.source.tasks()
+            return self.source.tasks(after)
         return (partial(as_batch, item, self.keys) for item in self.source)
 
-    def _iterate(self) -> Generator[Batch, None, None]:
+    def _iterate(self, after: Sequence[Portion]) -> Generator[Batch, None, None]:
         # A new thread would pin for device 0, and so open a context there on every rank.
         set_device = (
             partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -101,7 +105,7 @@ class BackgroundLoader:
         def feed() -> None:
             try:
                 set_device()
-                for task in self._tasks():
+                for task in self._tasks(after):
                     slots.acquire()
                     if stopping.is_set():
                         return

@@ -18,6 +18,7 @@ from torchembed.data.mapped_npz import map_npy, map_npz
 from torchembed.data.source import (
     BatchSource,
     BatchTask,
+    Portion,
     Split,
     choose_rows,
     natural_order,
@@ -131,8 +132,8 @@ class MlperfDays(BatchSource):
     def __len__(self) -> int:
         return len(self._blocks(self.num_rows))
 
-    def tasks(self) -> Iterator[BatchTask]:
-        return (partial(self._batch, first_row) for first_row in self._blocks(self.num_rows))
+    def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
+        return (partial(self._batch, first_row) for first_row in self._blocks(self.num_rows, after))
 
     def _batch(self, first_row: int) -> Batch:
         parts, start = [], first_row

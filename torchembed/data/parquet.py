@@ -16,6 +16,7 @@ from torchembed.data.criteo import CAT_NAMES, INT_NAMES
 from torchembed.data.source import (
     BatchSource,
     BatchTask,
+    Portion,
     Split,
     choose_rows,
     natural_order,
@@ -122,15 +123,15 @@ class ParquetClicks(BatchSource):
         """Rows of the split, over all ranks."""
         if not self.num_rows:
             raise ValueError(f"{path}: has no rows in split {split.value!r}; give fuller files")
-        self._stretches = _part_of(stretches, rank, world_size)
+        self._stretches = stretches
 
     def __len__(self) -> int:
-        return math.ceil(_num_rows(self._stretches) / self.batch_size)
+        return math.ceil(_num_rows(self._left(())) / self.batch_size)
 
-    def tasks(self) -> Iterator[BatchTask]:
+    def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
         parts: list[tuple[Path, int, Any]] = []
         missing = self.batch_size
-        for path, first_row, rest in self._record_batches():
+        for path, first_row, rest in self._record_batches(self._left(after)):
             while rest.num_rows:
                 rows = rest.slice(0, missing)
                 parts.append((path, first_row, rows))
@@ -142,10 +143,21 @@ class ParquetClicks(BatchSource):
         if parts:
             yield partial(self._batch, parts)
 
-    def _record_batches(self) -> Iterator[tuple[Path, int, Any]]:
-        """This rank's rows as record batches, each with its file and first row there."""
+    def _left(self, after: Sequence[Portion]) -> list[_Stretch]:
+        """This rank's rows but those that were read: where the number of ranks changes, what all
+        of them have left is divided anew."""
+        parts = [self._stretches]
+        for world_size, batch_size, num_batches in (*after, Portion(self.world_size, 0, 0)):
+            if len(parts) != world_size:
+                left = [stretch for part in parts for stretch in part]
+                parts = [_part_of(left, rank, world_size) for rank in range(world_size)]
+            parts = [_rows_between(part, batch_size * num_batches, None) for part in parts]
+        return parts[self.rank]
+
+    def _record_batches(self, stretches: list[_Stretch]) -> Iterator[tuple[Path, int, Any]]:
+        """The rows of ``stretches`` as record batches, each with its file and first row there."""
         columns = [self.label, *self.dense, *self.keys]
-        for path, start, stop in self._stretches:
+        for path, start, stop in stretches:
             with _open(path) as file:
                 row = 0
                 for group in range(file.num_row_groups):
@@ -240,7 +252,14 @@ def _num_rows(stretches: list[_Stretch]) -> int:
 def _part_of(stretches: list[_Stretch], rank: int, world_size: int) -> list[_Stretch]:
     """The ``rank``-th of ``world_size`` equal parts of the rows of ``stretches``."""
     num_rows = _num_rows(stretches)
-    begin, end = num_rows * rank // world_size, num_rows * (rank + 1) // world_size
+    return _rows_between(
+        stretches, num_rows * rank // world_size, num_rows * (rank + 1) // world_size
+    )
+
+
+def _rows_between(stretches: list[_Stretch], begin: int, end: int | None) -> list[_Stretch]:
+    """Rows ``[begin, end)`` of those of ``stretches``, to the last where ``end`` is None."""
+    end = _num_rows(stretches) if end is None else end
     part, row = [], 0
     for path, start, stop in stretches:
         first, last = max(begin - row, 0), min(end - row, stop - start)

@@ -37,6 +37,15 @@ class FileRows(NamedTuple):
     stop: int | None = None
 
 
+class Portion(NamedTuple):
+    """What the ranks have read of an epoch: each ``num_batches``, or all that it had."""
+
+    world_size: int
+    batch_size: int
+    """Samples a batch on each rank."""
+    num_batches: int
+
+
 class BatchSource(ABC):
     """The batches of one rank, in an order that never changes; every iteration starts anew.
 
@@ -51,6 +60,9 @@ class BatchSource(ABC):
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks that share the rows.
     """
+
+    num_rows: int
+    """Rows of the split, over all ranks."""
 
     def __init__(
         self,
@@ -71,22 +83,38 @@ class BatchSource(ABC):
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
 
     @abstractmethod
-    def tasks(self) -> Iterator[BatchTask]:
+    def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
         """One task a batch, in order. Drawing a task reads what must be read in order; running it
-        does the rest of the work, in any thread and beside other tasks."""
+        does the rest of the work, in any thread and beside other tasks.
+
+        Args:
+            after: what of the epoch has been read already, by any numbers of ranks, one after the
+                other. The ranks that are there now divide all the rest, no row is lost or read
+                twice, and the same ranks go on with the same batches.
+        """
 
     @abstractmethod
     def __len__(self) -> int:
         """Number of batches of this rank."""
 
     def __iter__(self) -> Iterator[Batch]:
-        for task in self.tasks():
+        return self.begin()
+
+    def begin(self, after: Sequence[Portion] = ()) -> Iterator[Batch]:
+        """The batches that are left, as :meth:`tasks` says."""
+        for task in self.tasks(after):
             yield task()
 
-    def _blocks(self, num_rows: int) -> range:
+    def _blocks(self, num_rows: int, after: Sequence[Portion] = ()) -> range:
         """First rows of this rank's batches: the ranks take blocks of ``batch_size`` in turn, so
         the global batches do not depend on how many ranks share them."""
-        return range(self.rank * self.batch_size, num_rows, self.world_size * self.batch_size)
+        first = num_read(after) + self.rank * self.batch_size
+        return range(first, num_rows, self.world_size * self.batch_size)
+
+
+def num_read(after: Sequence[Portion]) -> int:
+    """Rows of all ranks' batches that were read, where the ranks take blocks in turn."""
+    return sum(world_size * batch_size * count for world_size, batch_size, count in after)
 
 
 def natural_order(path: Path) -> list[str | int]:

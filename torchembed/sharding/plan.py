@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchembed.tables import TableSpec
@@ -16,17 +16,25 @@ class Placement(enum.Enum):
     """Every rank holds all rows; gradients are reduced."""
     TABLE_WISE = "table_wise"
     """One rank holds all rows."""
+    COLUMN_WISE = "column_wise"
+    """The k-th of some ranks holds columns ``[k * n, (k + 1) * n)`` of all rows, with
+    ``n = ceil(dim / ranks)``."""
     ROW_WISE = "row_wise"
     """Rank w holds rows ``[w * n, (w + 1) * n)`` with ``n = ceil(rows / ranks)``."""
+    TABLE_ROW_WISE = "table_row_wise"
+    """The rows are split, as under ``ROW_WISE``, over the ranks of one node."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Rows ``[first_row, first_row + num_rows)`` of a table on one rank."""
+    """Rows ``[first_row, first_row + num_rows)`` of a table on one rank, and of these the columns
+    ``[first_column, first_column + num_columns)``."""
 
     rank: int
     first_row: int
     num_rows: int
+    first_column: int
+    num_columns: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +54,14 @@ class ShardingPlan:
     num_ranks: int
     tables: tuple[TablePlan, ...]
     """Table names are the parameters' names in the model, without ``.weight``."""
+    num_nodes: int = 1
+    """Node k consists of ranks ``[k * n, (k + 1) * n)`` with ``n = num_ranks / num_nodes``."""
 
     def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.num_ranks % self.num_nodes:
+            raise ValueError(
+                f"num_nodes must divide the {self.num_ranks} ranks, got {self.num_nodes}"
+            )
         names = [plan.table for plan in self.tables]
         if len(set(names)) != len(names):
             raise ValueError(f"tables must have different names, got {names}")
@@ -57,6 +71,16 @@ class ShardingPlan:
                 raise ValueError(
                     f"ranks of table {plan.table} must be in [0, {self.num_ranks}), got {ranks}"
                 )
+            nodes = {rank // self.ranks_per_node for rank in ranks}
+            if plan.placement is Placement.TABLE_ROW_WISE and len(nodes) > 1:
+                raise ValueError(
+                    f"ranks of table {plan.table} must be of one node of {self.ranks_per_node} "
+                    f"ranks, got {ranks}"
+                )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
 
     def table(self, name: str) -> TablePlan:
         """The plan of table ``name``."""
@@ -84,7 +108,7 @@ class ShardingPlan:
             )
             for table in data["tables"]
         )
-        return cls(num_ranks=data["num_ranks"], tables=tables)
+        return cls(num_ranks=data["num_ranks"], tables=tables, num_nodes=data["num_nodes"])
 
     def __str__(self) -> str:
         rows = [("table", "placement", "ranks", "rows a rank")]
@@ -98,25 +122,50 @@ class ShardingPlan:
 
 
 def place_table(
-    name: str, spec: TableSpec, placement: Placement, num_ranks: int, rank: int
+    name: str, spec: TableSpec, placement: Placement, ranks: Sequence[int]
 ) -> TablePlan:
-    """The plan of one table; ``rank`` is the owner under ``TABLE_WISE``."""
-    if placement is Placement.DATA_PARALLEL:
-        ranges = [(r, 0, spec.num_rows) for r in range(num_ranks)]
-    elif placement is Placement.TABLE_WISE:
-        ranges = [(rank, 0, spec.num_rows)]
+    """The plan of one table over ``ranks``, which share its rows or columns in this order.
+
+    Args:
+        ranks: one under ``TABLE_WISE``, those of one node under ``TABLE_ROW_WISE``, any under
+            ``COLUMN_WISE``, else all.
+    """
+    all_rows, all_columns = (0, spec.num_rows), (0, spec.dim)
+    if placement in (Placement.DATA_PARALLEL, Placement.TABLE_WISE):
+        parts = [(all_rows, all_columns)] * len(ranks)
+    elif placement is Placement.COLUMN_WISE:
+        parts = [(all_rows, columns) for columns in _divided(spec.dim, len(ranks))]
     else:
-        rows = -(-spec.num_rows // num_ranks)
-        starts = [(r, min(r * rows, spec.num_rows)) for r in range(num_ranks)]
-        ranges = [(r, first, min(rows, spec.num_rows - first)) for r, first in starts]
-    shards = tuple(Shard(rank=r, first_row=first, num_rows=n) for r, first, n in ranges if n > 0)
+        parts = [(rows, all_columns) for rows in _divided(spec.num_rows, len(ranks))]
+    shards = tuple(
+        Shard(
+            rank=rank,
+            first_row=first_row,
+            num_rows=num_rows,
+            first_column=first_column,
+            num_columns=num_columns,
+        )
+        for rank, ((first_row, num_rows), (first_column, num_columns)) in zip(
+            ranks, parts, strict=True
+        )
+        if num_rows > 0 and num_columns > 0
+    )
     return TablePlan(table=name, placement=placement, shards=shards)
+
+
+def _divided(size: int, num_parts: int) -> list[tuple[int, int]]:
+    """First item and number of items of each part: ``ceil(size / num_parts)``, the last ones less."""
+    most = -(-size // num_parts)
+    starts = [min(part * most, size) for part in range(num_parts)]
+    return [(start, min(most, size - start)) for start in starts]
 
 
 def make_plan(
     specs: Mapping[str, TableSpec],
     num_ranks: int,
     placements: Mapping[str, Placement | str] | None = None,
+    *,
+    num_nodes: int = 1,
 ) -> ShardingPlan:
     """A plan for the tables ``specs`` (by name), with the wished ``placements`` of some or all.
 
@@ -142,12 +191,20 @@ def make_plan(
     for name, spec in sorted(specs.items(), key=lambda item: -num_bytes(item[1])):
         too_large = num_ranks > 1 and num_bytes(spec) > share
         default = Placement.ROW_WISE if too_large else Placement.TABLE_WISE
-        owner = held.index(min(held))
-        plan = place_table(name, spec, wished.get(name, default), num_ranks, owner)
+        placement = wished.get(name, default)
+        ranks = list(range(num_ranks))
+        if placement is Placement.TABLE_WISE:
+            ranks = [held.index(min(held))]
+        elif placement is Placement.TABLE_ROW_WISE:
+            per_node = num_ranks // num_nodes
+            nodes = [ranks[first : first + per_node] for first in range(0, num_ranks, per_node)]
+            ranks = min(nodes, key=lambda node: sum(held[rank] for rank in node))
+        plan = place_table(name, spec, placement, ranks)
         for shard in plan.shards:
-            held[shard.rank] += shard.num_rows * spec.dim * spec.dtype.itemsize
+            held[shard.rank] += shard.num_rows * shard.num_columns * spec.dtype.itemsize
         plans[name] = plan
-    return ShardingPlan(num_ranks=num_ranks, tables=tuple(plans[name] for name in specs))
+    tables = tuple(plans[name] for name in specs)
+    return ShardingPlan(num_ranks=num_ranks, tables=tables, num_nodes=num_nodes)
 
 
 def as_placement(table: str, value: Any) -> Placement:

@@ -1,26 +1,47 @@
 """Whole programs: the train step and what belongs around it."""
 
+from torchembed.training.agreement import check_ranks_agree, source_files
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
-from torchembed.training.checkpoint import load_checkpoint, save_checkpoint
+from torchembed.training.checkpoint import TrainingRun
+from torchembed.training.checkpoint_folder import CheckpointFolder
+from torchembed.training.early_stop import EarlyStop
+from torchembed.training.epochs import Epochs
 from torchembed.training.evaluate import Evaluation, evaluate
+from torchembed.training.export import export_safetensors, import_tables, whole_tables
 from torchembed.training.history import HeldOutPoint, History, LossPoint
+from torchembed.training.metrics import MetricsWriter, read_metrics
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
+from torchembed.training.schedule import LearningRate
+from torchembed.training.stop import StopSignal
+from torchembed.training.tensor_file import open_safetensors
 from torchembed.training.train import train, train_step
 
 __all__ = [
+    "CheckpointFolder",
+    "EarlyStop",
+    "Epochs",
     "Evaluation",
     "HeldOutPoint",
     "History",
+    "LearningRate",
     "LossPoint",
+    "MetricsWriter",
     "Progress",
+    "StopSignal",
+    "TrainingRun",
     "average_buffers",
+    "check_ranks_agree",
     "evaluate",
+    "export_safetensors",
+    "import_tables",
     "in_step",
-    "load_checkpoint",
+    "open_safetensors",
     "plot_history",
-    "save_checkpoint",
+    "read_metrics",
+    "source_files",
     "train",
     "train_step",
+    "whole_tables",
 ]

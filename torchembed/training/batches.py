@@ -7,7 +7,9 @@ import torch
 
 from torchembed.core.features import SparseFeatures
 from torchembed.data.batch import Batch, as_batch
-from torchembed.training.ranks import any_rank, check_cpu_backend, gather_objects
+from torchembed.training.epochs import Epochs
+from torchembed.training.ranks import any_rank_each, check_cpu_backend, gather_objects
+from torchembed.training.stop import StopSignal
 
 
 class BatchLayout(NamedTuple):
@@ -45,7 +47,10 @@ class BatchLayout(NamedTuple):
 
 
 def in_step(
-    batches: Iterable[Any], device: torch.device | str, max_batches: int | None = None
+    batches: Iterable[Any],
+    device: torch.device | str,
+    max_batches: int | None = None,
+    stop: StopSignal | None = None,
 ) -> Iterator[Batch]:
     """This rank's batches on ``device``, for as long as any rank has one.
 
@@ -55,34 +60,44 @@ def in_step(
 
     Args:
         batches: what :func:`~torchembed.data.batch.as_batch` takes; an iterator is left where it
-            is after ``max_batches``, so that a later call goes on from there.
+            is after ``max_batches``, so that a later call goes on from there. Of
+            :class:`~torchembed.training.Epochs` the ranks begin each epoch together.
         device: where the batches go; copies from pinned memory do not block.
         max_batches: the same on every rank; None for no limit.
+        stop: where a rank was asked to stop, this batch is the last on every rank.
 
     Raises:
         ValueError: where the ranks' first batches differ in features or dense columns.
         RuntimeError: where the process group cannot carry CPU tensors.
     """
     check_cpu_backend()
+    epochs = batches if isinstance(batches, Epochs) else None
     iterator = iter(batches)
     layout: BatchLayout | None = None
     num_yielded = 0
     while max_batches is None or num_yielded < max_batches:
         item = next(iterator, None)
         batch = None if item is None else as_batch(item)
+        is_asked = stop is not None and stop.is_requested
+        has_batch, is_last = any_rank_each(batch is not None, is_asked)
+        if not has_batch:
+            if epochs is not None and epochs.next_epoch():
+                continue
+            return
+        if epochs is not None:
+            epochs.count_step()
         if layout is None:
             layout = _agreed_layout(batch)
-            if layout is None:
-                return
-        elif not any_rank(batch is not None):
-            return
         batch = layout.empty_batch() if batch is None else batch
         yield batch.to(device, non_blocking=True)
         num_yielded += 1
+        if is_last and stop is not None:
+            stop.is_agreed = True
+            return
 
 
-def _agreed_layout(batch: Batch | None) -> BatchLayout | None:
-    """The layout of the ranks' first batches, or None where no rank has one."""
+def _agreed_layout(batch: Batch | None) -> BatchLayout:
+    """The layout of the ranks' first batches, of which at least one rank has one."""
     layouts = gather_objects(None if batch is None else BatchLayout.of(batch))
     known = [layout for layout in layouts if layout is not None]
     for layout in known[1:]:
@@ -92,4 +107,4 @@ def _agreed_layout(batch: Batch | None) -> BatchLayout | None:
                 f"{list(known[0].keys)} with {known[0].num_dense} and {list(layout.keys)} with "
                 f"{layout.num_dense}"
             )
-    return known[0] if known else None
+    return known[0]

@@ -11,15 +11,17 @@ class Progress:
     """A bar of steps on rank 0's standard error; on the other ranks, nothing.
 
     Args:
-        total: steps to do, where known.
+        total: steps of the whole run, where known.
         label: what stands before the bar.
+        done: steps that are behind already.
     """
 
-    def __init__(self, total: int | None = None, label: str = "train") -> None:
+    def __init__(self, total: int | None = None, label: str = "train", done: int = 0) -> None:
         from tqdm import tqdm
 
         self._bar = tqdm(
             total=total,
+            initial=done,
             desc=label,
             unit="step",
             disable=rank() != 0,

@@ -36,11 +36,16 @@ def wait_for_all() -> None:
 
 def any_rank(flag: bool) -> bool:
     """True where ``flag`` is on some rank; every rank must call it."""
+    return any_rank_each(flag)[0]
+
+
+def any_rank_each(*flags: bool) -> list[bool]:
+    """For each of ``flags`` whether it is true on some rank, by one collective of all ranks."""
     if world_size() == 1:
-        return flag
-    flags = torch.tensor([int(flag)], dtype=torch.int32)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags[0])
+        return list(flags)
+    numbers = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return [bool(number) for number in numbers]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -51,20 +56,20 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
-def gather_objects(item: Any) -> list[Any]:
+def gather_objects(item: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's ``item``, small and picklable, in the order of the ranks; on every rank."""
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item)
+    dist.all_gather_object(items, item, group=group)
     return items
 
 
-def from_first_rank(item: Any) -> Any:
+def from_first_rank(item: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's ``item``, small and picklable, on every rank."""
     items = [item]
     if world_size() > 1:
-        dist.broadcast_object_list(items, src=0)
+        dist.broadcast_object_list(items, src=0, group=group)
     return items[0]
 
 

@@ -1,5 +1,6 @@
 """The loop: copy to the device, forward, loss, backward, step."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchembed.data.batch import Batch
 from torchembed.training.batches import in_step
 from torchembed.training.history import History
+from torchembed.training.metrics import MetricsWriter
 from torchembed.training.progress import Progress
+from torchembed.training.stop import StopSignal
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """``(logits [B], labels [B])`` to their mean loss ``[]``; never called with ``B = 0``."""
@@ -60,6 +63,8 @@ def train(
     max_steps: int | None = None,
     history: History | None = None,
     progress: Progress | None = None,
+    metrics: MetricsWriter | None = None,
+    stop: StopSignal | None = None,
 ) -> History:
     """Train ``model`` on every batch of all ranks, and leave it in training mode.
 
@@ -72,12 +77,17 @@ def train(
         model: called as ``model(dense, sparse)``, gives logits ``[B]`` or ``[B, 1]``.
         loss_fn: ``(logits [B], labels [B])`` to their mean loss.
         optimizers: all are stepped, in this order.
-        batches: as for :func:`in_step`; of an iterator at most ``max_steps`` batches are taken, so
-            that a later call goes on from there.
+        batches: as for :func:`in_step`; of an iterator, or of ``Epochs``, at most ``max_steps``
+            batches are taken, so that a later call goes on from there.
         schedulers: of learning rates; stepped after each step.
         max_steps: the same on every rank.
         history: what is continued; a new one by default.
         progress: advanced at each step.
+        metrics: gets the loss whenever it is read, the learning rate of the first optimizer's last
+            step, and the samples a second since the reading before.
+        stop: where a rank was asked to stop, all of them end after the step that they are at; if
+            that is before ``max_steps``, the loss is not read, so that the rest of the steps, from
+            a checkpoint too, gives the points that all of them would have given.
 
     Raises:
         FloatingPointError: where the loss is not finite, when it is next read.
@@ -85,16 +95,63 @@ def train(
     """
     history = History() if history is None else history
     model.train()
-    start = time.perf_counter()
-    for batch in in_step(batches, device_of(model), max_steps):
+    meter, num_before = _Meter(history, progress, metrics), history.num_steps
+    for batch in in_step(batches, device_of(model), max_steps, stop):
         loss = train_step(model, loss_fn, optimizers, batch)
+        meter.add_step(loss, len(batch.labels), optimizers)
         for scheduler in schedulers:
             scheduler.step()
-        was_read = history.add_step(loss, len(batch.labels))
-        if progress is not None:
-            progress.advance()
-            if was_read:
-                progress.show(loss=history.losses[-1].loss)
-    history.read_loss()
-    history.seconds += time.perf_counter() - start
+    is_cut_short = stop is not None and stop.is_agreed
+    if not is_cut_short or history.num_steps - num_before == max_steps:
+        meter.read_rest()
+    meter.take_time()
     return history
+
+
+class _Meter:
+    """Tells the history what happens, and the others what the history reads."""
+
+    def __init__(
+        self, history: History, progress: Progress | None, metrics: MetricsWriter | None
+    ) -> None:
+        self.history, self.progress, self.metrics = history, progress, metrics
+        self._since, self._num_samples = time.perf_counter(), history.num_samples
+        self._lr: float | Tensor = math.nan
+
+    def add_step(
+        self, loss: Tensor, batch_size: int, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        if self.metrics is not None and optimizers:
+            lr = optimizers[0].param_groups[0]["lr"]
+            # Schedulers change a tensor in place.
+            self._lr = lr.clone() if isinstance(lr, Tensor) else lr
+        was_read = self.history.add_step(loss, batch_size)
+        if self.progress is not None:
+            self.progress.advance()
+        if was_read:
+            self._report()
+
+    def read_rest(self) -> None:
+        if self.history.read_loss():
+            self._report()
+
+    def take_time(self) -> float:
+        seconds = time.perf_counter() - self._since
+        self.history.seconds += seconds
+        self._since += seconds
+        return seconds
+
+    def _report(self) -> None:
+        seconds = self.take_time()
+        loss = self.history.losses[-1].loss
+        if self.progress is not None:
+            self.progress.show(loss=loss)
+        if self.metrics is not None:
+            num_samples = self.history.num_samples - self._num_samples
+            self.metrics.write(
+                self.history.num_steps,
+                loss=loss,
+                lr=float(self._lr),
+                samples_per_second=num_samples / seconds,
+            )
+        self._num_samples = self.history.num_samples

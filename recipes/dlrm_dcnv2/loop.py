@@ -1,0 +1,167 @@
+"""Steps, evaluations and checkpoints in their turns, until the run ends or is to stop."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.mlperf_log import MlperfLog
+from torchembed.data import BackgroundLoader, BatchSource
+from torchembed.training import (
+    CheckpointFolder,
+    Epochs,
+    History,
+    MetricsWriter,
+    Progress,
+    StopSignal,
+    TrainingRun,
+    evaluate,
+    train,
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainLoop:
+    """One training, from its first step or from its newest checkpoint."""
+
+    config: DlrmConfig
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    loader: BackgroundLoader
+    validation: BatchSource
+    steps_per_epoch: int | None
+    """Where the data knows."""
+    output: Path
+    mlperf_log: MlperfLog | None = None
+
+    def __post_init__(self) -> None:
+        config, output = self.config, self.output
+        self.history = History(read_loss_every=config.read_loss_every)
+        self.epochs = Epochs(self.loader, config.epochs)
+        self.early_stop = config.early_stop()
+        self.schedulers = [config.schedule.scheduler(optimizer) for optimizer in self.optimizers]
+        self.checkpoints = CheckpointFolder(output / "checkpoint", keep=2)
+        self.best = CheckpointFolder(output / "best", keep=1)
+        self.state = TrainingRun(
+            model=self.model,
+            optimizers=self.optimizers,
+            others={
+                "history": self.history,
+                "epochs": self.epochs,
+                "early_stop": self.early_stop,
+                **{f"schedulers.{i}": scheduler for i, scheduler in enumerate(self.schedulers)},
+            },
+        )
+        self._saved_step = self.checkpoints.load(self.state)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to train."""
+        return (
+            self.epochs.is_done
+            or self.early_stop.reason is not None
+            or self.history.num_steps == self.config.max_steps
+        )
+
+    def run(self) -> bool:
+        """Train to the end and save; False where a signal ended it before, once that is saved."""
+        every = self.config.evaluate_every, self.config.checkpoint_every
+        with (
+            StopSignal() as stop,
+            Progress(self._num_steps(), done=self.history.num_steps) as progress,
+            MetricsWriter(
+                self.output,
+                tensorboard=self.config.tensorboard,
+                after_step=self.history.num_steps,
+            ) as metrics,
+        ):
+            if self._saved_step is not None:
+                progress.note(f"step {self._saved_step}: goes on from its checkpoint")
+            if self.mlperf_log is not None:
+                self.mlperf_log.start_run(self._epoch())
+            while True:
+                evaluate_is_due, checkpoint_is_due = map(self._is_due, every)
+                if (evaluate_is_due or self.is_done) and not self._is_evaluated():
+                    self._evaluate(progress, metrics)
+                if checkpoint_is_due or self.is_done:
+                    self._save()
+                if self.is_done:
+                    break
+                train(
+                    self.model,
+                    F.binary_cross_entropy_with_logits,
+                    self.optimizers,
+                    self.epochs,
+                    schedulers=self.schedulers,
+                    max_steps=self._steps_until_due(),
+                    history=self.history,
+                    progress=progress,
+                    metrics=metrics,
+                    stop=stop,
+                )
+                if stop.is_agreed:
+                    self._save()
+                    progress.note(f"step {self.history.num_steps}: saved, and stopped by a signal")
+                    break
+        if self.mlperf_log is not None:
+            is_short = self.config.target_auc is not None and not self.early_stop.has_reached_target
+            self.mlperf_log.stop_run(self._epoch(), is_success=self.is_done and not is_short)
+        return not stop.is_agreed
+
+    def _num_steps(self) -> int | None:
+        known = self.steps_per_epoch
+        counts = (None if known is None else known * self.config.epochs, self.config.max_steps)
+        return min((count for count in counts if count is not None), default=None)
+
+    def _is_due(self, every: int | None) -> bool:
+        num_steps = self.history.num_steps
+        return every is not None and num_steps > 0 and num_steps % every == 0
+
+    def _steps_until_due(self) -> int | None:
+        """Until the next evaluation, checkpoint or the last step."""
+        done, config = self.history.num_steps, self.config
+        left = [
+            every - done % every
+            for every in (config.evaluate_every, config.checkpoint_every)
+            if every is not None
+        ]
+        if config.max_steps is not None:
+            left.append(config.max_steps - done)
+        return min(left, default=None)
+
+    def _is_evaluated(self) -> bool:
+        held_out = self.history.held_out
+        return bool(held_out) and held_out[-1].step == self.history.num_steps
+
+    def _evaluate(self, progress: Progress, metrics: MetricsWriter) -> None:
+        if self.mlperf_log is not None:
+            self.mlperf_log.start_evaluation(self._epoch())
+        now = evaluate(self.model, self.validation)
+        if self.mlperf_log is not None:
+            self.mlperf_log.stop_evaluation(self._epoch(), now.auc)
+        step = self.history.num_steps
+        self.history.add_evaluation(now)
+        metrics.write(step, validation_auc=now.auc, validation_logloss=now.logloss)
+        progress.note(
+            f"step {step}: training loss {self.history.losses[-1].loss:.4f}, "
+            f"validation AUC {now.auc:.5f}, log loss {now.logloss:.4f}"
+        )
+        if self.early_stop.update(step, now.auc) and self.config.keep_best:
+            self.best.save(step, TrainingRun(model=self.model, optimizers=self.optimizers))
+        if self.early_stop.reason is not None:
+            progress.note(f"step {step}: stopped, {self.early_stop.reason}")
+
+    def _save(self) -> None:
+        if self._saved_step != self.history.num_steps:
+            self.checkpoints.save(self.history.num_steps, self.state)
+            self._saved_step = self.history.num_steps
+
+    def _epoch(self) -> float:
+        """Passes over the training rows so far."""
+        if not self.steps_per_epoch:
+            return float(self.epochs.epoch)
+        return round(self.history.num_steps / self.steps_per_epoch, 6)

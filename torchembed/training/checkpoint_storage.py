@@ -1,0 +1,191 @@
+"""Files of checkpoints, on local disks and wherever else fsspec reaches."""
+
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+)
+
+CHUNK_BYTES = 1 << 24
+"""Read at once for a checksum."""
+
+
+class FileDigest(NamedTuple):
+    """What tells a file from one that was cut off or changed."""
+
+    num_bytes: int
+    crc32: int
+
+
+class _DigestWriter(io.RawIOBase):
+    """Passes on what is written, and digests it along the way."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.digest = FileDigest(0, 0)
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        num_bytes = memoryview(data).nbytes
+        try:
+            self._stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.digest = FileDigest(
+            self.digest.num_bytes + num_bytes, zlib.crc32(data, self.digest.crc32)
+        )
+        return num_bytes
+
+    def tell(self) -> int:
+        return self.digest.num_bytes
+
+    def flush(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+
+
+class Storage(FileSystemBase):
+    """A folder, and what ``torch.distributed.checkpoint`` needs to write and read files in it.
+
+    ``written`` holds the digest of each file that this process wrote, by path.
+    """
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = str(url)
+        self._fs, self.root = _open_filesystem(url)
+        self._is_local = "file" in _protocols(self._fs)
+        self.written: dict[str, FileDigest] = {}
+
+    def path(self, *names: str) -> str:
+        """Of a file or folder below the root."""
+        return "/".join((self.root.rstrip("/"), *names))
+
+    def names(self) -> list[str]:
+        """Of what lies in the root; empty where there is no root yet.
+
+        Raises:
+            NotADirectoryError: where the root is a file.
+        """
+        self._fs.invalidate_cache()  # other processes write there too
+        if not self._fs.exists(self.root):
+            return []
+        if not self._fs.isdir(self.root):
+            raise NotADirectoryError(f"{self.url} must be a folder, and is a file")
+        entries = self._fs.ls(self.root, detail=False)
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        self._fs.invalidate_cache()
+        return self._fs.exists(os.fspath(path))
+
+    def read(self, path: str) -> bytes:
+        self._fs.invalidate_cache()
+        return self._fs.cat_file(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        with self.create_stream(path, "wb") as stream:
+            stream.write(data)
+
+    def digest(self, path: str) -> FileDigest:
+        """Of the whole file as it now is, which is read for it."""
+        num_bytes, crc32 = 0, 0
+        with self._fs.open(path, "rb") as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                num_bytes += len(chunk)
+                crc32 = zlib.crc32(chunk, crc32)
+        return FileDigest(num_bytes, crc32)
+
+    def remove(self, path: str) -> None:
+        """The file or folder with all in it, if it is there."""
+        self._fs.invalidate_cache()
+        if self._fs.exists(path):
+            self._fs.rm(path, recursive=True)
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        path = os.fspath(path)
+        with self._fs.open(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            writer = _DigestWriter(stream)
+            try:
+                yield writer
+            except RuntimeError:
+                # torch.save puts an error of its own in place of the stream's.
+                if writer.error is not None:
+                    raise writer.error from None
+                raise
+            writer.close()
+            if self._is_local:
+                stream.flush()
+                os.fsync(stream.fileno())
+        self.written[path] = writer.digest
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{os.fspath(path)}/{suffix}"
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Atomic: object stores copy, and show a copy only once it is whole."""
+        path, new_path = os.fspath(path), os.fspath(new_path)
+        self._fs.mv(path, new_path)
+        self.written[new_path] = self.written.pop(path)
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return os.fspath(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        self._fs.makedirs(os.fspath(path), exist_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        self._fs.rm_file(os.fspath(path))
+
+    def writer(self, path: str) -> FileSystemWriter:
+        """Of one checkpoint, into the folder ``path``."""
+        # create_stream brings local files to the disk itself; nothing is copied ahead, for which a
+        # thread would need the rank's device.
+        writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
+        writer.fs, writer.path = cast(Any, self), path
+        return writer
+
+    def reader(self, path: str) -> FileSystemReader:
+        """Of the checkpoint in the folder ``path``."""
+        reader = FileSystemReader(path)
+        reader.fs, reader.path = cast(Any, self), path
+        return reader
+
+
+def _open_filesystem(url: str | Path) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    if isinstance(url, Path) or "://" not in url:
+        url = str(Path(url).absolute())
+    try:
+        return url_to_fs(url)
+    except ValueError as error:
+        raise ValueError(
+            f"path must be a local path or a URL that fsspec knows, got {url!r}: {error}"
+        ) from None
+    except ImportError as error:
+        raise ImportError(f"path {url!r} needs a package that is not here: {error}") from None
+
+
+def _protocols(filesystem: Any) -> tuple[str, ...]:
+    protocol = filesystem.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

@@ -1,0 +1,65 @@
+"""When to stop: as soon as the model is good enough, or no longer gets better."""
+
+import dataclasses
+import math
+from typing import Any
+
+
+@dataclasses.dataclass
+class EarlyStop:
+    """The best AUC so far, and whether to go on; equal on every rank that tells it the same.
+
+    Args:
+        target_auc: stop at this AUC or a better one.
+        patience: stop after so many evaluations in a row without a better AUC.
+        min_improvement: what counts as better: by this much at least.
+    """
+
+    target_auc: float | None = None
+    patience: int | None = None
+    min_improvement: float = 0.0
+    best_auc: float | None = dataclasses.field(default=None, init=False)
+    best_step: int = dataclasses.field(default=0, init=False)
+    """When it was that good."""
+    num_worse: int = dataclasses.field(default=0, init=False)
+    """Evaluations since then."""
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(f"patience must be at least 1 or None, got {self.patience}")
+        if self.min_improvement < 0:
+            raise ValueError(f"min_improvement must not be negative, got {self.min_improvement}")
+
+    def update(self, step: int, auc: float) -> bool:
+        """Take note of an evaluation; True where it is the best so far. NaN is never better."""
+        best = -math.inf if self.best_auc is None else self.best_auc
+        if auc > best and auc >= best + self.min_improvement:
+            self.best_auc, self.best_step, self.num_worse = auc, step, 0
+            return True
+        self.num_worse += 1
+        return False
+
+    @property
+    def has_reached_target(self) -> bool:
+        """Whether the best AUC is the target or better."""
+        best, target = self.best_auc, self.target_auc
+        return best is not None and target is not None and best >= target
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop now; None where to go on."""
+        if self.has_reached_target:
+            return f"AUC {self.best_auc:.5f} reached {self.target_auc}"
+        if self.patience is not None and self.num_worse >= self.patience:
+            return f"AUC no better than at step {self.best_step} in {self.num_worse} evaluations"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been seen, without the limits."""
+        names = ("best_auc", "best_step", "num_worse")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.best_auc = state_dict["best_auc"]
+        self.best_step, self.num_worse = state_dict["best_step"], state_dict["num_worse"]

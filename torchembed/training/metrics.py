@@ -1,0 +1,96 @@
+"""What a run measures, in files that other programs read."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torchembed.training.ranks import rank
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends a JSON object a line to ``metrics.jsonl`` in ``folder``, on rank 0; the other ranks
+    write nothing. A line is on the disk's way once :meth:`write` returns.
+
+    Args:
+        folder: that of the run; it must be there.
+        tensorboard: whether to write event files into ``folder/tensorboard`` too.
+        after_step: the step from which the run goes on; what was written of later ones, and a line
+            that broke off, is removed.
+
+    Raises:
+        ImportError: where ``tensorboard`` is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool = False, after_step: int = 0) -> None:
+        # On every rank, so that none goes on alone.
+        make_events = _summary_writer() if tensorboard else None
+        self._file, self._events = None, None
+        if rank() != 0:
+            return
+        path = folder / METRICS_FILE
+        if path.exists():
+            _cut(path, after_step)
+        self._file = path.open("a")
+        if make_events is not None:
+            self._events = make_events(str(folder / "tensorboard"), purge_step=after_step + 1)
+
+    def write(self, step: int, **values: float) -> None:
+        """Note ``values`` as of ``step``, with the time in seconds since 1970; NaN becomes null."""
+        if self._file is None:
+            return
+        now = time.time()
+        known = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._file.write(json.dumps({"step": step, "time": round(now, 3), **known}) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for key, value in values.items():
+                self._events.add_scalar(key, value, step, now)
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._file, self._events):
+            if file is not None:
+                file.close()
+        self._file, self._events = None, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` in ``folder``, in order, without one that broke off."""
+    lines = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def _cut(path: Path, after_step: int) -> None:
+    kept = [line for line in read_metrics(path.parent) if line["step"] <= after_step]
+    shortened = path.with_name(f"{path.name}.partial")
+    shortened.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(shortened, path)
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f"tensorboard=True needs the package tensorboard, and it cannot be imported ({error}); "
+            "pip install tensorboard, or leave it out"
+        ) from error
+    return SummaryWriter

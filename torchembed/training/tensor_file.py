@@ -1,0 +1,115 @@
+"""Files of the safetensors format, written and read by pieces.
+
+The ``safetensors`` package wants whole tensors in memory. The format, as
+https://huggingface.co/docs/safetensors says it: the length of the header, 8 bytes, little-endian;
+the header, JSON that gives each tensor's dtype, shape and range of bytes; the bytes of all tensors,
+row-major, one after the other.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+INDEX = "model.safetensors.index.json"
+
+
+def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
+    """What stands before the bytes of ``tensors``, which follow in this order."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        if dtype not in codes:
+            raise ValueError(f"{name} must have a dtype that safetensors files know, got {dtype}")
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a CPU tensor, row-major; shares memory with a contiguous one."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def open_safetensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of a folder of them, by name.
+
+    They are mapped from the files: what is not looked at is not read, so a file may be larger than
+    memory. Writing to them changes memory alone.
+
+    Args:
+        path: a ``.safetensors`` file, or a folder with such files and, where a model is divided
+            between several, ``model.safetensors.index.json``.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: where a file is cut off or of another format.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return _open_file(path)
+    index = path / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [path / name for name in names]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{path} holds neither {INDEX} nor a file *.safetensors")
+    return {name: tensor for file in files for name, tensor in _open_file(file).items()}
+
+
+def _open_file(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        start = file.read(8)
+        num_header_bytes = int.from_bytes(start, "little")
+        num_bytes = path.stat().st_size
+        text = file.read(min(num_header_bytes, num_bytes))
+        try:
+            header = json.loads(text)
+            entries = {k: entry for k, entry in header.items() if k != "__metadata__"}
+            ends = [entry["data_offsets"][1] for entry in entries.values()]
+            dtypes = {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{path} must be a safetensors file of dtypes {list(DTYPES)}, and its header is not"
+            ) from None
+        first = 8 + num_header_bytes
+        if first + max(ends, default=0) != num_bytes:
+            raise ValueError(
+                f"{path} must have {first + max(ends, default=0)} bytes as its header says, got "
+                f"{num_bytes}; it is cut off or corrupt"
+            )
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {}
+    for name, entry in entries.items():
+        dtype, shape = dtypes[name], entry["shape"]
+        if math.prod(shape) == 0:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            continue
+        offset = first + entry["data_offsets"][0]
+        flat = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset)
+        tensors[name] = flat.reshape(shape)
+    return tensors
