@@ -92,9 +92,9 @@ RoundingKeys rounding_keys(const Tensor& row_offsets, const Tensor& row_keys,
   keys.num_tables = row_keys.numel();
   keys.row_offsets = const_data<int64_t>("row_offsets", row_offsets, keys.num_tables + 1);
   keys.row_keys = const_data<int64_t>("row_keys", row_keys, keys.num_tables);
-  keys.first_columns =
-      first_columns ? const_data<int64_t>("first_columns", *first_columns, keys.num_tables)
-                    : nullptr;
+  keys.first_columns = first_columns
+                           ? const_data<int64_t>("first_columns", *first_columns, keys.num_tables)
+                           : nullptr;
   keys.step = (uint64_t)(int64_t)step;
   STD_TORCH_CHECK(keys.num_tables > 0 && keys.row_offsets[keys.num_tables] >= num_rows,
                   "row_offsets must cover the ", num_rows, " rows of weight");

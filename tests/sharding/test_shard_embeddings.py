@@ -1,5 +1,6 @@
 """``shard_embeddings``: what it leaves in a model, what it refuses, and how state moves."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torchembed
@@ -25,10 +26,17 @@ def refusals() -> dict[str, str]:
     plan = make_plan(table_specs(make_model(MIXED, "meta")), 2)
     wrong_ranks = make_plan(table_specs(make_model(MIXED, "meta")), 4)
     fewer = ShardingPlan(num_ranks=2, tables=plan.tables[1:])
+    larger = table_specs(make_model(MIXED, "meta"))
+    first = "tables.embedding_bags.a"
+    larger[first] = dataclasses.replace(larger[first], num_rows=24)
+    uneven = make_plan(larger, 2)
     on_meta = make_model(MIXED, "meta")
     on_meta.top = nn.Linear(2, 2, device="meta")
     attempts: dict[str, tuple[Any, ...]] = {
-        "two dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 2))),
+        "three dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 1, 2))),
+        "other nodes": (make_model(MIXED), init_device_mesh("cpu", (2, 1)), plan),
+        "order": (make_model(MIXED), DeviceMesh("cpu", [1, 0])),
+        "another split": (make_model(MIXED), mesh, uneven),
         "a collection": (make_model(MIXED).tables, mesh),
         "fewer tables": (make_model(MIXED), mesh, fewer),
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
@@ -88,7 +96,7 @@ def dense_training(order: list[int]) -> list[float]:
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(rank)  # different initial values, which sharding makes those of rank 0
     model = make_model(MIXED, "meta" if num_ranks > 1 else "cpu")
-    model.top = nn.Sequential(nn.Linear(36, 16), nn.Tanh(), nn.Linear(16, 1))
+    model.top = nn.Sequential(nn.Linear(37, 16), nn.Tanh(), nn.Linear(16, 1))
     if num_ranks > 1:
         mesh = init_device_mesh("cpu", (num_ranks,))
         torchembed.shard_embeddings(model, mesh, MIXED.table_placements())
@@ -114,7 +122,10 @@ def dense_training(order: list[int]) -> list[float]:
 def test_refusals() -> None:
     for messages in run_on_ranks(2, refusals):
         patterns = {
-            "two dimensions": "mesh must have one dimension, got 2",
+            "three dimensions": "mesh must have one dimension, or two (nodes, ranks in a node)",
+            "other nodes": "plan is for 1 nodes, but mesh has 2; a mesh of several has two",
+            "order": "mesh must hold its ranks in increasing order, got [1, 0]",
+            "another split": "tables.embedding_bags.a must divide 23 rows of 8 columns as place",
             "a collection": "model must contain collections, not be one",
             "fewer tables": "plan must hold the tables",
             "other ranks": "plan is for 4 ranks, but mesh has 2",
@@ -134,7 +145,7 @@ def test_state_moves_between_unsharded_and_sharded() -> None:
         assert kinds["tables.embedding_bags.b.weight"] == "DTensor"
         assert kinds["tables.embedding_bags.d.weight"] == "Tensor"
         whole = result["full"]["tables.embedding_bags.c.weight"]
-        np.testing.assert_array_equal(whole, np.arange(200.0).reshape(50, 4) + 2)
+        np.testing.assert_array_equal(whole, np.arange(250.0).reshape(50, 5) + 2)
     owners = ["tables.embedding_bags.a.weight" in result["kinds"] for result in results]
     assert sorted(owners) == [False, True]
 

@@ -83,7 +83,8 @@ class Table:
         """For a table that every rank holds: makes recorded gradients their mean over ranks."""
 
     def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Shape of what is here of a tensor ``[spec.num_rows]`` or ``[spec.num_rows, spec.dim]``."""
+        """Shape of what is here of a tensor of shape ``whole``: a number for each of the table's
+        rows, or for each element of them."""
         return (self.num_rows, self.num_columns)[: len(whole)]
 
     def __getstate__(self) -> dict[str, Any]:

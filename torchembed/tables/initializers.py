@@ -22,7 +22,7 @@ def shifted_row_key(table_key: int, rows: int) -> int:
 
 
 class Initializer(Protocol):
-    """Fills rows ``[first_row, first_row + n)`` of a table, the columns from ``first_column`` on."""
+    """Fills rows ``[first_row, first_row + n)`` of a table, columns from ``first_column`` on."""
 
     def fill(
         self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int

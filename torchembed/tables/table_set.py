@@ -14,8 +14,9 @@ from torchembed.tables.group import Table, TableGroup
 class TableSet:
     """The tables of one module and the groups that they form.
 
-    Tables share a group where the columns held here, dtype, device, ``lookup_keys`` (what their lookups must have in
-    common), the optimizer that updates them and ``requires_grad`` are equal.
+    Tables share a group where the number of columns held here, dtype, device, ``lookup_keys`` (what
+    their lookups must have in common), the optimizer that updates them and ``requires_grad`` are
+    equal.
     """
 
     def __init__(
