@@ -1,6 +1,7 @@
 """``shard_embeddings``: what it leaves in a model, what it refuses, and how state moves."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -16,9 +17,11 @@ import torchembed
 from tests.ranks import run_on_ranks
 from tests.sharding.cases import Case, make_batch, make_model, vectors_of
 from torchembed.modules.shard import table_specs
-from torchembed.sharding import ShardingPlan, make_plan
+from torchembed.sharding import ShardingPlan, WirePrecision, make_plan
 
-MIXED = Case(placements={"a": "table_wise", "b": "row_wise", "c": "row_wise", "d": "data_parallel"})
+MIXED = Case(
+    placements={"a": "table_wise", "b": "row_wise", "c": "column_wise", "d": "data_parallel"}
+)
 
 
 def refusals() -> dict[str, str]:
@@ -51,6 +54,47 @@ def refusals() -> dict[str, str]:
     return messages
 
 
+def disagreements() -> dict[str, str]:
+    """What each rank is told where rank 1 does something else than rank 0."""
+    is_second = dist.get_rank() == 1
+    mesh = init_device_mesh("cpu", (2,))
+    others = {
+        "placement": {"plan": {"tables.embedding_bags.d": "row_wise"}},
+        "refused": {"plan": {"tables.embedding_bags.e": "row_wise"}},
+        "wire": {"wire": WirePrecision(backward=torch.float16)},
+        "setting": {"case": Case(placements={}, on_bad_id="zero")},
+        "tables": {"case": Case(placements={}, dtype=torch.float16)},
+        "dense": {"width": 3},
+        "nothing": {},
+    }
+    messages = {}
+    for name, other in others.items():
+        different = other if is_second else {}
+        model = make_model(different.get("case", Case(placements={})))
+        model.top = nn.Linear(different.get("width", 2), 1)
+        try:
+            torchembed.shard_embeddings(
+                model, mesh, different.get("plan"), wire=different.get("wire")
+            )
+        except ValueError as error:
+            messages[name] = str(error)
+            assert isinstance(model.tables, torchembed.EmbeddingBagCollection)
+    torchembed.shard_embeddings(_with_functions(), mesh)
+    return messages
+
+
+def _with_functions() -> nn.Module:
+    """A model whose description would show addresses, which differ from process to process."""
+    config = torchembed.EmbeddingBagConfig(
+        name="t",
+        num_embeddings=3,
+        embedding_dim=4,
+        feature_names=("f",),
+        initializer=torchembed.InPlaceFunction(functools.partial(nn.init.constant_, val=2.0)),
+    )
+    return nn.ModuleDict({"tables": torchembed.EmbeddingBagCollection([config])})
+
+
 def state_moves() -> dict[str, Any]:
     """Unsharded to sharded, by copying at creation, by loading, and back out as DTensors."""
     rank = dist.get_rank()
@@ -74,6 +118,11 @@ def state_moves() -> dict[str, Any]:
     )
     reloaded.load_state_dict(created.state_dict())
     state = created.state_dict()
+    otherwise = make_model(MIXED, "meta")
+    placements = MIXED.table_placements() | {"tables.embedding_bags.c": "row_wise"}
+    torchembed.shard_embeddings(otherwise, mesh, placements)
+    with pytest.raises(ValueError, match="weight of table c must be placed as in this model"):
+        otherwise.load_state_dict(state)
     reloaded.to_empty(device="cpu")
     reloaded.load_state_dict(state)
     return {
@@ -134,6 +183,23 @@ def test_refusals() -> None:
         assert messages.keys() == patterns.keys()
         for name, pattern in patterns.items():
             assert re.search(re.escape(pattern), messages[name])
+
+
+def test_ranks_that_disagree_are_told_in_what() -> None:
+    first, second = run_on_ranks(2, disagreements)
+    assert first == second
+    patterns = {
+        "placement": r"rank 0 has 'tables.embedding_bags.d: table_wise on ranks 1' where rank 1 "
+        "has 'tables.embedding_bags.d: row_wise on ranks 0, 1'. Start all ranks with",
+        "refused": r"rank 1 has \"the error: plan places tables \['tables.embedding_bags.e'\]",
+        "wire": r"rank 0 has 'WirePrecision\(.*backward=None\)' where rank 1 .*torch.float16\)'",
+        "setting": r"rank 0 has 'tables: .*on_bad_id=RAISE.*' where rank 1 has 'tables: .*ZERO",
+        "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",
+        "dense": r"rank 0 has 'top.weight: \(1, 2\).*' where rank 1 has 'top.weight: \(1, 3\)",
+    }
+    assert first.keys() == patterns.keys()
+    for name, pattern in patterns.items():
+        assert re.search(pattern, first[name]), first[name]
 
 
 def test_state_moves_between_unsharded_and_sharded() -> None:

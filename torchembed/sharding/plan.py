@@ -22,7 +22,8 @@ class Placement(enum.Enum):
     ROW_WISE = "row_wise"
     """Rank w holds rows ``[w * n, (w + 1) * n)`` with ``n = ceil(rows / ranks)``."""
     TABLE_ROW_WISE = "table_row_wise"
-    """The rows are split, as under ``ROW_WISE``, over the ranks of one node."""
+    """The rows are split, as under ``ROW_WISE``, over the ranks of one node. Each rank's part of a
+    pooled sum travels by itself, as under ``ROW_WISE``."""
 
     @property
     def is_divided(self) -> bool:
