@@ -1,6 +1,5 @@
 """Exchanging tensors between ranks, forward and backward."""
 
-import collections
 from typing import Any
 
 import torch
@@ -8,32 +7,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_finished: collections.deque[dist.Work] = collections.deque(maxlen=8)
-"""A thread of gloo's lets go of a finished collective in its own time. From backward, that may free
-a Python object, which ends the process where Python is shutting down by then. So the last few are
-kept until the main thread frees them."""
-
-
-def _wait(work: dist.Work | None) -> None:
-    """Wait for a collective on the CPU; on a GPU there is none, since its stream waits."""
-    if work is not None:
-        work.wait()
-        _finished.append(work)
-
-
-def all_reduce(tensor: Tensor, group: Any) -> None:
-    """Make ``tensor`` the sum over ranks, in place."""
-    _wait(dist.all_reduce(tensor, group=group, async_op=not tensor.is_cuda))
+from torchembed.sharding.finished_work import wait_for
+from torchembed.sharding.wire import WirePrecision, float16_scale, narrowed
 
 
 def exchange(tensor: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     tensor = tensor.contiguous()
-    is_waited_for = not tensor.is_cuda
-    _wait(
-        dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=is_waited_for)
-    )
+    on_cpu = not tensor.is_cuda
+    work = dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=on_cpu)
+    wait_for(work)
     return received
 
 
@@ -63,25 +47,39 @@ class _DifferentiableExchange(torch.autograd.Function):
         receive: list[int],
         group: Any,
         gradient_scale: float,
+        wire: WirePrecision,
     ) -> Tensor:
         ctx.send, ctx.receive, ctx.group, ctx.scale = send, receive, group, gradient_scale
-        return exchange(tensor, send, receive, group)
+        ctx.wire = wire.backward
+        return exchange(narrowed(tensor, wire.forward), send, receive, group).to(tensor.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grad = exchange(grad * ctx.scale, ctx.receive, ctx.send, ctx.group)
-        return grad, None, None, None, None
+        grad = grad * ctx.scale
+        dtype, inverse = grad.dtype, None
+        if ctx.wire is torch.float16 and dtype is torch.float32:
+            scale, inverse = float16_scale(grad, ctx.group)
+            grad = grad * scale
+        sent = narrowed(grad, ctx.wire)
+        grad = exchange(sent, ctx.receive, ctx.send, ctx.group).to(dtype)
+        return grad if inverse is None else grad * inverse, *[None] * 5
 
 
 def differentiable_exchange(
-    tensor: Tensor, send: list[int], receive: list[int], group: Any, gradient_scale: float
+    tensor: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: Any,
+    gradient_scale: float,
+    wire: WirePrecision,
 ) -> Tensor:
     """:func:`exchange` whose backward sends gradients the other way, times ``gradient_scale``.
 
+    Both travel in the precision that ``wire`` says and arrive in their own dtype.
     Where gradients are enabled the result requires one on every rank, so that all ranks take part
     in backward even where one has nothing to train.
     """
     if torch.is_grad_enabled() and not tensor.requires_grad:
         tensor = tensor.detach().requires_grad_()
-    return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale)
+    return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale, wire)
