@@ -5,9 +5,11 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.sharding.cases import assert_equal_training, train_sharded, train_unsharded
-from tests.sharding.test_sharded_training import CASES
+from tests.sharding.test_sharded_training import ALIKE, MATRIX, OTHERS
 
 pytestmark = pytest.mark.gpu
+
+CASES = [*ALIKE, *OTHERS, *MATRIX]
 
 
 def test_sharded_equals_unsharded_on_all_gpus() -> None:

@@ -200,7 +200,7 @@ def test_opcheck(kind: OptimizerKind, device: torch.device) -> None:
             *runs,
             *(grad, gradient_rows, torch.ones(4, device=device)),
             *scalars,
-            *(None, None),
+            *(None, None, None),
             *(int(kind), 1e-8, 0.9, 0.99, 0.1, 1.0),
         ),
     )

@@ -6,6 +6,7 @@ and every optimizer must leave the same bits, sharded or not.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,6 @@ class Case:
     num_nodes: int = 1
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
-    num_meshes: int = 1
-    """Meshes that the processes are divided into; the model is trained on each by itself."""
 
     def table_placements(self) -> dict[str, str]:
         container = "embedding_bags" if self.pooled else "embeddings"
@@ -64,14 +63,15 @@ class Case:
         return dataclasses.replace(plan, tables=tuple(tables))
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        num_ranks = dist.get_world_size() // self.num_meshes
-        if self.num_meshes > 1:
-            shape = self.num_meshes, self.num_nodes, num_ranks // self.num_nodes
-            whole = init_device_mesh(device_type, shape, mesh_dim_names=("mesh", "node", "rank"))
-            return whole["node", "rank"]
-        if self.num_nodes == 1:
-            return init_device_mesh(device_type, (num_ranks,))
-        return init_device_mesh(device_type, (self.num_nodes, num_ranks // self.num_nodes))
+        return made_mesh(device_type, self.num_nodes)
+
+
+@functools.cache  # process groups take long to make
+def made_mesh(device_type: str, num_nodes: int) -> DeviceMesh:
+    num_ranks = dist.get_world_size()
+    if num_nodes == 1:
+        return init_device_mesh(device_type, (num_ranks,))
+    return init_device_mesh(device_type, (num_nodes, num_ranks // num_nodes))
 
 
 def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
@@ -155,9 +155,8 @@ def make_optimizer(case: Case, model: nn.Module) -> Any:
 def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str, Any]]:
     """On a rank: what each case's vectors, weight gradients and rows are after training."""
     results = []
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for case in cases:
-        num_ranks = dist.get_world_size() // case.num_meshes
-        rank = dist.get_rank() % num_ranks
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(device_type), case.plan(num_ranks))
         optimizer = make_optimizer(case, model)

@@ -1,5 +1,6 @@
 """Plans: made, kept as JSON, printed, refused."""
 
+import dataclasses
 import re
 
 import hypothesis
@@ -125,6 +126,11 @@ def test_bad_plans_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=re.escape("ranks of table t must be in [0, 2), got [2]")):
         ShardingPlan(num_ranks=2, tables=(table,))
+    first = dataclasses.replace(table.shards[0], rank=1)
+    twice = dataclasses.replace(table, shards=(table.shards[0], first))
+    message = "ranks of table t must be different and increase, got [2, 1]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ShardingPlan(num_ranks=3, tables=(twice,))
     with pytest.raises(ValueError, match=re.escape("tables must have different names")):
         ShardingPlan(num_ranks=3, tables=(table, table))
     with pytest.raises(ValueError, match=re.escape("plan has no table u; it has t")):

@@ -35,10 +35,12 @@ def refusals() -> dict[str, str]:
     uneven = make_plan(larger, 2)
     on_meta = make_model(MIXED, "meta")
     on_meta.top = nn.Linear(2, 2, device="meta")
+    one_process = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("mesh", "node", "rank"))
     attempts: dict[str, tuple[Any, ...]] = {
         "three dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 1, 2))),
         "other nodes": (make_model(MIXED), init_device_mesh("cpu", (2, 1)), plan),
         "order": (make_model(MIXED), DeviceMesh("cpu", [1, 0])),
+        "some processes": (make_model(MIXED), one_process["node", "rank"]),
         "another split": (make_model(MIXED), mesh, uneven),
         "a collection": (make_model(MIXED).tables, mesh),
         "fewer tables": (make_model(MIXED), mesh, fewer),
@@ -173,6 +175,7 @@ def test_refusals() -> None:
         patterns = {
             "three dimensions": "mesh must have one dimension, or two (nodes, ranks in a node)",
             "other nodes": "plan is for 1 nodes, but mesh has 2; a mesh of several has two",
+            "some processes": "mesh must hold all 2 processes where it has two dimensions or some",
             "order": "mesh must hold its ranks in increasing order, got [1, 0]",
             "another split": "tables.embedding_bags.a must divide 23 rows of 8 columns as place",
             "a collection": "model must contain collections, not be one",

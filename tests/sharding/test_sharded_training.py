@@ -53,9 +53,6 @@ ON_SOME_RANKS = [
     Case(placements=MIXED, pooled=pooled, optimizer="RowwiseAdagrad", column_ranks=(1, 2))
     for pooled in (True, False)
 ]
-ON_HALVES = [
-    Case(placements=MIXED, optimizer="RowwiseAdagrad", num_meshes=2, num_nodes=2, column_ranks=(1,))
-]
 
 
 def on_two_nodes(cases: list[Case]) -> list[Case]:
@@ -67,7 +64,7 @@ def on_two_nodes(cases: list[Case]) -> list[Case]:
     [
         (1, SOME),
         (2, [*ALIKE, *OTHERS]),
-        (4, [*on_two_nodes(MATRIX), *SOME, *ON_SOME_RANKS, *ON_HALVES]),
+        (4, [*on_two_nodes(MATRIX), *SOME, *ON_SOME_RANKS]),
         (8, [*on_two_nodes(SOME), *SOME[:1]]),
     ],
     ids=["1", "2", "4", "8"],
@@ -76,7 +73,4 @@ def test_sharded_equals_unsharded(num_ranks: int, cases: list[Case]) -> None:
     results = run_on_ranks(num_ranks, train_sharded, cases)
     for number, case in enumerate(cases):
         of_ranks = [rank_results[number] for rank_results in results]
-        in_mesh = num_ranks // case.num_meshes
-        unsharded = train_unsharded(case, in_mesh)
-        for first in range(0, num_ranks, in_mesh):
-            assert_equal_training(case, of_ranks[first : first + in_mesh], unsharded)
+        assert_equal_training(case, of_ranks, train_unsharded(case, num_ranks))

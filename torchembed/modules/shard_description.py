@@ -5,8 +5,8 @@ import re
 import torch
 from torch import nn
 
-from torchembed.modules.collection import Collection
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
+from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.sharding.plan import ShardingPlan
 from torchembed.sharding.wire import WirePrecision
 
@@ -19,7 +19,7 @@ def describe(model: nn.Module, plan: ShardingPlan, wire: WirePrecision) -> list[
         f"{wire}",
     ]
     for path, module in model.named_modules():
-        if isinstance(module, Collection):
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             is_weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
             lines.append(
                 f"{path}: {type(module).__name__}, is_weighted={is_weighted}, "

@@ -6,6 +6,7 @@ from torch import Tensor
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.row_gradients import summed_gradients
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
+from torchembed.ops.rowwise_update.reference import root
 from torchembed.ops.segments import Runs
 from torchembed.tables import Table
 
@@ -54,8 +55,7 @@ def update_divided_columns(
     added = torch.where(is_updated, squares / table.spec.dim, 0.0)
     total = state[rows] + added
     state.index_add_(0, rows, added)
-    # In float64 and rounded again a root is exact to the last bit on every device.
-    divisor = total.double().sqrt().float() + rule.eps
+    divisor = root(total) + rule.eps
     rowwise_update(
         weight,
         (),

@@ -72,9 +72,9 @@ def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:
     def total(numbers: Tensor) -> Tensor:
         capacities = gather_size(numbers.shape[0], group)
         mine = numbers[: min(capacities)].contiguous()
-        by_rank = mine.new_empty(len(capacities) * mine.shape[0])
-        dist.all_gather_into_tensor(by_rank, mine, group=group)
-        return by_rank.view(len(capacities), mine.shape[0]).sum(0)
+        by_rank = [torch.empty_like(mine) for _ in capacities]
+        dist.all_gather(by_rank, mine, group=group)
+        return torch.stack(by_rank).sum(0)
 
     return total
 

@@ -21,7 +21,8 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Collective where it has two dimensions.
 
     Raises:
-        ValueError: for more dimensions, or ranks that do not increase.
+        ValueError: for more dimensions, ranks that do not increase, or two dimensions over some of
+            all processes.
     """
     if mesh.ndim > 2:
         raise ValueError(
@@ -31,31 +32,29 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     processes = mesh.mesh.flatten().tolist()
     if processes != sorted(processes):
         raise ValueError(f"mesh must hold its ranks in increasing order, got {processes}")
-    if mesh.ndim == 1:
-        return mesh
-    flat = _mesh_of(processes, processes, mesh.device_type)
+    flat = mesh if mesh.ndim == 1 else _mesh_of(processes, mesh)
     assert flat is not None
     return flat
 
 
-def _mesh_of(
-    processes: Sequence[int], callers: Sequence[int], device_type: str
-) -> DeviceMesh | None:
-    """A mesh of ``processes``, None on others; all ``callers`` call for it at the same time."""
-    is_member = dist.get_rank() in processes
-    if len(processes) == dist.get_world_size():
-        group = dist.group.WORLD
-    elif len(callers) == dist.get_world_size():
+def _mesh_of(processes: Sequence[int], mesh: DeviceMesh) -> DeviceMesh | None:
+    """A one-dimensional mesh of some processes of ``mesh``, None on the others; all call for it.
+
+    Raises:
+        ValueError: where ``mesh`` is of some of all processes: torch makes groups with all only.
+    """
+    if mesh.size() < dist.get_world_size():
+        raise ValueError(
+            f"mesh must hold all {dist.get_world_size()} processes where it has two dimensions or "
+            f"some of its ranks only share a table, got {mesh.size()}; start these by themselves"
+        )
+    group = dist.group.WORLD
+    if len(processes) < dist.get_world_size():
         group = dist.new_group(list(processes))
-    elif is_member:
-        # Processes outside the callers' mesh take no part.
-        group = dist.new_group(list(processes), use_local_synchronization=True)
-    else:
-        return None
-    if not is_member:
+    if dist.get_rank() not in processes:
         return None
     assert isinstance(group, dist.ProcessGroup)
-    return DeviceMesh.from_group(group, device_type)
+    return DeviceMesh.from_group(group, mesh.device_type)
 
 
 class Ranks:
@@ -83,7 +82,7 @@ class Ranks:
             ranks = _ranks_of(plan)
             if plan.placement.is_divided and ranks not in self._meshes:
                 members = [processes[rank] for rank in ranks]
-                self._meshes[ranks] = _mesh_of(members, processes, mesh.device_type)
+                self._meshes[ranks] = _mesh_of(members, mesh)
 
     def holders(self, plan: TablePlan) -> DeviceMesh:
         """The mesh of the ranks that hold a part of a divided table, this one among them."""

@@ -56,4 +56,5 @@ def float16_scale(gradients: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     exponent = (largest.view(torch.int32) >> 23) - 127
     # Beyond 2**126 the inverse would not be a normal number.
     shift = (14 - exponent).clamp_max(126)
-    return tuple(((127 + sign * shift) << 23).view(torch.float32) for sign in (1, -1))  # type: ignore[return-value]
+    scale, inverse = ((127 + power) << 23 for power in (shift, -shift))
+    return scale.view(torch.float32), inverse.view(torch.float32)

@@ -63,6 +63,12 @@ def rounding_bits(
     return random_bits(step_key.unsqueeze(1), columns)
 
 
+def root(value: Tensor) -> Tensor:
+    """The square root of float32 ``value``, rounded correctly as kernels' are: torch's own on a CPU
+    may be off by a bit."""
+    return value.double().sqrt().float()
+
+
 def rowwise_update_reference(
     weight: Tensor,
     state0: Tensor | None,
@@ -117,12 +123,12 @@ def rowwise_update_reference(
         assert state0 is not None
         total = state0[rows] + gradient * gradient
         write(state0, total)
-        new = old - lr * (gradient / (total.sqrt() + eps))
+        new = old - lr * (gradient / (root(total) + eps))
     elif optimizer == OptimizerKind.ROWWISE_ADAGRAD:
         assert state0 is not None
         total = state0[rows] + (gradient * gradient).mean(dim=1)
         write(state0, total)
-        new = old - lr * (gradient / (total.sqrt() + eps).unsqueeze(1))
+        new = old - lr * (gradient / (root(total) + eps).unsqueeze(1))
     else:
         assert optimizer == OptimizerKind.ADAM
         assert state0 is not None and state1 is not None and step is not None
@@ -133,7 +139,7 @@ def rowwise_update_reference(
         count = step.double()
         correction1, correction2 = 1 - beta1**count, 1 - beta2**count
         step_size = (lr.double() * correction2.sqrt() / correction1).float()
-        new = old - step_size * (mean / (square.sqrt() + eps))
+        new = old - step_size * (mean / (root(square) + eps))
 
     if row_keys is not None:
         assert row_offsets is not None and step is not None
