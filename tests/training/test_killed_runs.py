@@ -91,8 +91,9 @@ def test_a_run_killed_ten_times_has_the_losses_of_one_that_was_not(
             assert not losses or losses[0][0] == resumed_from[-1] + 1
             assert all(expected[rank][step] == loss for step, loss in losses)
     assert dict(losses_of(log, 0))[NUM_STEPS] == expected[0][NUM_STEPS]
+    # That the moments were worth trying: some within saves, and after saves of different steps.
     assert num_within_saves > 1
-    assert len(set(resumed_from)) > 5
+    assert len(set(resumed_from)) > 3
     assert partial_saves(folder) == []
     assert CheckpointFolder(folder).steps() == [NUM_STEPS - SAVE_EVERY, NUM_STEPS]
 
