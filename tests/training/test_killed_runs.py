@@ -11,7 +11,7 @@ import pytest
 from tests.training.killed_run import Launcher
 from torchembed.training import CheckpointFolder
 
-NUM_RANKS, NUM_STEPS, SAVE_EVERY = 2, 90, 3
+NUM_RANKS, NUM_STEPS, SAVE_EVERY = 2, 75, 3
 LIMIT_SECONDS = 100.0
 
 
@@ -75,7 +75,7 @@ def test_a_run_killed_ten_times_has_the_losses_of_one_that_was_not(
             **common,
         )
         if attempt % 2 == 1:
-            num_lines, delay = draw.randint(1, 8), draw.uniform(0, 0.1)
+            num_lines, delay = draw.randint(1, 8), draw.uniform(0, 0.03)
             while len(list(losses_of(log, victim))) < num_lines:
                 processes[victim].join(0.01)
                 assert processes[victim].exitcode is None
@@ -91,8 +91,9 @@ def test_a_run_killed_ten_times_has_the_losses_of_one_that_was_not(
             assert not losses or losses[0][0] == resumed_from[-1] + 1
             assert all(expected[rank][step] == loss for step, loss in losses)
     assert dict(losses_of(log, 0))[NUM_STEPS] == expected[0][NUM_STEPS]
+    # That the moments were worth trying: some within saves, and after saves of different steps.
     assert num_within_saves > 1
-    assert len(set(resumed_from)) > 5
+    assert len(set(resumed_from)) > 3
     assert partial_saves(folder) == []
     assert CheckpointFolder(folder).steps() == [NUM_STEPS - SAVE_EVERY, NUM_STEPS]
 
