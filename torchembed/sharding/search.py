@@ -1,0 +1,270 @@
+"""Finding an assignment of tables to ranks: a greedy one for given options, then local search.
+
+All of it is deterministic: the same options give the same assignment on every rank.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from torchembed.sharding.costs import CostModel, Everywhere, Load
+from torchembed.sharding.options import Option
+
+MAX_PLACEMENTS = 60_000
+"""Tables that a search places, over all the assignments that it tries: seconds of one core."""
+NUM_STARTS = 3
+NUM_PIECE_SIZES = 24
+NUM_PARTNERS = 8
+"""Least loaded ranks that a shard of the slowest rank may change places with."""
+LEAST_GAIN = 1e-6
+"""A relative gain below it is rounding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """An option of every table and the ranks that its parts are on."""
+
+    picks: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    loads: np.ndarray
+    """``[W, 6]``."""
+    everywhere: Everywhere
+    seconds: np.ndarray
+    """``[W]``."""
+    missing_bytes: float
+    """That ranks lack, all together."""
+    excess_imbalance: float
+    """Of the slowest rank's time over the mean, above what is allowed."""
+
+    def is_better_than(self, other: "Assignment") -> bool:
+        """In what fits; then in balance as far as it is asked for; then in the slowest rank; then
+        in the others."""
+        for mine, its in (
+            (self.missing_bytes, other.missing_bytes),
+            (self.excess_imbalance, other.excess_imbalance),
+            (self.seconds.max(), other.seconds.max()),
+            (np.square(self.seconds).sum(), np.square(other.seconds).sum()),
+        ):
+            if abs(mine - its) > LEAST_GAIN * max(mine, its):
+                return bool(mine < its)
+        return False
+
+
+class Search:
+    """Over ``options[t]`` of each table t, for a slowest rank of at most ``max_imbalance`` times
+    the mean if there is one."""
+
+    def __init__(
+        self, model: CostModel, options: Sequence[Sequence[Option]], max_imbalance: float
+    ) -> None:
+        self._model, self._options, self._max_imbalance = model, options, max_imbalance
+        self._num_ranks = model.topology.num_ranks
+        self._memory = model.topology.memory_bytes
+        self._placements_left = MAX_PLACEMENTS
+
+    def best(self) -> Assignment:
+        """The best assignment found; it may lack memory, where none was found that does not."""
+        starts: list[Assignment] = []
+        known = set()
+        for picks in self._start_picks():
+            if picks not in known:
+                known.add(picks)
+                starts.append(self._greedy(picks))
+        best = None
+        for _ in range(min(NUM_STARTS, len(starts))):
+            start = starts[0]
+            for other in starts[1:]:
+                if other.is_better_than(start):
+                    start = other
+            starts.remove(start)
+            found = self._improved_ranks(self._improved_picks(start))
+            if best is None or found.is_better_than(best):
+                best = found
+        assert best is not None
+        return best
+
+    def _start_picks(self) -> Iterator[tuple[int, ...]]:
+        """For pieces of at most some seconds, falling, each table's option of the least sum.
+
+        Every option whose parts fit into memory is preferred to every one whose do not.
+        """
+        sums, largest, is_too_big = [], [], []
+        for of_table in self._options:
+            sums.append([self._mean_seconds(option) for option in of_table])
+            largest.append([option.holder_seconds.max(initial=0.0) for option in of_table])
+            held = [
+                option.loads[:, Load.HELD].max(initial=0.0) + option.everywhere.held_bytes
+                for option in of_table
+            ]
+            is_too_big.append([num_bytes > self._memory for num_bytes in held])
+        most = max((value for of_table in largest for value in of_table), default=0.0)
+        for step in range(NUM_PIECE_SIZES):
+            limit = most * 2.0 ** (-step / 2)
+            picks = []
+            for of_table, large, big in zip(sums, largest, is_too_big, strict=True):
+                keys = [
+                    (is_big, max(size, limit), total)
+                    for is_big, size, total in zip(big, large, of_table, strict=True)
+                ]
+                picks.append(keys.index(min(keys)))
+            yield tuple(picks)
+
+    def _mean_seconds(self, option: Option) -> float:
+        """What ``option`` would cost each rank if the parts could be spread evenly."""
+        everywhere, model = option.everywhere, self._model
+        memory = model.memory_seconds(everywhere.lookup_bytes + everywhere.update_bytes)
+        reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
+        return option.holder_seconds.sum() / self._num_ranks + memory + reduce
+
+    def _greedy(self, picks: Sequence[int]) -> Assignment:
+        """The options ``picks``, the largest parts first, each part on the least loaded rank."""
+        chosen = [options[pick] for options, pick in zip(self._options, picks, strict=True)]
+        self._placements_left -= len(chosen)
+        everywhere = Everywhere()
+        for option in chosen:
+            everywhere = everywhere.plus(option.everywhere)
+        loads = np.zeros((self._num_ranks, len(Load)))
+        busy = np.zeros(self._num_ranks)
+        ranks: list[tuple[int, ...]] = [()] * len(chosen)
+        order = sorted(
+            range(len(chosen)),
+            key=lambda t: (len(chosen[t].groups) != 1, -chosen[t].holder_seconds.max(initial=0.0)),
+        )
+        for number in order:
+            option = chosen[number]
+            ranks[number] = self._least_loaded(option, loads, busy, everywhere.held_bytes)
+            members = list(ranks[number])
+            np.add.at(loads, members, option.loads)
+            np.add.at(busy, members, option.holder_seconds)
+        return self._assignment(tuple(picks), tuple(ranks), loads, everywhere)
+
+    def _least_loaded(
+        self, option: Option, loads: np.ndarray, busy: np.ndarray, held_everywhere: float
+    ) -> tuple[int, ...]:
+        if len(option.groups) == 1:
+            return option.groups[0]
+        most_held = option.loads[:, Load.HELD].max()
+        held = loads[:, Load.HELD]
+        lacking = np.maximum(held + held_everywhere + most_held - self._memory, 0.0)
+        if option.groups:
+            groups = np.array(option.groups)
+            keys = (busy[groups].max(axis=1), lacking[groups].max(axis=1))
+            return option.groups[np.lexsort(keys)[0]]
+        pool = np.array(option.pool)
+        if len(pool) == self._num_ranks and not lacking.any():
+            order = np.argsort(busy, kind="stable")
+        else:
+            order = np.lexsort((busy[pool], lacking[pool]))
+        return tuple(sorted(pool[order[: option.num_parts]].tolist()))
+
+    def _assignment(
+        self,
+        picks: tuple[int, ...],
+        ranks: tuple[tuple[int, ...], ...],
+        loads: np.ndarray,
+        everywhere: Everywhere,
+    ) -> Assignment:
+        missing = loads[:, Load.HELD] + everywhere.held_bytes - self._memory
+        seconds = self._model.rank_seconds(loads, everywhere)
+        mean = float(seconds.mean())
+        imbalance = float(seconds.max()) / mean if mean > 0 else 1.0
+        return Assignment(
+            picks=picks,
+            ranks=ranks,
+            loads=loads,
+            everywhere=everywhere,
+            seconds=seconds,
+            missing_bytes=float(np.maximum(missing, 0.0).sum()),
+            excess_imbalance=max(imbalance - self._max_imbalance, 0.0),
+        )
+
+    def _improved_picks(self, best: Assignment) -> Assignment:
+        """Other options, one table at a time, while that helps."""
+        is_improving = True
+        while is_improving:
+            is_improving = False
+            for number in self._by_weight(best):
+                here = best
+                for pick in range(len(self._options[number])):
+                    if self._placements_left <= 0:
+                        return best
+                    picks = (*here.picks[:number], pick, *here.picks[number + 1 :])
+                    found = here if picks == here.picks else self._greedy(picks)
+                    if found.is_better_than(best):
+                        best, is_improving = found, True
+        return best
+
+    def _by_weight(self, assignment: Assignment) -> list[int]:
+        """Tables, first those that weigh most on the slowest rank (or the fullest that is full)."""
+        slowest = self._critical(assignment)
+        weights = []
+        for options, pick, ranks in zip(
+            self._options, assignment.picks, assignment.ranks, strict=True
+        ):
+            option = options[pick]
+            held = sum(option.holder_seconds[k] for k, r in enumerate(ranks) if r == slowest)
+            weights.append(held + self._mean_seconds(option))
+        return sorted(range(len(weights)), key=lambda number: -weights[number])
+
+    @staticmethod
+    def _critical(assignment: Assignment) -> int:
+        if assignment.missing_bytes > 0:
+            return int(assignment.loads[:, Load.HELD].argmax())
+        return int(assignment.seconds.argmax())
+
+    def _improved_ranks(self, best: Assignment) -> Assignment:
+        """Parts of the slowest rank moved to others, or exchanged for theirs, while that helps."""
+        for _ in range(4 * len(self._options)):
+            found = next((a for a in self._neighbours(best) if a.is_better_than(best)), None)
+            if found is None:
+                break
+            best = found
+        return best
+
+    def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:
+        source = self._critical(assignment)
+        partners = np.argsort(assignment.seconds, kind="stable")[:NUM_PARTNERS].tolist()
+        movable: dict[int, list[tuple[int, int]]] = {}
+        for number, ranks in enumerate(assignment.ranks):
+            if self._options[number][assignment.picks[number]].pool:
+                for part, rank in enumerate(ranks):
+                    if rank == source or rank in partners:
+                        movable.setdefault(rank, []).append((number, part))
+        for partner in partners:
+            if partner == source:
+                continue
+            for mine in movable.get(source, []):
+                for its in (None, *movable.get(partner, [])):
+                    moved = self._exchanged(assignment, mine, source, its, partner)
+                    if moved is not None:
+                        yield moved
+
+    def _exchanged(
+        self,
+        assignment: Assignment,
+        mine: tuple[int, int],
+        source: int,
+        its: tuple[int, int] | None,
+        partner: int,
+    ) -> Assignment | None:
+        """``mine`` (table, part) from rank ``source`` to ``partner``, and ``its`` back; None where
+        a table would have two parts on a rank or be on one that is not allowed."""
+        ranks = list(assignment.ranks)
+        loads = assignment.loads.copy()
+        for part, new in ((mine, partner), (its, source)):
+            if part is None:
+                continue
+            number, index = part
+            option = self._options[number][assignment.picks[number]]
+            if new in ranks[number] or new not in option.pool:
+                return None
+            # Ranks stay in order, so that the parts of all may change where they are not alike.
+            held = list(ranks[number])
+            np.subtract.at(loads, held, option.loads)
+            held[index] = new
+            held.sort()
+            np.add.at(loads, held, option.loads)
+            ranks[number] = tuple(held)
+        self._placements_left -= 1
+        return self._assignment(assignment.picks, tuple(ranks), loads, assignment.everywhere)
