@@ -103,7 +103,9 @@ def table_options(
 
     options: list[Option] = []
 
-    def offer(placement: Placement, *, groups: Sequence[tuple[int, ...]] = (), num_parts: int = 0):
+    def offer(
+        placement: Placement, *, groups: Sequence[tuple[int, ...]] = (), num_parts: int = 0
+    ) -> None:
         wished = constraint.num_shards
         ranks = groups[0] if groups else pool[:num_parts]
         if placement in allowed and wished in (None, len(ranks)):

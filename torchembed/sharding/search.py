@@ -4,6 +4,7 @@ All of it is deterministic: the same options give the same assignment on every r
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ MAX_PLACEMENTS = 60_000
 """Tables that a search places, over all the assignments that it tries: seconds of one core."""
 NUM_STARTS = 3
 NUM_PIECE_SIZES = 24
+NUM_PAIRED = 4
+"""Heaviest tables whose options are also changed two at a time."""
 NUM_PARTNERS = 8
 """Least loaded ranks that a shard of the slowest rank may change places with."""
 LEAST_GAIN = 1e-6
@@ -180,19 +183,31 @@ class Search:
         )
 
     def _improved_picks(self, best: Assignment) -> Assignment:
-        """Other options, one table at a time, while that helps."""
-        is_improving = True
-        while is_improving:
-            is_improving = False
-            for number in self._by_weight(best):
-                here = best
-                for pick in range(len(self._options[number])):
-                    if self._placements_left <= 0:
-                        return best
-                    picks = (*here.picks[:number], pick, *here.picks[number + 1 :])
-                    found = here if picks == here.picks else self._greedy(picks)
-                    if found.is_better_than(best):
-                        best, is_improving = found, True
+        """Other options, of one table at a time, then of two of the heaviest, while that helps."""
+        while self._placements_left > 0:
+            start, by_weight = best, self._by_weight(best)
+            for number in by_weight:
+                best = self._best_of(best, (number,))
+            if best is start:
+                for pair in itertools.combinations(by_weight[:NUM_PAIRED], 2):
+                    best = self._best_of(best, pair)
+            if best is start:
+                break
+        return best
+
+    def _best_of(self, best: Assignment, numbers: tuple[int, ...]) -> Assignment:
+        """``best``, or a better one in which the tables ``numbers`` have other options."""
+        here = best
+        for choice in itertools.product(*(range(len(self._options[n])) for n in numbers)):
+            if self._placements_left <= 0:
+                break
+            if all(here.picks[n] != pick for n, pick in zip(numbers, choice, strict=True)):
+                picks = list(here.picks)
+                for number, pick in zip(numbers, choice, strict=True):
+                    picks[number] = pick
+                found = self._greedy(picks)
+                if found.is_better_than(best):
+                    best = found
         return best
 
     def _by_weight(self, assignment: Assignment) -> list[int]:
