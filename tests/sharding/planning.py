@@ -79,7 +79,11 @@ def every_plan(
         [
             option.plan(name, use, ranks)
             for option in table_options(name, use, model, allowed, TableConstraint())
-            for ranks in option.groups or itertools.combinations(option.pool, option.num_parts)
+            for ranks in (
+                map(tuple, option.groups)
+                if option.groups
+                else itertools.combinations(option.pool.tolist(), option.num_parts)
+            )
         ]
         for name, use in tables.items()
     ]

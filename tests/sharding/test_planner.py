@@ -268,7 +268,7 @@ SPEC = make_use(1000, 24, "f").spec
                     )
                 }
             },
-            "exact ranks of table t must be in [0, 4), got [0, 4]",
+            "exact ranks of table t must be different and in [0, 4), got [0, 4]",
         ),
         (
             {

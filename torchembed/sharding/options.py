@@ -42,8 +42,8 @@ class Option:
     many different ranks of ``pool``."""
 
     placement: Placement
-    groups: tuple[tuple[int, ...], ...] = ()
-    pool: tuple[int, ...] = ()
+    groups: tuple[np.ndarray, ...] = ()
+    pool: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     loads: np.ndarray
     """``[ranks of a group, 6]``, in the order of its ranks; of replicas zeros."""
     holder_seconds: np.ndarray
@@ -114,8 +114,8 @@ def table_options(
             options.append(
                 Option(
                     placement=placement,
-                    groups=tuple(groups),
-                    pool=() if groups else pool,
+                    groups=tuple(np.array(group) for group in groups),
+                    pool=np.array(() if groups else pool, dtype=np.int64),
                     loads=loads,
                     holder_seconds=model.holder_seconds(loads),
                     everywhere=everywhere,
@@ -168,9 +168,10 @@ def _part_loads(
 def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan) -> Option:
     num_ranks = model.topology.num_ranks
     ranks = tuple(shard.rank for shard in exact.shards)
-    if not all(0 <= rank < num_ranks for rank in ranks):
+    if not all(0 <= rank < num_ranks for rank in ranks) or len(set(ranks)) < len(ranks):
         raise ValueError(
-            f"exact ranks of table {table} must be in [0, {num_ranks}), got {list(ranks)}"
+            f"exact ranks of table {table} must be different and in [0, {num_ranks}), got "
+            f"{list(ranks)}"
         )
     if exact.table != table or exact != place_table(table, use.spec, exact.placement, ranks):
         raise ValueError(
@@ -186,7 +187,7 @@ def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan)
     loads, everywhere = model.table_loads(use, exact)
     return Option(
         placement=exact.placement,
-        groups=(ranks,),
+        groups=(np.array(ranks),),
         loads=loads,
         holder_seconds=model.holder_seconds(loads),
         everywhere=everywhere,

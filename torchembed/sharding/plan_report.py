@@ -164,12 +164,12 @@ def _rank_costs(
             rank=rank,
             weight_bytes=int(weights[rank]),
             buffer_bytes=round(held) - int(weights[rank]),
-            lookup_seconds=model.memory_seconds(load[Load.LOOKUP] + everywhere.lookup_bytes),
-            update_seconds=model.memory_seconds(load[Load.UPDATE] + everywhere.update_bytes),
+            lookup_seconds=model.memory_seconds(float(load[Load.LOOKUP] + everywhere.lookup_bytes)),
+            update_seconds=model.memory_seconds(float(load[Load.UPDATE] + everywhere.update_bytes)),
             ids_seconds=float(wire[0]),
             vectors_seconds=float(wire[1]),
             gradients_seconds=float(wire[2]),
-            all_reduce_seconds=reduce,
+            all_reduce_seconds=float(reduce),
         )
 
 

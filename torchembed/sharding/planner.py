@@ -102,12 +102,12 @@ class Planner:
             table_options(name, use, model, allowed, self.constraints.get(name, TableConstraint()))
             for name, use in tables.items()
         ]
-        found = Search(model, options, self.max_imbalance).best()
+        found = Search(model, options).best(self.max_imbalance)
         plans = []
         for (name, use), of_table, pick, ranks in zip(
             tables.items(), options, found.picks, found.ranks, strict=True
         ):
-            plans.append(of_table[pick].plan(name, use, ranks))
+            plans.append(of_table[pick].plan(name, use, ranks.tolist()))
         plan = ShardingPlan(
             num_ranks=topology.num_ranks, tables=tuple(plans), num_nodes=topology.num_nodes
         )
