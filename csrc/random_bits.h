@@ -12,9 +12,14 @@ inline uint64_t mix64(uint64_t value) {
   return value ^ (value >> 31);
 }
 
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
+
 // 64 random bits for a pair of key and counter.
 inline uint64_t random_bits(uint64_t key, uint64_t counter) {
-  return mix64(key + (counter + 1) * 0x9E3779B97F4A7C15);
+  return mix64(key + (counter + 1) * kGolden);
 }
+
+// The key under which a counter draws what the counter plus shift draws under key.
+inline uint64_t shifted_key(uint64_t key, uint64_t shift) { return key + shift * kGolden; }
 
 }  // namespace torchembed

@@ -113,11 +113,13 @@ struct UpdateRule {
   float adam_step_size;
 };
 
-// Keys of stochastic rounding, or none: table t holds rows [row_offsets[t], row_offsets[t + 1]).
+// Keys of stochastic rounding, or none: table t holds rows [row_offsets[t], row_offsets[t + 1]),
+// and of these the columns from first_columns[t] on.
 struct RoundingKeys {
   int64_t num_tables;
   const int64_t* row_offsets;
   const int64_t* row_keys;
+  const int64_t* first_columns;  // or null: all zeros
   uint64_t step;
 };
 

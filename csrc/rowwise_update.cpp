@@ -85,12 +85,16 @@ float* state_data(const char* name, const std::optional<Tensor>& state, int64_t 
   return mutable_data<float>(name, *state, numel);
 }
 
-RoundingKeys rounding_keys(const Tensor& row_offsets, const Tensor& row_keys, int64_t num_rows,
+RoundingKeys rounding_keys(const Tensor& row_offsets, const Tensor& row_keys,
+                           const std::optional<Tensor>& first_columns, int64_t num_rows,
                            float step) {
   RoundingKeys keys;
   keys.num_tables = row_keys.numel();
   keys.row_offsets = const_data<int64_t>("row_offsets", row_offsets, keys.num_tables + 1);
   keys.row_keys = const_data<int64_t>("row_keys", row_keys, keys.num_tables);
+  keys.first_columns = first_columns
+                           ? const_data<int64_t>("first_columns", *first_columns, keys.num_tables)
+                           : nullptr;
   keys.step = (uint64_t)(int64_t)step;
   STD_TORCH_CHECK(keys.num_tables > 0 && keys.row_offsets[keys.num_tables] >= num_rows,
                   "row_offsets must cover the ", num_rows, " rows of weight");
@@ -104,8 +108,8 @@ void rowwise_update(const Tensor& weight, std::optional<Tensor> state0,
                     const Tensor& lr, std::optional<Tensor> step,
                     std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
                     std::optional<Tensor> row_offsets, std::optional<Tensor> row_keys,
-                    int64_t optimizer, double eps, double beta1, double beta2, double weight_decay,
-                    double max_gradient) {
+                    std::optional<Tensor> first_columns, int64_t optimizer, double eps,
+                    double beta1, double beta2, double weight_decay, double max_gradient) {
   const int64_t num_ids = order.numel();
   if (num_ids == 0 || weight.numel() == 0 || grad.numel() == 0) return;
   if (skip && scalar("skip", *skip) != 0) return;
@@ -161,7 +165,8 @@ void rowwise_update(const Tensor& weight, std::optional<Tensor> state0,
   if (row_keys) {
     STD_TORCH_CHECK(row_offsets.has_value() && step.has_value(),
                     "row_offsets and step must be given for stochastic rounding");
-    op.rounding = rounding_keys(*row_offsets, *row_keys, op.weight.num_rows, step_count);
+    op.rounding =
+        rounding_keys(*row_offsets, *row_keys, first_columns, op.weight.num_rows, step_count);
   }
 
   const RowKernels& kernels = row_kernels();
@@ -183,7 +188,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
       " Tensor unique_rows, Tensor starts, Tensor order, Tensor num_runs,"
       " Tensor grad, Tensor? gradient_rows, Tensor? scales,"
       " Tensor lr, Tensor? step, Tensor? grad_multiplier, Tensor? skip,"
-      " Tensor? row_offsets, Tensor? row_keys,"
+      " Tensor? row_offsets, Tensor? row_keys, Tensor? first_columns,"
       " int optimizer, float eps, float beta1, float beta2, float weight_decay,"
       " float max_gradient) -> ()");
 }

@@ -17,7 +17,9 @@ inline uint64_t rounding_key(const RoundingKeys& rounding, int64_t row) {
     (rounding.row_offsets[middle] <= row ? table : after) = middle;
   }
   const uint64_t row_key = random_bits((uint64_t)rounding.row_keys[table], (uint64_t)row);
-  return random_bits(row_key, rounding.step);
+  const uint64_t key = random_bits(row_key, rounding.step);
+  const int64_t first_column = rounding.first_columns ? rounding.first_columns[table] : 0;
+  return shifted_key(key, (uint64_t)first_column);
 }
 
 // Rounding x to Element gives x rounded up or down with probability proportional to nearness.

@@ -52,12 +52,17 @@ def _rowwise_update_adam_step_kernel(
 
 
 @triton.jit
-def _rounding_bits(row, columns, row_offsets_ptr, row_keys_ptr, num_tables, step):
+def _rounding_bits(
+    row, columns, row_offsets_ptr, row_keys_ptr, first_columns_ptr, num_tables, step
+):
     """64 random bits for each element, a function of table, row, step and column alone."""
     table = count_not_above(row_offsets_ptr, num_tables, row, 1, 1) - 1
     row_key = random_bits(tl.load(row_keys_ptr + table), row)
     step_key = random_bits(row_key, step.to(tl.int64))
-    return random_bits(step_key[:, None], columns[None, :])
+    column = columns[None, :]
+    if first_columns_ptr is not None:
+        column += tl.load(first_columns_ptr + table)[:, None]
+    return random_bits(step_key[:, None], column)
 
 
 @triton.jit
@@ -89,6 +94,7 @@ def _rowwise_update_kernel(
     skip_ptr,
     row_offsets_ptr,
     row_keys_ptr,
+    first_columns_ptr,
     num_tables,
     eps,
     one_minus_beta1,
@@ -204,7 +210,9 @@ def _rowwise_update_kernel(
 
         if row_keys_ptr is not None:
             step = tl.load(step_ptr)
-            random = _rounding_bits(row, columns, row_offsets_ptr, row_keys_ptr, num_tables, step)
+            random = _rounding_bits(
+                row, columns, row_offsets_ptr, row_keys_ptr, first_columns_ptr, num_tables, step
+            )
             rounded = stochastic_round(new, random, weight_ptr.dtype.element_ty)
         else:
             rounded = round_to_nearest(new, weight_ptr.dtype.element_ty)
@@ -232,6 +240,7 @@ def launch_rowwise_update(
     skip: Tensor | None,
     row_offsets: Tensor | None,
     row_keys: Tensor | None,
+    first_columns: Tensor | None,
     optimizer: int,
     eps: float,
     beta1: float,
@@ -275,6 +284,7 @@ def launch_rowwise_update(
             skip,
             None if row_offsets is None else row_offsets.contiguous(),
             None if row_keys is None else row_keys.contiguous(),
+            None if first_columns is None else first_columns.contiguous(),
             0 if row_keys is None else row_keys.numel(),
             eps,
             1 - beta1,

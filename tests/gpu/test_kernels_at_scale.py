@@ -160,6 +160,7 @@ def test_updates(dtype: torch.dtype, dim: int, kind: OptimizerKind, device: torc
         torch.zeros(1),
         torch.tensor([0, 10, 10, 4000, NUM_ROWS]) if rounds else None,
         torch.tensor([11, 12, 13, 14]) if rounds else None,
+        torch.tensor([0, 100, 0, 50]) if rounds else None,
         *(int(kind), 1e-8, 0.9, 0.999, 0.0, 50.0),
     ]
     moved = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
@@ -194,7 +195,7 @@ def test_a_row_that_occurs_100_000_times(device: torch.device) -> None:
             grad,
             *[None] * 2,
             torch.full((1,), -1.0, device=device),
-            *[None] * 5,
+            *[None] * 6,
             int(OptimizerKind.SGD),
             *[0.0] * 5,
         )

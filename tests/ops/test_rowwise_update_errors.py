@@ -179,6 +179,15 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
             "rounding": KEYS._replace(row_keys=torch.tensor([1, 2])),
         },
     ),
+    "rounding first columns": (
+        ValueError,
+        r"^rounding\.first_columns must hold 1 elements \(one for each table\), got 2$",
+        {
+            "weight": torch.zeros(5, 2).half(),
+            "step": ONE,
+            "rounding": KEYS._replace(first_columns=torch.tensor([0, 4])),
+        },
+    ),
     "runs of another device": (
         ValueError,
         r"^runs must be on cpu as weight is, got meta; call \.to\('cpu'\)$",

@@ -12,12 +12,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
+from torchembed.modules.shard import table_specs
+from torchembed.sharding import Placement, ShardingPlan, make_plan
+from torchembed.sharding.plan import place_table
+from torchembed.tables import Table
 
 NUM_STEPS = 3
-SIZES = {"a": (23, 8), "b": (64, 8), "c": (50, 4), "d": (3, 8)}
+SIZES = {"a": (23, 8), "b": (64, 8), "c": (50, 5), "d": (3, 8)}
 FEATURES = ("f0", "f1", "f2", "f3")
 SMALLEST = {"f0": 23, "f1": 23, "f2": 64, "f3": 3}
 """Rows that every table of the feature has."""
@@ -36,10 +40,38 @@ class Case:
     fused: bool = True
     on_bad_id: str = "raise"
     dtype: torch.dtype = torch.float32
+    num_nodes: int = 1
+    column_ranks: tuple[int, ...] | None = None
+    """Which ranks share the columns of column-wise tables; all where None."""
+    num_meshes: int = 1
+    """Meshes that the processes are divided into; the model is trained on each by itself."""
 
     def table_placements(self) -> dict[str, str]:
         container = "embedding_bags" if self.pooled else "embeddings"
         return {f"tables.{container}.{name}": value for name, value in self.placements.items()}
+
+    def plan(self, num_ranks: int) -> ShardingPlan:
+        specs = table_specs(make_model(self, "meta"))
+        plan = make_plan(specs, num_ranks, self.table_placements(), num_nodes=self.num_nodes)
+        if self.column_ranks is None:
+            return plan
+        tables = [
+            place_table(table.table, specs[table.table], table.placement, self.column_ranks)
+            if table.placement is Placement.COLUMN_WISE
+            else table
+            for table in plan.tables
+        ]
+        return dataclasses.replace(plan, tables=tuple(tables))
+
+    def mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        num_ranks = dist.get_world_size() // self.num_meshes
+        if self.num_meshes > 1:
+            shape = self.num_meshes, self.num_nodes, num_ranks // self.num_nodes
+            whole = init_device_mesh(device_type, shape, mesh_dim_names=("mesh", "node", "rank"))
+            return whole["node", "rank"]
+        if self.num_nodes == 1:
+            return init_device_mesh(device_type, (num_ranks,))
+        return init_device_mesh(device_type, (self.num_nodes, num_ranks // self.num_nodes))
 
 
 def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
@@ -123,11 +155,11 @@ def make_optimizer(case: Case, model: nn.Module) -> Any:
 def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str, Any]]:
     """On a rank: what each case's vectors, weight gradients and rows are after training."""
     results = []
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device_type, (num_ranks,))
     for case in cases:
+        num_ranks = dist.get_world_size() // case.num_meshes
+        rank = dist.get_rank() % num_ranks
         model = make_model(case, "meta")
-        torchembed.shard_embeddings(model, mesh, case.table_placements())
+        torchembed.shard_embeddings(model, case.mesh(device_type), case.plan(num_ranks))
         optimizer = make_optimizer(case, model)
         outputs, weight_gradients = [], []
         for step in range(NUM_STEPS):
@@ -143,13 +175,28 @@ def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str,
             outputs.append(vectors.detach().cpu().numpy())
             if batch.weights is not None:
                 weight_gradients.append(batch.weights.grad.cpu().numpy())
-        rows = {}
-        for table in model.tables._local.values():
-            state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
-            parameter = table.parameter.detach().float().cpu().numpy()
-            rows[table.spec.name] = (table.first_row, parameter, state)
+        rows = held_rows(model)
         results.append({"outputs": outputs, "weight_gradients": weight_gradients, "rows": rows})
     return results
+
+
+def held_rows(model: nn.Module) -> dict[str, tuple[Any, Any, list[Any]]]:
+    """Of each table that this rank holds the extent, the elements and the optimizer states."""
+    rows = {}
+    for table in model.tables._local.values():
+        state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
+        parameter = table.parameter.detach().float().cpu().numpy()
+        rows[table.spec.name] = (extent(table), parameter, state)
+    return rows
+
+
+def extent(table: Table) -> tuple[slice, slice]:
+    """The rows and columns of its whole table that ``table`` holds."""
+    first_row, first_column = table.first_row, table.first_column
+    return (
+        slice(first_row, first_row + table.num_rows),
+        slice(first_column, first_column + table.num_columns),
+    )
 
 
 def train_unsharded(case: Case, num_ranks: int, device: str = "cpu") -> dict[str, Any]:
@@ -173,18 +220,22 @@ def train_unsharded(case: Case, num_ranks: int, device: str = "cpu") -> dict[str
         if case.weighted:
             # Each rank's own loss is not divided by the number of ranks.
             weight_gradients.append([b.weights.grad.cpu().numpy() * num_ranks for b in batches])
+    return {"outputs": outputs, "weight_gradients": weight_gradients, "rows": whole_rows(model)}
+
+
+def whole_rows(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
+    """Of each table of an unsharded model the elements and the optimizer states."""
     rows = {}
     for table in model.tables._tables:
         state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
         rows[table.spec.name] = (table.parameter.detach().float().cpu().numpy(), state)
-    return {"outputs": outputs, "weight_gradients": weight_gradients, "rows": rows}
+    return rows
 
 
 def assert_equal_training(
     case: Case, sharded: list[dict[str, Any]], unsharded: dict[str, Any]
 ) -> None:
     """Rows and states bit for bit; vectors up to the order in which a bag is summed."""
-    seen = {name: np.zeros(num_rows, bool) for name, (num_rows, _) in SIZES.items()}
     for rank, result in enumerate(sharded):
         for step, vectors in enumerate(result["outputs"]):
             expected = unsharded["outputs"][step][rank]
@@ -197,11 +248,22 @@ def assert_equal_training(
             expected = unsharded["weight_gradients"][step][rank]
             tolerance = 16 * np.finfo(np.float32).eps * (np.abs(expected).max(initial=0) + 1)
             np.testing.assert_allclose(gradient, expected, rtol=0, atol=tolerance)
-        for name, (first_row, rows, state) in result["rows"].items():
-            part = slice(first_row, first_row + len(rows))
-            whole, whole_state = unsharded["rows"][name]
-            np.testing.assert_array_equal(rows, whole[part], err_msg=f"{name} of {case}")
+    assert_equal_rows([result["rows"] for result in sharded], unsharded["rows"], str(case))
+
+
+def assert_equal_rows(
+    of_ranks: list[dict[str, tuple[Any, Any, list[Any]]]],
+    whole_tables: dict[str, tuple[Any, list[Any]]],
+    message: str,
+) -> None:
+    """What the ranks hold are the elements and states of the whole tables, and all of them."""
+    seen = {name: np.zeros(shape, bool) for name, shape in SIZES.items()}
+    for held in of_ranks:
+        for name, (part, rows, state) in held.items():
+            whole, whole_state = whole_tables[name]
+            np.testing.assert_array_equal(rows, whole[part], err_msg=f"{name} of {message}")
             for local, expected in zip(state, whole_state, strict=True):
-                np.testing.assert_array_equal(local, expected[part], err_msg=f"{name} of {case}")
+                expected = expected[part[: expected.ndim]]
+                np.testing.assert_array_equal(local, expected, err_msg=f"{name} of {message}")
             seen[name][part] = True
-    assert all(mask.all() for mask in seen.values()), "some rows are on no rank"
+    assert all(mask.all() for mask in seen.values()), "some elements are on no rank"

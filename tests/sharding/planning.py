@@ -16,6 +16,7 @@ from torchembed.sharding import (
     TableConstraint,
     TableUse,
     Topology,
+    WirePrecision,
 )
 from torchembed.sharding.costs import CostModel
 from torchembed.sharding.options import table_options
@@ -57,13 +58,14 @@ def dlrm_dcnv2() -> tuple[dict[str, TableUse], dict[str, float]]:
     return tables, dict(zip(names, map(float, MLPERF_HOTNESS), strict=True))
 
 
-def cost_model(planner: Planner, topology: Topology) -> CostModel:
+def cost_model(
+    planner: Planner, topology: Topology, wire: WirePrecision | None = None
+) -> CostModel:
     return CostModel(
         topology=topology,
         batch_size=planner.batch_size,
         rule=UpdateRule(kind=planner.optimizer.kind),
-        forward_wire=planner.forward_wire,
-        backward_wire=planner.backward_wire,
+        wire=wire or WirePrecision(),
         fixed_hotness=planner.fixed_hotness,
         hotness=planner.hotness,
     )
@@ -114,6 +116,5 @@ planners = st.builds(
     batch_size=st.sampled_from((1, 16, 64)),
     hotness=st.just({}),
     optimizer=st.sampled_from((optim.SGD, optim.Adagrad, optim.RowwiseAdagrad, optim.Adam)),
-    forward_wire=st.sampled_from((None, torch.bfloat16)),
     fixed_hotness=st.booleans(),
 )

@@ -159,7 +159,7 @@ def test_max_imbalance_goes_before_time() -> None:
 
 def test_constraints_are_held() -> None:
     tables = {f"t{number}": make_use(1000, 24, "f") for number in range(7)}
-    exact = place_table("t4", tables["t4"].spec, Placement.COLUMN_WISE, (3, 0))
+    exact = place_table("t4", tables["t4"].spec, Placement.COLUMN_WISE, (0, 3))
     constraints = {
         "t0": TableConstraint(placements=("row_wise",)),
         "t1": TableConstraint(placements=(Placement.COLUMN_WISE,), num_shards=5),
@@ -172,8 +172,7 @@ def test_constraints_are_held() -> None:
     topology = make_topology(2, 3)
     plan = Planner(batch_size=8, constraints=constraints).plan(tables, topology).plan
     for name, use in tables.items():
-        if name != "t4":  # whose ranks are in an order of their own
-            assert_complete(plan.table(name), use, 6)
+        assert_complete(plan.table(name), use, 6)
     placed = {
         table.table: (table.placement, [shard.rank for shard in table.shards])
         for table in plan.tables
@@ -209,21 +208,13 @@ def test_any_plan_can_be_costed() -> None:
     [
         ({"batch_size": 0}, "batch_size must be positive, got 0"),
         ({"hotness": {"f": -1}}, "hotness of f must not be negative, got -1"),
-        (
-            {"forward_wire": torch.int8},
-            "forward_wire must be float32, float16, bfloat16 or None, got torch.int8",
-        ),
-        (
-            {"backward_wire": torch.float64},
-            "backward_wire must be float32, float16, bfloat16 or None, got torch.float64",
-        ),
         ({"max_imbalance": 0.9}, "max_imbalance must be at least 1, got 0.9"),
         ({"placements": ()}, "placements must name at least one, got none"),
         ({"placements": ("x",)}, "placement of table (any) must be one of 'data_parallel'"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         Planner(**settings)
 
 

@@ -10,8 +10,15 @@ import torch
 
 from tests.sharding.planning import cost_model, make_topology, make_use
 from torchembed import optim
-from torchembed.sharding import Placement, Planner, ShardingPlan, TableConstraint, draw_plan
-from torchembed.sharding.costs import Load
+from torchembed.sharding import (
+    Placement,
+    Planner,
+    ShardingPlan,
+    TableConstraint,
+    WirePrecision,
+    draw_plan,
+)
+from torchembed.sharding.costs import Everywhere, Load
 from torchembed.sharding.plan import place_table
 from torchembed.sharding.plan_report import bytes_text, ranks_text, report_plan
 
@@ -24,8 +31,13 @@ PLANNER = Planner(batch_size=4, hotness=HOTNESS)
 MODEL = cost_model(PLANNER, TOPOLOGY)
 
 
-def loads_of(placement: Placement, ranks: tuple[int, ...], planner: Planner = PLANNER):
-    model = cost_model(planner, TOPOLOGY)
+def loads_of(
+    placement: Placement,
+    ranks: tuple[int, ...],
+    planner: Planner = PLANNER,
+    wire: WirePrecision | None = None,
+) -> tuple[np.ndarray, Everywhere]:
+    model = cost_model(planner, TOPOLOGY, wire)
     return model.table_loads(USE, place_table("t", USE.spec, placement, ranks))
 
 
@@ -50,10 +62,8 @@ def test_table_wise() -> None:
 
 
 def test_column_wise_with_narrow_wires() -> None:
-    planner = Planner(
-        batch_size=4, hotness=HOTNESS, forward_wire=torch.bfloat16, backward_wire=torch.float16
-    )
-    loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), planner)
+    wire = WirePrecision(forward=torch.bfloat16, backward=torch.float16)
+    loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), wire=wire)
     touched = 8 * (1 - math.exp(-48 / 8))
     ids = 8 * (12 + 8)
     # Rows of 32 bytes still cost 64; vectors travel as 8 columns of 2 bytes.

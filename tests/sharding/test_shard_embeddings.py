@@ -1,5 +1,7 @@
 """``shard_embeddings``: what it leaves in a model, what it refuses, and how state moves."""
 
+import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -8,16 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torchembed
 from tests.ranks import run_on_ranks
 from tests.sharding.cases import Case, make_batch, make_model, vectors_of
 from torchembed.modules.shard import table_specs
-from torchembed.sharding import ShardingPlan, make_plan
+from torchembed.sharding import ShardingPlan, WirePrecision, make_plan
 
-MIXED = Case(placements={"a": "table_wise", "b": "row_wise", "c": "row_wise", "d": "data_parallel"})
+MIXED = Case(
+    placements={"a": "table_wise", "b": "row_wise", "c": "column_wise", "d": "data_parallel"}
+)
 
 
 def refusals() -> dict[str, str]:
@@ -25,10 +29,17 @@ def refusals() -> dict[str, str]:
     plan = make_plan(table_specs(make_model(MIXED, "meta")), 2)
     wrong_ranks = make_plan(table_specs(make_model(MIXED, "meta")), 4)
     fewer = ShardingPlan(num_ranks=2, tables=plan.tables[1:])
+    larger = table_specs(make_model(MIXED, "meta"))
+    first = "tables.embedding_bags.a"
+    larger[first] = dataclasses.replace(larger[first], num_rows=24)
+    uneven = make_plan(larger, 2)
     on_meta = make_model(MIXED, "meta")
     on_meta.top = nn.Linear(2, 2, device="meta")
     attempts: dict[str, tuple[Any, ...]] = {
-        "two dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 2))),
+        "three dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 1, 2))),
+        "other nodes": (make_model(MIXED), init_device_mesh("cpu", (2, 1)), plan),
+        "order": (make_model(MIXED), DeviceMesh("cpu", [1, 0])),
+        "another split": (make_model(MIXED), mesh, uneven),
         "a collection": (make_model(MIXED).tables, mesh),
         "fewer tables": (make_model(MIXED), mesh, fewer),
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
@@ -41,6 +52,47 @@ def refusals() -> dict[str, str]:
         except ValueError as error:
             messages[name] = str(error)
     return messages
+
+
+def disagreements() -> dict[str, str]:
+    """What each rank is told where rank 1 does something else than rank 0."""
+    is_second = dist.get_rank() == 1
+    mesh = init_device_mesh("cpu", (2,))
+    others = {
+        "placement": {"plan": {"tables.embedding_bags.d": "row_wise"}},
+        "refused": {"plan": {"tables.embedding_bags.e": "row_wise"}},
+        "wire": {"wire": WirePrecision(backward=torch.float16)},
+        "setting": {"case": Case(placements={}, on_bad_id="zero")},
+        "tables": {"case": Case(placements={}, dtype=torch.float16)},
+        "dense": {"width": 3},
+        "nothing": {},
+    }
+    messages = {}
+    for name, other in others.items():
+        different = other if is_second else {}
+        model = make_model(different.get("case", Case(placements={})))
+        model.top = nn.Linear(different.get("width", 2), 1)
+        try:
+            torchembed.shard_embeddings(
+                model, mesh, different.get("plan"), wire=different.get("wire")
+            )
+        except ValueError as error:
+            messages[name] = str(error)
+            assert isinstance(model.tables, torchembed.EmbeddingBagCollection)
+    torchembed.shard_embeddings(_with_functions(), mesh)
+    return messages
+
+
+def _with_functions() -> nn.Module:
+    """A model whose description would show addresses, which differ from process to process."""
+    config = torchembed.EmbeddingBagConfig(
+        name="t",
+        num_embeddings=3,
+        embedding_dim=4,
+        feature_names=("f",),
+        initializer=torchembed.InPlaceFunction(functools.partial(nn.init.constant_, val=2.0)),
+    )
+    return nn.ModuleDict({"tables": torchembed.EmbeddingBagCollection([config])})
 
 
 def state_moves() -> dict[str, Any]:
@@ -66,6 +118,11 @@ def state_moves() -> dict[str, Any]:
     )
     reloaded.load_state_dict(created.state_dict())
     state = created.state_dict()
+    otherwise = make_model(MIXED, "meta")
+    placements = MIXED.table_placements() | {"tables.embedding_bags.c": "row_wise"}
+    torchembed.shard_embeddings(otherwise, mesh, placements)
+    with pytest.raises(ValueError, match="weight of table c must be placed as in this model"):
+        otherwise.load_state_dict(state)
     reloaded.to_empty(device="cpu")
     reloaded.load_state_dict(state)
     return {
@@ -88,7 +145,7 @@ def dense_training(order: list[int]) -> list[float]:
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(rank)  # different initial values, which sharding makes those of rank 0
     model = make_model(MIXED, "meta" if num_ranks > 1 else "cpu")
-    model.top = nn.Sequential(nn.Linear(36, 16), nn.Tanh(), nn.Linear(16, 1))
+    model.top = nn.Sequential(nn.Linear(37, 16), nn.Tanh(), nn.Linear(16, 1))
     if num_ranks > 1:
         mesh = init_device_mesh("cpu", (num_ranks,))
         torchembed.shard_embeddings(model, mesh, MIXED.table_placements())
@@ -114,7 +171,10 @@ def dense_training(order: list[int]) -> list[float]:
 def test_refusals() -> None:
     for messages in run_on_ranks(2, refusals):
         patterns = {
-            "two dimensions": "mesh must have one dimension, got 2",
+            "three dimensions": "mesh must have one dimension, or two (nodes, ranks in a node)",
+            "other nodes": "plan is for 1 nodes, but mesh has 2; a mesh of several has two",
+            "order": "mesh must hold its ranks in increasing order, got [1, 0]",
+            "another split": "tables.embedding_bags.a must divide 23 rows of 8 columns as place",
             "a collection": "model must contain collections, not be one",
             "fewer tables": "plan must hold the tables",
             "other ranks": "plan is for 4 ranks, but mesh has 2",
@@ -123,6 +183,23 @@ def test_refusals() -> None:
         assert messages.keys() == patterns.keys()
         for name, pattern in patterns.items():
             assert re.search(re.escape(pattern), messages[name])
+
+
+def test_ranks_that_disagree_are_told_in_what() -> None:
+    first, second = run_on_ranks(2, disagreements)
+    assert first == second
+    patterns = {
+        "placement": r"rank 0 has 'tables.embedding_bags.d: table_wise on ranks 1' where rank 1 "
+        "has 'tables.embedding_bags.d: row_wise on ranks 0, 1'. Start all ranks with",
+        "refused": r"rank 1 has \"the error: plan places tables \['tables.embedding_bags.e'\]",
+        "wire": r"rank 0 has 'WirePrecision\(.*backward=None\)' where rank 1 .*torch.float16\)'",
+        "setting": r"rank 0 has 'tables: .*on_bad_id=RAISE.*' where rank 1 has 'tables: .*ZERO",
+        "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",
+        "dense": r"rank 0 has 'top.weight: \(1, 2\).*' where rank 1 has 'top.weight: \(1, 3\)",
+    }
+    assert first.keys() == patterns.keys()
+    for name, pattern in patterns.items():
+        assert re.search(pattern, first[name]), first[name]
 
 
 def test_state_moves_between_unsharded_and_sharded() -> None:
@@ -134,7 +211,7 @@ def test_state_moves_between_unsharded_and_sharded() -> None:
         assert kinds["tables.embedding_bags.b.weight"] == "DTensor"
         assert kinds["tables.embedding_bags.d.weight"] == "Tensor"
         whole = result["full"]["tables.embedding_bags.c.weight"]
-        np.testing.assert_array_equal(whole, np.arange(200.0).reshape(50, 4) + 2)
+        np.testing.assert_array_equal(whole, np.arange(250.0).reshape(50, 5) + 2)
     owners = ["tables.embedding_bags.a.weight" in result["kinds"] for result in results]
     assert sorted(owners) == [False, True]
 

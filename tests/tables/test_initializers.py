@@ -46,12 +46,20 @@ def rows_of(
     dtype: torch.dtype = torch.float32,
     first_row: int = 0,
     num_local: int | None = None,
+    first_column: int = 0,
+    num_columns: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     spec = TableSpec(
         name=name, num_rows=num_rows, dim=dim, dtype=dtype, initializer=initializer, seed=seed
     )
-    table = Table(spec, first_row=first_row, num_rows=num_local)
+    table = Table(
+        spec,
+        first_row=first_row,
+        num_rows=num_local,
+        first_column=first_column,
+        num_columns=num_columns,
+    )
     TableSet([table], [None], device)
     return table.parameter.detach()
 
@@ -92,6 +100,15 @@ def test_rows_do_not_depend_on_shards(
             initializer, dtype=dtype, first_row=first_row, num_local=num_rows, device=device
         )
         assert_same_bits(shard, whole[first_row : first_row + num_rows])
+    for first_column, num_columns in ((0, 2), (2, 3), (5, 1), (5, None), (0, 6)):
+        shard = rows_of(
+            initializer,
+            dtype=dtype,
+            first_column=first_column,
+            num_columns=num_columns,
+            device=device,
+        )
+        assert_same_bits(shard, whole[:, first_column:][:, :num_columns])
 
 
 def test_rows_do_not_depend_on_the_parts_in_which_they_are_filled(device: torch.device) -> None:

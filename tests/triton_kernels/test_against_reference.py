@@ -164,6 +164,7 @@ def update_arguments(
         torch.zeros(1) if options else None,
         torch.tensor([0, 4, 4, NUM_ROWS]) if stochastic else None,
         torch.tensor([5, 6, 7]) if stochastic else None,
+        torch.tensor([0, 8, 64]) if stochastic else None,
         int(kind),
         1e-8,
         0.9,
@@ -184,7 +185,7 @@ def check_update(arguments: list[Any], device: torch.device) -> None:
     for actual, wanted in zip(result[1:3], expected[1:3], strict=True):
         if wanted is not None:
             assert_same_bits(actual, wanted)
-    if arguments[16] == OptimizerKind.SGD:
+    if arguments[17] == OptimizerKind.SGD:
         assert_same_bits(result[0], expected[0])
     else:
         band = torch.finfo(expected[0].dtype).eps * expected[0].abs().max().item()

@@ -110,6 +110,7 @@ def launch_update(kind: OptimizerKind, dim: int, dtype: torch.dtype, options: bo
         one if options else None,
         torch.zeros(3, dtype=torch.int64) if options else None,
         torch.zeros(2, dtype=torch.int64) if options else None,
+        torch.zeros(2, dtype=torch.int64) if options else None,
         int(kind),
         1e-8,
         0.9,

@@ -166,7 +166,7 @@ def test_rowwise_update(device: torch.device) -> None:
         column(device, 3, 4),
         *[None] * 2,
         torch.full((1,), 2.0, device=device),
-        *[None] * 5,
+        *[None] * 6,
         int(OptimizerKind.SGD),
         *[0.0] * 5,
     )

@@ -1,5 +1,6 @@
 """``shard_embeddings``: spreads a model's tables over ranks, in place."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
@@ -11,15 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchembed.modules.collection import Collection
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
+from torchembed.modules.shard_description import describe
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.modules.table_module import TableModule
+from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
-from torchembed.sharding.data_parallel import GradientMean, row_gradient_mean
-from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan
+from torchembed.sharding.data_parallel import GradientMean
+from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
 from torchembed.sharding.plan_report import PlanReport
 from torchembed.sharding.planner import Planner
+from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
 from torchembed.sharding.topology import Topology
+from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
 
@@ -50,16 +55,20 @@ def _table_name(path: str, collection: Collection, table: str) -> str:
 
 
 def _sharded(
-    collection: Collection, plans: list[TablePlan], mesh: DeviceMesh, device: torch.device
+    collection: Collection, plans: list[TablePlan], ranks: Ranks, device: torch.device
 ) -> nn.Module:
     if isinstance(collection, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(collection, plans, mesh, device)
+        return ShardedEmbeddingBagCollection(collection, plans, ranks, device)
     assert isinstance(collection, EmbeddingCollection)
-    return ShardedEmbeddingCollection(collection, plans, mesh, device)
+    return ShardedEmbeddingCollection(collection, plans, ranks, device)
 
 
 def plan_embeddings(
-    model: nn.Module, planner: Planner | None = None, mesh: DeviceMesh | None = None
+    model: nn.Module,
+    planner: Planner | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    wire: WirePrecision | None = None,
 ) -> PlanReport:
     """Plan the tables of ``model`` and say what the plan costs; nothing is changed or allocated.
 
@@ -67,24 +76,47 @@ def plan_embeddings(
 
     Args:
         planner: ``Planner()`` by default.
-        mesh: whose ranks, with their memory now, the plan is for: collective then. Not needed where
-            the planner has a topology.
+        mesh: whose ranks the plan is for, as :func:`shard_embeddings` takes it. Where the planner
+            has no topology, it is asked for the memory that its ranks have now, and the call is
+            collective; where it has one, no mesh is needed.
+        wire: as :func:`shard_embeddings` takes it.
 
     Raises:
         ValueError: where neither mesh nor topology is given, or they have different ranks; where
             the tables do not fit; for constraints that cannot be held.
     """
     planner = planner or Planner()
-    topology = planner.topology
     if mesh is not None:
-        if topology is None:
-            topology = Topology.of_group(mesh.get_group(), _device(mesh))
-        if (topology.num_nodes, topology.ranks_per_node) != (1, mesh.size()):
-            raise ValueError(
-                f"topology of the planner has {topology.num_nodes} node(s) of "
-                f"{topology.ranks_per_node} rank(s), but mesh has one of {mesh.size()}"
-            )
-    return planner.plan(table_uses(model), topology)
+        planner = _with_topology(planner, mesh, flat_mesh(mesh))
+        _check_topology(planner, mesh)
+    return planner.plan(table_uses(model), wire=wire)
+
+
+def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
+    """``planner``, with the topology of the mesh where it has none: collective then."""
+    if planner.topology is not None:
+        return planner
+    topology = Topology.of_group(flat.get_group(), _device(mesh), num_nodes=num_nodes(mesh))
+    return dataclasses.replace(planner, topology=topology)
+
+
+def _planner_lines(planner: Planner | None) -> list[str]:
+    """What the ranks must have in common before they plan."""
+    if planner is None:
+        return ["no planner"]
+    settings = [f"{f.name}={getattr(planner, f.name)}" for f in dataclasses.fields(planner)]
+    return ["a planner", *settings]
+
+
+def _check_topology(planner: Planner, mesh: DeviceMesh) -> None:
+    topology = planner.topology
+    assert topology is not None
+    nodes = num_nodes(mesh)
+    if (topology.num_nodes, topology.num_ranks) != (nodes, mesh.size()):
+        raise ValueError(
+            f"topology of the planner has {topology.num_nodes} node(s) of "
+            f"{topology.ranks_per_node} rank(s), but mesh has {nodes} of {mesh.size() // nodes}"
+        )
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -98,6 +130,8 @@ def shard_embeddings(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: ShardingPlan | Planner | Mapping[str, Placement | str] | Literal["auto"] | None = None,
+    *,
+    wire: WirePrecision | None = None,
 ) -> nn.Module:
     """Spread the tables of ``model`` over the ranks of ``mesh`` and train the rest data-parallel.
 
@@ -111,43 +145,105 @@ def shard_embeddings(
     equally often; batches may differ in size and be empty.
 
     Make the optimizers afterwards: parameters of tables are new. Collective: every rank of the mesh
-    calls it, with the same model and plan.
+    calls it, with the same model, plan and wire; where they differ, all ranks raise and say in
+    what, before anything is changed.
 
     Args:
         model: any module; not itself a collection, since it is changed in place.
-        mesh: one-dimensional; on GPUs its process group must take CPU tensors too, as
-            ``init_process_group("cpu:gloo,cuda:nccl")`` makes it.
+        mesh: one-dimensional, for one node; or two-dimensional, ``[nodes, ranks in a node]``. The
+            ranks of the plan are its places, node by node. On GPUs the process group must take CPU
+            tensors too, as ``init_process_group("cpu:gloo,cuda:nccl")`` makes it.
         plan: a plan; a planner, or ``"auto"`` for ``Planner()``, to place every table by cost (see
             :func:`plan_embeddings`); or placements of some tables by name (see
             :func:`~torchembed.sharding.make_plan` for the others).
+        wire: the precision in which vectors and their gradients travel; as they are by default.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: for a mesh or plan that does not fit the model, and where a planner finds that
-            the tables do not fit into memory.
+        ValueError: for a mesh or plan that does not fit the model, or ranks that disagree; where a
+            planner finds that the tables do not fit into memory.
     """
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}; take a slice of it")
+    flat, wire = flat_mesh(mesh), wire or WirePrecision()
+    problem, checked, description = None, None, []
+    if plan == "auto":
+        plan = Planner()
+    planner = plan if isinstance(plan, Planner) else None
+    # A planner may ask all ranks for their memory, so that none of them may come without one.
+    check_agreement(_planner_lines(planner), flat.get_group())
+    if planner is not None:
+        plan = _with_topology(planner, mesh, flat)
+    try:
+        checked = _checked_plan(model, mesh, plan, wire)
+        description = describe(model, checked, wire)
+    except ValueError as error:
+        # The others wait for this rank's description, and should hear of it.
+        problem, description = error, [f"the error: {error}"]
+    check_agreement(description, flat.get_group())
+    if problem is not None:
+        raise problem
+    assert checked is not None
+    ranks = Ranks(flat, checked.tables, wire)
+
+    device = _device(mesh)
+    for path, module in list(model.named_modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Collection):
+                child_path = f"{path}.{name}" if path else name
+                plans = [
+                    checked.table(_table_name(child_path, child, table.spec.name))
+                    for table in child._tables
+                ]
+                setattr(module, name, _sharded(child, plans, ranks, device))
+    _train_data_parallel(model, ranks)
+    return model
+
+
+def _checked_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: ShardingPlan | Planner | Mapping[str, Placement | str] | None,
+    wire: WirePrecision,
+) -> ShardingPlan:
+    """The whole plan for ``model``.
+
+    Raises:
+        ValueError: where the plan does not fit the model or the mesh, or the model cannot be
+            sharded.
+    """
     if isinstance(model, Collection):
         raise ValueError("model must contain collections, not be one; wrap it in a module")
     specs = table_specs(model)
-    if plan == "auto":
-        plan = Planner()
-    if isinstance(plan, Planner):
-        plan = plan_embeddings(model, plan, mesh).plan
     if isinstance(plan, str):
         raise ValueError(
             f'plan must be "auto", a Planner, a ShardingPlan or placements by table, got {plan!r}'
         )
+    if isinstance(plan, Planner):
+        _check_topology(plan, mesh)
+        plan = plan.plan(table_uses(model), wire=wire).plan
     if not isinstance(plan, ShardingPlan):
-        plan = make_plan(specs, mesh.size(), plan)
+        plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
     planned = [table_plan.table for table_plan in plan.tables]
     if sorted(planned) != sorted(specs):
         raise ValueError(f"plan must hold the tables {sorted(specs)}, got {sorted(planned)}")
     if plan.num_ranks != mesh.size():
         raise ValueError(f"plan is for {plan.num_ranks} ranks, but mesh has {mesh.size()}")
+    if plan.num_nodes != num_nodes(mesh):
+        raise ValueError(
+            f"plan is for {plan.num_nodes} nodes, but mesh has {num_nodes(mesh)}; a mesh of "
+            "several has two dimensions, nodes and ranks in a node"
+        )
+    for given in plan.tables:
+        ranks, spec = [shard.rank for shard in given.shards], specs[given.table]
+        made = place_table(given.table, spec, given.placement, ranks)
+        if given != made or (
+            given.placement is Placement.DATA_PARALLEL and len(ranks) < mesh.size()
+        ):
+            raise ValueError(
+                f"plan of table {given.table} must divide {spec.num_rows} rows of {spec.dim} "
+                f"columns as place_table does, got {given}"
+            )
     meta = [
         name
         for name, parameter in model.named_parameters()
@@ -157,25 +253,12 @@ def shard_embeddings(
         raise ValueError(
             f"parameters {meta} are on the meta device; make them real before sharding"
         )
-
-    device = _device(mesh)
-    for path, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, Collection):
-                child_path = f"{path}.{name}" if path else name
-                plans = [
-                    plan.table(_table_name(child_path, child, table.spec.name))
-                    for table in child._tables
-                ]
-                setattr(module, name, _sharded(child, plans, mesh, device))
-    _train_data_parallel(model, mesh)
-    return model
+    return plan
 
 
-def _train_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     """Equal values on all ranks, and mean gradients, for whatever is not sharded."""
-    group = mesh.get_group()
-    reduction = row_gradient_mean(group)
+    group = ranks.group
     sharded = set()
     for module in model.modules():
         if not isinstance(module, TableModule):
@@ -184,7 +267,7 @@ def _train_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             if table.is_sharded:
                 sharded.add(table.parameter)
             elif table.gradient_reduction is None:
-                table.gradient_reduction = reduction
+                table.gradient_reduction = ranks.row_gradient_mean
     replicated = [parameter for parameter in model.parameters() if parameter not in sharded]
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:

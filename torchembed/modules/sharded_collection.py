@@ -1,4 +1,4 @@
-"""The base of the sharded collections: the rows that this rank holds, and routes to the others."""
+"""The base of the sharded collections: what this rank holds, and who looks up what."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId
@@ -14,26 +13,23 @@ from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.collection import Collection
 from torchembed.modules.slots import SlotName, Slots, checked_rows
 from torchembed.modules.table_module import TableModule, TableWeight
-from torchembed.sharding.data_parallel import row_gradient_mean
-from torchembed.sharding.global_rows import local_rows, row_wise_tensor
-from torchembed.sharding.layout import Layout
+from torchembed.sharding.data_parallel import sum_over_columns
+from torchembed.sharding.global_rows import global_tensor, local_part
+from torchembed.sharding.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.plan import Placement, TablePlan
-from torchembed.tables import Table
+from torchembed.sharding.ranks import Ranks
+from torchembed.tables import Table, TableSpec
 
 
 def _distribute(module: "ShardedCollection", state: dict[str, Any], prefix: str, _: Any) -> None:
-    """After ``state_dict``: row-wise tables become ``DTensor``s over the mesh."""
-    for config, plan in zip(module._configs, module._plans, strict=True):
-        if plan.placement is Placement.ROW_WISE:
-            key = f"{prefix}{module._container}.{config.name}.weight"
-            empty = torch.empty(0, config.embedding_dim, dtype=config.dtype, device=module.device)
-            state[key] = row_wise_tensor(
-                state.get(key, empty), mesh=module._mesh, num_rows=config.num_embeddings
-            )
+    """After ``state_dict``: divided tables become ``DTensor``s over the ranks that hold them."""
+    for table in module._local.values():
+        key = f"{prefix}{module._container}.{table.spec.name}.weight"
+        state[key] = table.as_global(state[key])
 
 
 def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before ``load_state_dict``: each table becomes this rank's rows of it.
+    """Before ``load_state_dict``: each table becomes this rank's part of it.
 
     Takes ``DTensor``s as ``state_dict`` gives them, and whole tables as unsharded models have them.
     """
@@ -43,60 +39,74 @@ def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *
         if table is None:
             state.pop(key, None)
         elif key in state:
-            state[key] = local_rows(
-                state[key],
-                first_row=table.first_row,
-                num_rows=table.num_rows,
-                whole_rows=table.spec.num_rows,
-            )
+            state[key] = local_part(state[key], table)
 
 
-class ShardedPart(NamedTuple):
-    """Slots whose ids travel together: their numbers, the layout, and this rank's lookups."""
+class Travellers(NamedTuple):
+    """Parts of slots whose ids travel together, their layout, and this rank's lookups."""
 
-    slots: list[int]
+    parts: list[SlotPart]
     layout: Layout
     local: Slots
 
 
-class ShardedCollection(TableModule):
-    """A collection whose tables are spread over the ranks of a one-dimensional mesh.
+def _local_table(spec: TableSpec, plan: TablePlan, ranks: Ranks) -> Table | None:
+    """What this rank holds of a table; None where that is nothing."""
+    shard = next((shard for shard in plan.shards if shard.rank == ranks.rank), None)
+    if shard is None:
+        return None
+    table = Table(
+        spec,
+        first_row=shard.first_row,
+        num_rows=shard.num_rows,
+        first_column=shard.first_column,
+        num_columns=shard.num_columns,
+    )
+    table.is_sharded = plan.placement is not Placement.DATA_PARALLEL
+    if not table.is_sharded:
+        table.gradient_reduction = ranks.row_gradient_mean
+    elif plan.placement.is_divided:
+        by_columns = plan.placement is Placement.COLUMN_WISE
+        mesh = ranks.holders(plan)
+        table.as_global = functools.partial(
+            global_tensor,
+            mesh=mesh,
+            dim=1 if by_columns else 0,
+            size=spec.dim if by_columns else spec.num_rows,
+        )
+        if by_columns and mesh.size() > 1:
+            table.sum_over_columns = sum_over_columns(mesh.get_group())
+    return table
 
-    Made by :func:`~torchembed.shard_embeddings` from an unsharded collection. Only the rows that
-    this rank holds are ever allocated. Parameters are this rank's shards, plain tensors; in
-    ``state_dict`` a row-wise table is a ``DTensor`` over the mesh, a table-wise one appears on its
-    owner only.
+
+class ShardedCollection(TableModule):
+    """A collection whose tables are spread over the ranks of a mesh.
+
+    Made by :func:`~torchembed.shard_embeddings` from an unsharded collection. Only what this rank
+    holds of the tables is ever allocated. Parameters are this rank's shards, plain tensors. In
+    ``state_dict`` a table whose rows or columns are divided is a ``DTensor`` over the ranks that
+    hold a share of it; others have no entry for it, as they have none for another rank's table.
     """
 
     _container: str
     """The attribute that holds the tables' weights."""
 
     def __init__(
-        self, source: Collection, plans: Sequence[TablePlan], mesh: DeviceMesh, device: torch.device
+        self, source: Collection, plans: Sequence[TablePlan], ranks: Ranks, device: torch.device
     ) -> None:
         super().__init__()
         self._configs = source._configs
         self._feature_slots = source._feature_slots
         self._on_bad_id = source._on_bad_id
         self._plans = list(plans)
-        self._mesh, self._group = mesh, mesh.get_group()
-        self._rank = mesh.get_local_rank()
-        self._num_ranks = mesh.size()
+        self._ranks = ranks
         self.bad_ids = BadIdReport()
 
-        reduction = row_gradient_mean(self._group)
         self._local: dict[int, Table] = {}
         for number, (table, plan) in enumerate(zip(source._tables, plans, strict=True)):
-            for shard in plan.shards:
-                if shard.rank == self._rank:
-                    local = Table(table.spec, first_row=shard.first_row, num_rows=shard.num_rows)
-                    local.is_sharded = plan.placement is not Placement.DATA_PARALLEL
-                    local.gradient_reduction = None if local.is_sharded else reduction
-                    if plan.placement is Placement.ROW_WISE:
-                        local.as_global = functools.partial(
-                            row_wise_tensor, mesh=mesh, num_rows=table.spec.num_rows
-                        )
-                    self._local[number] = local
+            local = _local_table(table.spec, plan, ranks)
+            if local is not None:
+                self._local[number] = local
         keys = [source._lookup_key(self._configs[number]) for number in self._local]
         self._hold(self._local.values(), keys, device)
         self.register_state_dict_post_hook(_distribute)
@@ -123,24 +133,28 @@ class ShardedCollection(TableModule):
         ]
         self._num_rows = self._rows_of_slots(device)
 
-    def _part(self, slots: list[int]) -> ShardedPart:
-        """The layout of ``slots`` over the ranks and the lookups of this rank's blocks of them."""
+    def _sharded_parts(self) -> list[SlotPart]:
+        """The parts of all sharded slots, slot by slot and from left to right."""
         tables = self._feature_slots.tables
-        layout = Layout([self._plans[tables[s]] for s in slots], self._num_ranks)
-        mine = [slots[block.slot] for block in layout.blocks[self._rank]]
+        return [p for s in self._sharded_slots for p in slot_parts(s, self._plans[tables[s]])]
+
+    def _travellers(self, parts: list[SlotPart]) -> Travellers:
+        """The layout of ``parts`` over the ranks and the lookups of this rank's blocks of them."""
+        tables = self._feature_slots.tables
+        layout = Layout(parts, self._ranks.mesh.size())
+        mine = [parts[block.part].slot for block in layout.blocks[self._ranks.rank]]
         local = Slots(
             self._table_set,
             [self._local[tables[s]] for s in mine],
             [self._feature_slots.features[s] for s in mine],
             OnBadId.ZERO,  # ids outside a shard's rows are other ranks'; bad ones were found before
         )
-        return ShardedPart(slots, layout, local)
+        return Travellers(parts, layout, local)
 
     @torch.no_grad()
     def _copy_rows(self, source: Collection) -> None:
         for number, table in self._local.items():
-            rows = slice(table.first_row, table.first_row + table.num_rows)
-            table.parameter.data.copy_(source._tables[number].parameter.data[rows])
+            table.parameter.data.copy_(local_part(source._tables[number].parameter.data, table))
 
     def _table_weights(self) -> nn.ModuleDict:
         return nn.ModuleDict({t.spec.name: TableWeight(t) for t in self._local.values()})

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
@@ -20,6 +19,7 @@ from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.slots import select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.plan import TablePlan
+from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.routes import FixedRoute, JaggedRoute
 
 
@@ -39,15 +39,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self,
         source: EmbeddingBagCollection,
         plans: Sequence[TablePlan],
-        mesh: DeviceMesh,
+        ranks: Ranks,
         device: torch.device,
     ) -> None:
-        super().__init__(source, plans, mesh, device)
+        super().__init__(source, plans, ranks, device)
         self.embedding_bags = self._table_weights()
         self._is_weighted = source._is_weighted
         self._output_dtype = source._output_dtype
         self._weight_form = source._weight_form
-        self._part_of_all = self._part(self._sharded_slots)
+        self._sharded = self._travellers(self._sharded_parts())
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
         self._poolings = [config.pooling for config in slot_configs]
@@ -65,7 +65,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         batch = self._checked(batch)
         columns: dict[int, Tensor] = {}
         if self._sharded_slots:
-            columns.update(self._sharded_columns(select_features(batch, self._sharded_slots)))
+            columns.update(self._sharded_columns(batch))
         if self._replicated_slots:
             replicated = self._replicated_slots
             vectors = pooled_slots(
@@ -82,28 +82,25 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _sharded_columns(self, batch: SparseFeatures) -> dict[int, Tensor]:
         """``[B, D]`` for each sharded slot, from the ranks that hold its rows."""
-        slots, layout, local = self._part_of_all
+        parts, layout, local = self._sharded
         route_kind = JaggedRoute if batch.hotness is None else FixedRoute
-        route = route_kind(batch, layout, self._group, self._rank)
-        blocks = layout.blocks[self._rank]
+        of_parts = select_features(batch, [part.slot for part in parts])
+        route = route_kind(of_parts, layout, self._ranks)
         pooled = pooled_slots(
             local,
             route.features,
-            [Pooling.SUM] * len(blocks),
+            [Pooling.SUM] * len(route.features.keys),
             self._output_dtype,
             self._weight_form,
         )
-        widths = [[self._widths[slots[b.slot]] for b in blocks] for blocks in layout.blocks]
-        returned = route.return_pooled(pooled, [sum(of_rank) for of_rank in widths])
-        parts: dict[int, list[Tensor]] = {slot: [] for slot in slots}
-        for rank_blocks, rank_widths, vectors in zip(layout.blocks, widths, returned, strict=True):
-            for block, part in zip(rank_blocks, vectors.split(rank_widths, dim=1), strict=True):
-                parts[slots[block.slot]].append(part)
+        by_slot: dict[int, list[Tensor]] = {}
+        for part, vectors in zip(parts, route.return_pooled(pooled), strict=True):
+            by_slot.setdefault(part.slot, []).append(vectors)
         columns = {}
-        for index, slot in enumerate(slots):
-            column = parts[slot][0] if len(parts[slot]) == 1 else torch.stack(parts[slot]).sum(0)
+        for slot, vectors in by_slot.items():
+            column = vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
             if self._poolings[slot] is Pooling.MEAN:
-                column = column / bag_sizes(batch, index).to(column.dtype)
+                column = column / bag_sizes(batch, slot).to(column.dtype)
             columns[slot] = column
         return columns
 

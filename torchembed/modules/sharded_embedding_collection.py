@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core.features import JaggedTensor, SparseFeatures, torchrec_class
 from torchembed.modules.configs import EmbeddingConfig
@@ -17,7 +16,9 @@ from torchembed.modules.embedding_collection import (
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.slots import select_features
 from torchembed.ops.row_gradients import WeightGradient
+from torchembed.sharding.layout import SlotPart
 from torchembed.sharding.plan import TablePlan
+from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.routes import JaggedRoute
 
 
@@ -25,7 +26,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """Gives what the unsharded collection gives, for this rank's samples.
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
-    are the mean over ranks. Waits once a batch and dim for the sizes of what travels.
+    are the mean over ranks. Waits once a batch and width of shards for the sizes of what travels.
     """
 
     _container = "embeddings"
@@ -34,18 +35,17 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self,
         source: EmbeddingCollection,
         plans: Sequence[TablePlan],
-        mesh: DeviceMesh,
+        ranks: Ranks,
         device: torch.device,
     ) -> None:
-        super().__init__(source, plans, mesh, device)
+        super().__init__(source, plans, ranks, device)
         self.embeddings = self._table_weights()
         self._output_dtype = source._output_dtype
         self._weight_form = source._weight_form
-        by_dim: dict[int, list[int]] = {}
-        for slot in self._sharded_slots:
-            dim = self._configs[self._feature_slots.tables[slot]].embedding_dim
-            by_dim.setdefault(dim, []).append(slot)
-        self._parts = {dim: self._part(slots) for dim, slots in by_dim.items()}
+        by_width: dict[int, list[SlotPart]] = {}
+        for part in self._sharded_parts():
+            by_width.setdefault(part.num_columns, []).append(part)
+        self._by_width = {width: self._travellers(parts) for width, parts in by_width.items()}
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The whole tables' configs, in order."""
@@ -54,14 +54,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def forward(self, features: Any) -> dict[str, Any]:
         batch = self._checked(with_offsets(self._feature_slots.batch(features)))
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for dim, (slots, layout, local) in self._parts.items():
-            part = select_features(batch, slots)
-            route = JaggedRoute(part, layout, self._group, self._rank)
-            looked_up = sequence_slots(local, route.features, self._output_dtype, self._weight_form)
-            like = torch.empty(0, dim, dtype=self._output_dtype, device=batch.values.device)
-            vectors = torch.cat([like, *(values for values, _ in looked_up)])
-            home = route.return_sequences(vectors)
-            found.update(zip(slots, split_slots(part, home), strict=True))
+        if self._sharded_slots:
+            found.update(self._sharded_vectors(batch))
         if self._replicated_slots:
             part = select_features(batch, self._replicated_slots)
             looked_up = sequence_slots(
@@ -73,6 +67,27 @@ class ShardedEmbeddingCollection(ShardedCollection):
             name: kind(values=found[slot][0], offsets=found[slot][1])
             for slot, name in enumerate(self._feature_slots.names)
         }
+
+    def _sharded_vectors(self, batch: SparseFeatures) -> dict[int, tuple[Tensor, Tensor]]:
+        """For each sharded slot ``([ids, D], offsets [B + 1])``."""
+        columns: dict[int, dict[int, Tensor]] = {}
+        offsets: dict[int, Tensor] = {}
+        for width, (parts, layout, local) in self._by_width.items():
+            of_parts = select_features(batch, [part.slot for part in parts])
+            route = JaggedRoute(of_parts, layout, self._ranks)
+            looked_up = sequence_slots(local, route.features, self._output_dtype, self._weight_form)
+            like = torch.empty(0, width, dtype=self._output_dtype, device=batch.values.device)
+            vectors = torch.cat([like, *(values for values, _ in looked_up)])
+            home = split_slots(of_parts, route.return_sequences(vectors))
+            for part, (values, bags) in zip(parts, home, strict=True):
+                columns.setdefault(part.slot, {})[part.shards[0].first_column] = values
+                offsets[part.slot] = bags
+        found = {}
+        for slot, of_slot in columns.items():
+            values = [of_slot[first_column] for first_column in sorted(of_slot)]
+            joined = values[0] if len(values) == 1 else torch.cat(values, dim=1)
+            found[slot] = (joined, offsets[slot])
+        return found
 
 
 def with_offsets(batch: SparseFeatures) -> SparseFeatures:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
-from torchembed.ops.segments import find_runs
+from torchembed.ops.segments import Runs, find_runs
 
 GradientSink = Callable[[Tensor, RowGradients], None]
 """Takes ``rows [L]`` and their gradients during backward, in place of a gradient of ``weight``."""
@@ -23,6 +23,17 @@ class WeightGradient(enum.Enum):
     """An uncoalesced ``torch.sparse_coo`` tensor with one entry for each id, as torch makes it.
     Ids of row -1 contribute an entry of zeros to another row of the batch, so that an optimizer
     sees only touched rows; to row 0 where there is no other."""
+
+
+def summed_gradients(runs: Runs, gradients: RowGradients) -> Tensor:
+    """The sum of each run's gradients, float32 ``[L, D]``; zeros from ``num_runs`` on."""
+    slots = torch.arange(runs.order.numel(), device=runs.order.device)
+    sums = torch.zeros(slots.numel(), gradients.grad.shape[1], device=slots.device)
+    # zeros - (-1) * sum: updating row u by run u at a learning rate of -1 leaves the sum itself.
+    numbered = Runs(slots.where(slots < runs.num_runs, -1), *runs[1:])
+    rate = torch.full((1,), -1.0, device=slots.device)
+    rowwise_update(sums, (), numbered, gradients, UpdateRule(kind=OptimizerKind.SGD), rate)
+    return sums
 
 
 def weight_gradient(

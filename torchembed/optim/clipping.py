@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from torchembed.core.types import OptimizerKind
-from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
-from torchembed.ops.segments import Runs, find_runs
+from torchembed.ops.row_gradients import summed_gradients
+from torchembed.ops.segments import find_runs
 from torchembed.tables import TableGroup, table_of
 
 
@@ -17,14 +16,7 @@ def _squared_norm(group: TableGroup) -> Tensor:
     if entry is None:
         return torch.zeros((), device=group.weight.device)
     rows, gradients = entry
-    runs = find_runs(rows, group.num_rows)
-    # Updating a scratch of zeros, run u as row u, with a rate of -1 leaves the sums there.
-    slots = torch.arange(rows.numel(), device=rows.device, dtype=rows.dtype)
-    numbered = Runs(slots.where(slots < runs.num_runs, -1), *runs[1:])
-    sums = torch.zeros(rows.numel(), group.weight.shape[1], device=rows.device)
-    rate = torch.full((1,), -1.0, device=rows.device)
-    rowwise_update(sums, (), numbered, gradients, UpdateRule(kind=OptimizerKind.SGD), rate)
-    return sums.square().sum()
+    return summed_gradients(find_runs(rows, group.num_rows), gradients).square().sum()
 
 
 @torch.no_grad()

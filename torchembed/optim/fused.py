@@ -1,6 +1,6 @@
 """The base of the fused optimizers: a ``torch.optim.Optimizer`` over embedding tables."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs
+from torchembed.optim.divided_columns import update_divided_columns
 from torchembed.tables import Table, TableGroup, table_of
 
 
@@ -82,7 +83,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "call its step() or zero_grad() before giving the table to another one"
                 )
         for table, index in tables:
-            table.update_key = (self._key, index)
+            table.update_key = self._update_key(table, index)
         for owner in {id(table.owner): table.owner for table, _ in tables}.values():
             owner.form_groups()
         for index, group in new_groups:
@@ -90,6 +91,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 initial = group.get("initial_accumulator_value", 0.0)
                 table_group.set_rule(self._rule(group), initial)
         self._publish_state()
+
+    def _update_key(self, table: Table, index: int) -> Hashable:
+        """Names this optimizer, the parameter group and, where ranks update the rows of one table
+        together, that table: it is in a group of its own then, so that the ranks' runs are alike.
+        """
+        return self._key, index, table.spec.name if self._spans_ranks(table) else None
+
+    def _spans_ranks(self, table: Table) -> bool:
+        """Whether a row's update needs numbers of the ranks that hold its other columns."""
+        return self.kind is OptimizerKind.ROWWISE_ADAGRAD and table.sum_over_columns is not None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -101,7 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The table groups of parameter group ``index``."""
         found = {}
         for table in map(_table, group["params"]):
-            if table.update_key != (self._key, index):
+            if table.update_key != self._update_key(table, index):
                 raise RuntimeError(
                     f"table {table.spec.name} was taken over by another optimizer; use that one"
                 )
@@ -212,18 +223,33 @@ class FusedOptimizer(torch.optim.Optimizer):
             multiplier, skip = multiplier.to(weight.device), skip.to(weight.device)
         table_group.step += 1.0 if skip is None else (skip == 0).float()
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
-        rowwise_update(
-            weight,
-            table_group.states,
-            find_runs(rows, table_group.num_rows),
-            gradients,
-            self._rule(group),
-            self._lr(index, group, table_group),
-            step=table_group.step,
-            grad_multiplier=multiplier,
-            skip=skip,
-            rounding=table_group.rounding_keys if rounds else None,
-        )
+        runs = find_runs(rows, table_group.num_rows)
+        rule, lr = self._rule(group), self._lr(index, group, table_group)
+        table = table_group.tables[0]
+        if self._spans_ranks(table):
+            update_divided_columns(
+                table,
+                runs,
+                gradients,
+                rule,
+                lr,
+                grad_multiplier=multiplier,
+                skip=skip,
+                stochastic=rounds,
+            )
+        else:
+            rowwise_update(
+                weight,
+                table_group.states,
+                runs,
+                gradients,
+                rule,
+                lr,
+                step=table_group.step,
+                grad_multiplier=multiplier,
+                skip=skip,
+                rounding=table_group.rounding_keys if rounds else None,
+            )
         table_group.pending.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -234,7 +260,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none=True)
         for index, group in enumerate(self.param_groups):
             for table in map(_table, group["params"]):
-                if table.update_key == (self._key, index):
+                if table.update_key == self._update_key(table, index):
                     table.group.pending.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -74,7 +74,9 @@ class Adagrad(FusedOptimizer):
 class RowwiseAdagrad(Adagrad):
     """Adagrad with one sum a row, the mean of its squared gradients; state ``sum [rows]``.
 
-    Arguments as for :class:`Adagrad`.
+    Arguments as for :class:`Adagrad`. The mean is over all columns of the row, also where they are
+    on several ranks: these then take part in :meth:`step` together, each with the table, and the
+    sums are the same on all of them.
     """
 
     kind = OptimizerKind.ROWWISE_ADAGRAD

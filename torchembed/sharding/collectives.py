@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.sharding.wire import WirePrecision, float16_scale, narrowed
+
 
 def exchange(tensor: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
@@ -41,25 +43,39 @@ class _DifferentiableExchange(torch.autograd.Function):
         receive: list[int],
         group: Any,
         gradient_scale: float,
+        wire: WirePrecision,
     ) -> Tensor:
         ctx.send, ctx.receive, ctx.group, ctx.scale = send, receive, group, gradient_scale
-        return exchange(tensor, send, receive, group)
+        ctx.wire = wire.backward
+        return exchange(narrowed(tensor, wire.forward), send, receive, group).to(tensor.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grad = exchange(grad * ctx.scale, ctx.receive, ctx.send, ctx.group)
-        return grad, None, None, None, None
+        grad = grad * ctx.scale
+        dtype, inverse = grad.dtype, None
+        if ctx.wire is torch.float16 and dtype is torch.float32:
+            scale, inverse = float16_scale(grad, ctx.group)
+            grad = grad * scale
+        sent = narrowed(grad, ctx.wire)
+        grad = exchange(sent, ctx.receive, ctx.send, ctx.group).to(dtype)
+        return grad if inverse is None else grad * inverse, *[None] * 5
 
 
 def differentiable_exchange(
-    tensor: Tensor, send: list[int], receive: list[int], group: Any, gradient_scale: float
+    tensor: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: Any,
+    gradient_scale: float,
+    wire: WirePrecision,
 ) -> Tensor:
     """:func:`exchange` whose backward sends gradients the other way, times ``gradient_scale``.
 
+    Both travel in the precision that ``wire`` says and arrive in their own dtype.
     Where gradients are enabled the result requires one on every rank, so that all ranks take part
     in backward even where one has nothing to train.
     """
     if torch.is_grad_enabled() and not tensor.requires_grad:
         tensor = tensor.detach().requires_grad_()
-    return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale)
+    return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale, wire)

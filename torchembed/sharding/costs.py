@@ -16,6 +16,7 @@ import torch
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.plan import Placement, Shard, TablePlan
 from torchembed.sharding.topology import Topology
+from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
 ID_BYTES = 8
@@ -83,9 +84,7 @@ class CostModel:
     batch_size: int
     """Samples of each rank."""
     rule: UpdateRule
-    forward_wire: torch.dtype | None
-    """Of vectors on their way; None: the table's output dtype."""
-    backward_wire: torch.dtype | None
+    wire: WirePrecision
     fixed_hotness: bool
     hotness: Mapping[str, float]
     """Lookups a sample of each feature; 1 where not named."""
@@ -113,8 +112,8 @@ class CostModel:
         vectors = bags if use.pooled else num_samples * hotness * share
         width = shard.num_columns
         out_itemsize = use.output_dtype.itemsize
-        forward = vectors * width * (self.forward_wire or use.output_dtype).itemsize
-        backward = vectors * width * (self.backward_wire or use.output_dtype).itemsize
+        forward = vectors * width * _wire_itemsize(self.wire.forward, use)
+        backward = vectors * width * _wire_itemsize(self.wire.backward, use)
         weight_row = _granular(width * spec.dtype.itemsize)
         return np.array(
             [
@@ -225,6 +224,12 @@ class CostModel:
                     known[shape] = self.shard_load(use, shard)
                 loads[index] = known[shape]
         return loads, self.everywhere(use, plan.placement, loads)
+
+
+def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:
+    """Bytes that a number of ``use``'s vectors takes on its way: the narrower of the two."""
+    out = use.output_dtype.itemsize
+    return out if dtype is None else min(dtype.itemsize, out)
 
 
 def _granular(num_bytes: int) -> int:

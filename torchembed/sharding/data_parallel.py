@@ -1,4 +1,5 @@
-"""Gradients of what every rank holds: their mean over ranks, the rule of DDP."""
+"""Gradients of what several ranks hold: their mean over ranks, the rule of DDP, and sums over
+columns."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from torchembed.ops.row_gradients import WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
+from torchembed.sharding.collectives import gather_size
 from torchembed.tables import table_of
 
 
@@ -58,6 +60,22 @@ class GradientMean:
                 parameter.grad = torch.zeros_like(parameter)
             grads.append(parameter.grad)
         all_reduce_mean(grads, self._group)
+
+
+def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:
+    """The ``sum_over_columns`` of a table whose columns are on the ranks of ``group``.
+
+    Adds in the order of ranks, so that all have the same bits. No GPU is waited for.
+    """
+
+    def total(numbers: Tensor) -> Tensor:
+        capacities = gather_size(numbers.shape[0], group)
+        mine = numbers[: min(capacities)].contiguous()
+        by_rank = mine.new_empty(len(capacities) * mine.shape[0])
+        dist.all_gather_into_tensor(by_rank, mine, group=group)
+        return by_rank.view(len(capacities), mine.shape[0]).sum(0)
+
+    return total
 
 
 def row_gradient_mean(group: Any) -> Callable[[Tensor, RowGradients, Tensor], Any]:

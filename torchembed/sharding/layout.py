@@ -6,43 +6,65 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.sharding.plan import TablePlan
+from torchembed.sharding.plan import Shard, TablePlan
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPart:
+    """Some columns of a slot's table, whose rows ``shards`` divide: what one id is looked up in."""
+
+    slot: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def num_columns(self) -> int:
+        return self.shards[0].num_columns
+
+
+def slot_parts(slot: int, plan: TablePlan) -> list[SlotPart]:
+    """The parts of ``slot``'s table, from the first columns to the last."""
+    by_column: dict[int, list[Shard]] = {}
+    for shard in plan.shards:
+        by_column.setdefault(shard.first_column, []).append(shard)
+    return [SlotPart(slot, tuple(shards)) for _, shards in sorted(by_column.items())]
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The bags of one slot that go to one shard of the slot's table."""
+    """The bags of one part that go to one shard of its rows."""
 
-    slot: int
+    part: int
     first_row: int
     num_rows: int
+    num_columns: int
 
 
 class Layout:
-    """Blocks of every rank, in the order of slots, for ``S`` slots over ``W`` ranks.
+    """Blocks of every rank, in the order of parts, for ``P`` parts of slots over ``W`` ranks.
 
     Every rank works out the same layout from the plan, so none of it is ever exchanged.
     """
 
-    def __init__(self, slot_plans: Sequence[TablePlan], num_ranks: int) -> None:
-        self.num_slots = len(slot_plans)
+    def __init__(self, parts: Sequence[SlotPart], num_ranks: int) -> None:
+        self.num_parts = len(parts)
         self.num_ranks = num_ranks
         self.blocks: list[list[Block]] = [[] for _ in range(num_ranks)]
         """The blocks of each rank."""
-        for slot, plan in enumerate(slot_plans):
-            for shard in plan.shards:
-                self.blocks[shard.rank].append(Block(slot, shard.first_row, shard.num_rows))
+        for number, part in enumerate(parts):
+            for shard in part.shards:
+                block = Block(number, shard.first_row, shard.num_rows, shard.num_columns)
+                self.blocks[shard.rank].append(block)
 
     def boundaries(self, device: torch.device) -> Tensor:
-        """int64 ``[S, W + 1]``: rank w holds rows ``[out[s, w], out[s, w + 1])`` for slot s."""
-        ends = [[0] * (self.num_ranks + 1) for _ in range(self.num_slots)]
+        """int64 ``[P, W + 1]``: rank w holds rows ``[out[p, w], out[p, w + 1])`` for part p."""
+        ends = [[0] * (self.num_ranks + 1) for _ in range(self.num_parts)]
         for rank, blocks in enumerate(self.blocks):
             for block in blocks:
-                ends[block.slot][rank + 1] = block.first_row + block.num_rows
+                ends[block.part][rank + 1] = block.first_row + block.num_rows
         table = torch.tensor(ends, dtype=torch.int64, device=device).reshape(-1, self.num_ranks + 1)
         return table.cummax(dim=1).values
 
     def bucket_rows(self, device: torch.device) -> Tensor:
-        """int64: for each block of all ranks, its row ``w * S + slot`` in a bucketized batch."""
-        rows = [w * self.num_slots + b.slot for w, blocks in enumerate(self.blocks) for b in blocks]
+        """int64: for each block of all ranks, its row ``w * P + part`` in a bucketized batch."""
+        rows = [w * self.num_parts + b.part for w, blocks in enumerate(self.blocks) for b in blocks]
         return torch.tensor(rows, dtype=torch.int64, device=device)

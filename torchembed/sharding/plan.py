@@ -18,11 +18,17 @@ class Placement(enum.Enum):
     """One rank holds all rows."""
     COLUMN_WISE = "column_wise"
     """The k-th of some ranks holds columns ``[k * n, (k + 1) * n)`` of all rows, with
-    ``n = ceil(dim / ranks)``."""
+    ``n = ceil(dim / ranks)``. Each of them gets every id."""
     ROW_WISE = "row_wise"
     """Rank w holds rows ``[w * n, (w + 1) * n)`` with ``n = ceil(rows / ranks)``."""
     TABLE_ROW_WISE = "table_row_wise"
-    """The rows are split, as under ``ROW_WISE``, over the ranks of one node."""
+    """The rows are split, as under ``ROW_WISE``, over the ranks of one node. Each rank's part of a
+    pooled sum travels by itself, as under ``ROW_WISE``."""
+
+    @property
+    def is_divided(self) -> bool:
+        """True where a rank holds a part of the table's rows or columns."""
+        return self not in (Placement.DATA_PARALLEL, Placement.TABLE_WISE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,10 @@ class ShardingPlan:
             raise ValueError(f"tables must have different names, got {names}")
         for plan in self.tables:
             ranks = [shard.rank for shard in plan.shards]
+            if ranks != sorted(set(ranks)):
+                raise ValueError(
+                    f"ranks of table {plan.table} must be different and increase, got {ranks}"
+                )
             if any(not 0 <= rank < self.num_ranks for rank in ranks):
                 raise ValueError(
                     f"ranks of table {plan.table} must be in [0, {self.num_ranks}), got {ranks}"
@@ -124,12 +134,13 @@ class ShardingPlan:
 def place_table(
     name: str, spec: TableSpec, placement: Placement, ranks: Sequence[int]
 ) -> TablePlan:
-    """The plan of one table over ``ranks``, which share its rows or columns in this order.
+    """The plan of one table over ``ranks``, which share its rows or columns in increasing order.
 
     Args:
         ranks: one under ``TABLE_WISE``, those of one node under ``TABLE_ROW_WISE``, any under
             ``COLUMN_WISE``, else all.
     """
+    ranks = sorted(ranks)
     all_rows, all_columns = (0, spec.num_rows), (0, spec.dim)
     if placement in (Placement.DATA_PARALLEL, Placement.TABLE_WISE):
         parts = [(all_rows, all_columns)] * len(ranks)
@@ -154,7 +165,7 @@ def place_table(
 
 
 def _divided(size: int, num_parts: int) -> list[tuple[int, int]]:
-    """First item and number of items of each part: ``ceil(size / num_parts)``, the last ones less."""
+    """First item and number of items of each part: ``ceil(size / num_parts)``, the last less."""
     most = -(-size // num_parts)
     starts = [min(part * most, size) for part in range(num_parts)]
     return [(start, min(most, size - start)) for start in starts]

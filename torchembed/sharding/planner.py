@@ -4,9 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import torch
-
-from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim import Adagrad
 from torchembed.optim.fused import FusedOptimizer
@@ -16,6 +13,7 @@ from torchembed.sharding.plan import Placement, ShardingPlan, as_placement
 from torchembed.sharding.plan_report import PlanReport, bytes_text, report_plan
 from torchembed.sharding.search import Search
 from torchembed.sharding.topology import Topology
+from torchembed.sharding.wire import WirePrecision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,10 +33,6 @@ class Planner:
     """Lookups a sample of each feature, on average; 1 where not named."""
     optimizer: type[FusedOptimizer] = Adagrad
     """That the tables will have: its state takes memory and is read and written."""
-    forward_wire: torch.dtype | None = None
-    """In which vectors travel; None: the collection's output dtype."""
-    backward_wire: torch.dtype | None = None
-    """In which their gradients travel; None: the collection's output dtype."""
     fixed_hotness: bool = False
     """True where batches come with a hotness and no offsets: ids of a row-wise table then go to all
     of its ranks, and not each to the one that holds its row."""
@@ -58,12 +52,6 @@ class Planner:
         for feature, lookups in self.hotness.items():
             if not lookups >= 0:
                 raise ValueError(f"hotness of {feature} must not be negative, got {lookups}")
-        for field in ("forward_wire", "backward_wire"):
-            if getattr(self, field) not in (None, *FLOAT_DTYPES):
-                raise TypeError(
-                    f"{field} must be float32, float16, bfloat16 or None, got "
-                    f"{getattr(self, field)}"
-                )
         if not self.max_imbalance >= 1:
             raise ValueError(f"max_imbalance must be at least 1, got {self.max_imbalance}")
         if not self.placements:
@@ -71,12 +59,19 @@ class Planner:
         allowed = tuple(as_placement("(any)", value) for value in self.placements)
         object.__setattr__(self, "placements", allowed)
 
-    def plan(self, tables: Mapping[str, TableUse], topology: Topology | None = None) -> PlanReport:
+    def plan(
+        self,
+        tables: Mapping[str, TableUse],
+        topology: Topology | None = None,
+        *,
+        wire: WirePrecision | None = None,
+    ) -> PlanReport:
         """The plan for ``tables``, by name, with what it costs. Communicates and allocates nothing.
 
         Args:
             tables: as :func:`~torchembed.modules.table_uses` finds them in a model.
             topology: in place of the planner's own; one of them must be given.
+            wire: in which vectors and gradients travel; as they are by default.
 
         Raises:
             ValueError: for a constraint or hotness of what is not there, for a constraint that
@@ -92,8 +87,7 @@ class Planner:
             topology=topology,
             batch_size=self.batch_size,
             rule=UpdateRule(kind=self.optimizer.kind),
-            forward_wire=self.forward_wire,
-            backward_wire=self.backward_wire,
+            wire=wire or WirePrecision(),
             fixed_hotness=self.fixed_hotness,
             hotness=self.hotness,
         )

@@ -1,7 +1,6 @@
 """Routes: the ids of a batch to the ranks that hold their rows, and the vectors back."""
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,12 @@ from torchembed.sharding.collectives import (
     gather_size,
 )
 from torchembed.sharding.layout import Layout
+from torchembed.sharding.ranks import Ranks
+from torchembed.sharding.wire import WirePrecision
 
 
 class Route:
-    """One batch's way to the tables and back.
+    """One batch's way to the tables and back. The batch has a feature for each part of the layout.
 
     Attributes:
         features: what this rank looks up: one feature for each of its blocks, ids within the
@@ -30,8 +31,9 @@ class Route:
     features: SparseFeatures
     batch_sizes: list[int]
 
-    def __init__(self, layout: Layout, group: Any, rank: int) -> None:
-        self._layout, self._group, self._rank = layout, group, rank
+    def __init__(self, layout: Layout, ranks: Ranks) -> None:
+        self._layout, self._ranks = layout, ranks
+        self._group, self._rank = ranks.group, ranks.rank
 
     def _block_keys(self) -> tuple[str, ...]:
         return tuple(str(number) for number in range(len(self._layout.blocks[self._rank])))
@@ -49,30 +51,45 @@ class Route:
         num_ranks = self._layout.num_ranks
         if not weights.requires_grad:
             return exchange(weights, send, receive, self._group)
-        return differentiable_exchange(weights, send, receive, self._group, float(num_ranks))
+        as_they_are = WirePrecision()
+        return differentiable_exchange(
+            weights, send, receive, self._group, float(num_ranks), as_they_are
+        )
 
-    def return_pooled(self, pooled: Tensor, widths: list[int]) -> list[Tensor]:
+    def return_pooled(self, pooled: Tensor) -> list[Tensor]:
         """Send the samples' vectors home.
 
         Args:
-            pooled: ``[all samples, widths[this rank]]``, this rank's blocks side by side.
-            widths: columns of each rank's blocks together.
+            pooled: ``[all samples, columns]``, those of this rank's blocks side by side.
 
         Returns:
-            From each rank the ``[B, widths[rank]]`` of this rank's samples. In backward, gradients
-            go to the tables divided by the number of ranks: the mean over ranks.
+            For each part the ``[B, columns]`` of this rank's samples, summed over its shards in the
+            order of ranks. In backward, gradients go to the tables divided by the number of ranks:
+            the mean over ranks.
         """
         num_samples = self.batch_sizes[self._rank]
+        widths = [[block.num_columns for block in blocks] for blocks in self._layout.blocks]
         weights = self.features.weights
         if not self._layout.blocks[self._rank] and weights is not None and weights.requires_grad:
             # Without a block nothing here uses the weights, but their exchange needs all ranks.
             pooled = pooled + weights.sum().to(pooled.dtype) * 0
         send = [size * pooled.shape[1] for size in self.batch_sizes]
-        receive = [num_samples * width for width in widths]
+        receive = [num_samples * sum(of_rank) for of_rank in widths]
         scale = 1.0 / self._layout.num_ranks
-        flat = differentiable_exchange(pooled.reshape(-1), send, receive, self._group, scale)
-        parts = zip(flat.split(receive), widths, strict=True)
-        return [part.view(num_samples, width) for part, width in parts]
+        flat = differentiable_exchange(
+            pooled.reshape(-1), send, receive, self._group, scale, self._ranks.wire
+        )
+        from_shards: list[list[Tensor]] = [[] for _ in range(self._layout.num_parts)]
+        for blocks, of_rank, vectors in zip(
+            self._layout.blocks, widths, flat.split(receive), strict=True
+        ):
+            by_block = vectors.view(num_samples, sum(of_rank)).split(of_rank, dim=1)
+            for block, columns in zip(blocks, by_block, strict=True):
+                from_shards[block.part].append(columns)
+        return [
+            columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
+            for columns in from_shards
+        ]
 
 
 class FixedRoute(Route):
@@ -81,18 +98,19 @@ class FixedRoute(Route):
     A row-wise table's ids go to all ranks, each of which leaves out those outside its rows.
     """
 
-    def __init__(self, features: SparseFeatures, layout: Layout, group: Any, rank: int) -> None:
-        super().__init__(layout, group, rank)
+    def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
+        super().__init__(layout, ranks)
+        group, rank = ranks.group, ranks.rank
         assert features.hotness is not None
         hotness, num_samples = features.hotness, features.batch_size
         self.batch_sizes = gather_size(num_samples, group)
         mine = layout.blocks[rank]
         counts = [count * num_samples for count in hotness]
-        order = [block.slot for blocks in layout.blocks for block in blocks]
-        send = [sum(counts[block.slot] for block in blocks) for blocks in layout.blocks]
-        ids_a_sample = sum(hotness[block.slot] for block in mine)
+        order = [block.part for blocks in layout.blocks for block in blocks]
+        send = [sum(counts[block.part] for block in blocks) for blocks in layout.blocks]
+        ids_a_sample = sum(hotness[block.part] for block in mine)
         receive = [ids_a_sample * size for size in self.batch_sizes]
-        pieces = [hotness[block.slot] * size for size in self.batch_sizes for block in mine]
+        pieces = [hotness[block.part] * size for size in self.batch_sizes for block in mine]
 
         def blocks_first(received: Tensor) -> Tensor:
             """From (rank, block) order to (block, rank) order."""
@@ -104,12 +122,12 @@ class FixedRoute(Route):
 
         def pick(tensor: Tensor) -> Tensor:
             parts = tensor.split(counts)
-            return torch.cat([tensor[:0], *(parts[slot] for slot in order)])
+            return torch.cat([tensor[:0], *(parts[part] for part in order)])
 
         values = blocks_first(exchange(pick(features.values), send, receive, group))
         if any(block.first_row for block in mine):
             firsts = [block.first_row for block in mine]
-            lengths = [hotness[block.slot] * sum(self.batch_sizes) for block in mine]
+            lengths = [hotness[block.part] * sum(self.batch_sizes) for block in mine]
             parts = zip(values.split(lengths), firsts, strict=True)
             values = torch.cat([part - first for part, first in parts])
         weights = features.weights
@@ -121,7 +139,7 @@ class FixedRoute(Route):
             keys=self._block_keys(),
             values=values,
             batch_size=sum(self.batch_sizes),
-            hotness=tuple(hotness[block.slot] for block in mine),
+            hotness=tuple(hotness[block.part] for block in mine),
             weights=weights,
         )
 
@@ -132,8 +150,9 @@ class JaggedRoute(Route):
     How many travel is found on the host: on a GPU it waits once for the batch's sizes.
     """
 
-    def __init__(self, features: SparseFeatures, layout: Layout, group: Any, rank: int) -> None:
-        super().__init__(layout, group, rank)
+    def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
+        super().__init__(layout, ranks)
+        group, rank = ranks.group, ranks.rank
         assert features.offsets is not None
         device, num_samples, num_ranks = (
             features.values.device,
@@ -148,7 +167,7 @@ class JaggedRoute(Route):
             weights=features.weights,
         )
         self._positions = buckets.positions
-        bags_a_rank = layout.num_slots * num_samples
+        bags_a_rank = layout.num_parts * num_samples
         ends = buckets.offsets[torch.arange(num_ranks + 1, device=device) * bags_a_rank].tolist()
         self._send = [end - start for start, end in itertools.pairwise(ends)]
         sizes = torch.tensor([[num_samples, count] for count in self._send])
@@ -157,7 +176,7 @@ class JaggedRoute(Route):
         self._receive = [count for _, count in from_ranks]
 
         num_blocks = [len(blocks) for blocks in layout.blocks]
-        lengths = buckets.offsets.diff().view(num_ranks * layout.num_slots, num_samples)
+        lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
         lengths = lengths[layout.bucket_rows(device)].flatten()
         mine = num_blocks[rank]
         received_sizes = [mine * size for size in self.batch_sizes]
@@ -216,6 +235,6 @@ class JaggedRoute(Route):
         as_received = torch.empty_like(ids).scatter_(0, order, ids)
         scale = 1.0 / self._layout.num_ranks
         home = differentiable_exchange(
-            vectors[as_received], self._receive, self._send, self._group, scale
+            vectors[as_received], self._receive, self._send, self._group, scale, self._ranks.wire
         )
         return home[self._positions[: home.shape[0]].long()]

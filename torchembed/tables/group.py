@@ -36,21 +36,38 @@ GradientReduction = Callable[[Tensor, RowGradients, Tensor], tuple[Tensor, RowGr
 """``(rows, gradients, weight)`` to ``(rows, gradients)`` that are equal on all ranks."""
 
 
+ColumnSum = Callable[[Tensor], Tensor]
+"""The sum of the ranks' ``[runs]``, one number for each run of equal rows; the ranks that hold the
+table's columns call it together. They may have different capacities of spare runs; what comes back
+has the least of them."""
+
+
 def _as_it_is(rows: Tensor) -> Tensor:
     return rows
 
 
 class Table:
-    """The rows ``[first_row, first_row + num_rows)`` of a table, in one group on one device.
+    """What one device holds of a table: rows ``[first_row, first_row + num_rows)``, and of these
+    the columns ``[first_column, first_column + num_columns)``; in one group.
 
-    ``parameter`` is a ``[num_rows, dim]`` view of the group's weight: what ``state_dict``, any
-    ``torch.optim`` optimizer and other libraries see.
+    ``parameter`` is a ``[num_rows, num_columns]`` view of the group's weight: what ``state_dict``,
+    any ``torch.optim`` optimizer and other libraries see. ``spec`` is of the whole table.
     """
 
-    def __init__(self, spec: TableSpec, *, first_row: int = 0, num_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        first_row: int = 0,
+        num_rows: int | None = None,
+        first_column: int = 0,
+        num_columns: int | None = None,
+    ) -> None:
         self.spec = spec
         self.first_row = first_row
         self.num_rows = spec.num_rows - first_row if num_rows is None else num_rows
+        self.first_column = first_column
+        self.num_columns = spec.dim - first_column if num_columns is None else num_columns
         self.parameter: nn.Parameter
         self.group: TableGroup
         self.owner: TableSet
@@ -60,8 +77,15 @@ class Table:
         """True where this rank holds rows that not every rank holds."""
         self.as_global: Callable[[Tensor], Tensor] = _as_it_is
         """Of this table's rows, or their optimizer state, what a distributed checkpoint takes."""
+        self.sum_over_columns: ColumnSum | None = None
+        """For a table whose columns are on several ranks."""
         self.gradient_reduction: GradientReduction | None = None
         """For a table that every rank holds: makes recorded gradients their mean over ranks."""
+
+    def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Shape of what is here of a tensor of shape ``whole``: a number for each of the table's
+        rows, or for each element of them."""
+        return (self.num_rows, self.num_columns)[: len(whole)]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
@@ -71,7 +95,7 @@ class Table:
 
 
 class TableGroup:
-    """Tables of one dim and dtype that are looked up and updated in one call.
+    """Tables of one dtype and as many columns here, looked up and updated in one call.
 
     Attributes:
         weight: ``[R, D]``, the rows of all tables, one after the other. The tables' parameters are
@@ -104,8 +128,11 @@ class TableGroup:
             shifted_row_key(table.spec.key, table.first_row - first)
             for table, first in zip(self.tables, self.first_rows, strict=False)
         ]
+        columns = [table.first_column for table in self.tables]
         self.rounding_keys = RoundingKeys(
-            self.row_offsets, torch.tensor(keys, dtype=torch.int64, device=device)
+            self.row_offsets,
+            torch.tensor(keys, dtype=torch.int64, device=device),
+            torch.tensor(columns, dtype=torch.int64, device=device) if any(columns) else None,
         )
 
     @property

@@ -22,20 +22,26 @@ def shifted_row_key(table_key: int, rows: int) -> int:
 
 
 class Initializer(Protocol):
-    """Fills rows ``[first_row, first_row + n)`` of a table."""
+    """Fills rows ``[first_row, first_row + n)`` of a table, columns from ``first_column`` on."""
 
-    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
-        """Fill ``weight [n, D]`` in place; the whole table has ``num_rows`` rows."""
+    def fill(
+        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+    ) -> None:
+        """Fill ``weight [n, columns]`` in place; the whole table has ``num_rows`` rows."""
         ...
 
 
 def _fill_from_counters(
-    weight: Tensor, table_key: int, first_row: int, draw: Callable[[Tensor, Tensor], Tensor]
+    weight: Tensor,
+    table_key: int,
+    first_row: int,
+    first_column: int,
+    draw: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Fill ``weight`` with ``draw(row_keys [n, 1], columns [D])``, a bounded part at a time."""
+    """Fill ``weight`` with ``draw(row_keys [n, 1], columns)``, a bounded part at a time."""
     num_rows, dim = weight.shape
     table_keys = torch.full((1,), table_key, dtype=torch.int64, device=weight.device)
-    columns = torch.arange(dim, device=weight.device)
+    columns = torch.arange(first_column, first_column + dim, device=weight.device)
     rows_a_chunk = max(1, _CHUNK_ELEMENTS // max(dim, 1))
     for start in range(0, num_rows, rows_a_chunk):
         stop = min(start + rows_a_chunk, num_rows)
@@ -51,7 +57,9 @@ class Uniform:
     low: float | None = None
     high: float | None = None
 
-    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+    def fill(
+        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+    ) -> None:
         bound = 1.0 / math.sqrt(max(num_rows, 1))
         low = -bound if self.low is None else self.low
         high = bound if self.high is None else self.high
@@ -59,6 +67,7 @@ class Uniform:
             weight,
             table_key,
             first_row,
+            first_column,
             lambda keys, columns: low + (high - low) * random_uniform(keys, columns),
         )
 
@@ -70,13 +79,15 @@ class Normal:
     mean: float = 0.0
     std: float = 1.0
 
-    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+    def fill(
+        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+    ) -> None:
         def draw(keys: Tensor, columns: Tensor) -> Tensor:
             radius = (-2.0 * torch.log1p(-random_uniform(keys, 2 * columns))).sqrt()
             angle = 2.0 * math.pi * random_uniform(keys, 2 * columns + 1)
             return self.mean + self.std * radius * torch.cos(angle)
 
-        _fill_from_counters(weight, table_key, first_row, draw)
+        _fill_from_counters(weight, table_key, first_row, first_column, draw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +96,9 @@ class Constant:
 
     value: float = 0.0
 
-    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+    def fill(
+        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+    ) -> None:
         weight.fill_(self.value)
 
 
@@ -93,12 +106,14 @@ class Constant:
 class InPlaceFunction:
     """What ``function`` leaves in the rows; it is the caller's whether that depends on sharding.
 
-    It gets the ``[n, D]`` rows of one shard and either changes them or returns new ones.
+    It gets the ``[n, columns]`` rows of one shard and either changes them or returns new ones.
     """
 
     function: Callable[[Tensor], Tensor | None]
 
-    def fill(self, weight: Tensor, table_key: int, first_row: int, num_rows: int) -> None:
+    def fill(
+        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+    ) -> None:
         result = self.function(weight)
         if result is not None and result is not weight:
             weight.copy_(result)

@@ -14,8 +14,9 @@ from torchembed.tables.group import Table, TableGroup
 class TableSet:
     """The tables of one module and the groups that they form.
 
-    Tables share a group where dim, dtype, device, ``lookup_keys`` (what their lookups must have in
-    common), the optimizer that updates them and ``requires_grad`` are equal.
+    Tables share a group where the number of columns held here, dtype, device, ``lookup_keys`` (what
+    their lookups must have in common), the optimizer that updates them and ``requires_grad`` are
+    equal.
     """
 
     def __init__(
@@ -28,9 +29,8 @@ class TableSet:
         self.lookup_keys = list(lookup_keys)
         self.groups: list[TableGroup] = []
         for members in self._partition(lambda table: table.spec.dtype).values():
-            spec = members[0].spec
-            num_rows = sum(table.num_rows for table in members)
-            weight = torch.empty(num_rows, spec.dim, dtype=spec.dtype, device=device)
+            shape = sum(table.num_rows for table in members), members[0].num_columns
+            weight = torch.empty(shape, dtype=members[0].spec.dtype, device=device)
             group = TableGroup(members, weight)
             for table in members:
                 table.owner = self
@@ -52,7 +52,7 @@ class TableSet:
     def _partition(self, key: Callable[[Table], Hashable]) -> dict[Hashable, list[Table]]:
         groups: dict[Hashable, list[Table]] = {}
         for table, lookup_key in zip(self.tables, self.lookup_keys, strict=True):
-            full_key = (table.spec.dim, lookup_key, table.gradient_reduction, key(table))
+            full_key = (table.num_columns, lookup_key, table.gradient_reduction, key(table))
             groups.setdefault(full_key, []).append(table)
         return groups
 
@@ -67,7 +67,11 @@ class TableSet:
             spec = table.spec
             if not table.parameter.is_meta:
                 spec.initializer.fill(
-                    table.parameter.data, spec.key, table.first_row, spec.num_rows
+                    table.parameter.data,
+                    spec.key,
+                    table.first_row,
+                    table.first_column,
+                    spec.num_rows,
                 )
 
     def current_groups(self) -> list[TableGroup]:
@@ -117,7 +121,7 @@ def _group_key(table: Table) -> Hashable:
 
 def _check_movable(members: list[Table]) -> None:
     for table in members:
-        spec, shape = table.spec, (table.num_rows, table.spec.dim)
+        spec, shape = table.spec, (table.num_rows, table.num_columns)
         if tuple(table.parameter.shape) != shape:
             raise ValueError(
                 f"weight of table {spec.name} must have shape {shape}, "
@@ -139,7 +143,7 @@ def _gathered_group(members: list[Table]) -> TableGroup:
         group = TableGroup(members, first)
     else:
         num_rows = sum(table.num_rows for table in members)
-        group = TableGroup(members, first.new_empty(num_rows, members[0].spec.dim))
+        group = TableGroup(members, first.new_empty(num_rows, members[0].num_columns))
         for table in members:
             group.table_rows(group.weight, table).copy_(table.parameter.data)
     old_groups = [table.group for table in members if hasattr(table, "group")]

@@ -171,7 +171,7 @@ def _room_for_state(
     if table is not None:
         whole = torch.Size((table.spec.num_rows, table.spec.dim))
         if _has_rows(optimizer, name, entry.size, whole):
-            shape = (table.num_rows, *entry.size[1:])
+            shape = table.local_shape(entry.size)
             return table.as_global(torch.empty(shape, dtype=dtype, device=table.parameter.device))
     return torch.empty(entry.size, dtype=dtype)
 

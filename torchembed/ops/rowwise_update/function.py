@@ -71,6 +71,8 @@ class RoundingKeys(NamedTuple):
     row_keys: Tensor
     """int64 ``[T]``: each table's key, shifted so that a row of the group draws what its row of the
     table draws, see :func:`torchembed.tables.shifted_row_key`."""
+    first_columns: Tensor | None = None
+    """int64 ``[T]``: which column of its whole table the first column is; None: all zeros."""
 
 
 def rowwise_update(
@@ -141,12 +143,15 @@ def rowwise_update(
         raise ValueError("step must be given for Adam and for stochastic rounding, got None")
     if rounding is not None and weight.dtype == torch.float32:
         raise ValueError("rounding must be None for float32 weights, which need no rounding")
-    row_offsets, row_keys = (None, None) if rounding is None else rounding
+    row_offsets, row_keys, first_columns = (None, None, None) if rounding is None else rounding
     if rounding is not None:
-        for name, tensor in rounding._asdict().items():
-            checks.check_dtype(f"rounding.{name}", tensor, (torch.int64,), "call .long()")
         num_tables = rounding.row_offsets.numel() - 1
-        checks.check_numel("rounding.row_keys", rounding.row_keys, num_tables, "one for each table")
+        for name, tensor in rounding._asdict().items():
+            if tensor is None:
+                continue
+            checks.check_dtype(f"rounding.{name}", tensor, (torch.int64,), "call .long()")
+            if tensor is not row_offsets:
+                checks.check_numel(f"rounding.{name}", tensor, num_tables, "one for each table")
     for state in states:
         checks.check_same_device("weight", weight, states=state)
     checks.check_same_device(
@@ -159,6 +164,7 @@ def rowwise_update(
         **scalars,
         row_offsets=row_offsets,
         row_keys=row_keys,
+        first_columns=first_columns,
     )
     rowwise_update_op(
         weight,
@@ -174,6 +180,7 @@ def rowwise_update(
         skip,
         None if row_offsets is None else row_offsets.contiguous(),
         None if row_keys is None else row_keys.contiguous(),
+        None if first_columns is None else first_columns.contiguous(),
         int(rule.kind),
         rule.eps,
         rule.beta1,

@@ -46,13 +46,20 @@ def stochastic_round(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
 
 def rounding_bits(
-    rows: Tensor, dim: int, row_offsets: Tensor, row_keys: Tensor, step: Tensor
+    rows: Tensor,
+    dim: int,
+    row_offsets: Tensor,
+    row_keys: Tensor,
+    first_columns: Tensor | None,
+    step: Tensor,
 ) -> Tensor:
     """64 random bits for each element of each of ``rows``, int64 ``[N, dim]``."""
     table = torch.searchsorted(row_offsets, rows.long(), right=True) - 1
     row_key = random_bits(row_keys[table], rows.long())
     step_key = random_bits(row_key, step.long())
     columns = torch.arange(dim, device=rows.device)
+    if first_columns is not None:
+        columns = columns + first_columns[table].unsqueeze(1)
     return random_bits(step_key.unsqueeze(1), columns)
 
 
@@ -73,6 +80,7 @@ def rowwise_update_reference(
     skip: Tensor | None,
     row_offsets: Tensor | None,
     row_keys: Tensor | None,
+    first_columns: Tensor | None,
     optimizer: int,
     eps: float,
     beta1: float,
@@ -129,7 +137,7 @@ def rowwise_update_reference(
 
     if row_keys is not None:
         assert row_offsets is not None and step is not None
-        bits = rounding_bits(rows, weight.shape[1], row_offsets, row_keys, step)
+        bits = rounding_bits(rows, weight.shape[1], row_offsets, row_keys, first_columns, step)
         rounded = stochastic_round(new, weight.dtype, bits)
     else:
         rounded = new.to(weight.dtype)

@@ -16,7 +16,7 @@ rowwise_update_op = define_op(
     " Tensor unique_rows, Tensor starts, Tensor order, Tensor num_runs,"
     " Tensor grad, Tensor? gradient_rows, Tensor? scales,"
     " Tensor lr, Tensor? step, Tensor? grad_multiplier, Tensor? skip,"
-    " Tensor? row_offsets, Tensor? row_keys,"
+    " Tensor? row_offsets, Tensor? row_keys, Tensor? first_columns,"
     " int optimizer, float eps, float beta1, float beta2, float weight_decay,"
     " float max_gradient) -> ()",
     reference=rowwise_update_reference,

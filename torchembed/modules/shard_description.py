@@ -1,0 +1,38 @@
+"""What the ranks that shard a model must have in common, as lines of text."""
+
+import re
+
+import torch
+from torch import nn
+
+from torchembed.modules.collection import Collection
+from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
+from torchembed.sharding.plan import ShardingPlan
+from torchembed.sharding.wire import WirePrecision
+
+
+def describe(model: nn.Module, plan: ShardingPlan, wire: WirePrecision) -> list[str]:
+    """Lines that say what is sharded, and how; the same in every process that does the same."""
+    lines = [
+        f"torch {torch.__version__}",
+        f"{plan.num_ranks} ranks on {plan.num_nodes} nodes",
+        f"{wire}",
+    ]
+    for path, module in model.named_modules():
+        if isinstance(module, Collection):
+            is_weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
+            lines.append(
+                f"{path}: {type(module).__name__}, is_weighted={is_weighted}, "
+                f"on_bad_id={module._on_bad_id.name}, output_dtype={module._output_dtype}, "
+                f"gradients={module._weight_form.value}"
+            )
+            for config, table in zip(module._configs, module._tables, strict=True):
+                lines.append(f"{path}: {config}, seed={table.spec.seed}")
+    for name, parameter in model.named_parameters():
+        shape, trains = tuple(parameter.shape), parameter.requires_grad
+        lines.append(f"{name}: {shape}, {parameter.dtype}, requires_grad={trains}")
+    for table in plan.tables:
+        ranks = ", ".join(str(shard.rank) for shard in table.shards)
+        lines.append(f"{table.table}: {table.placement.value} on ranks {ranks}")
+    # Functions, and objects without a text of their own, show their address.
+    return [re.sub(r" at 0x[0-9a-f]+", "", line) for line in lines]

@@ -1,0 +1,69 @@
+"""Row-wise Adagrad where the columns of a row are on several ranks."""
+
+import torch
+from torch import Tensor
+
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.row_gradients import summed_gradients
+from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
+from torchembed.ops.segments import Runs
+from torchembed.tables import Table
+
+
+def update_divided_columns(
+    table: Table,
+    runs: Runs,
+    gradients: RowGradients,
+    rule: UpdateRule,
+    lr: Tensor,
+    *,
+    grad_multiplier: Tensor | None,
+    skip: Tensor | None,
+    stochastic: bool,
+) -> None:
+    """One step of row-wise Adagrad, whose mean of squares is over the columns of all ranks.
+
+    The rows that a batch touches are the same on each rank that holds columns of the table, so
+    their runs are too, and one number a run is summed over the ranks. The accumulators are then
+    the unsharded table's, on each of them. It takes more passes over the summed gradients than
+    :func:`~torchembed.ops.rowwise_update.rowwise_update`, whose arguments these are.
+
+    Args:
+        table: alone in its group; all ranks that hold its columns call this together.
+    """
+    assert table.sum_over_columns is not None
+    group = table.group
+    weight, (state,) = group.weight, group.states
+    gradient = summed_gradients(runs, gradients)
+    rows = runs.unique_rows.long().clamp_min(0)
+    if grad_multiplier is not None:
+        gradient = gradient * grad_multiplier
+    if rule.max_gradient > 0:
+        gradient = gradient.clamp(-rule.max_gradient, rule.max_gradient)
+    if rule.weight_decay != 0:
+        gradient = gradient + rule.weight_decay * weight[rows].float()
+
+    squares = table.sum_over_columns((gradient * gradient).sum(dim=1))
+    num_slots = squares.shape[0]
+    rows, gradient = rows[:num_slots], gradient[:num_slots]
+    slots = torch.arange(num_slots + 1, device=weight.device, dtype=torch.int32)
+    is_updated = slots[:-1] < runs.num_runs
+    if skip is not None:
+        is_updated = is_updated & (skip == 0)
+    # Spare slots add nothing, to row 0.
+    added = torch.where(is_updated, squares / table.spec.dim, 0.0)
+    total = state[rows] + added
+    state.index_add_(0, rows, added)
+    # In float64 and rounded again a root is exact to the last bit on every device.
+    divisor = total.double().sqrt().float() + rule.eps
+    rowwise_update(
+        weight,
+        (),
+        Runs(runs.unique_rows[:num_slots], slots, slots[:-1], runs.num_runs),
+        RowGradients(gradient / divisor.unsqueeze(1)),
+        UpdateRule(kind=OptimizerKind.SGD),
+        lr,
+        step=group.step,
+        skip=skip,
+        rounding=group.rounding_keys if stochastic else None,
+    )

@@ -1,0 +1,58 @@
+"""The precision in which vectors and their gradients travel between ranks."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchembed.core.checks import FLOAT_DTYPES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WirePrecision:
+    """What looked-up vectors and their gradients are rounded to, to nearest, while they travel.
+
+    None, and a dtype that is no narrower than what is sent, leave them as they are. Each vector is
+    rounded once, also one that stays on its rank, so that results do not depend on where a sample
+    or a row is; of a row-wise table, that is once for each rank's part of the sum. Sums are taken
+    after the way back to the dtype that vectors had.
+
+    In float16, vectors beyond 65504 become infinite; bfloat16 has no such bound. Gradients in
+    float16 are multiplied by a power of two before and divided by it after: one for all ranks,
+    found by reducing the largest finite magnitude, which it brings to between 2**14 and 2**15. So
+    none overflows, and what is lost of one is at most 2**-11 of itself or 2**-39 of the largest,
+    whichever is more; infinities and NaN arrive as such. A loss scaler is not needed for it.
+    """
+
+    forward: torch.dtype | None = None
+    backward: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in FLOAT_DTYPES:
+                raise TypeError(
+                    f"{name} of the wire must be float32, float16, bfloat16 or None, got {dtype}"
+                )
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` in ``dtype`` where that is narrower."""
+    if dtype is None or dtype.itemsize >= tensor.dtype.itemsize:
+        return tensor
+    return tensor.to(dtype)
+
+
+def float16_scale(gradients: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """The power of two, float32 ``[]``, that brings the largest of all ranks' float32 ``gradients``
+    to ``[2**14, 2**15)``, and its inverse. Never synchronizes; every rank of ``group`` calls it."""
+    magnitudes = gradients.abs()
+    finite = magnitudes.where(torch.isfinite(magnitudes), 0.0).flatten()
+    largest = torch.cat([finite, finite.new_zeros(1)]).amax()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    exponent = (largest.view(torch.int32) >> 23) - 127
+    # Beyond 2**126 the inverse would not be a normal number.
+    shift = (14 - exponent).clamp_max(126)
+    return tuple(((127 + sign * shift) << 23).view(torch.float32) for sign in (1, -1))  # type: ignore[return-value]
