@@ -85,7 +85,10 @@ def main() -> None:
     )
     start = time.process_time()
     model = EmbeddingBagCollection(tables, device="meta", output_dtype=output_dtype)
-    report = plan_embeddings(model, planner)
+    try:
+        report = plan_embeddings(model, planner)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     seconds = time.process_time() - start
     print(report)
     print(
