@@ -10,6 +10,7 @@ from torchembed.modules import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    plan_embeddings,
     shard_embeddings,
 )
 from torchembed.tables import Constant, InPlaceFunction, Normal, Uniform
@@ -33,5 +34,6 @@ __all__ = [
     "SparseFeatures",
     "Uniform",
     "optim",
+    "plan_embeddings",
     "shard_embeddings",
 ]

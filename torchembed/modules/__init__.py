@@ -7,7 +7,7 @@ from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.interaction import DotInteraction
 from torchembed.modules.mlp import MLP
-from torchembed.modules.shard import shard_embeddings
+from torchembed.modules.shard import plan_embeddings, shard_embeddings, table_uses
 
 __all__ = [
     "MLP",
@@ -20,5 +20,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "LowRankCross",
+    "plan_embeddings",
     "shard_embeddings",
+    "table_uses",
 ]

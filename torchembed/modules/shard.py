@@ -1,6 +1,8 @@
 """``shard_embeddings``: spreads a model's tables over ranks, in place."""
 
+import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,21 +17,36 @@ from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbedding
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.modules.table_module import TableModule
 from torchembed.sharding.agreement import check_agreement
+from torchembed.sharding.costs import TableUse
 from torchembed.sharding.data_parallel import GradientMean
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
+from torchembed.sharding.plan_report import PlanReport
+from torchembed.sharding.planner import Planner
 from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
+from torchembed.sharding.topology import Topology
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
 
 def table_specs(model: nn.Module) -> dict[str, TableSpec]:
     """The tables of all unsharded collections in ``model``, by parameter name less ``.weight``."""
-    specs = {}
+    return {name: use.spec for name, use in table_uses(model).items()}
+
+
+def table_uses(model: nn.Module) -> dict[str, TableUse]:
+    """The tables of all unsharded collections in ``model``, by parameter name less ``.weight``, and
+    how they are used: what a :class:`~torchembed.sharding.Planner` plans for."""
+    uses = {}
     for path, collection in model.named_modules():
-        if isinstance(collection, Collection):
-            for table in collection._tables:
-                specs[_table_name(path, collection, table.spec.name)] = table.spec
-    return specs
+        if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
+            for table, config in zip(collection._tables, collection._configs, strict=True):
+                uses[_table_name(path, collection, table.spec.name)] = TableUse(
+                    spec=table.spec,
+                    features=config.feature_names,
+                    pooled=isinstance(collection, EmbeddingBagCollection),
+                    output_dtype=collection._output_dtype,
+                )
+    return uses
 
 
 def _table_name(path: str, collection: Collection, table: str) -> str:
@@ -46,10 +63,73 @@ def _sharded(
     return ShardedEmbeddingCollection(collection, plans, ranks, device)
 
 
+def plan_embeddings(
+    model: nn.Module,
+    planner: Planner | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    wire: WirePrecision | None = None,
+) -> PlanReport:
+    """Plan the tables of ``model`` and say what the plan costs; nothing is changed or allocated.
+
+    ``print`` the result, and pass its ``plan`` to :func:`shard_embeddings`.
+
+    Args:
+        planner: ``Planner()`` by default.
+        mesh: whose ranks the plan is for, as :func:`shard_embeddings` takes it. Where the planner
+            has no topology, it is asked for the memory that its ranks have now, and the call is
+            collective; where it has one, no mesh is needed.
+        wire: as :func:`shard_embeddings` takes it.
+
+    Raises:
+        ValueError: where neither mesh nor topology is given, or they have different ranks; where
+            the tables do not fit; for constraints that cannot be held.
+    """
+    planner = planner or Planner()
+    if mesh is not None:
+        planner = _with_topology(planner, mesh, flat_mesh(mesh))
+        _check_topology(planner, mesh)
+    return planner.plan(table_uses(model), wire=wire)
+
+
+def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
+    """``planner``, with the topology of the mesh where it has none: collective then."""
+    if planner.topology is not None:
+        return planner
+    topology = Topology.of_group(flat.get_group(), _device(mesh), num_nodes=num_nodes(mesh))
+    return dataclasses.replace(planner, topology=topology)
+
+
+def _planner_lines(planner: Planner | None) -> list[str]:
+    """What the ranks must have in common before they plan."""
+    if planner is None:
+        return ["no planner"]
+    settings = [f"{f.name}={getattr(planner, f.name)}" for f in dataclasses.fields(planner)]
+    return ["a planner", *settings]
+
+
+def _check_topology(planner: Planner, mesh: DeviceMesh) -> None:
+    topology = planner.topology
+    assert topology is not None
+    nodes = num_nodes(mesh)
+    if (topology.num_nodes, topology.num_ranks) != (nodes, mesh.size()):
+        raise ValueError(
+            f"topology of the planner has {topology.num_nodes} node(s) of "
+            f"{topology.ranks_per_node} rank(s), but mesh has {nodes} of {mesh.size() // nodes}"
+        )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
 def shard_embeddings(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: ShardingPlan | Mapping[str, Placement | str] | None = None,
+    plan: ShardingPlan | Planner | Mapping[str, Placement | str] | Literal["auto"] | None = None,
     *,
     wire: WirePrecision | None = None,
 ) -> nn.Module:
@@ -73,7 +153,8 @@ def shard_embeddings(
         mesh: one-dimensional, for one node; or two-dimensional, ``[nodes, ranks in a node]``. The
             ranks of the plan are its places, node by node. On GPUs the process group must take CPU
             tensors too, as ``init_process_group("cpu:gloo,cuda:nccl")`` makes it.
-        plan: a plan, or placements of some tables by name (see
+        plan: a plan; a planner, or ``"auto"`` for ``Planner()``, to place every table by cost (see
+            :func:`plan_embeddings`); or placements of some tables by name (see
             :func:`~torchembed.sharding.make_plan` for the others).
         wire: the precision in which vectors and their gradients travel; as they are by default.
 
@@ -81,12 +162,20 @@ def shard_embeddings(
         ``model``.
 
     Raises:
-        ValueError: for a mesh or plan that does not fit the model, or ranks that disagree.
+        ValueError: for a mesh or plan that does not fit the model, or ranks that disagree; where a
+            planner finds that the tables do not fit into memory.
     """
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
     problem, checked, description = None, None, []
+    if plan == "auto":
+        plan = Planner()
+    planner = plan if isinstance(plan, Planner) else None
+    # A planner may ask all ranks for their memory, so that none of them may come without one.
+    check_agreement(_planner_lines(planner), flat.get_group())
+    if planner is not None:
+        plan = _with_topology(planner, mesh, flat)
     try:
-        checked = _checked_plan(model, mesh, plan)
+        checked = _checked_plan(model, mesh, plan, wire)
         description = describe(model, checked, wire)
     except ValueError as error:
         # The others wait for this rank's description, and should hear of it.
@@ -97,9 +186,7 @@ def shard_embeddings(
     assert checked is not None
     ranks = Ranks(flat, checked.tables, wire)
 
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _device(mesh)
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Collection):
@@ -116,7 +203,8 @@ def shard_embeddings(
 def _checked_plan(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: ShardingPlan | Mapping[str, Placement | str] | None,
+    plan: ShardingPlan | Planner | Mapping[str, Placement | str] | None,
+    wire: WirePrecision,
 ) -> ShardingPlan:
     """The whole plan for ``model``.
 
@@ -127,6 +215,13 @@ def _checked_plan(
     if isinstance(model, Collection):
         raise ValueError("model must contain collections, not be one; wrap it in a module")
     specs = table_specs(model)
+    if isinstance(plan, str):
+        raise ValueError(
+            f'plan must be "auto", a Planner, a ShardingPlan or placements by table, got {plan!r}'
+        )
+    if isinstance(plan, Planner):
+        _check_topology(plan, mesh)
+        plan = plan.plan(table_uses(model), wire=wire).plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
     planned = [table_plan.table for table_plan in plan.tables]

@@ -1,0 +1,120 @@
+"""Tables, topologies and planners for tests, and every plan that a planner may choose from."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import hypothesis.strategies as st
+import torch
+
+from torchembed import optim
+from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.sharding import (
+    Planner,
+    PlanReport,
+    ShardingPlan,
+    TableConstraint,
+    TableUse,
+    Topology,
+    WirePrecision,
+)
+from torchembed.sharding.costs import CostModel
+from torchembed.sharding.options import table_options
+from torchembed.sharding.plan import as_placement
+from torchembed.sharding.plan_report import report_plan
+from torchembed.tables import TableSpec
+
+
+def make_topology(num_nodes: int, ranks_per_node: int, memory_bytes: int = 10**12) -> Topology:
+    """Slow wires between nodes, faster ones within."""
+    return Topology(
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        memory_bytes=memory_bytes,
+        memory_bandwidth=1e9,
+        intra_node_bandwidth=1e8,
+        inter_node_bandwidth=1e7,
+    )
+
+
+def make_use(
+    num_rows: int, dim: int, *features: str, pooled: bool = True, dtype: torch.dtype = torch.float32
+) -> TableUse:
+    spec = TableSpec(name="t", num_rows=num_rows, dim=dim, dtype=dtype)
+    return TableUse(spec=spec, features=features, pooled=pooled)
+
+
+def dlrm_dcnv2() -> tuple[dict[str, TableUse], dict[str, float]]:
+    """MLPerf's tables, bf16 vectors, and their hotness."""
+    names = [f"cat_{number}" for number in range(len(MLPERF_TABLE_SIZES))]
+    tables = {
+        name: TableUse(
+            spec=TableSpec(name=name, num_rows=num_rows, dim=128),
+            features=(name,),
+            output_dtype=torch.bfloat16,
+        )
+        for name, num_rows in zip(names, MLPERF_TABLE_SIZES, strict=True)
+    }
+    return tables, dict(zip(names, map(float, MLPERF_HOTNESS), strict=True))
+
+
+def cost_model(
+    planner: Planner, topology: Topology, wire: WirePrecision | None = None
+) -> CostModel:
+    return CostModel(
+        topology=topology,
+        batch_size=planner.batch_size,
+        rule=UpdateRule(kind=planner.optimizer.kind),
+        wire=wire or WirePrecision(),
+        fixed_hotness=planner.fixed_hotness,
+        hotness=planner.hotness,
+    )
+
+
+def every_plan(
+    planner: Planner, tables: Mapping[str, TableUse], topology: Topology
+) -> Iterator[PlanReport]:
+    """Each table's every option on every choice of ranks, with all of the others'."""
+    model = cost_model(planner, topology)
+    allowed = [as_placement("(any)", placement) for placement in planner.placements]
+    choices = [
+        [
+            option.plan(name, use, ranks)
+            for option in table_options(name, use, model, allowed, TableConstraint())
+            for ranks in (
+                map(tuple, option.groups)
+                if option.groups
+                else itertools.combinations(option.pool.tolist(), option.num_parts)
+            )
+        ]
+        for name, use in tables.items()
+    ]
+    for plans in itertools.product(*choices):
+        plan = ShardingPlan(
+            num_ranks=topology.num_ranks, tables=plans, num_nodes=topology.num_nodes
+        )
+        yield report_plan(plan, tables, model)
+
+
+def table_uses_strategy(max_tables: int, max_rows: int) -> st.SearchStrategy[dict[str, TableUse]]:
+    """Tables ``t0``, ``t1``, ... of features ``f0`` to ``f3``, some of which share a table."""
+    one = st.builds(
+        make_use,
+        st.integers(1, max_rows),
+        st.sampled_from((2, 4, 8, 24)),
+        st.sampled_from(("f0", "f1")),
+        pooled=st.booleans(),
+        dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    )
+    shared = st.builds(make_use, st.integers(1, max_rows), st.just(8), st.just("f2"), st.just("f3"))
+    tables = st.lists(one | shared, min_size=1, max_size=max_tables)
+    return tables.map(lambda uses: {f"t{number}": use for number, use in enumerate(uses)})
+
+
+planners = st.builds(
+    Planner,
+    batch_size=st.sampled_from((1, 16, 64)),
+    hotness=st.just({}),
+    optimizer=st.sampled_from((optim.SGD, optim.Adagrad, optim.RowwiseAdagrad, optim.Adam)),
+    fixed_hotness=st.booleans(),
+)

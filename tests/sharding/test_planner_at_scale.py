@@ -1,0 +1,111 @@
+"""Plans for MLPerf's DLRM-DCNv2 on 1 to 1,024 ranks, and what is said where it does not fit."""
+
+import dataclasses
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.source_tree import ROOT, run_python_or_fail
+from tests.sharding.planning import dlrm_dcnv2, make_topology, make_use
+from torchembed import optim
+from torchembed.sharding import H200, Planner, PlanReport, Topology
+
+TABLES, HOTNESS = dlrm_dcnv2()
+NUM_RANKS = (1, 2, 4, 8, 16, 64, 256, 1024)
+# Without parallelism a whole model of 195 GiB has to fit.
+ROOMY_BYTES = 256 << 30
+
+
+def topology_of(num_ranks: int) -> Topology:
+    topology = Topology.of_hardware(
+        H200, ranks_per_node=min(num_ranks, 8), num_nodes=max(num_ranks // 8, 1)
+    )
+    return dataclasses.replace(topology, memory_bytes=ROOMY_BYTES) if num_ranks == 1 else topology
+
+
+def plan_in_seconds(planner: Planner, num_ranks: int) -> PlanReport:
+    start = time.process_time()
+    report = planner.plan(TABLES, topology_of(num_ranks))
+    assert time.process_time() - start < 20  # some seconds, on a machine that may be slow
+    memory = report.topology.memory_bytes
+    assert max(rank.held_bytes for rank in report.ranks) <= memory
+    return report
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_ranks_are_balanced(num_ranks: int) -> None:
+    planner = Planner(batch_size=8192, hotness=HOTNESS, max_imbalance=1.15)
+    report = plan_in_seconds(planner, num_ranks)
+    assert report.balance <= 1.15
+    # Adagrad holds as much state as there are weights, in float32: 204,184,588 rows of 128.
+    elements = sum(
+        shard.num_rows * shard.num_columns for table in report.plan.tables for shard in table.shards
+    )
+    assert sum(rank.weight_bytes for rank in report.ranks) == elements * 8
+    assert sum(table.weight_bytes for table in report.tables) == 204_184_588 * 128 * 8
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("fixed_hotness", [False, True])
+def test_the_fastest_plan_is_balanced_up_to_two_nodes(num_ranks: int, fixed_hotness: bool) -> None:
+    planner = Planner(batch_size=8192, hotness=HOTNESS, fixed_hotness=fixed_hotness)
+    report = plan_in_seconds(planner, num_ranks)
+    assert report.balance <= 1.15
+    # Ranks keep the work of a rank: twice the ranks on a node do not take longer by a third.
+    if num_ranks <= 8:
+        alone = plan_in_seconds(planner, num_ranks // 2)
+        assert report.seconds < 1.34 * alone.seconds
+
+
+def test_the_other_optimizer_takes_no_columns() -> None:
+    planner = Planner(batch_size=8192, hotness=HOTNESS, optimizer=optim.RowwiseAdagrad)
+    report = plan_in_seconds(planner, 8)
+    assert report.balance <= 1.15
+    assert "column_wise" not in {table.placement.value for table in report.plan.tables}
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_is_missing() -> None:
+    topology = Topology.of_hardware(H200, ranks_per_node=1)
+    message = (
+        "tables do not fit: in the best plan found rank 0 would need 195 GiB, 301.9 MiB of it for "
+        "activations and exchange buffers, and has 118.1 GiB. Rows and optimizer state of all "
+        "tables take 194.7 GiB, 97.36 GiB of it state, on 1 rank(s); the heaviest: cat_0 (38.15 "
+        "GiB), cat_9 (38.15 GiB), cat_19 (38.15 GiB). Use more ranks (at least 2 for rows and "
+        "state alone), a 16-bit dtype for the tables, an optimizer with less state such as "
+        "RowwiseAdagrad, a smaller batch_size, or fewer constraints"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Planner(batch_size=8192, hotness=HOTNESS).plan(TABLES, topology)
+
+
+def test_buffers_alone_may_not_fit() -> None:
+    with pytest.raises(ValueError, match=re.escape("tables do not fit")):
+        Planner(batch_size=10**6).plan({"t": make_use(10, 16, "f")}, make_topology(1, 2, 10**6))
+
+
+def test_many_tables_take_seconds() -> None:
+    tables = {f"t{n}": make_use(10 + n * n * 7919 % 10**7, 64, f"f{n}") for n in range(400)}
+    hotness = {f"f{n}": 1 + n % 13 for n in range(400)}
+    start = time.process_time()
+    report = Planner(batch_size=2048, hotness=hotness).plan(tables, make_topology(2, 8))
+    assert time.process_time() - start < 30
+    assert report.balance < 1.15
+
+
+def test_bench_prints_draws_and_writes(tmp_path: Path) -> None:
+    pytest.importorskip("tyro", reason="the bench needs tyro")
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    picture, plan = tmp_path / "plan.png", tmp_path / "plan.json"
+    printed = run_python_or_fail(
+        *("-W", "ignore", "-m", "bench.plan", "--num-ranks", "8"),
+        *("--picture", str(picture), "--json", str(plan)),
+        cwd=ROOT,
+        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+    )
+    assert printed.startswith("26 tables on 1 node(s) of 8 rank(s), 8192 samples a rank\n")
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert json.loads(plan.read_text())["num_ranks"] == 8

@@ -1,0 +1,197 @@
+"""Costs of a worked example, to the byte; and what reports and pictures show of them."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sharding.planning import cost_model, make_topology, make_use
+from torchembed import optim
+from torchembed.sharding import (
+    Placement,
+    Planner,
+    ShardingPlan,
+    TableConstraint,
+    WirePrecision,
+    draw_plan,
+)
+from torchembed.sharding.costs import Everywhere, Load
+from torchembed.sharding.plan import place_table
+from torchembed.sharding.plan_report import bytes_text, ranks_text, report_plan
+
+# 8 rows of 16 columns: 64 bytes a row, weights, state and vectors alike. 2 features with 2 and 1
+# lookups a sample, 4 samples on each of 4 ranks on 2 nodes: 48 lookups, 12 of each rank.
+USE = make_use(8, 16, "f", "g")
+HOTNESS = {"f": 2, "g": 1}
+TOPOLOGY = make_topology(2, 2)
+PLANNER = Planner(batch_size=4, hotness=HOTNESS)
+MODEL = cost_model(PLANNER, TOPOLOGY)
+
+
+def loads_of(
+    placement: Placement,
+    ranks: tuple[int, ...],
+    planner: Planner = PLANNER,
+    wire: WirePrecision | None = None,
+) -> tuple[np.ndarray, Everywhere]:
+    model = cost_model(planner, TOPOLOGY, wire)
+    return model.table_loads(USE, place_table("t", USE.spec, placement, ranks))
+
+
+def test_table_wise() -> None:
+    (load,), everywhere = loads_of(Placement.TABLE_WISE, (0,))
+    touched = 8 * (1 - math.exp(-48 / 8))
+    ids = 8 * (12 + 8)  # and the lengths of 8 bags
+    np.testing.assert_allclose(
+        load,
+        [
+            4 * ids + 48 * 64 + 4 * 8 * 64,
+            48 * 64 + touched * 2 * (64 + 64),
+            ids,
+            8 * 64,
+            8 * 64,
+            8 * 64 * 2 + 4 * (4 * ids + 2 * 8 * 64),
+        ],
+        rtol=1e-12,
+    )
+    assert load[Load.HELD] == 7680
+    assert everywhere == (2 * 8 * 64, 2 * 8 * 64, 0, ids + 4 * 8 * 64)
+
+
+def test_column_wise_with_narrow_wires() -> None:
+    wire = WirePrecision(forward=torch.bfloat16, backward=torch.float16)
+    loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), wire=wire)
+    touched = 8 * (1 - math.exp(-48 / 8))
+    ids = 8 * (12 + 8)
+    # Rows of 32 bytes still cost 64; vectors travel as 8 columns of 2 bytes.
+    expected = [
+        4 * ids + 48 * 64 + 4 * 8 * 32,
+        48 * 64 + touched * 2 * (64 + 64),
+        ids,
+        8 * 16,
+        8 * 16,
+        8 * 32 * 2 + 4 * (4 * ids + 2 * 8 * 16),
+    ]
+    np.testing.assert_allclose(loads, [expected, expected], rtol=1e-12)
+    assert everywhere == (2 * 128 + 512, 2 * 128 + 512, 0, 2 * (ids + 256) + 2 * 512)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_row_wise(fixed: bool) -> None:
+    planner = Planner(
+        batch_size=4, hotness=HOTNESS, fixed_hotness=fixed, optimizer=optim.RowwiseAdagrad
+    )
+    loads, everywhere = loads_of(Placement.ROW_WISE, (0, 1, 2, 3), planner)
+    touched = 2 * (1 - math.exp(-12 / 2))
+    ids = 8 * 12 if fixed else 8 * (3 + 8)
+    expected = [
+        4 * ids + 12 * 64 + 4 * 8 * 64,
+        12 * 64 + touched * 2 * (64 + 64),  # 4 bytes of state cost 64
+        ids,
+        8 * 64,
+        8 * 64,
+        2 * (64 + 4) + 4 * (4 * ids + 2 * 8 * 64),
+    ]
+    np.testing.assert_allclose(loads, [expected] * 4, rtol=1e-12)
+    assert everywhere == (4 * 512 + 512, 4 * 512 + 512, 0, 4 * (ids + 1024) + 2 * 512)
+
+
+def test_row_wise_sequence_sends_each_vector_once() -> None:
+    use = make_use(8, 16, "f", "g", pooled=False)
+    plan = place_table("t", use.spec, Placement.ROW_WISE, (0, 1, 2, 3))
+    loads, everywhere = MODEL.table_loads(use, plan)
+    np.testing.assert_allclose(loads[:, Load.VECTORS], [3 * 64] * 4, rtol=1e-12)
+    np.testing.assert_allclose(loads[:, Load.GRADIENTS], [3 * 64] * 4, rtol=1e-12)
+    assert everywhere.lookup_bytes == 12 * 64 + 12 * 64
+
+
+def test_data_parallel() -> None:
+    loads, everywhere = loads_of(Placement.DATA_PARALLEL, (0, 1, 2, 3))
+    assert not loads.any()
+    dense = 8 * 17 * 4
+    assert everywhere == (
+        8 * 12 + 12 * 64 + 512,
+        12 * 64 + 6 * dense + 8 * 2 * (64 + 64),
+        dense,
+        8 * 64 * 2 + 4 * 8 * 12 + 3 * dense + 2 * 512,
+    )
+    # Half of it each way within a node twice; then half of that half between the two nodes.
+    expected = dense / 1e8 + dense / 2 / 1e7
+    assert MODEL.all_reduce_seconds(everywhere.all_reduce_bytes) == pytest.approx(expected)
+
+
+def test_busiest_link_of_each_rank() -> None:
+    loads = np.zeros((4, 6))
+    loads[0, Load.VECTORS] = 1000.0
+    # Rank 0 sends 2000 bytes to the other node; rank 1 takes 1000 in by the wire within, ranks 2
+    # and 3 each by the one between.
+    seconds = MODEL.wire_seconds(loads)[:, 1]
+    np.testing.assert_allclose(seconds, [2000 / 1e7, 1000 / 1e8, 1000 / 1e7, 1000 / 1e7])
+
+
+def test_report_adds_up() -> None:
+    tables = {"t": USE, "u": make_use(100, 16, "f"), "v": make_use(3, 16, "g")}
+    plan = ShardingPlan(
+        num_ranks=4,
+        num_nodes=2,
+        tables=(
+            place_table("t", USE.spec, Placement.TABLE_WISE, (0,)),
+            place_table("u", tables["u"].spec, Placement.ROW_WISE, (0, 1, 2, 3)),
+            place_table("v", tables["v"].spec, Placement.DATA_PARALLEL, (0, 1, 2, 3)),
+        ),
+    )
+    report = report_plan(plan, tables, MODEL)
+    assert [table.weight_bytes for table in report.tables] == [8 * 128, 100 * 128, 3 * 128]
+    assert [table.state_bytes for table in report.tables] == [8 * 64, 100 * 64, 3 * 64]
+    assert [table.busiest_bytes for table in report.tables] == [8 * 128, 25 * 128, 3 * 128]
+    assert [table.lookups for table in report.tables] == [3, 2, 1]
+    shared = 25 * 128 + 3 * 128
+    assert [rank.weight_bytes for rank in report.ranks] == [shared + 8 * 128, *[shared] * 3]
+    assert report.seconds == report.ranks[0].seconds
+    mean = sum(rank.seconds for rank in report.ranks) / 4
+    assert report.balance == pytest.approx(report.seconds / mean)
+
+
+def test_print() -> None:
+    tables = {"t": make_use(10**6, 16, "f"), "small": make_use(3, 16, "g")}
+    constraints = {"small": TableConstraint(placements=("data_parallel",))}
+    planner = Planner(batch_size=4, placements=("table_wise",), constraints=constraints)
+    lines = str(planner.plan(tables, make_topology(1, 2))).splitlines()
+    assert lines[0] == "2 tables on 1 node(s) of 2 rank(s), 4 samples a rank"
+    head = ["table", "placement", "ranks", "bytes", "most on a rank", "lookups", "ms alone"]
+    assert re.split(r" {2,}", lines[2]) == head
+    assert lines[3].split()[:7] == ["t", "table_wise", "0", "122.1", "MiB", "122.1", "MiB"]
+    assert lines[4].split()[:3] == ["small", "data_parallel", "0-1"]
+    assert len({len(line) for line in lines[2:5]}) == 1
+    assert [line.split()[0] for line in lines[6:9]] == ["rank", "0", "1"]
+    assert lines[-1].startswith("predicted: ")
+    assert lines[-1].endswith("of 931.3 GiB")
+
+
+def test_many_ranks_are_summed_up() -> None:
+    tables = {"t": make_use(10**6, 16, "f")}
+    planner = Planner(batch_size=4, placements=("table_wise",))
+    lines = str(planner.plan(tables, make_topology(3, 8))).splitlines()
+    ranks = [line.split()[0] for line in lines[5 : lines.index("", 5)]]
+    assert ranks[0] == "rank"
+    assert ranks[1] == "0"
+    assert len(ranks) == 3
+
+
+def test_texts() -> None:
+    assert ranks_text((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
+    assert ranks_text(()) == ""
+    sizes = (0, 1023, 1024, 5 * 2**20, 3 * 2**30, 2**41)
+    texts = ["0 B", "1023 B", "1 KiB", "5 MiB", "3 GiB", "2 TiB"]
+    assert [bytes_text(size) for size in sizes] == texts
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 8])
+def test_picture_is_a_png(ranks_per_node: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    report = PLANNER.plan({"t": USE}, make_topology(2, ranks_per_node))
+    draw_plan(report, tmp_path / "plan.png", title="a title")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n")

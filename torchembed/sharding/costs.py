@@ -1,0 +1,236 @@
+"""What a placed table costs: bytes that memory and wires move in a step, bytes held, seconds.
+
+Letters: ``B`` samples of each rank, ``W`` ranks, ``h`` lookups a sample of a table, ``F`` features
+that use it. Ids are taken to be uniform, the worst case for caches and for the sum of equal rows.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.sharding.plan import Placement, Shard, TablePlan
+from torchembed.sharding.topology import Topology
+from torchembed.sharding.wire import WirePrecision
+from torchembed.tables import TableSpec
+
+ID_BYTES = 8
+ID_COPIES = 4
+"""Buffers as long as a rank's ids: as received, as rows, sorted, and their order."""
+GRANULE_BYTES = 64
+"""What memory moves at least: a narrower row costs as much."""
+DENSE_PASSES = 6
+"""Of a replicated table's dense gradient through memory: zeroed, summed (read and written), packed,
+divided, read by the update."""
+DENSE_COPIES = 3
+"""Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableUse:
+    """A whole table and how a model uses it."""
+
+    spec: TableSpec
+    features: tuple[str, ...]
+    """That are looked up in it."""
+    pooled: bool = True
+    """False: one vector for each id."""
+    output_dtype: torch.dtype = torch.float32
+
+
+class Load(enum.IntEnum):
+    """What a shard costs the rank that holds it; the columns of load arrays."""
+
+    LOOKUP = 0
+    """Bytes through memory in forward."""
+    UPDATE = 1
+    """Bytes through memory in backward and in the optimizer's step."""
+    IDS = 2
+    """Bytes of ids that each rank sends it."""
+    VECTORS = 3
+    """Bytes of vectors that it sends each rank."""
+    GRADIENTS = 4
+    """Bytes of gradients that each rank sends it."""
+    HELD = 5
+    """Bytes of rows, their optimizer state, and buffers."""
+
+
+WIRES = slice(Load.IDS, Load.HELD)
+
+
+class Everywhere(NamedTuple):
+    """What a table costs every rank, whoever holds it."""
+
+    lookup_bytes: float = 0.0
+    update_bytes: float = 0.0
+    all_reduce_bytes: float = 0.0
+    """Of a replicated table's gradients."""
+    held_bytes: float = 0.0
+
+    def plus(self, other: "Everywhere") -> "Everywhere":
+        return Everywhere(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Costs of tables for one batch size, optimizer, wire and topology."""
+
+    topology: Topology
+    batch_size: int
+    """Samples of each rank."""
+    rule: UpdateRule
+    wire: WirePrecision
+    fixed_hotness: bool
+    hotness: Mapping[str, float]
+    """Lookups a sample of each feature; 1 where not named."""
+
+    def lookups(self, use: TableUse) -> float:
+        """Lookups a sample of all the table's features."""
+        return sum(self.hotness.get(feature, 1.0) for feature in use.features)
+
+    def weight_bytes(self, use: TableUse, num_rows: int, num_columns: int) -> int:
+        """Rows and optimizer state of so much of a table."""
+        state = math.prod(self.rule.state_shape(num_rows, num_columns)) * 4
+        return num_rows * num_columns * use.spec.dtype.itemsize + state * self.rule.num_states
+
+    def shard_load(self, use: TableUse, shard: Shard) -> np.ndarray:
+        """float64 ``[6]``, by :class:`Load`: one shard of a table that is not replicated."""
+        hotness = self.lookups(use)
+        spec, num_ranks, num_samples = use.spec, self.topology.num_ranks, self.batch_size
+        share = shard.num_rows / spec.num_rows
+        bags = num_samples * len(use.features)
+        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids go
+        # where their rows are, with the length of each bag.
+        sent = num_samples * hotness * (1.0 if self.fixed_hotness else share)
+        ids = ID_BYTES * (sent if self.fixed_hotness else sent + bags)
+        lookups = num_ranks * num_samples * hotness * share
+        vectors = bags if use.pooled else num_samples * hotness * share
+        width = shard.num_columns
+        out_itemsize = use.output_dtype.itemsize
+        forward = vectors * width * _wire_itemsize(self.wire.forward, use)
+        backward = vectors * width * _wire_itemsize(self.wire.backward, use)
+        weight_row = _granular(width * spec.dtype.itemsize)
+        return np.array(
+            [
+                num_ranks * ids + lookups * weight_row + num_ranks * vectors * width * out_itemsize,
+                lookups * _granular(width * out_itemsize)
+                + self._touched(shard.num_rows, lookups) * self._row_update(use, width),
+                ids,
+                forward,
+                backward,
+                self.weight_bytes(use, shard.num_rows, width)
+                + num_ranks * (ID_COPIES * ids + forward + backward),
+            ]
+        )
+
+    def everywhere(self, use: TableUse, placement: Placement, loads: np.ndarray) -> Everywhere:
+        """What the table costs every rank, with ``loads [shards, 6]`` of its shards.
+
+        Of a replicated table that is all; of others the ids that leave and the vectors that arrive.
+        """
+        spec, num_samples, hotness = use.spec, self.batch_size, self.lookups(use)
+        vectors = num_samples * (len(use.features) if use.pooled else hotness)
+        output = vectors * spec.dim * use.output_dtype.itemsize
+        if placement is not Placement.DATA_PARALLEL:
+            _, _, ids, forward, backward, _ = loads.sum(axis=0)
+            held = ids + forward + backward + 2 * output
+            return Everywhere(forward + output, backward + output, 0.0, held)
+        lookups = num_samples * hotness
+        dense = spec.num_rows * (spec.dim + 1) * 4
+        ids = ID_BYTES * lookups
+        weight_row = _granular(spec.dim * spec.dtype.itemsize)
+        gradients = lookups * _granular(spec.dim * use.output_dtype.itemsize)
+        return Everywhere(
+            ids + lookups * weight_row + output,
+            gradients + DENSE_PASSES * dense + spec.num_rows * self._row_update(use, spec.dim),
+            dense,
+            self.weight_bytes(use, spec.num_rows, spec.dim)
+            + ID_COPIES * ids
+            + DENSE_COPIES * dense
+            + 2 * output,
+        )
+
+    def _row_update(self, use: TableUse, width: int) -> float:
+        """Bytes that updating one row of ``width`` columns reads and writes."""
+        state = math.prod(self.rule.state_shape(1, width)) * 4
+        row = _granular(width * use.spec.dtype.itemsize)
+        return 2 * (row + self.rule.num_states * _granular(state))
+
+    @staticmethod
+    def _touched(num_rows: int, lookups: float) -> float:
+        """Different rows among uniform ``lookups``, expected."""
+        return -num_rows * math.expm1(-lookups / num_rows)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        return num_bytes / self.topology.memory_bandwidth
+
+    def all_reduce_seconds(self, num_bytes: float) -> float:
+        """A reduce-scatter and an all-gather within nodes, and between them of each rank's part."""
+        nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
+        within = 2 * num_bytes * (per_node - 1) / per_node / self.topology.intra_node_bandwidth
+        part = num_bytes / per_node
+        return within + 2 * part * (nodes - 1) / nodes / self.topology.inter_node_bandwidth
+
+    def wire_seconds(self, loads: np.ndarray) -> np.ndarray:
+        """float64 ``[W, 3]``: of each rank the busiest link and direction in the three exchanges.
+
+        Args:
+            loads: ``[W, 6]``, what each rank holds. The ids that it takes in, the vectors that it
+                sends and the gradients that it takes in are its own; in the other direction goes
+                what all others hold.
+        """
+        topology = self.topology
+        per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
+        own = loads[:, WIRES]
+        of_nodes = own.reshape(topology.num_nodes, per_node, 3).sum(axis=1)
+        of_node = np.repeat(of_nodes, per_node, axis=0)
+        total = of_nodes.sum(axis=0)
+        within = np.maximum((per_node - 1) * own, of_node - own) / topology.intra_node_bandwidth
+        between = np.maximum((num_ranks - per_node) * own, total - of_node)
+        return np.maximum(within, between / topology.inter_node_bandwidth)
+
+    def rank_seconds(self, loads: np.ndarray, everywhere: Everywhere) -> np.ndarray:
+        """float64 ``[W]``: memory and the busiest link, one after the other."""
+        memory = loads[:, Load.LOOKUP] + loads[:, Load.UPDATE]
+        memory = memory + everywhere.lookup_bytes + everywhere.update_bytes
+        common = self.all_reduce_seconds(everywhere.all_reduce_bytes)
+        return self.memory_seconds(1.0) * memory + self.wire_seconds(loads).sum(axis=1) + common
+
+    def holder_seconds(self, loads: np.ndarray) -> np.ndarray:
+        """float64 ``[n]``: what each of ``loads [n, 6]`` adds to a rank that is busy holding."""
+        topology = self.topology
+        per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
+        wire = max(
+            (per_node - 1) / topology.intra_node_bandwidth,
+            (num_ranks - per_node) / topology.inter_node_bandwidth,
+        )
+        memory = loads[:, Load.LOOKUP] + loads[:, Load.UPDATE]
+        return self.memory_seconds(1.0) * memory + wire * loads[:, WIRES].sum(axis=1)
+
+    def table_loads(self, use: TableUse, plan: TablePlan) -> tuple[np.ndarray, Everywhere]:
+        """``[shards, 6]`` in the order of ``plan.shards``, zeros where replicated; and the rest."""
+        loads = np.zeros((len(plan.shards), len(Load)))
+        if plan.placement is not Placement.DATA_PARALLEL:
+            # All shards but the last have one shape.
+            known: dict[tuple[int, int], np.ndarray] = {}
+            for index, shard in enumerate(plan.shards):
+                shape = (shard.num_rows, shard.num_columns)
+                if shape not in known:
+                    known[shape] = self.shard_load(use, shard)
+                loads[index] = known[shape]
+        return loads, self.everywhere(use, plan.placement, loads)
+
+
+def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:
+    """Bytes that a number of ``use``'s vectors takes on its way: the narrower of the two."""
+    out = use.output_dtype.itemsize
+    return out if dtype is None else min(dtype.itemsize, out)
+
+
+def _granular(num_bytes: int) -> int:
+    return -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES

@@ -1,0 +1,153 @@
+"""What a plan is made for: ranks, their memory, and how fast memory and wires are."""
+
+import dataclasses
+import hashlib
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MEMORY_SHARE = 0.85
+"""Of a rank's free memory, what tables and their buffers may take: the rest is for the dense part,
+its activations, the collectives' own buffers and gaps of the allocator."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One rank's device and its wires."""
+
+    name: str
+    memory_bytes: int
+    """That a program can have when nothing else runs."""
+    memory_bandwidth: float
+    """Bytes a second of a copy, reads and writes counted."""
+    intra_node_bandwidth: float
+    """Bytes a second that a rank sends to ranks of its node while it receives as many."""
+    inter_node_bandwidth: float
+    """The same for ranks of other nodes."""
+
+
+# Memory: a large copy on one GPU. Intra-node: an NCCL all-to-all of 109 MB a GPU over 8 H200 in
+# 326 us, of which 7/8 leave the GPU; the H100 has the same NVLink. Inter-node is not measured: nine
+# tenths of one 400 Gb/s adapter a GPU.
+H100 = Hardware(
+    name="H100",
+    memory_bytes=78 << 30,
+    memory_bandwidth=3.0e12,
+    intra_node_bandwidth=290e9,
+    inter_node_bandwidth=45e9,
+)
+H200 = Hardware(
+    name="H200",
+    memory_bytes=139 << 30,
+    memory_bandwidth=4.23e12,
+    intra_node_bandwidth=290e9,
+    inter_node_bandwidth=45e9,
+)
+# Round numbers for one core of a server and gloo between processes: plans ask for ratios.
+CPU = Hardware(
+    name="CPU",
+    memory_bytes=4 << 30,
+    memory_bandwidth=10e9,
+    intra_node_bandwidth=1e9,
+    inter_node_bandwidth=1e9,
+)
+GPUS = (H100, H200)
+"""Those whose figures are known; another GPU is taken for the first one, with its own memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Equal ranks on equal nodes. Node k consists of ranks ``[k * n, (k + 1) * n)``."""
+
+    num_nodes: int = 1
+    ranks_per_node: int
+    memory_bytes: int
+    """That tables and their buffers may take on each rank."""
+    memory_bandwidth: float
+    """Bytes a second, reads and writes counted."""
+    intra_node_bandwidth: float
+    """Bytes a second and rank, in each direction, to ranks of the same node."""
+    inter_node_bandwidth: float
+    """Bytes a second and rank, in each direction, to ranks of other nodes."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"{field.name} of a topology must be positive, got {value}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node that ``rank`` is on."""
+        return rank // self.ranks_per_node
+
+    @classmethod
+    def of_hardware(
+        cls, hardware: Hardware, *, ranks_per_node: int, num_nodes: int = 1
+    ) -> "Topology":
+        """Ranks of ``hardware`` that are otherwise idle; no device is asked."""
+        return cls(
+            num_nodes=num_nodes,
+            ranks_per_node=ranks_per_node,
+            memory_bytes=int(hardware.memory_bytes * MEMORY_SHARE),
+            memory_bandwidth=hardware.memory_bandwidth,
+            intra_node_bandwidth=hardware.intra_node_bandwidth,
+            inter_node_bandwidth=hardware.inter_node_bandwidth,
+        )
+
+    @classmethod
+    def of_group(cls, group: Any, device: torch.device, *, num_nodes: int = 1) -> "Topology":
+        """The ranks of a process group, each of which passes its own ``device``.
+
+        Collective: one all-gather of CPU tensors, so that all ranks get the same topology, that of
+        the weakest one. A GPU counts with the memory that is free now, the CPU with the machine's
+        available memory over its ranks; of both ``MEMORY_SHARE``. Where a single node has ranks on
+        several hosts, all its wires are those between nodes.
+        """
+        hardware, free_bytes = _hardware_of(device)
+        host = hashlib.sha256(socket.gethostname().encode()).digest()
+        mine = torch.tensor(
+            [
+                int.from_bytes(host[:7], "big"),
+                free_bytes,
+                int(hardware.memory_bandwidth),
+                int(hardware.intra_node_bandwidth),
+                int(hardware.inter_node_bandwidth),
+            ],
+            device="cpu",
+        )
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, mine, group=group)
+        hosts = [int(figures[0]) for figures in gathered]
+        ranks_of_host = Counter(hosts)
+        free = [
+            int(figures[1]) // (ranks_of_host[host] if device.type == "cpu" else 1)
+            for host, figures in zip(hosts, gathered, strict=True)
+        ]
+        memory, within, between = torch.stack(gathered)[:, 2:].amin(dim=0).tolist()
+        return cls(
+            num_nodes=num_nodes,
+            ranks_per_node=len(hosts) // num_nodes,
+            memory_bytes=int(min(free) * MEMORY_SHARE),
+            memory_bandwidth=memory,
+            intra_node_bandwidth=between if len(ranks_of_host) > num_nodes == 1 else within,
+            inter_node_bandwidth=between,
+        )
+
+
+def _hardware_of(device: torch.device) -> tuple[Hardware, int]:
+    """What is known of ``device``, and its free memory in bytes."""
+    if device.type != "cuda":
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return CPU, kibibytes * 1024
+    name = torch.cuda.get_device_name(device)
+    known = [hardware for hardware in GPUS if hardware.name in name]
+    return (known or GPUS)[0], torch.cuda.mem_get_info(device)[0]
