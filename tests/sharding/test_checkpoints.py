@@ -22,7 +22,7 @@ from tests.sharding.cases import (
     whole_rows,
 )
 from torchembed.sharding import Placement
-from torchembed.training import load_checkpoint, save_checkpoint
+from torchembed.training import CheckpointFolder, TrainingRun
 
 NUM_STEPS = 3
 CASES = {
@@ -43,7 +43,9 @@ def save_all(folder: str) -> None:
         for step in range(NUM_STEPS):
             exact_loss(vectors_of(model.tables(make_batch(case, dist.get_rank(), step)))).backward()
             optimizer.step()
-        save_checkpoint(Path(folder, name), model, [optimizer])
+        CheckpointFolder(Path(folder, name)).save(
+            NUM_STEPS, TrainingRun(model=model, optimizers=[optimizer])
+        )
 
 
 def load_all(folder: str) -> dict[str, dict[str, Any]]:
@@ -53,11 +55,12 @@ def load_all(folder: str) -> dict[str, dict[str, Any]]:
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
         optimizer = make_optimizer(case, model)
+        run = TrainingRun(model=model, optimizers=[optimizer])
         for saved, other in CASES.items():
             if other.optimizer == case.optimizer:
                 for tensor in (*model.parameters(), *_states(model)):
                     tensor.detach().fill_(-7.0)
-                load_checkpoint(Path(folder, saved), model, [optimizer])
+                CheckpointFolder(Path(folder, saved)).load(run)
                 held[f"{saved} under {name}"] = held_rows(model)
     return held
 
@@ -77,7 +80,8 @@ def test_every_placement_loads_under_every_other(tmp_path: Path) -> None:
     for name, case in CASES.items():
         model = make_model(case)
         optimizer = make_optimizer(case, model)
-        load_checkpoint(tmp_path / name, model, [optimizer])
+        run = TrainingRun(model=model, optimizers=[optimizer])
+        CheckpointFolder(tmp_path / name).load(run)
         loaded = {
             table: ((slice(None), slice(None)), rows, states)
             for table, (rows, states) in whole_rows(model).items()

@@ -92,7 +92,10 @@ def row_wise_on_two(folder: Path) -> dict[str, Any]:
     assert torch.equal(torch.get_rng_state(), before)
     losses = losses_of(run)
     CheckpointFolder(folder / "two").save(2 * NUM_STEPS, run)
-    again = [new_run(placement) for placement in ("table_wise", "data_parallel", "row_wise")]
+    again = [
+        new_run(placement)
+        for placement in ("table_wise", "data_parallel", "column_wise", "row_wise")
+    ]
     for other in again:
         torch.manual_seed(7)
         assert CheckpointFolder(folder / "two").load(other) == 2 * NUM_STEPS

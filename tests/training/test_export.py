@@ -28,7 +28,7 @@ from torchembed.training import (
 from torchembed.training.pieces import Pieces
 
 F0, F1 = (f"tables.embedding_bags.{key}.weight" for key in KEYS)
-PLACEMENTS = ("table_wise", "row_wise", "data_parallel")
+PLACEMENTS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 SMALL_BLOCK_BYTES = 100
 """Six rows of a table."""
 

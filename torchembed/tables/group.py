@@ -82,11 +82,6 @@ class Table:
         self.gradient_reduction: GradientReduction | None = None
         """For a table that every rank holds: makes recorded gradients their mean over ranks."""
 
-    def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Shape of what is here of a tensor of shape ``whole``: a number for each of the table's
-        rows, or for each element of them."""
-        return (self.num_rows, self.num_columns)[: len(whole)]
-
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
         left_out = ("parameter", "group", "owner")
