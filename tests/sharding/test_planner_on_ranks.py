@@ -98,9 +98,9 @@ MESSAGES = {
     "huge": r"tables do not fit: in the best plan found rank \d would need .* the heaviest: "
     r"tables.embedding_bags.huge \(7.276 TiB\)\. Use more ranks .*",
     "huge by auto": r"tables do not fit: .*",
-    "differ": r"ranks must shard the same model in the same way; rank 0 has "
-    r"'batch_size=4' where rank 1 has 'batch_size=5'\. Start all .*",
-    "one plans": r"ranks must shard .* rank 0 has 'no planner' where rank 3 has 'a planner'\. .*",
+    "differ": r"ranks must agree on the planner: rank 0 has batch_size=4, rank 1 has "
+    r"batch_size=5; start every .*",
+    "one plans": r"ranks must agree on the planner: rank 0 has no planner, rank 3 has a planner.*",
 }
 
 

@@ -192,13 +192,14 @@ def test_ranks_that_disagree_are_told_in_what() -> None:
     first, second = run_on_ranks(2, disagreements)
     assert first == second
     patterns = {
-        "placement": r"rank 0 has 'tables.embedding_bags.d: table_wise on ranks 1' where rank 1 "
-        "has 'tables.embedding_bags.d: row_wise on ranks 0, 1'. Start all ranks with",
-        "refused": r"rank 1 has \"the error: plan places tables \['tables.embedding_bags.e'\]",
-        "wire": r"rank 0 has 'WirePrecision\(.*backward=None\)' where rank 1 .*torch.float16\)'",
-        "setting": r"rank 0 has 'tables: .*on_bad_id=RAISE.*' where rank 1 has 'tables: .*ZERO",
+        "placement": "ranks must agree on what is sharded, and how: rank 0 has "
+        "tables.embedding_bags.d: table_wise on ranks 1, rank 1 has "
+        "tables.embedding_bags.d: row_wise on ranks 0, 1; start every rank with",
+        "refused": r"rank 1 has the error: plan places tables \['tables.embedding_bags.e'\]",
+        "wire": r"rank 0 has WirePrecision\(.*backward=None\), rank 1 .*torch.float16\);",
+        "setting": r"rank 0 has tables: .*on_bad_id=RAISE.*, rank 1 has tables: .*ZERO",
         "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",
-        "dense": r"rank 0 has 'top.weight: \(1, 2\).*' where rank 1 has 'top.weight: \(1, 3\)",
+        "dense": r"rank 0 has top.weight: \(1, 2\).*, rank 1 has top.weight: \(1, 3\)",
     }
     assert first.keys() == patterns.keys()
     for name, pattern in patterns.items():

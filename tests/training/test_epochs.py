@@ -170,6 +170,7 @@ def all_cases() -> dict[str, Any]:
             error_of_disagreement(config=numbers, code=files),
             error_of_disagreement(config="a = 1", code=of_rank),
             error_of_disagreement(code=shorter),
+            error_of_disagreement(config="a = 1\nb = 2" if rank else "b = 2\na = 1"),
         ],
     }
 
@@ -222,7 +223,7 @@ def test_another_number_of_ranks_reads_the_first_ones_rest(results: list[dict[st
 
 def test_what_ranks_disagree_on_is_named(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
-        none, config, code, missing = of_rank["agreements"]
+        none, config, code, missing, reordered = of_rank["agreements"]
         assert none == "no error"
         assert config.startswith(
             "ranks must agree on config: rank 0 has batch_size = 64, rank 1 has batch_size = 32; "
@@ -233,6 +234,7 @@ def test_what_ranks_disagree_on_is_named(results: list[dict[str, Any]]) -> None:
         )
         assert "rank 0 has torchembed/data/loader.py = " in missing
         assert "rank 1 has no such line" in missing
+        assert "rank 1 has the same lines in another order" in reordered
 
 
 def test_code_is_every_file_of_the_library() -> None:

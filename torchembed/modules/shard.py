@@ -171,7 +171,7 @@ def shard_embeddings(
         plan = Planner()
     planner = plan if isinstance(plan, Planner) else None
     # A planner may ask all ranks for their memory, so that none of them may come without one.
-    check_agreement(_planner_lines(planner), flat.get_group())
+    check_agreement({"the planner": _planner_lines(planner)}, flat.get_group())
     if planner is not None:
         plan = _with_topology(planner, mesh, flat)
     try:
@@ -180,7 +180,7 @@ def shard_embeddings(
     except ValueError as error:
         # The others wait for this rank's description, and should hear of it.
         problem, description = error, [f"the error: {error}"]
-    check_agreement(description, flat.get_group())
+    check_agreement({"what is sharded, and how": description}, flat.get_group())
     if problem is not None:
         raise problem
     assert checked is not None

@@ -1,38 +1,43 @@
-"""Refusing ranks that were started with different models, plans or settings."""
+"""Refusing ranks that were started with different models, plans, settings or code."""
 
 import hashlib
-import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def check_agreement(description: Sequence[str], group: Any) -> None:
-    """Raise on every rank where the ranks' descriptions, lists of lines, differ.
+def check_agreement(texts: Mapping[str, Sequence[str]], group: Any = None) -> None:
+    """Raise on every rank where one of ``texts``, lists of lines by what they say, is not the same
+    on all of them.
 
-    Collective; small: digests are compared, and texts exchanged only where they differ.
+    Collective; small: a digest is compared, and texts exchanged only where it differs.
 
     Raises:
-        ValueError: naming two ranks and the first line in which they differ.
+        ValueError: names what differs, between which ranks, and in each the first line that the
+            other lacks.
     """
-    digest = hashlib.sha256("\n".join(description).encode()).digest()
+    digest = hashlib.sha256(json.dumps({**texts}, default=list).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8)
     digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, mine, group=group)
     if all(torch.equal(other, mine) for other in digests):
         return
-    descriptions: list[Any] = [None] * len(digests)
-    dist.all_gather_object(descriptions, list(description), group=group)
-    first = descriptions[0]
-    rank, other = next((r, d) for r, d in enumerate(descriptions) if d != first)
-    ours, theirs = next(
-        pair
-        for pair in itertools.zip_longest(first, other, fillvalue="nothing more")
-        if pair[0] != pair[1]
-    )
-    raise ValueError(
-        f"ranks must shard the same model in the same way; rank 0 has {ours!r} where rank {rank} "
-        f"has {theirs!r}. Start all ranks with the same code and settings"
-    )
+    by_rank: list[Any] = [None] * len(digests)
+    dist.all_gather_object(by_rank, {name: list(lines) for name, lines in texts.items()}, group)
+    for rank, theirs in enumerate(by_rank):
+        for name in dict.fromkeys([*by_rank[0], *theirs]):
+            first, other = by_rank[0].get(name, []), theirs.get(name, [])
+            if first != other:
+                raise ValueError(
+                    f"ranks must agree on {name}: rank 0 has {_first_missing(first, other)}, rank "
+                    f"{rank} has {_first_missing(other, first)}; start every rank with the same "
+                    "code and arguments"
+                )
+
+
+def _first_missing(lines: list[str], other: list[str]) -> str:
+    default = "no such line" if set(lines) != set(other) else "the same lines in another order"
+    return next((line for line in lines if line not in other), default)

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 import torchembed
+from torchembed.sharding.agreement import check_agreement
 from torchembed.training import ranks
 
 
@@ -24,20 +25,8 @@ def check_ranks_agree(**texts: str | Mapping[str, str]) -> None:
     Raises:
         ValueError: names what differs, between which ranks, and its first line that does.
     """
-    lines = {name: _lines(text) for name, text in texts.items()}
-    digests = {name: _digest("\n".join(its_lines)) for name, its_lines in lines.items()}
-    if len(set(map(_frozen, ranks.gather_objects(digests)))) == 1:
-        return
-    by_rank = ranks.gather_objects(lines)
-    for rank, theirs in enumerate(by_rank):
-        for name in dict.fromkeys([*by_rank[0], *theirs]):
-            first, other = by_rank[0].get(name, []), theirs.get(name, [])
-            if first != other:
-                raise ValueError(
-                    f"ranks must agree on {name}: rank 0 has {_only_in(first, other)}, rank {rank} "
-                    f"has {_only_in(other, first)}; start every rank with the same code and "
-                    "arguments"
-                )
+    if ranks.world_size() > 1:
+        check_agreement({name: _lines(text) for name, text in texts.items()})
 
 
 def source_files(*packages: ModuleType) -> dict[str, str]:
@@ -60,15 +49,3 @@ def _lines(text: str | Mapping[str, str]) -> list[str]:
     if isinstance(text, str):
         return text.splitlines()
     return [f"{key} = {value}" for key, value in sorted(text.items())]
-
-
-def _only_in(lines: list[str], other: list[str]) -> str:
-    return next((line for line in lines if line not in other), "no such line")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _frozen(digests: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(digests.items()))
