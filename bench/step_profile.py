@@ -41,7 +41,7 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
     kernels, launches, waits = 0, 0, -1
     spans = []
     for event in trace.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             if not event.is_user_annotation:
                 kernels += 1
                 spans.append((event.time_range.start, event.time_range.end))

@@ -1,6 +1,8 @@
 """What a training step is measured with: one setting, for every system alike."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ class StepSetting:
     eps: float = 1e-8
     seed: int = 0
 
-    def dense_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def dense_optimizer(self, parameters: Sequence[Any]) -> torch.optim.Optimizer:
         """The optimizer of the tables, for the dense part; torch's own."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.lr)

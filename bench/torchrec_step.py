@@ -1,6 +1,7 @@
 """DLRM-DCNv2 trained by TorchRec and FBGEMM: the peer of ``bench.train_step``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,8 +70,8 @@ class TorchrecStep:
         codecs = None
         if is_tuned:
             wire = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
-            codecs = get_qcomm_codecs_registry(wire, device)
-        sharder = EmbeddingBagCollectionSharder(
+            codecs = get_qcomm_codecs_registry(wire, device=device)
+        sharder: Any = EmbeddingBagCollectionSharder(
             fused_params={
                 "optimizer": OPTIMIZERS[setting.optimizer],
                 "learning_rate": setting.lr,
@@ -99,10 +100,10 @@ class TorchrecStep:
         self._fill_rows(workload.table_configs(setting.max_rows), setting.seed)
         found = {name: p for name, p in dlrm.named_parameters() if "embedding_bags" not in name}
         with torch.no_grad():
-            for own, given in zip(_dense_in_order(found), dense, strict=True):
-                own.copy_(given)
-        own = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        dense_optimizer = KeyedOptimizerWrapper(own, lambda p: setting.dense_optimizer(list(p)))
+            for parameter, given in zip(_dense_in_order(found), dense, strict=True):
+                parameter.copy_(given)
+        own: dict[str, Any] = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        dense_optimizer = KeyedOptimizerWrapper(own, setting.dense_optimizer)
         optimizer = CombinedOptimizer([self.model.fused_optimizer, dense_optimizer])
         pipeline = TrainPipelineFusedSparseDist if is_tuned else TrainPipelineSparseDist
         self._pipeline = pipeline(self.model, optimizer, device)
@@ -141,7 +142,7 @@ class TorchrecStep:
         return loss
 
 
-def _dense_in_order(parameters: dict[str, Tensor]) -> list[Tensor]:
+def _dense_in_order(parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The dense parameters as :func:`bench.step_setting.dense_parameters` has torchembed's."""
     parts = ("dense_arch", "V_kernels", "W_kernels", "crossnet.bias", "over_arch")
     return [p for part in parts for name, p in parameters.items() if part in name]
