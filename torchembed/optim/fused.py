@@ -8,9 +8,8 @@ from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
-from torchembed.ops.segments import find_runs
 from torchembed.optim.divided_columns import update_divided_columns
-from torchembed.tables import Table, TableGroup, table_of
+from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -203,18 +202,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             for table_group in self._table_groups(index, group):
                 merged = table_group.merged_pending()
                 if merged is not None:
-                    updates.append((index, table_group, *merged))
-        multiplier, skip = self._loss_scaling(gradients for *_, gradients in updates)
-        for index, table_group, rows, gradients in updates:
-            self._update(index, table_group, rows, gradients, multiplier, skip)
+                    updates.append((index, table_group, merged))
+        multiplier, skip = self._loss_scaling(entry.gradients for *_, entry in updates)
+        for index, table_group, entry in updates:
+            self._update(index, table_group, entry, multiplier, skip)
         return loss
 
     def _update(
         self,
         index: int,
         table_group: TableGroup,
-        rows: Tensor,
-        gradients: RowGradients,
+        entry: RecordedGradients,
         multiplier: Tensor | None,
         skip: Tensor | None,
     ) -> None:
@@ -223,7 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             multiplier, skip = multiplier.to(weight.device), skip.to(weight.device)
         table_group.step += 1.0 if skip is None else (skip == 0).float()
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
-        runs = find_runs(rows, table_group.num_rows)
+        runs, gradients = entry.runs(table_group.num_rows), entry.gradients
         rule, lr = self._rule(group), self._lr(index, group, table_group)
         table = table_group.tables[0]
         if self._spans_ranks(table):

@@ -1,0 +1,47 @@
+"""The tensors of nested tuples, lists, dicts and dataclasses."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
+    """``tree`` with ``function(tensor)`` in place of each tensor, which it is called for in order.
+
+    A tree is nested of tuples, named ones too, lists, dicts and dataclasses. Anything else in it is
+    kept as it is.
+    """
+    return _map(function, tree)
+
+
+def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple):
+        parts = [_map(function, part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, list):
+        return [_map(function, part) for part in tree]
+    if isinstance(tree, dict):
+        return {key: _map(function, part) for key, part in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = [field for field in dataclasses.fields(tree) if field.init]
+        parts = {field.name: _map(function, getattr(tree, field.name)) for field in fields}
+        return dataclasses.replace(tree, **parts)
+    return tree
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of ``tree``, in the order of :func:`map_tensors`."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found
