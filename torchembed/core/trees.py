@@ -1,7 +1,7 @@
 """The tensors of nested tuples, lists, dicts and dataclasses."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -33,6 +33,34 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         parts = {field.name: _map(function, getattr(tree, field.name)) for field in fields}
         return dataclasses.replace(tree, **parts)
     return tree
+
+
+def layout_of(tree: Any) -> Hashable:
+    """Equal for trees that differ in the contents of their tensors alone; None where something in
+    ``tree`` is neither part of a tree, as :func:`map_tensors` says, nor a plain value."""
+    try:
+        return _layout(tree)
+    except _OpaqueError:
+        return None
+
+
+class _OpaqueError(Exception):
+    pass
+
+
+def _layout(tree: Any) -> Hashable:
+    if isinstance(tree, Tensor):
+        return Tensor, tuple(tree.shape), tree.dtype
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *map(_layout, tree)
+    if isinstance(tree, dict):
+        return dict, *((key, _layout(part)) for key, part in tree.items())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = (_layout(getattr(tree, field.name)) for field in dataclasses.fields(tree))
+        return type(tree), *parts
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return type(tree), tree
+    raise _OpaqueError
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
