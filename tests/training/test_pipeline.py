@@ -189,7 +189,8 @@ def test_what_was_prepared_before_a_regrouping_is_refused() -> None:
     model = make_model(CPU)
     features = fixed_batch(4, 0).sparse
     prepared = model.tables.prepare(features)
-    torchembed.optim.SGD(model.tables.parameters(), lr=1.0)
+    model.tables.embedding_bags["f0"].weight.requires_grad_(False)
+    model.tables.prepare(features)
     with (
         model.tables.handing_over([prepared]),
         pytest.raises(RuntimeError, match="tables f0, f1 were regrouped between prepare and"),
