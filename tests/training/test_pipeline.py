@@ -12,10 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.training.models import KEYS, NUM_ROWS, TinyModel, make_batch, make_optimizers
+from tests.training.models import (
+    KEYS,
+    NUM_ROWS,
+    TinyModel,
+    make_batch,
+    make_optimizers,
+    step_by_hand,
+)
 from torchembed.data import Batch
 from torchembed.tables import table_of
-from torchembed.training import TrainPipeline, train_step
+from torchembed.training import TrainPipeline
 from torchembed.training.static_step import StaticStep
 
 LOSS = F.binary_cross_entropy_with_logits
@@ -54,7 +61,7 @@ def by_hand(batches: Sequence[Batch], device: torch.device) -> tuple[list[float]
     """Losses and the state after training on ``batches`` with a plain loop."""
     model = make_model(device)
     optimizers = make_optimizers(model)
-    losses = [train_step(model, LOSS, optimizers, batch.to(device)).item() for batch in batches]
+    losses = [step_by_hand(model, LOSS, optimizers, batch.to(device)).item() for batch in batches]
     return losses, state_of(model)
 
 
@@ -142,7 +149,7 @@ def test_a_step_with_a_bad_id_changes_nothing(dense: str) -> None:
     model = linear()
     optimizers = optimizers_of(model)
     for batch in good:
-        train_step(model, LOSS, optimizers, batch)
+        step_by_hand(model, LOSS, optimizers, batch)
     expected = state_of(model)
 
     model = linear()

@@ -18,7 +18,7 @@ from torchembed.training.schedule import LearningRate
 from torchembed.training.static_step import StepResult
 from torchembed.training.stop import StopSignal
 from torchembed.training.tensor_file import open_safetensors
-from torchembed.training.train import train, train_step
+from torchembed.training.train import train
 
 __all__ = [
     "CheckpointFolder",
@@ -46,6 +46,5 @@ __all__ = [
     "read_metrics",
     "source_files",
     "train",
-    "train_step",
     "whole_tables",
 ]
