@@ -249,7 +249,7 @@ class TestGraphs:
                 pipeline.progress(batches)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             for _ in range(8):
                 pipeline.progress(batches)
         calls = {event.key: event.count for event in profile.key_averages()}

@@ -1,7 +1,7 @@
 """The tensors of nested tuples, lists, dicts and dataclasses."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -65,11 +65,14 @@ def _layout(tree: Any) -> Hashable:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of ``tree``, in the order of :func:`map_tensors`."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
-    return found
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        parts: Iterable[Any] = tree
+    elif isinstance(tree, dict):
+        parts = tree.values()
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = (getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init)
+    else:
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part)]

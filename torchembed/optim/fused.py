@@ -160,6 +160,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         decay = group.get("lr_decay", 0.0)
         return tensor if decay == 0.0 else tensor / (1 + (table_group.step - 1) * decay)
 
+    def recorded(self) -> list[RecordedGradients]:
+        """The gradients that :meth:`step` would apply."""
+        groups = (
+            g for i, group in enumerate(self.param_groups) for g in self._table_groups(i, group)
+        )
+        return [entry for table_group in groups for entry in table_group.pending]
+
     def sync_lr(self) -> None:
         """Show learning rates that were set since to CUDA graphs that hold :meth:`step`; call it
         before a replay. A tensor ``lr`` is seen anyway."""

@@ -98,6 +98,8 @@ class RecordedGradients(NamedTuple):
     gradients: RowGradients
     known_runs: Runs | None = None
     """Of equal ``rows``, where they were found before."""
+    ready: torch.cuda.Event | None = None
+    """From when on another stream of the GPU may use them."""
 
     def runs(self, num_rows: int) -> Runs:
         """The runs of equal rows, of a group of ``num_rows``."""
@@ -218,7 +220,11 @@ class TableGroup:
         if reduction is not None:
             rows, gradients = reduction(rows, gradients, self.weight)
             runs = None
-        self.pending.append(RecordedGradients(rows, gradients, runs))
+        ready = None
+        if rows.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        self.pending.append(RecordedGradients(rows, gradients, runs, ready))
 
     def scale_pending(self, factor: Tensor) -> None:
         """Multiply all gradients recorded so far by ``factor``, float32 ``[]``."""
@@ -233,7 +239,7 @@ class TableGroup:
         if len(self.pending) <= 1:
             return self.pending[0] if self.pending else None
         rows, gradient_rows, scales, first = [], [], [], 0
-        for entry_rows, (grad, entry_gradient_rows, entry_scales), _ in self.pending:
+        for entry_rows, (grad, entry_gradient_rows, entry_scales), *_ in self.pending:
             rows.append(entry_rows)
             if entry_gradient_rows is None:
                 entry_gradient_rows = torch.arange(entry_rows.numel(), device=grad.device)

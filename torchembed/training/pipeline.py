@@ -16,7 +16,6 @@ from torchembed.core.trees import layout_of, map_tensors
 from torchembed.data.batch import Batch, as_batch
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.table_module import TableModule
 from torchembed.training import ranks
 from torchembed.training.bad_batches import judge, raise_for
 from torchembed.training.guarded_update import step_unless
@@ -181,15 +180,13 @@ class TrainPipeline:
             self._static = StaticStep(
                 self.model, self._compute_loss, self.optimizers, example, self.device, self._group
             )
-            self._memory = _memory_of(self.model)
             self._num_static_steps = 0
         return self._static
 
     def _is_ready(self, now: _Upcoming) -> bool:
         """Make the static step ready for ``now``; False where there is none any more."""
         assert self._static is not None
-        if self._memory != _memory_of(self.model):
-            # Tables were regrouped, or weights moved: what was captured is of no use.
+        if self._static.is_stale:
             self._static, self._prepared = None, None
             for upcoming in (now, *self._upcoming):
                 if layout_of(upcoming.batch) == self._layout:
@@ -297,13 +294,6 @@ def _group_of(model: nn.Module) -> Any:
         if isinstance(module, ShardedCollection):
             return module._ranks.group
     return None
-
-
-def _memory_of(model: nn.Module) -> Any:
-    """Changes where tables are regrouped, or parameters get other memory or are frozen."""
-    tables = [module._table_set for module in model.modules() if isinstance(module, TableModule)]
-    groups = [list(table_set.current_groups()) for table_set in tables]
-    return groups, [(p.data_ptr(), p.requires_grad) for p in model.parameters()]
 
 
 def _has_fixed_shape(batch: Any) -> bool:

@@ -18,6 +18,8 @@ from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Prepared, PreparingModule
+from torchembed.modules.table_module import TableModule
+from torchembed.optim import FusedOptimizer
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.guarded_update import follows_replays, step_unless, sync_lr
@@ -83,6 +85,10 @@ class StaticStep:
     ) -> None:
         self.slots = BatchSlots(example, device)
         self._model, self._compute_loss, self._group = model, compute_loss, group
+        modules = [module for module in model.modules() if isinstance(module, TableModule)]
+        self._table_sets = [module._table_set for module in modules]
+        self._parameters = list(model.parameters())
+        self._memory = self._memory_now()
         self._optimizers = list(optimizers)
         self._captured_optimizers = [o for o in optimizers if follows_replays(o)]
         self._other_optimizers = [o for o in optimizers if not follows_replays(o)]
@@ -96,7 +102,17 @@ class StaticStep:
             # The step's kernels go first where both streams have some.
             self._stream = torch.cuda.Stream(device, priority=-1)
             self._side_stream = torch.cuda.Stream(device)
+            self._rows_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
+
+    def _memory_now(self) -> Any:
+        groups = [list(table_set.current_groups()) for table_set in self._table_sets]
+        return groups, [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether tables were regrouped since, or parameters frozen or given other memory."""
+        return self._memory != self._memory_now()
 
     def prepare(self, turn: int) -> None:
         """Prepare the batch in slot ``turn`` by itself, where no step before did it."""
@@ -105,6 +121,7 @@ class StaticStep:
 
     def capture(self, turn: int) -> None:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
+        self._sync_lr()  # what a graph does itself, it does at each replay
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -124,8 +141,7 @@ class StaticStep:
         """
         state = self._turns[turn]
         if state.graph is not None:
-            for optimizer in self._captured_optimizers:
-                sync_lr(optimizer)
+            self._sync_lr()
             state.graph.replay()
             for parameter, grad in state.gradients:
                 parameter.grad = grad
@@ -140,6 +156,10 @@ class StaticStep:
         self.slots.note_use(1 - turn)
         assert state.result is not None
         return state.result
+
+    def _sync_lr(self) -> None:
+        for optimizer in self._captured_optimizers:
+            sync_lr(optimizer)
 
     def verdict(self, turn: int) -> tuple[Tensor | None, list[Suspect]]:
         """Of the last step of ``turn``: what :meth:`Verdict.to_host` gave, and the suspects."""
@@ -167,9 +187,7 @@ class StaticStep:
         with record_function("torchembed: backward"):
             loss.backward()
         with record_function("torchembed: update"):
-            self._update(self._captured_optimizers, verdict)
-        if self._is_cuda:
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+            self._update_captured(verdict)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
         state.verdict = verdict
@@ -237,6 +255,27 @@ class StaticStep:
     def _update(self, optimizers: Sequence[torch.optim.Optimizer], verdict: Verdict | None) -> None:
         for optimizer in optimizers:
             step_unless(optimizer, None if verdict is None else verdict.skip)
+
+    def _update_captured(self, verdict: Verdict | None) -> None:
+        """The captured optimizers' steps; rows are updated as soon as their gradients are there,
+        beside what backward and the other optimizers have left to do."""
+        of_tables = [o for o in self._captured_optimizers if isinstance(o, FusedOptimizer)]
+        others = [o for o in self._captured_optimizers if not isinstance(o, FusedOptimizer)]
+        if not self._is_cuda:
+            self._update([*of_tables, *others], verdict)
+            return
+        # Held until the streams have joined, or their memory would be used again meanwhile.
+        recorded = [entry for optimizer in of_tables for entry in optimizer.recorded()]
+        for entry in recorded:
+            if entry.ready is not None:
+                self._rows_stream.wait_event(entry.ready)
+        if recorded:
+            with torch.cuda.stream(self._rows_stream):
+                self._update(of_tables, verdict)
+        self._update(others, verdict)
+        for stream in (self._rows_stream if recorded else None, self._side_stream):
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
 
     def _keep_gradients(self, turn: int) -> None:
         """Of the captured gradients those that steps after the replay need; others make room."""
