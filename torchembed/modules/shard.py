@@ -184,7 +184,11 @@ def shard_embeddings(
     if problem is not None:
         raise problem
     assert checked is not None
-    ranks = Ranks(flat, checked.tables, wire)
+    has_other_tables = any(
+        isinstance(module, TableModule) and not isinstance(module, Collection)
+        for module in model.modules()
+    )
+    ranks = Ranks(flat, checked.tables, wire, all_hold_tables=has_other_tables)
 
     device = _device(mesh)
     for path, module in list(model.named_modules()):
@@ -268,6 +272,7 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
                 sharded.add(table.parameter)
             elif table.gradient_reduction is None:
                 table.gradient_reduction = ranks.row_gradient_mean
+                table.max_over_holders = ranks.max_over_holders
     replicated = [parameter for parameter in model.parameters() if parameter not in sharded]
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
