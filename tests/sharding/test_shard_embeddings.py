@@ -63,6 +63,7 @@ def disagreements() -> dict[str, str]:
     others = {
         "placement": {"plan": {"tables.embedding_bags.d": "row_wise"}},
         "refused": {"plan": {"tables.embedding_bags.e": "row_wise"}},
+        "another error": {"plan": 5},
         "wire": {"wire": WirePrecision(backward=torch.float16)},
         "setting": {"case": Case(placements={}, on_bad_id="zero")},
         "tables": {"case": Case(placements={}, dtype=torch.float16)},
@@ -195,7 +196,8 @@ def test_ranks_that_disagree_are_told_in_what() -> None:
         "placement": "ranks must agree on what is sharded, and how: rank 0 has "
         "tables.embedding_bags.d: table_wise on ranks 1, rank 1 has "
         "tables.embedding_bags.d: row_wise on ranks 0, 1; start every rank with",
-        "refused": r"rank 1 has the error: plan places tables \['tables.embedding_bags.e'\]",
+        "refused": r"rank 1 has the error: ValueError: plan places tables \['tables.embedding_bags.e'\]",
+        "another error": "rank 1 has the error: AttributeError: 'int' object has no attribute",
         "wire": r"rank 0 has WirePrecision\(.*backward=None\), rank 1 .*torch.float16\);",
         "setting": r"rank 0 has tables: .*on_bad_id=RAISE.*, rank 1 has tables: .*ZERO",
         "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",
