@@ -68,12 +68,18 @@ def disagreements() -> dict[str, str]:
         "setting": {"case": Case(placements={}, on_bad_id="zero")},
         "tables": {"case": Case(placements={}, dtype=torch.float16)},
         "dense": {"width": 3},
+        "meta": {"device": "meta"},
+        "buffer": {"buffer": torch.zeros(3)},
+        "buffer's dtype": {"buffer": torch.zeros(2, dtype=torch.float64)},
         "nothing": {},
     }
     messages = {}
     for name, other in others.items():
         different = other if is_second else {}
-        model = make_model(different.get("case", Case(placements={})))
+        model = make_model(
+            different.get("case", Case(placements={})), different.get("device", "cpu")
+        )
+        model.register_buffer("scale", different.get("buffer", torch.zeros(2)))
         model.top = nn.Linear(different.get("width", 2), 1)
         try:
             torchembed.shard_embeddings(
@@ -196,12 +202,15 @@ def test_ranks_that_disagree_are_told_in_what() -> None:
         "placement": "ranks must agree on what is sharded, and how: rank 0 has "
         "tables.embedding_bags.d: table_wise on ranks 1, rank 1 has "
         "tables.embedding_bags.d: row_wise on ranks 0, 1; start every rank with",
-        "refused": r"rank 1 has the error: ValueError: plan places tables \['tables.embedding_bags.e'\]",
+        "refused": r"rank 1 has the error: ValueError: plan places tables .*embedding_bags.e",
         "another error": "rank 1 has the error: AttributeError: 'int' object has no attribute",
         "wire": r"rank 0 has WirePrecision\(.*backward=None\), rank 1 .*torch.float16\);",
         "setting": r"rank 0 has tables: .*on_bad_id=RAISE.*, rank 1 has tables: .*ZERO",
         "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",
         "dense": r"rank 0 has top.weight: \(1, 2\).*, rank 1 has top.weight: \(1, 3\)",
+        "meta": r"rank 0 has tables: .*on_meta=False, rank 1 has tables: .*on_meta=True",
+        "buffer": r"rank 0 has scale: a buffer of \(2,\).*, rank 1 has scale: a buffer of \(3,\)",
+        "buffer's dtype": r"\(2,\), torch.float32, rank 1 has scale: .* \(2,\), torch.float64",
     }
     assert first.keys() == patterns.keys()
     for name, pattern in patterns.items():
