@@ -127,6 +127,17 @@ def test_row_wise_sequence_sends_each_vector_once() -> None:
     assert everywhere.lookup_bytes == 12 * 64 + 12 * 64
 
 
+def test_sequences_travel_alike_with_fixed_hotness() -> None:
+    use = make_use(8, 16, "f", "g", pooled=False)
+    plan = place_table("t", use.spec, Placement.ROW_WISE, (0, 1, 2, 3))
+    fixed = cost_model(Planner(batch_size=4, hotness=HOTNESS, fixed_hotness=True), TOPOLOGY)
+    loads, everywhere = fixed.table_loads(use, plan)
+    expected, expected_everywhere = MODEL.table_loads(use, plan)
+    np.testing.assert_array_equal(loads, expected)
+    np.testing.assert_array_equal(loads[:, Load.IDS], [8 * (3 + 8)] * 4)
+    assert everywhere == expected_everywhere
+
+
 def test_data_parallel() -> None:
     loads, everywhere = loads_of(Placement.DATA_PARALLEL, (0, 1, 2, 3))
     assert not loads.any()

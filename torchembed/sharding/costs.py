@@ -116,10 +116,12 @@ class CostModel:
         spec, num_ranks, num_samples = use.spec, self.topology.num_ranks, self.batch_size
         share = shard.num_rows / spec.num_rows
         bags = num_samples * len(use.features)
-        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids go
-        # where their rows are, with the length of each bag.
-        sent = num_samples * hotness * (1.0 if self.fixed_hotness else share)
-        ids = ID_BYTES * (sent if self.fixed_hotness else sent + bags)
+        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids, and
+        # all for which vectors come back one by one, go where their rows are, with the length of
+        # each bag.
+        is_fixed = self.fixed_hotness and use.pooled
+        sent = num_samples * hotness * (1.0 if is_fixed else share)
+        ids = ID_BYTES * (sent if is_fixed else sent + bags)
         lookups = num_ranks * num_samples * hotness * share
         vectors = bags if use.pooled else num_samples * hotness * share
         width = shard.num_columns

@@ -34,8 +34,8 @@ class Planner:
     optimizer: type[FusedOptimizer] = Adagrad
     """That the tables will have: its state takes memory and is read and written."""
     fixed_hotness: bool = False
-    """True where batches come with a hotness and no offsets: ids of a row-wise table then go to all
-    of its ranks, and not each to the one that holds its row."""
+    """True where batches come with a hotness and no offsets: ids of a pooled row-wise table then go
+    to all of its ranks, and not each to the one that holds its row."""
     placements: tuple[Placement | str, ...] = tuple(Placement)
     """Those allowed for tables whose own constraint names none."""
     constraints: Mapping[str, TableConstraint] = dataclasses.field(default_factory=dict)
