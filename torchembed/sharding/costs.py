@@ -116,9 +116,8 @@ class CostModel:
         spec, num_ranks, num_samples = use.spec, self.topology.num_ranks, self.batch_size
         share = shard.num_rows / spec.num_rows
         bags = num_samples * len(use.features)
-        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids, and
-        # all for which vectors come back one by one, go where their rows are, with the length of
-        # each bag.
+        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids and
+        # those of sequences, go where their rows are, with the length of each bag.
         is_fixed = self.fixed_hotness and use.pooled
         sent = num_samples * hotness * (1.0 if is_fixed else share)
         ids = ID_BYTES * (sent if is_fixed else sent + bags)
