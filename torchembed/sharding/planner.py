@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import cast
 
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim import Adagrad
@@ -91,7 +92,7 @@ class Planner:
             fixed_hotness=self.fixed_hotness,
             hotness=self.hotness,
         )
-        allowed = [as_placement("(any)", value) for value in self.placements]
+        allowed = cast("tuple[Placement, ...]", self.placements)
         options = [
             table_options(name, use, model, allowed, self.constraints.get(name, TableConstraint()))
             for name, use in tables.items()
