@@ -149,6 +149,24 @@ def state_moves() -> dict[str, Any]:
     }
 
 
+def fewer_rows_than_ranks() -> tuple[int, ...]:
+    """Of three processes the mesh has two, which share a table of one row."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() > 1:
+        return ()
+    model = nn.Module()
+    config = torchembed.EmbeddingBagConfig(
+        name="t", num_embeddings=1, embedding_dim=4, feature_names=("f",)
+    )
+    model.tables = torchembed.EmbeddingBagCollection([config])
+    whole = model.state_dict()
+    name = "tables.embedding_bags.t"
+    torchembed.shard_embeddings(model, mesh, {name: "row_wise"})
+    model.load_state_dict(whole)
+    state = model.state_dict()
+    return tuple(state[f"{name}.weight"].shape) if state else ()
+
+
 def dense_training(order: list[int]) -> list[float]:
     """Loss of a model with a dense part; ``order`` permutes samples, which reorders sums."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -229,6 +247,10 @@ def test_state_moves_between_unsharded_and_sharded() -> None:
         np.testing.assert_array_equal(whole, np.arange(250.0).reshape(50, 5) + 2)
     owners = ["tables.embedding_bags.a.weight" in result["kinds"] for result in results]
     assert sorted(owners) == [False, True]
+
+
+def test_some_processes_share_a_table_of_fewer_rows() -> None:
+    assert run_on_ranks(3, fewer_rows_than_ranks) == [(1, 4), (), ()]
 
 
 def test_losses_with_a_dense_part_equal_up_to_the_order_of_sums() -> None:

@@ -92,6 +92,8 @@ class Ranks:
         for plan in plans:
             ranks = _ranks_of(plan)
             if plan.placement.is_divided and ranks not in self._meshes:
+                if mesh.size() < dist.get_world_size() and _leaves_out_empty(plan, mesh.size()):
+                    continue
                 members = [processes[rank] for rank in ranks]
                 self._meshes[ranks] = _mesh_of(members, mesh)
         self.max_over_holders: RankMaximum | None = None
@@ -110,8 +112,12 @@ class Ranks:
         return None if holders is None or len(ranks) == 1 else max_over(holders.get_group())
 
     def holders(self, plan: TablePlan) -> DeviceMesh:
-        """The mesh of the ranks that hold a part of a divided table, this one among them."""
-        mesh = self._meshes[_ranks_of(plan)]
+        """The mesh of the ranks that hold a part of a divided table, this one among them.
+
+        Where a row-wise table has fewer rows than ranks, and these can have no group of their own,
+        it is that of all.
+        """
+        mesh = self._meshes.get(_ranks_of(plan), self.mesh)
         assert mesh is not None
         return mesh
 
@@ -120,6 +126,16 @@ def _refuse_maximum(_: Tensor) -> None:
     raise RuntimeError(
         "GradScaler needs tables on every rank of a mesh that holds some of all processes; place "
         "one of them row-wise, or start the ranks of the mesh by themselves"
+    )
+
+
+def _leaves_out_empty(plan: TablePlan, num_ranks: int) -> bool:
+    """Whether ``plan`` divides rows over all ranks, of which the last ones got none."""
+    ranks, num_rows = _ranks_of(plan), sum(shard.num_rows for shard in plan.shards)
+    return (
+        plan.placement is Placement.ROW_WISE
+        and ranks == tuple(range(len(ranks)))
+        and plan.shards[0].num_rows == -(-num_rows // num_ranks)
     )
 
 
