@@ -61,6 +61,15 @@ def test_the_fastest_plan_is_balanced_up_to_two_nodes(num_ranks: int, fixed_hotn
         assert report.seconds < 1.34 * alone.seconds
 
 
+def test_an_even_load_is_more_work_where_one_table_dominates() -> None:
+    """Why a planner is not bound to one by default."""
+    planner = Planner(batch_size=8192, hotness=HOTNESS)
+    fastest = plan_in_seconds(planner, 256)
+    even = plan_in_seconds(dataclasses.replace(planner, max_imbalance=1.15), 256)
+    assert even.balance <= 1.15 < fastest.balance
+    assert fastest.seconds < even.seconds / even.balance
+
+
 def test_columns_pay_under_the_other_optimizer_too() -> None:
     planner = Planner(batch_size=8192, hotness=HOTNESS, optimizer=optim.RowwiseAdagrad)
     report = plan_in_seconds(planner, 8)
