@@ -1,4 +1,4 @@
-"""The tensors of nested tuples, lists, dicts and dataclasses: batches, and what is found of them."""
+"""The tensors of nested tuples, lists, dicts and dataclasses."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
