@@ -19,8 +19,8 @@ from torchembed.training import stay_near
 def joined_ranks() -> Iterator[torch.device]:
     """Join the other processes that ``torchrun`` started, or run alone; gives this one's device.
 
-    Where there are GPUs, each process gets one of its own, and processors near it. Collectives go through NCCL for tensors
-    on GPUs and through gloo for those on the CPU.
+    Where there are GPUs, each process gets one of its own, and processors near it. Collectives go
+    through NCCL for tensors on GPUs and through gloo for those on the CPU.
 
     Raises:
         RuntimeError: where a machine has GPUs, but fewer than processes.
