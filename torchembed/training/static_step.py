@@ -98,11 +98,13 @@ class StaticStep:
         self._prepared_suspects: list[Suspect] = []
         self._is_cuda = device.type == "cuda"
         self._turns = [_Turn(), _Turn()]
+        self._vectors_stream = self._ids_stream = self._rows_stream = None
         if self._is_cuda:
-            # The step's kernels go first where both streams have some.
+            # What others wait for goes first where several streams have kernels to run.
             self._stream = torch.cuda.Stream(device, priority=-1)
-            self._side_stream = torch.cuda.Stream(device)
+            self._vectors_stream = torch.cuda.Stream(device, priority=-1)
             self._rows_stream = torch.cuda.Stream(device)
+            self._ids_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
 
     def _memory_now(self) -> Any:
@@ -174,7 +176,7 @@ class StaticStep:
             if self._calls is None:
                 loss, output = self._observed_forward(batch)
             else:
-                with self._handing_over(prepared):
+                with self._handing_over(self._looked_up(prepared)):
                     loss, output = self._compute_loss(self._model, batch)
         verdict = judge(suspects, self._group)
         state.suspects = suspects
@@ -182,12 +184,13 @@ class StaticStep:
             verdict = either(prepared.verdict, verdict)
             state.suspects = [*self._prepared_suspects, *suspects]
         # After forward, so that its exchange of ids delays none of this step's vectors.
-        with self._beside(), record_function("torchembed: prepare"):
+        with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             self._prepare(1 - turn)
         with record_function("torchembed: backward"):
             loss.backward()
         with record_function("torchembed: update"):
             self._update_captured(verdict)
+        self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
         state.verdict = verdict
@@ -215,26 +218,34 @@ class StaticStep:
                 hook.remove()
             self._calls = calls
 
+    def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
+        """What is prepared, with its vectors, which come while the model begins its forward."""
+        if prepared is None or self._calls is None:
+            return []
+        with self._beside(self._vectors_stream):
+            return [
+                call.collection.look_up(of_call)
+                for call, of_call in zip(self._calls, prepared.lookups, strict=True)
+            ]
+
     @contextlib.contextmanager
-    def _handing_over(self, prepared: _PreparedBatch | None) -> Any:
+    def _handing_over(self, looked_up: list[Prepared]) -> Any:
+        by_collection: dict[PreparingModule, list[Prepared]] = {}
+        for call, of_call in zip(self._calls or (), looked_up, strict=False):
+            by_collection.setdefault(call.collection, []).append(of_call)
         with contextlib.ExitStack() as stack:
-            if prepared is not None:
-                assert self._calls is not None
-                by_collection: dict[PreparingModule, list[Prepared]] = {}
-                for call, lookups in zip(self._calls, prepared.lookups, strict=True):
-                    by_collection.setdefault(call.collection, []).append(lookups)
-                for collection, lookups in by_collection.items():
-                    stack.enter_context(collection.handing_over(lookups))
+            for collection, of_collection in by_collection.items():
+                stack.enter_context(collection.handing_over(of_collection))
             yield
 
     @contextlib.contextmanager
-    def _beside(self) -> Any:
-        """What is inside runs beside what comes after it."""
-        if not self._is_cuda:
+    def _beside(self, stream: torch.cuda.Stream | None) -> Any:
+        """What is inside runs on ``stream``, beside what comes after it."""
+        if stream is None:
             yield
             return
-        self._side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side_stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
     @torch.no_grad()
@@ -261,19 +272,24 @@ class StaticStep:
         beside what backward and the other optimizers have left to do."""
         of_tables = [o for o in self._captured_optimizers if isinstance(o, FusedOptimizer)]
         others = [o for o in self._captured_optimizers if not isinstance(o, FusedOptimizer)]
-        if not self._is_cuda:
-            self._update([*of_tables, *others], verdict)
-            return
         # Held until the streams have joined, or their memory would be used again meanwhile.
         recorded = [entry for optimizer in of_tables for entry in optimizer.recorded()]
+        if self._rows_stream is None:
+            self._update([*of_tables, *others], verdict)
+            return
         for entry in recorded:
-            if entry.ready is not None:
-                self._rows_stream.wait_event(entry.ready)
+            assert entry.ready is not None
+            self._rows_stream.wait_event(entry.ready)
         if recorded:
             with torch.cuda.stream(self._rows_stream):
                 self._update(of_tables, verdict)
         self._update(others, verdict)
-        for stream in (self._rows_stream if recorded else None, self._side_stream):
+        self._join(self._rows_stream if recorded else None)
+        del recorded
+
+    def _join(self, *streams: torch.cuda.Stream | None) -> None:
+        """Let the step's stream wait for others."""
+        for stream in streams:
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
 
