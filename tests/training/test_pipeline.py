@@ -192,6 +192,23 @@ def test_a_collection_recognizes_the_batch_that_it_prepared(device: torch.device
     assert torch.equal(model.tables(one).values(), expected)
 
 
+def test_vectors_that_were_looked_up_are_handed_over_and_trained() -> None:
+    batches = fixed_batches(2)
+    one, other = (make_model(CPU) for _ in range(2))
+    optimizers = [make_optimizers(model) for model in (one, other)]
+    for batch in batches:
+        losses = []
+        for model, of_model in zip((one, other), optimizers, strict=True):
+            looked_up = []
+            if model is other:
+                prepared = model.tables.prepare(batch.sparse)
+                looked_up = [model.tables.look_up(prepared)]
+            with model.tables.handing_over(looked_up):
+                losses.append(step_by_hand(model, LOSS, of_model, batch))
+        assert losses[0] == losses[1]
+    assert_same_state(one, state_of(other))
+
+
 def test_what_was_prepared_before_a_regrouping_is_refused() -> None:
     model = make_model(CPU)
     features = fixed_batch(4, 0).sparse
@@ -363,6 +380,19 @@ class TestGraphs:
             found.append(state_of(model))
         for name, tensor in found[0].items():
             assert torch.equal(tensor, found[1][name]), name
+
+    def test_a_step_that_does_not_end_is_given_up(self, device: torch.device) -> None:
+        model = make_model(device)
+        pipeline = TrainPipeline(model, LOSS, self.optimizers(model), timeout_seconds=0.05)
+        batches = iter(fixed_batches(12))
+        for _ in range(6):
+            pipeline.progress(batches)
+        pipeline.check_ids()
+        torch.cuda._sleep(2 * 10**9)  # about a second
+        with pytest.raises(TimeoutError, match=r"has not finished a step in 0\.05 s; where"):
+            for _ in range(3):
+                pipeline.progress(batches)
+        torch.cuda.synchronize()
 
     def test_memory_does_not_grow(self, device: torch.device) -> None:
         model = make_model(device)

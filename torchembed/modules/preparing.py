@@ -78,7 +78,7 @@ class PreparingModule(TableModule):
     def forward(self, features: Any) -> Any:
         batch = as_sparse_features(features)
         for prepared in self._handed_over:
-            if not _is_same(prepared.features, batch):
+            if not is_same_batch(prepared.features, batch):
                 continue
             if prepared.output is None:
                 return self._look_up(features, prepared.lookups)
@@ -104,7 +104,8 @@ class PreparingModule(TableModule):
         raise NotImplementedError
 
 
-def _is_same(one: SparseFeatures, other: SparseFeatures) -> bool:
+def is_same_batch(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches are made of the same tensors, in the same way."""
     return one is other or (
         one.values is other.values
         and one.offsets is other.offsets

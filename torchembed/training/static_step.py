@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.modules.preparing import Prepared, PreparingModule
+from torchembed.modules.preparing import Prepared, PreparingModule, is_same_batch
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
 from torchembed.training.bad_batches import Verdict, either, judge
@@ -46,6 +46,10 @@ class _Call(NamedTuple):
     features: SparseFeatures
     tensors: list[int]
     """For each tensor of ``features`` its number in the batch."""
+
+    def is_same(self, other: "_Call") -> bool:
+        same = is_same_batch(self.features, other.features)
+        return self.collection is other.collection and same
 
     def prepare(self, batch: Any) -> Prepared:
         of_batch, numbers = tensors_in(batch), iter(self.tensors)
@@ -206,8 +210,9 @@ class StaticStep:
             features = as_sparse_features(arguments[0])
             tensors = [places.get(id(tensor)) for tensor in tensors_in(features)]
             known = [number for number in tensors if number is not None]
-            if len(known) == len(tensors):
-                calls.append(_Call(collection, features, known))
+            call = _Call(collection, features, known)
+            if len(known) == len(tensors) and not any(map(call.is_same, calls)):
+                calls.append(call)
 
         collections = [m for m in self._model.modules() if isinstance(m, PreparingModule)]
         hooks = [module.register_forward_pre_hook(note) for module in collections]
@@ -285,7 +290,6 @@ class StaticStep:
                 self._update(of_tables, verdict)
         self._update(others, verdict)
         self._join(self._rows_stream if recorded else None)
-        del recorded
 
     def _join(self, *streams: torch.cuda.Stream | None) -> None:
         """Let the step's stream wait for others."""
