@@ -242,14 +242,22 @@ class TestGraphs:
         batches = [*fixed_batches(9), make_batch(5, 1), *fixed_batches(7), fixed_batch(3, 9)]
         found = []
         for capture in (False, True):
-            model = make_model(device)
+            model, outputs = make_model(device), []
             pipeline = TrainPipeline(model, LOSS, make(model), capture=capture)
-            found.append((list(results_of(pipeline, batches)), state_of(model)))
+            for loss in results_of(pipeline, batches):
+                outputs.append(loss)
+                if len(outputs) in (7, 14):  # an evaluation, with another batch size
+                    held_out = fixed_batch(13, 100).to(device)
+                    model.eval()
+                    with torch.no_grad():
+                        outputs.append(model(held_out.dense, held_out.sparse).tolist())
+                    model.train()
+            found.append((outputs, state_of(model)))
             assert (pipeline._static is not None) == capture
             if pipeline._static is not None:
                 assert all(map(pipeline._static.is_captured, (0, 1)))
-        (losses, expected), (captured_losses, captured) = found
-        assert captured_losses == losses
+        (outputs, expected), (captured_outputs, captured) = found
+        assert captured_outputs == outputs
         for name, tensor in captured.items():
             assert torch.equal(tensor, expected[name]), name
 
@@ -389,9 +397,10 @@ class TestGraphs:
             pipeline.progress(batches)
         pipeline.check_ids()
         torch.cuda._sleep(2 * 10**9)  # about a second
+        for _ in range(2):
+            pipeline.progress(batches)
         with pytest.raises(TimeoutError, match=r"has not finished a step in 0\.05 s; where"):
-            for _ in range(3):
-                pipeline.progress(batches)
+            pipeline.progress(batches)
         torch.cuda.synchronize()
 
     def test_memory_does_not_grow(self, device: torch.device) -> None:
