@@ -65,11 +65,16 @@ def by_hand(batches: Sequence[Batch], device: torch.device) -> tuple[list[float]
     return losses, state_of(model)
 
 
-def results_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> Iterator[float]:
+def losses_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> Iterator[Tensor]:
+    """The loss of each step; nothing waits for it here."""
     iterator = iter(batches)
     with pytest.raises(StopIteration):  # noqa: PT012 - how a pipeline says that it is done
         while True:
-            yield pipeline.progress(iterator).loss.item()
+            yield pipeline.progress(iterator).loss.clone()
+
+
+def results_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> list[float]:
+    return [loss.item() for loss in list(losses_of(pipeline, batches))]
 
 
 def run_static(step: StaticStep, batches: Sequence[Batch]) -> Iterator[tuple[float, Any]]:
@@ -92,7 +97,7 @@ def test_the_pipeline_equals_the_loop_by_hand(device: torch.device) -> None:
     losses, expected = by_hand(batches, device)
     model = make_model(device)
     pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
-    assert list(results_of(pipeline, batches)) == losses
+    assert results_of(pipeline, batches) == losses
     assert_same_state(model, expected)
 
 
@@ -242,17 +247,18 @@ class TestGraphs:
         batches = [*fixed_batches(9), make_batch(5, 1), *fixed_batches(7), fixed_batch(3, 9)]
         found = []
         for capture in (False, True):
-            model, outputs = make_model(device), []
+            model = make_model(device)
+            outputs: list[Tensor] = []
             pipeline = TrainPipeline(model, LOSS, make(model), capture=capture)
-            for loss in results_of(pipeline, batches):
+            for loss in losses_of(pipeline, batches):
                 outputs.append(loss)
                 if len(outputs) in (7, 14):  # an evaluation, with another batch size
                     held_out = fixed_batch(13, 100).to(device)
                     model.eval()
                     with torch.no_grad():
-                        outputs.append(model(held_out.dense, held_out.sparse).tolist())
+                        outputs.append(model(held_out.dense, held_out.sparse))
                     model.train()
-            found.append((outputs, state_of(model)))
+            found.append(([output.tolist() for output in outputs], state_of(model)))
             assert (pipeline._static is not None) == capture
             if pipeline._static is not None:
                 assert all(map(pipeline._static.is_captured, (0, 1)))
@@ -296,7 +302,7 @@ class TestGraphs:
             torch.cuda.set_sync_debug_mode("default")
         model = make_model(device)
         eager = TrainPipeline(model, LOSS, self.optimizers(model), capture=False)
-        losses = list(results_of(eager, batches))
+        losses = results_of(eager, batches)
         ends = [3, 6, 8, 9, 12, 15, 18]
         assert [point.step for point in history.losses] == ends
         for first, last, point in zip([0, *ends], ends, history.losses, strict=False):
@@ -337,7 +343,7 @@ class TestGraphs:
             make = without_state
         model = TinyModel().to(device)
         pipeline = TrainPipeline(model, LOSS, make(model), capture=False)
-        assert len(list(results_of(pipeline, good))) == 9
+        assert len(results_of(pipeline, good)) == 9
         expected = state_of(model)
 
         model = TinyModel().to(device)
@@ -369,7 +375,7 @@ class TestGraphs:
         pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert list(results_of(pipeline, batches)) == losses
+            assert results_of(pipeline, batches) == losses
         told = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
         assert len(told) == 1
         assert "captur" in told[0].split("eagerly")[1]
