@@ -22,7 +22,7 @@ from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
-from torchembed.training.guarded_update import follows_replays, step_unless, sync_lr
+from torchembed.training.guarded_update import before_replay, follows_replays, step_unless
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 """A model and a batch on its device to the loss ``[]`` and the model's output."""
@@ -127,7 +127,7 @@ class StaticStep:
 
     def capture(self, turn: int) -> None:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
-        self._sync_lr()  # what a graph does itself, it does at each replay
+        self._before_replay()  # what a graph does itself, it does at each replay
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -147,7 +147,7 @@ class StaticStep:
         """
         state = self._turns[turn]
         if state.graph is not None:
-            self._sync_lr()
+            self._before_replay()
             state.graph.replay()
             for parameter, grad in state.gradients:
                 parameter.grad = grad
@@ -163,9 +163,9 @@ class StaticStep:
         assert state.result is not None
         return state.result
 
-    def _sync_lr(self) -> None:
+    def _before_replay(self) -> None:
         for optimizer in self._captured_optimizers:
-            sync_lr(optimizer)
+            before_replay(optimizer)
 
     def verdict(self, turn: int) -> tuple[Tensor | None, list[Suspect]]:
         """Of the last step of ``turn``: what :meth:`Verdict.to_host` gave, and the suspects."""
@@ -189,6 +189,7 @@ class StaticStep:
             state.suspects = [*self._prepared_suspects, *suspects]
         # After forward, so that its exchange of ids delays none of this step's vectors.
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
+            state.tell_host(verdict)
             self._prepare(1 - turn)
         with record_function("torchembed: backward"):
             loss.backward()
@@ -197,8 +198,6 @@ class StaticStep:
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
-        state.verdict = verdict
-        state.tell_host()
 
     def _observed_forward(self, batch: Any) -> tuple[Tensor, Any]:
         """A forward that finds out which collections use which tensors of the batch."""
@@ -317,10 +316,11 @@ class _Turn:
         self.suspects: list[Suspect] = []
         self.report: Tensor | None = None
 
-    def tell_host(self) -> None:
-        """Copy the verdict to the host's memory, without waiting."""
-        if self.verdict is not None:
-            self.report = self.verdict.to_host(self.report)
+    def tell_host(self, verdict: Verdict | None) -> None:
+        """Take the ``verdict``, and copy it to the host's memory without waiting."""
+        self.verdict = verdict
+        if verdict is not None:
+            self.report = verdict.to_host(self.report)
 
 
 def _copy_tree(source: Any, target: Any) -> None:
