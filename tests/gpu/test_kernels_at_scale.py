@@ -231,7 +231,7 @@ def test_a_graph_keeps_the_bounds_that_it_captured(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = rows()
-    bags._running_sum.cache_clear()
+    bags._fixed_bounds.cache_clear()
     # What is freed would be handed out again.
     junk = [torch.full((NUM_FEATURES + 1,), 3, device=device) for _ in range(100)]
     result.fill_(-7)
