@@ -26,8 +26,8 @@ from bench.workload import (
     Workload,
     error_of,
     make_batch,
-    true_pooled,
     true_changes,
+    true_pooled,
 )
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 

@@ -42,7 +42,7 @@ class TorchembedTables:
         self._num_rows = torch.tensor(workload.num_rows, device=weight.device)
 
     def stages(self, workload: Workload, batch: Batch) -> Stages:
-        bags: dict[str, Any] = dict(hotness=workload.hotness, batch_size=workload.batch_size)
+        bags: dict[str, Any] = {"hotness": workload.hotness, "batch_size": workload.batch_size}
         values, num_features = torch.cat(batch.ids), len(batch.ids)
         grad = batch.grad.view(-1, workload.dim).bfloat16()
 

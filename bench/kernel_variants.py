@@ -1,8 +1,12 @@
 """Scratch: which shapes of the kernels are fastest."""
 
-import itertools, statistics, sys, time
+import itertools
+import statistics
+import time
+
 import torch
 from torch.profiler import ProfilerActivity, profile
+
 from torchembed.core.types import OptimizerKind
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.data.skewed_ids import skewed_ids
@@ -15,9 +19,9 @@ from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_upda
 from torchembed.ops.segments import find_runs
 from torchembed.triton_kernels import (
     pooled_lookup as pl,
+)
+from torchembed.triton_kernels import (
     rowwise_update as ru,
-    row_blocks,
-    run_sums,
 )
 
 D = 128

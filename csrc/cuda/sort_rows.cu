@@ -1,17 +1,14 @@
 // A stable radix sort of a batch's rows, from the lowest digit to the highest, over only the bits
 // that rows use.
 //
-// A pass takes tiles of ids side by side: it counts the tiles' digits, sums the counts of each digit
-// over the tiles before, and moves every id to its place. Nothing waits for another block, so that
-// the same kernels serve ten thousand ids, where each must be short, and tens of millions.
+// A pass takes tiles of ids side by side: it counts the tiles' digits, sums the counts of each
+// digit over the tiles before, and moves every id to its place. Nothing waits for another block, so
+// that the same kernels serve ten thousand ids, where each must be short, and tens of millions.
 //
 // Byte floor of a pass over L ids: each row read twice and written once, each position read (but in
 // the first pass) and written once: 20 * L bytes, which mostly stay in the second-level cache.
 
 #include <cuda_runtime.h>
-
-#include <algorithm>
-#include <bit>
 
 #include "sort_rows.h"
 
@@ -106,8 +103,8 @@ __device__ uint64_t sum_before(uint64_t value) {
   return before;
 }
 
-// Moves the ids of a tile to their places. Those of one digit keep their order: a warp's come before
-// the next warp's, and a warp ranks its own 32 at a time.
+// Moves the ids of a tile to their places. Those of one digit keep their order: a warp's come
+// before the next warp's, and a warp ranks its own 32 at a time.
 template <int kItems, class Row, bool kFirstPass>
 __global__ void __launch_bounds__(kThreads)
     move_by_digit(const Row* __restrict__ rows, const int32_t* __restrict__ positions,
@@ -209,7 +206,9 @@ __global__ void __launch_bounds__(kThreads)
 
 int tile_ids(int64_t num_ids) { return kThreads * (num_ids < kManyIds ? kFewItems : kManyItems); }
 
-int64_t count_tiles(int64_t num_ids) { return (num_ids + tile_ids(num_ids) - 1) / tile_ids(num_ids); }
+int64_t count_tiles(int64_t num_ids) {
+  return (num_ids + tile_ids(num_ids) - 1) / tile_ids(num_ids);
+}
 
 struct Pairs {
   int32_t* rows;
@@ -231,13 +230,11 @@ void launch_pass(const Row* rows, const int32_t* positions, int64_t num_ids, Dig
 template <int kItems, class Row>
 void launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pairs sorted, Pairs spare,
                    uint32_t* counts, cudaStream_t stream) {
-  // Keys lie in [0, num_rows].
-  const int key_bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(num_rows))));
+  int key_bits = 1;  // keys lie in [0, num_rows]
+  while (num_rows >> key_bits) ++key_bits;
   const int num_passes = (key_bits + kDigitBits - 1) / kDigitBits;
   const int digit_bits = (key_bits + num_passes - 1) / num_passes;
-  const auto digit_at = [&](int pass) {
-    return Digit{pass * digit_bits, (1u << digit_bits) - 1u};
-  };
+  const auto digit_at = [&](int pass) { return Digit{pass * digit_bits, (1u << digit_bits) - 1u}; };
   // The last pass writes to `sorted`, the one before to `spare`, and so on.
   const auto target = [&](int pass) { return (num_passes - pass) % 2 == 1 ? sorted : spare; };
   launch_pass<kItems, Row, true>(rows, nullptr, num_ids, digit_at(0), counts, target(0), stream);
