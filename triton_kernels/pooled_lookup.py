@@ -56,7 +56,7 @@ def _add_rows(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size", "blocks_per_feature"])
 def _pooled_lookup_forward_kernel(
     weight_ptr,
     rows_ptr,
@@ -177,7 +177,7 @@ def launch_pooled_lookup_forward(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "num_bags", "batch_size"])
 def _pooled_lookup_gradient_map_kernel(
     bounds_ptr,
     per_id_weights_ptr,
@@ -262,7 +262,7 @@ def launch_pooled_lookup_gradient_map(
     return gradient_rows, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def _pooled_lookup_weights_backward_kernel(
     grad_ptr,
     weight_ptr,

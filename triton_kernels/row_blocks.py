@@ -59,7 +59,7 @@ def load_rows(
     columns,
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
-    EVICT: tl.constexpr = "",
+    EVICT: tl.constexpr = tl.constexpr(""),
 ):
     """Float32 ``[N, C]``: ``columns [C]`` of each ``row [N]`` of a matrix of width DIM.
 
@@ -80,7 +80,7 @@ def store_rows(
     value,
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
-    EVICT: tl.constexpr = "",
+    EVICT: tl.constexpr = tl.constexpr(""),
 ):
     """Write ``value [N, C]``, already of the matrix's dtype, where :func:`load_rows` reads."""
     offset = row.to(INDEX)[:, None] * DIM + columns[None, :]

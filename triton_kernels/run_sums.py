@@ -57,7 +57,7 @@ def sum_occurrences(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "num_groups"])
 def _rowwise_update_find_chunks_kernel(
     chunk_starts_ptr,
     group_starts_ptr,
@@ -100,7 +100,7 @@ def _rowwise_update_find_chunks_kernel(
     tl.store(group_starts_ptr + group, found, mask=is_last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _rowwise_update_chunks_kernel(
     sums_ptr,
     chunk_starts_ptr,

@@ -35,7 +35,7 @@ def _starts_run(sorted_rows_ptr, position, num_ids):
     return row, (row >= 0) & (row != previous)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def _find_runs_count_kernel(
     sorted_rows_ptr, counts_ptr, num_ids, BLOCK: tl.constexpr, INDEX: tl.constexpr
 ):
@@ -49,7 +49,7 @@ def _find_runs_count_kernel(
     tl.store(counts_ptr + program, tl.sum(first.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "num_blocks"])
 def _find_runs_kernel(
     sorted_rows_ptr,
     sorted_order_ptr,
