@@ -1,0 +1,49 @@
+"""Where the gradient of a parameter belongs: its part of a flat buffer, that is used as a whole."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+class GradientSlot:
+    """The part of a flat buffer that belongs to the gradient of one parameter.
+
+    What computes gradients may write the first one of a step there; ``weight.grad`` is then that
+    part of the buffer, and nothing is copied. A gradient that lies elsewhere is as good, and costs
+    whoever needs the whole buffer a copy.
+    """
+
+    def __init__(self, parameter: Tensor, memory: Tensor) -> None:
+        former = slot_of(parameter)
+        if former is not None:
+            former._hook.remove()
+        self.memory = memory
+        self._is_claimed = False
+        # Until the engine has accumulated what was written, a second use of the parameter in the
+        # same backward must not write there.
+        self._hook = parameter.register_post_accumulate_grad_hook(self._release)
+        parameter.torchembed_gradient_slot = self  # type: ignore[attr-defined]
+
+    def _release(self, _: Tensor) -> None:
+        self._is_claimed = False
+
+    def claim(self, parameter: Tensor) -> Tensor | None:
+        """Memory for the gradient of ``parameter``, or None where it holds another already."""
+        if parameter.grad is not None or self._is_claimed:
+            return None
+        self._is_claimed = True
+        # A tensor of its own: the engine makes no copy of a gradient that nobody else holds.
+        return self.memory.detach()
+
+    def __reduce__(self) -> Any:
+        # A parameter that is pickled leaves its optimizer behind.
+        return _no_slot, ()
+
+
+def _no_slot() -> None:
+    return None
+
+
+def slot_of(parameter: Tensor) -> GradientSlot | None:
+    """The slot of the gradient of ``parameter``, where something has made one."""
+    return getattr(parameter, "torchembed_gradient_slot", None)
