@@ -1,7 +1,7 @@
 """The base of the optimizers of dense parameters: one update over a flat buffer."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,6 +72,12 @@ class DenseOptimizer(torch.optim.Optimizer):
         initial = group.get("initial_accumulator_value", 0.0)
         self._buffers.append([_Buffer(flat, self.state_names, initial) for flat in flats])
         self._publish_state()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since it is bound to its "
+            "parameters; make one for the copied module and give it this one's state_dict()"
+        )
 
     def flat_parameters(self) -> list[FlatParameters]:
         """The flat buffers: one for each parameter group, device and dtype."""

@@ -1,0 +1,337 @@
+"""Triton kernels of the ``low_rank_cross_*`` operations: a matrix product of small depth, and what
+a cross layer does with it before it leaves the registers.
+
+Byte floor of a layer of ``B`` samples and ``N`` columns, in passes over ``[B, N]``: forward reads
+x0 and x and writes z and the output; backward reads the gradient and x0 and writes two gradients.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.core import environment
+from torchembed.triton_kernels.column_sums import multiply_and_sum, sum_partials
+from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
+from torchembed.triton_kernels.row_blocks import index_type
+
+_INTERPRETED = tl.constexpr(environment.triton_interpreted())
+
+
+class _Tiling(NamedTuple):
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiling(num_rows: int, dtype: torch.dtype) -> _Tiling:
+    # Two programs fit on a multiprocessor, so that one computes where the other reads and writes.
+    block_depth = 128 // dtype.itemsize
+    if num_rows <= 1024:
+        return _Tiling(64, 128, block_depth, 4, 4)
+    return _Tiling(128, 128, block_depth, 8, 3)
+
+
+@triton.jit
+def _product(
+    a_ptr,
+    b_ptr,
+    rows,
+    columns,
+    num_rows,
+    num_columns,
+    B_BY_COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """A tile of ``a [B, DEPTH] @ b``, float32; b is ``[DEPTH, N]``, or ``[N, DEPTH]`` under
+    B_BY_COLUMNS."""
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    row_mask = (rows < num_rows)[:, None]
+    column_mask = (columns < num_columns)[None, :]
+    for first in range(0, DEPTH, BLOCK_DEPTH):
+        depth = first + tl.arange(0, BLOCK_DEPTH)
+        a_mask, b_mask = row_mask, column_mask
+        if DEPTH % BLOCK_DEPTH != 0:
+            a_mask = row_mask & (depth < DEPTH)[None, :]
+            b_mask = column_mask & (depth < DEPTH)[:, None]
+        a_at = rows[:, None].to(INDEX) * DEPTH + depth[None, :]
+        a = tl.load(a_ptr + a_at, mask=a_mask, other=0.0)
+        if B_BY_COLUMNS:
+            b_at = columns[None, :].to(INDEX) * DEPTH + depth[:, None]
+        else:
+            b_at = depth[:, None].to(INDEX) * num_columns + columns[None, :]
+        b = tl.load(b_ptr + b_at, mask=b_mask, other=0.0)
+        if _INTERPRETED:
+            total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _low_rank_cross_forward_kernel(
+    x0_ptr,
+    h_ptr,
+    u_ptr,
+    bias_ptr,
+    x_ptr,
+    out_ptr,
+    z_ptr,
+    num_rows,
+    num_columns,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """``z = h @ u.T + bias`` and ``out = x0 * z + x``, x being x0 where None.
+
+    With ``h = 3``, ``u = 1``, ``bias = 1``, ``x0 = 2``, ``x = 7``: ``z = 4`` and
+    ``out = 2 * 4 + 7 = 15``.
+    """
+    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    rows = (tl.program_id(0) // num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = (tl.program_id(0) % num_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    z = _product(
+        h_ptr,
+        u_ptr,
+        rows,
+        columns,
+        num_rows,
+        num_columns,
+        True,
+        DEPTH,
+        PRECISION,
+        INDEX,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_DEPTH,
+    )
+    bias = as_float32(tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0))
+    z += bias[None, :]
+    at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
+    x = x0
+    if x_ptr is not None:
+        x = as_float32(tl.load(x_ptr + at, mask=mask, other=0.0))
+    tl.store(z_ptr + at, round_to_nearest(z, z_ptr.dtype.element_ty), mask=mask)
+    out = x0 * z + x
+    tl.store(out_ptr + at, round_to_nearest(out, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _low_rank_cross_backward_kernel(
+    grad_ptr,
+    grad_h_ptr,
+    v_ptr,
+    x0_ptr,
+    grad_x_ptr,
+    grad_z_ptr,
+    partial_bias_ptr,
+    num_rows,
+    num_columns,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """``grad_x = grad + grad_h @ v``, ``grad_z = grad_x * x0``, and the latter's sum over rows.
+
+    With ``grad = 3``, ``grad_h = 2``, ``v = 1``, ``x0 = 4``: ``grad_x = 5`` and ``grad_z = 20``.
+    """
+    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    row_tile = tl.program_id(0) // num_tiles
+    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = (tl.program_id(0) % num_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    grad_x = _product(
+        grad_h_ptr,
+        v_ptr,
+        rows,
+        columns,
+        num_rows,
+        num_columns,
+        False,
+        DEPTH,
+        PRECISION,
+        INDEX,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_DEPTH,
+    )
+    at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    grad_x += as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
+    x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
+    tl.store(grad_x_ptr + at, round_to_nearest(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
+    grad_z = grad_x * x0
+    tl.store(grad_z_ptr + at, round_to_nearest(grad_z, grad_z_ptr.dtype.element_ty), mask=mask)
+    partial = partial_bias_ptr + row_tile * num_columns + columns
+    tl.store(partial, tl.sum(grad_z, axis=0), mask=columns < num_columns)
+
+
+@triton.jit
+def _low_rank_cross_input_backward_kernel(
+    grad_h_ptr,
+    v_ptr,
+    grad_ptrs,
+    z_ptrs,
+    grad_x0_ptr,
+    num_rows,
+    num_columns,
+    NUM_LAYERS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """``grad_x0 = grad_h @ v + grad[0] + sum(grad[l] * z[l])`` over all layers l.
+
+    With ``grad_h = 2``, ``v = 1``, ``grad = (3, 5)``, ``z = (4, 6)``: ``2 + 3 + 12 + 30 = 47``.
+    """
+    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    rows = (tl.program_id(0) // num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = (tl.program_id(0) % num_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = _product(
+        grad_h_ptr,
+        v_ptr,
+        rows,
+        columns,
+        num_rows,
+        num_columns,
+        False,
+        DEPTH,
+        PRECISION,
+        INDEX,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_DEPTH,
+    )
+    at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    for layer in tl.static_range(NUM_LAYERS):
+        grad = as_float32(tl.load(grad_ptrs[layer] + at, mask=mask, other=0.0))
+        if layer == 0:
+            total += grad
+        total += grad * as_float32(tl.load(z_ptrs[layer] + at, mask=mask, other=0.0))
+    tl.store(grad_x0_ptr + at, round_to_nearest(total, grad_x0_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(
+    kernel: triton.JITFunction, like: Tensor, inner: Tensor, *arguments: object, **flags: int
+) -> None:
+    """Launch ``kernel`` over the tiles of ``like [B, N]``; ``inner [B, depth]`` is the product's
+    left factor."""
+    num_rows, num_columns = like.shape
+    tiling = _tiling(num_rows, inner.dtype)
+    depth = inner.shape[1]
+    tiles = triton.cdiv(num_rows, tiling.block_rows) * triton.cdiv(num_columns, tiling.block_columns)
+    if tiles == 0:
+        return
+    uses_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    with torch.cuda.device_of(inner):
+        kernel[(tiles,)](
+            *arguments,
+            num_rows,
+            num_columns,
+            **flags,
+            DEPTH=depth,
+            PRECISION="tf32" if uses_tf32 else "ieee",
+            INDEX=index_type(like),
+            BLOCK_ROWS=tiling.block_rows,
+            BLOCK_COLUMNS=tiling.block_columns,
+            BLOCK_DEPTH=min(tiling.block_depth, max(16, triton.next_power_of_2(depth))),
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+
+
+def launch_low_rank_cross_forward(
+    x0: Tensor, h: Tensor, u: Tensor, bias: Tensor, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``torchembed::low_rank_cross_forward``; see
+    :func:`torchembed.ops.cross.low_rank_cross_network`."""
+    out, z = torch.empty_like(x0), torch.empty_like(x0)
+    is_first = x.data_ptr() == x0.data_ptr()
+    _launch(
+        _low_rank_cross_forward_kernel,
+        x0,
+        h,
+        x0,
+        h,
+        u,
+        bias,
+        None if is_first else x,
+        out,
+        z,
+    )
+    return out, z
+
+
+def launch_low_rank_cross_scale(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> Tensor:
+    """``torchembed::low_rank_cross_scale``."""
+    grad_z = torch.empty_like(grad)
+    multiply_and_sum(grad, x0, grad_z, grad_bias)
+    return grad_z
+
+
+def launch_low_rank_cross_backward(
+    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``torchembed::low_rank_cross_backward``."""
+    grad_x, grad_z = torch.empty_like(grad), torch.empty_like(grad)
+    num_rows, num_columns = grad.shape
+    num_partials = triton.cdiv(num_rows, _tiling(num_rows, grad_h.dtype).block_rows)
+    partials = torch.empty(num_partials, num_columns, device=grad.device, dtype=torch.float32)
+    _launch(
+        _low_rank_cross_backward_kernel,
+        grad,
+        grad_h,
+        grad,
+        grad_h,
+        v,
+        x0,
+        grad_x,
+        grad_z,
+        partials,
+    )
+    if grad.numel():
+        sum_partials(partials, grad_bias)
+    else:
+        grad_bias.zero_()
+    return grad_x, grad_z
+
+
+def launch_low_rank_cross_input_backward(
+    grad_h: Tensor, v: Tensor, grads: Sequence[Tensor], z: Sequence[Tensor]
+) -> Tensor:
+    """``torchembed::low_rank_cross_input_backward``."""
+    grad_x0 = torch.empty_like(grads[0])
+    _launch(
+        _low_rank_cross_input_backward_kernel,
+        grad_x0,
+        grad_h,
+        grad_h,
+        v,
+        tuple(grads),
+        tuple(z),
+        grad_x0,
+        NUM_LAYERS=len(z),
+    )
+    return grad_x0
