@@ -27,6 +27,7 @@ class _Tiling(NamedTuple):
     block_depth: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def _tiling(num_rows: int, dtype: torch.dtype) -> _Tiling:
@@ -53,8 +54,8 @@ def _product(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """A tile of ``a [B, DEPTH] @ b``, float32; b is ``[DEPTH, N]``, or ``[N, DEPTH]`` under
-    B_BY_COLUMNS."""
+    """A tile of ``a [B, DEPTH] @ b``, float32, in halves of its columns, since what is done with
+    one needs fewer registers then; b is ``[DEPTH, N]``, or ``[N, DEPTH]`` under B_BY_COLUMNS."""
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     row_mask = (rows < num_rows)[:, None]
     column_mask = (columns < num_columns)[None, :]
@@ -75,7 +76,28 @@ def _product(
             total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
         else:
             total = tl.dot(a, b, total, input_precision=PRECISION)
-    return total
+    halves = tl.reshape(total, (BLOCK_ROWS, 2, BLOCK_COLUMNS // 2))
+    return tl.split(tl.permute(halves, (0, 2, 1)))
+
+
+@triton.jit
+def _tile(num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """The number of this program's tile among rows, and its rows and columns."""
+    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    row_tile = tl.program_id(0) // num_tiles
+    column_tile = tl.program_id(0) % num_tiles
+    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return row_tile, rows, column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+
+
+@triton.jit
+def _half_columns(
+    num_columns, half: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
+    """The columns of one half of this program's tile."""
+    column_tile = tl.program_id(0) % tl.cdiv(num_columns, BLOCK_COLUMNS)
+    first = column_tile * BLOCK_COLUMNS + half * (BLOCK_COLUMNS // 2)
+    return first + tl.arange(0, BLOCK_COLUMNS // 2)
 
 
 @triton.jit
@@ -101,10 +123,8 @@ def _low_rank_cross_forward_kernel(
     With ``h = 3``, ``u = 1``, ``bias = 1``, ``x0 = 2``, ``x = 7``: ``z = 4`` and
     ``out = 2 * 4 + 7 = 15``.
     """
-    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    rows = (tl.program_id(0) // num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = (tl.program_id(0) % num_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    z = _product(
+    _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    halves = _product(
         h_ptr,
         u_ptr,
         rows,
@@ -119,17 +139,21 @@ def _low_rank_cross_forward_kernel(
         BLOCK_COLUMNS,
         BLOCK_DEPTH,
     )
-    bias = as_float32(tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0))
-    z += bias[None, :]
-    at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
-    x = x0
-    if x_ptr is not None:
-        x = as_float32(tl.load(x_ptr + at, mask=mask, other=0.0))
-    tl.store(z_ptr + at, round_to_nearest(z, z_ptr.dtype.element_ty), mask=mask)
-    out = x0 * z + x
-    tl.store(out_ptr + at, round_to_nearest(out, out_ptr.dtype.element_ty), mask=mask)
+    for half in tl.static_range(2):
+        z, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        column_mask = columns < num_columns
+        z += as_float32(tl.load(bias_ptr + columns, mask=column_mask, other=0.0))[None, :]
+        at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+        mask = (rows < num_rows)[:, None] & column_mask[None, :]
+        x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
+        x = x0
+        if x_ptr is not None:
+            x = as_float32(tl.load(x_ptr + at, mask=mask, other=0.0))
+        tl.store(z_ptr + at, round_to_nearest(z, z_ptr.dtype.element_ty), mask=mask)
+        out = x0 * z + x
+        tl.store(out_ptr + at, round_to_nearest(out, out_ptr.dtype.element_ty), mask=mask)
+        # Nothing of the second half is loaded before the first is done.
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -154,11 +178,8 @@ def _low_rank_cross_backward_kernel(
 
     With ``grad = 3``, ``grad_h = 2``, ``v = 1``, ``x0 = 4``: ``grad_x = 5`` and ``grad_z = 20``.
     """
-    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    row_tile = tl.program_id(0) // num_tiles
-    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = (tl.program_id(0) % num_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    grad_x = _product(
+    row_tile, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    halves = _product(
         grad_h_ptr,
         v_ptr,
         rows,
@@ -173,15 +194,21 @@ def _low_rank_cross_backward_kernel(
         BLOCK_COLUMNS,
         BLOCK_DEPTH,
     )
-    at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    grad_x += as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
-    x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
-    tl.store(grad_x_ptr + at, round_to_nearest(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
-    grad_z = grad_x * x0
-    tl.store(grad_z_ptr + at, round_to_nearest(grad_z, grad_z_ptr.dtype.element_ty), mask=mask)
-    partial = partial_bias_ptr + row_tile * num_columns + columns
-    tl.store(partial, tl.sum(grad_z, axis=0), mask=columns < num_columns)
+    for half in tl.static_range(2):
+        grad_x, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        column_mask = columns < num_columns
+        at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+        mask = (rows < num_rows)[:, None] & column_mask[None, :]
+        grad_x += as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
+        x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
+        rounded = round_to_nearest(grad_x, grad_x_ptr.dtype.element_ty)
+        tl.store(grad_x_ptr + at, rounded, mask=mask)
+        grad_z = grad_x * x0
+        rounded = round_to_nearest(grad_z, grad_z_ptr.dtype.element_ty)
+        tl.store(grad_z_ptr + at, rounded, mask=mask)
+        partial = partial_bias_ptr + row_tile * num_columns + columns
+        tl.store(partial, tl.sum(grad_z, axis=0), mask=column_mask)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -205,10 +232,8 @@ def _low_rank_cross_input_backward_kernel(
 
     With ``grad_h = 2``, ``v = 1``, ``grad = (3, 5)``, ``z = (4, 6)``: ``2 + 3 + 12 + 30 = 47``.
     """
-    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    rows = (tl.program_id(0) // num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = (tl.program_id(0) % num_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    total = _product(
+    _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    halves = _product(
         grad_h_ptr,
         v_ptr,
         rows,
@@ -223,14 +248,18 @@ def _low_rank_cross_input_backward_kernel(
         BLOCK_COLUMNS,
         BLOCK_DEPTH,
     )
-    at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    for layer in tl.static_range(NUM_LAYERS):
-        grad = as_float32(tl.load(grad_ptrs[layer] + at, mask=mask, other=0.0))
-        if layer == 0:
-            total += grad
-        total += grad * as_float32(tl.load(z_ptrs[layer] + at, mask=mask, other=0.0))
-    tl.store(grad_x0_ptr + at, round_to_nearest(total, grad_x0_ptr.dtype.element_ty), mask=mask)
+    for half in tl.static_range(2):
+        total, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+        mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+        for layer in tl.static_range(NUM_LAYERS):
+            grad = as_float32(tl.load(grad_ptrs[layer] + at, mask=mask, other=0.0))
+            if layer == 0:
+                total += grad
+            total += grad * as_float32(tl.load(z_ptrs[layer] + at, mask=mask, other=0.0))
+            tl.debug_barrier()
+        rounded = round_to_nearest(total, grad_x0_ptr.dtype.element_ty)
+        tl.store(grad_x0_ptr + at, rounded, mask=mask)
 
 
 def _launch(
@@ -259,6 +288,7 @@ def _launch(
             BLOCK_DEPTH=min(tiling.block_depth, max(16, triton.next_power_of_2(depth))),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
+            maxnreg=tiling.max_registers,
         )
 
 
