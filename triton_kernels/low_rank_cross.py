@@ -91,9 +91,7 @@ def _tile(num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _half_columns(
-    num_columns, half: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
-):
+def _half_columns(num_columns, half: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """The columns of one half of this program's tile."""
     column_tile = tl.program_id(0) % tl.cdiv(num_columns, BLOCK_COLUMNS)
     first = column_tile * BLOCK_COLUMNS + half * (BLOCK_COLUMNS // 2)
@@ -270,7 +268,9 @@ def _launch(
     num_rows, num_columns = like.shape
     tiling = _tiling(num_rows, inner.dtype)
     depth = inner.shape[1]
-    tiles = triton.cdiv(num_rows, tiling.block_rows) * triton.cdiv(num_columns, tiling.block_columns)
+    tiles = triton.cdiv(num_rows, tiling.block_rows) * triton.cdiv(
+        num_columns, tiling.block_columns
+    )
     if tiles == 0:
         return
     uses_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -23,7 +23,9 @@ def dense_update_reference(
     weight_decay: float,
 ) -> None:
     def write(target: Tensor, updated: Tensor) -> None:
-        target.copy_(updated if skip is None else torch.where(skip.reshape(1) == 0, updated, target))
+        target.copy_(
+            updated if skip is None else torch.where(skip.reshape(1) == 0, updated, target)
+        )
 
     gradient = grad.float()
     if grad_multiplier is not None:
