@@ -127,8 +127,11 @@ class System:
 
     def results(self) -> list[Tensor]:
         """The loss and every gradient."""
-        loss = self.run().detach()
-        return [loss, *(t.grad.clone() for t in (self.inputs[1], *self.parameters))]
+        found = [self.run().detach()]
+        for tensor in (self.inputs[1], *self.parameters):
+            assert tensor.grad is not None
+            found.append(tensor.grad.clone())
+        return found
 
 
 def systems(config: Config, batch_size: int, dtype: torch.dtype) -> list[System]:

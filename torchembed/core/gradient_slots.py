@@ -1,5 +1,6 @@
 """Where the gradient of a parameter belongs: its part of a flat buffer, that is used as a whole."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,13 +12,20 @@ class GradientSlot:
     What computes gradients may write the first one of a step there; ``weight.grad`` is then that
     part of the buffer, and nothing is copied. A gradient that lies elsewhere is as good, and costs
     whoever needs the whole buffer a copy.
+
+    Args:
+        parameter: a leaf, of the dtype of ``flat``.
+        flat: the buffer.
+        start: where the gradient begins in it.
+        stop: where the next one begins; zeros fill what is between.
     """
 
-    def __init__(self, parameter: Tensor, memory: Tensor) -> None:
+    def __init__(self, parameter: Tensor, flat: Tensor, start: int, stop: int) -> None:
         former = slot_of(parameter)
         if former is not None:
             former._hook.remove()
-        self.memory = memory
+        self.memory = flat[start : start + parameter.numel()].view(parameter.shape)
+        self._flat, self._start, self._stop = flat, start, stop
         self._is_claimed = False
         # Until the engine has accumulated what was written, a second use of the parameter in the
         # same backward must not write there.
@@ -35,6 +43,10 @@ class GradientSlot:
         # A tensor of its own: the engine makes no copy of a gradient that nobody else holds.
         return self.memory.detach()
 
+    def holds(self, grad: Tensor | None) -> bool:
+        """Whether ``grad`` lies here."""
+        return grad is not None and grad.data_ptr() == self.memory.data_ptr()
+
     def __reduce__(self) -> Any:
         # A parameter that is pickled leaves its optimizer behind.
         return _no_slot, ()
@@ -47,3 +59,20 @@ def _no_slot() -> None:
 def slot_of(parameter: Tensor) -> GradientSlot | None:
     """The slot of the gradient of ``parameter``, where something has made one."""
     return getattr(parameter, "torchembed_gradient_slot", None)
+
+
+def joint_gradient(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The part of a flat buffer that holds the gradients of ``parameters`` and nothing else; None
+    where some lie elsewhere, or not one after the other."""
+    slots = [slot_of(parameter) for parameter in parameters]
+    first = slots[0]
+    if first is None:
+        return None
+    start = stop = first._start
+    for parameter, slot in zip(parameters, slots, strict=True):
+        if slot is None or slot._flat is not first._flat or slot._start != stop:
+            return None
+        if not slot.holds(parameter.grad):
+            return None
+        stop = slot._stop
+    return first._flat[start:stop]

@@ -25,7 +25,9 @@ class _Linear(nn.Linear):
             nn.init.normal_(self.bias, std=math.sqrt(1 / self.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias) if _is_fusible(self) else super().forward(x)
+        if self.weight.dtype in FLOAT_DTYPES:
+            return linear(x, self.weight, self.bias)
+        return super().forward(x)
 
 
 class _BatchNorm(nn.BatchNorm1d):
@@ -42,18 +44,24 @@ class _BatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
 
-def _is_fusible(layer: nn.Module) -> bool:
-    """Whether ``layer`` is a linear one that our own operations compute."""
-    return isinstance(layer, _Linear) and layer.weight.dtype in FLOAT_DTYPES
-
-
-def _has_hooks(*layers: nn.Module) -> bool:
-    return any(
+def _has_hooks(layer: nn.Module) -> bool:
+    return bool(
         layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks
-        for layer in layers
+    )
+
+
+def _are_fusible(layer: nn.Module, following: nn.Module | None) -> bool:
+    """Whether ``linear_relu`` computes ``layer`` and what is ``following`` it."""
+    return (
+        isinstance(layer, _Linear)
+        and layer.bias is not None
+        and layer.weight.dtype in FLOAT_DTYPES
+        and type(following) is nn.ReLU
+        and not _has_hooks(layer)
+        and not _has_hooks(following)
     )
 
 
@@ -113,16 +121,12 @@ class MLP(nn.Sequential):
         super().__init__(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = list(self)
+        layers: list[nn.Module] = [*self]
         position = 0
         while position < len(layers):
-            layer, following = layers[position], layers[position + 1 : position + 2]
-            if (
-                _is_fusible(layer)
-                and layer.bias is not None
-                and [type(other) for other in following] == [nn.ReLU]
-                and not _has_hooks(layer, *following)
-            ):
+            layer, following = layers[position], [*layers, None][position + 1]
+            if _are_fusible(layer, following):
+                assert isinstance(layer, nn.Linear)
                 x = linear_relu(x, layer.weight, layer.bias)
                 position += 2
             else:

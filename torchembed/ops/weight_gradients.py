@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,27 +42,28 @@ class DeferredWeightGradients:
         self._waiting: list[tuple[Tensor, Compute]] = []
         self._held: list[Compute] = []
         """What the stream reads; freed where the current stream has waited for it."""
+        self._seen: set[int] = set()
         self._completions: list[Callable[[], None]] = []
 
-    def __enter__(self) -> "DeferredWeightGradients":
-        global _active
-        if _active is not None:
+    def __enter__(self) -> Self:
+        if _entered:
             raise RuntimeError(
-                "gradients of weights are deferred already; leave that DeferredWeightGradients first"
+                "gradients of weights are deferred already; leave the other "
+                "DeferredWeightGradients first"
             )
-        _active = self
+        _entered.append(self)
         return self
 
-    def __exit__(self, error: Any, *_: object) -> None:
-        global _active
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
             if error is None:
                 self.run()
         finally:
             self._waiting.clear()
             self._held.clear()
+            self._seen.clear()
             self._completions.clear()
-            _active = None
+            _entered.clear()
 
     @torch.no_grad()
     def run(self) -> None:
@@ -78,6 +79,13 @@ class DeferredWeightGradients:
         self._held.clear()
 
     def _defer(self, weight: Tensor, compute: Compute) -> None:
+        if id(weight) in self._seen:
+            raise RuntimeError(
+                f"a weight of shape {tuple(weight.shape)} has two gradients within one "
+                "DeferredWeightGradients, which adds none up; use it for one backward, and not "
+                "for layers that share weights"
+            )
+        self._seen.add(id(weight))
         if self.stream is None:
             self._waiting.append((weight, compute))
             return
@@ -86,8 +94,8 @@ class DeferredWeightGradients:
             _accumulate(weight, compute)
 
 
-_active: DeferredWeightGradients | None = None
-# Backward runs on threads of the engine, so this is no context variable.
+_entered: list[DeferredWeightGradients] = []
+"""None or one. Backward runs on threads of the engine, so this is no context variable."""
 
 
 def weight_gradient(weight: Tensor, compute: Compute) -> Tensor | None:
@@ -98,8 +106,8 @@ def weight_gradient(weight: Tensor, compute: Compute) -> Tensor | None:
     """
     if torch.compiler.is_compiling() or not weight.is_leaf:
         return compute(None)
-    if _active is not None:
-        _active._defer(weight, compute)
+    if _entered:
+        _entered[0]._defer(weight, compute)
         return None
     slot = slot_of(weight)
     return compute(None if slot is None else slot.claim(weight))
@@ -130,17 +138,18 @@ def _accumulate(weight: Tensor, compute: Compute) -> None:
 @contextlib.contextmanager
 def on_gradient_stream() -> Iterator[None]:
     """Work within comes after all gradients computed so far, on whatever stream they were."""
-    if _active is None or _active.stream is None:
+    stream = _entered[0].stream if _entered else None
+    if stream is None:
         yield
         return
-    _active.stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(_active.stream):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         yield
 
 
 def when_gradients_are_complete(callback: Callable[[], None]) -> None:
     """Run ``callback`` at the end of the backward that calls this, deferred gradients included."""
-    if _active is not None:
-        _active._completions.append(callback)
+    if _entered:
+        _entered[0]._completions.append(callback)
     else:
         torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -165,8 +165,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         for number, parameter in enumerate(parameters):
             entry, own = loaded[number], self.state[parameter]
             for key, tensor in own.items():
-                source = entry[key] if key in entry else parameter
-                tensor.copy_(source.reshape(tensor.shape))
+                tensor.copy_(entry.get(key, parameter).reshape(tensor.shape))
             if "master" in own:
                 parameter.copy_(own["master"])
         for flat in self.flat_parameters():

@@ -37,19 +37,21 @@ class FlatParameters:
         self.master = self.values
         if dtype is not torch.float32:
             self.master = torch.zeros(size, device=device, dtype=torch.float32)
-        for parameter, value, master, gradient in zip(
+        self._ends = [*self._starts[1:], size]
+        self._slots = []
+        for parameter, value, master, start, end in zip(
             self.parameters,
             self.views(self.values),
             self.views(self.master),
-            self.views(self.gradients),
+            self._starts,
+            self._ends,
             strict=True,
         ):
             master.copy_(parameter.detach())
             value.copy_(parameter.detach())
             parameter.grad = None
             parameter.data = value
-            GradientSlot(parameter, gradient)
-        self._slots = self.views(self.gradients)
+            self._slots.append(GradientSlot(parameter, self.gradients, start, end))
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.values_are_current()
 
@@ -98,23 +100,22 @@ class FlatParameters:
 
         Each part is as long as can be: one for all where every parameter has a gradient.
         """
-        slots, elsewhere, parts = [], [], []
-        ends = [*self._starts[1:], self.values.numel()]
+        targets, elsewhere, parts = [], [], []
         for parameter, slot, start, end in zip(
-            self.parameters, self._slots, self._starts, ends, strict=True
+            self.parameters, self._slots, self._starts, self._ends, strict=True
         ):
             if parameter.grad is None:
                 continue
-            if parameter.grad.data_ptr() != slot.data_ptr():
-                slots.append(slot)
+            if not slot.holds(parameter.grad):
+                targets.append(slot.memory)
                 elsewhere.append(parameter.grad)
-                parameter.grad = slot.detach()
+                parameter.grad = slot.memory.detach()
             if parts and parts[-1].stop == start:
                 parts[-1] = slice(parts[-1].start, end)
             else:
                 parts.append(slice(start, end))
-        if slots:
-            torch._foreach_copy_(slots, elsewhere)
+        if targets:
+            torch._foreach_copy_(targets, elsewhere)  # type: ignore[attr-defined]
         return parts
 
 

@@ -67,13 +67,16 @@ class Ranks:
         mesh: one-dimensional; the ranks of plans are places in it.
         group: its process group.
         rank: this rank's place in it.
-        wire: the precision in which vectors travel.
+        gradient_group: another process group of the same ranks, for the dense gradients alone:
+            these are reduced while backward exchanges vectors in ``group``.
+        wire: the precision in which vectors and gradients travel.
         row_gradient_mean: for tables that every rank holds.
     """
 
     def __init__(self, mesh: DeviceMesh, plans: Iterable[TablePlan], wire: WirePrecision) -> None:
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
+        self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=True)
         self.rank = mesh.get_local_rank()
         self.row_gradient_mean = row_gradient_mean(self.group)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}

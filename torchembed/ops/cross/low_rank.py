@@ -43,20 +43,19 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         grads, grads_v, grads_u = [], [], []
         grads_bias = [gradient_memory(parameter) for parameter in bias]
         grad = grad.contiguous()
-        grad_z = low_rank_cross_scale_op(grad, xs[0], grads_bias[-1])
+        next_grad_z = low_rank_cross_scale_op(grad, xs[0], grads_bias[-1])
         for layer in reversed(range(num_layers)):
             grads.insert(0, grad)
+            grad_z = next_grad_z
             grad_h = grad_z @ u[layer]
             if layer:
                 grad, next_grad_z = low_rank_cross_backward_op(
                     grad, grad_h, v[layer], xs[0], grads_bias[layer - 1]
                 )
             else:
-                next_grad_z = None
                 grad = low_rank_cross_input_backward_op(grad_h, v[0], grads, list(zs))
             grads_u.insert(0, _product_gradient(u[layer], grad_z, hs[layer]))
             grads_v.insert(0, _product_gradient(v[layer], grad_h, xs[layer]))
-            grad_z = next_grad_z
         return grad, *grads_v, *grads_u, *grads_bias
 
 

@@ -56,7 +56,7 @@ def dense_update(
     grad_multiplier: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> None:
-    """Update every element of a flat weight in one pass. Changes ``weight``, ``states``, ``rounded``.
+    """Update every element of a flat weight in one pass: changes all tensors but ``grad``.
 
     Deterministic; never synchronizes. Scalars that change between steps are tensors on the device
     of ``weight``.
@@ -85,8 +85,8 @@ def dense_update(
     if rounded is not None:
         checks.check_dtype("rounded", rounded, checks.FLOAT_DTYPES[1:], "leave it out for float32")
     checks.check_float("grad", grad)
-    updated = {"weight": weight, "rounded": rounded, **{"states": state for state in states}}
-    for name, tensor in {**updated, "grad": grad}.items():
+    flat = [("weight", weight), ("rounded", rounded), *(("states", state) for state in states)]
+    for name, tensor in (*flat, ("grad", grad)):
         if tensor is None:
             continue
         checks.check_dim(name, tensor, 1)

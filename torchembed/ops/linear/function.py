@@ -18,7 +18,7 @@ class _Linear(torch.autograd.Function):
             output = x @ weight.t()
         elif relu:
             # On a GPU the matrix product's own epilogue adds and rectifies.
-            output = torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+            output = torch.ops.aten._addmm_activation(bias, x, weight.t())
         else:
             output = torch.addmm(bias, x, weight.t())
         ctx.save_for_backward(x, weight, bias, output if relu else None)
@@ -71,7 +71,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
 
     Backward computes the gradient of ``x`` first; those of the parameters go to where an optimizer
-    wants them, and may be deferred (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`).
+    wants them, and that of ``weight`` may be deferred
+    (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`).
     The sum over samples for ``bias`` is float32, in an order that the shape fixes. Never
     synchronizes. Under ``torch.autocast`` everything is cast.
 
