@@ -288,7 +288,7 @@ def optimizer_steps(config: Config) -> list[dict[str, Any]]:
     """A step of each optimizer over the parameters of the dense part, which have gradients."""
     rows = []
     for name, (make, theirs, arguments, num_bytes) in OPTIMIZERS.items():
-        models, found, replays = {}, {}, []
+        kept, found, replays = [], {}, []
         own = {key: value for key, value in arguments.items() if key != "capturable"}
         for system, precision in (
             ("torch", "fp32"),
@@ -307,7 +307,7 @@ def optimizer_steps(config: Config) -> list[dict[str, Any]]:
                 grad = torch.randn(parameter.shape, device="cuda", generator=generator)
                 parameter.grad = grad.to(parameter.dtype)
             optimizer.step()
-            models[system, precision] = model
+            kept.append((model, optimizer))  # whose memory the graph changes
             found[system, precision] = [p.detach().clone() for p in model.parameters()]
             replays.append(captured(optimizer.step))
         for key, parameters in found.items():
@@ -315,7 +315,7 @@ def optimizer_steps(config: Config) -> list[dict[str, Any]]:
             for parameter, expected in zip(parameters, found["torch", "fp32"], strict=True):
                 error = float((parameter.float() - expected).abs().max())
                 assert error <= 2 * eps * float(expected.abs().max()), (name, key, error)
-        count = sum(parameter.numel() for parameter in models["torch", "fp32"].parameters())
+        count = sum(parameter.numel() for parameter in kept[0][0].parameters())
         floor = 1e3 * count * num_bytes / MEMORY_BYTES_PER_SECOND
         for (system, precision), times in zip(
             found, milliseconds(replays, config.num_rounds), strict=True

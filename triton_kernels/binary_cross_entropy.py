@@ -9,8 +9,9 @@ from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import index_type
 
 _BLOCK = 1024
-_LOGITS_PER_PROGRAM = 8 * _BLOCK
-"""A constant, so that the order of the sum follows from the number of logits alone."""
+_SUM_BLOCK = 8192
+"""Logits whose losses one program sums. A constant, so that the order of the sum follows from the
+number of logits alone."""
 
 
 @triton.jit
@@ -30,25 +31,21 @@ def _binary_cross_entropy_forward_kernel(
     num_logits,
     divisor,
     INDEX: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The sum of the losses of this program's logits, over ``divisor``.
 
     Logits 0 and 0 with labels 0 and 1 have the losses log(2) and log(2).
     """
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    first = tl.program_id(0).to(INDEX) * PER_PROGRAM
-    for step in range(0, PER_PROGRAM, BLOCK):
-        at = first + step + tl.arange(0, BLOCK)
-        mask = at < num_logits
-        z = as_float32(tl.load(logits_ptr + at, mask=mask, other=0.0))
-        y = as_float32(tl.load(labels_ptr + at, mask=mask, other=0.0))
-        # A NaN goes into the loss, which max might drop.
-        larger = tl.where(z < 0, 0.0, z)
-        loss = larger - z * y + _log_of_one_plus(tl.exp(-tl.abs(z)))
-        sums += tl.where(mask, loss, 0.0)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(sums, axis=0) / divisor)
+    at = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num_logits
+    z = as_float32(tl.load(logits_ptr + at, mask=mask, other=0.0))
+    y = as_float32(tl.load(labels_ptr + at, mask=mask, other=0.0))
+    # A NaN goes into the loss, which max might drop.
+    larger = tl.where(z < 0, 0.0, z)
+    loss = larger - z * y + _log_of_one_plus(tl.exp(-tl.abs(z)))
+    total = tl.sum(tl.where(mask, loss, 0.0), axis=0)
+    tl.store(sums_ptr + tl.program_id(0), total / divisor)
 
 
 @triton.jit
@@ -79,7 +76,7 @@ def launch_binary_cross_entropy_forward(logits: Tensor, labels: Tensor) -> Tenso
     num_logits = logits.numel()
     if num_logits == 0:
         return torch.full((), torch.nan, device=logits.device)
-    num_programs = triton.cdiv(num_logits, _LOGITS_PER_PROGRAM)
+    num_programs = triton.cdiv(num_logits, _SUM_BLOCK)
     sums = torch.empty(num_programs, device=logits.device, dtype=torch.float32)
     with torch.cuda.device_of(logits):
         _binary_cross_entropy_forward_kernel[(num_programs,)](
@@ -89,9 +86,8 @@ def launch_binary_cross_entropy_forward(logits: Tensor, labels: Tensor) -> Tenso
             num_logits,
             float(num_logits),
             INDEX=index_type(logits),
-            PER_PROGRAM=_LOGITS_PER_PROGRAM,
-            BLOCK=_BLOCK,
-            num_warps=8,
+            BLOCK=_SUM_BLOCK,
+            num_warps=32,
         )
     return sums.view(()) if num_programs == 1 else sums.sum()
 

@@ -1,5 +1,6 @@
 """Triton kernels of the ``low_rank_cross_*`` operations: a matrix product of small depth, and what
-a cross layer does with it before it leaves the registers.
+a cross layer does with it before it leaves the registers. A float32 product is made by cuBLAS
+first, which is faster at it; the kernels take the product itself then, and no second factor.
 
 Byte floor of a layer of ``B`` samples and ``N`` columns, in passes over ``[B, N]``: forward reads
 x0 and x and writes z and the output; backward reads the gradient and x0 and writes two gradients.
@@ -31,11 +32,10 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(num_rows: int, dtype: torch.dtype) -> _Tiling:
+    if dtype is torch.float32:
+        return _Tiling(32, 128, 16, 4, 1)
     # Two programs fit on a multiprocessor, so that one computes where the other reads and writes.
-    block_depth = 128 // dtype.itemsize
-    if num_rows <= 1024:
-        return _Tiling(64, 128, block_depth, 4, 4)
-    return _Tiling(128, 128, block_depth, 8, 3)
+    return _Tiling(128, 128, 64, 8, 3)
 
 
 @triton.jit
@@ -48,14 +48,13 @@ def _product(
     num_columns,
     B_BY_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """A tile of ``a [B, DEPTH] @ b``, float32, in halves of its columns, since what is done with
-    one needs fewer registers then; b is ``[DEPTH, N]``, or ``[N, DEPTH]`` under B_BY_COLUMNS."""
+    """A tile of ``a [B, DEPTH] @ b``, float32, in halves of its columns; b is ``[DEPTH, N]``, or
+    ``[N, DEPTH]`` under B_BY_COLUMNS."""
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     row_mask = (rows < num_rows)[:, None]
     column_mask = (columns < num_columns)[None, :]
@@ -75,9 +74,28 @@ def _product(
         if _INTERPRETED:
             total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
         else:
-            total = tl.dot(a, b, total, input_precision=PRECISION)
+            total = tl.dot(a, b, total)
     halves = tl.reshape(total, (BLOCK_ROWS, 2, BLOCK_COLUMNS // 2))
     return tl.split(tl.permute(halves, (0, 2, 1)))
+
+
+@triton.jit
+def _loaded_product(
+    product_ptr,
+    rows,
+    num_rows,
+    num_columns,
+    INDEX: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """A tile of a product that is there already, in the same halves."""
+    row_at, row_mask = rows[:, None].to(INDEX) * num_columns, (rows < num_rows)[:, None]
+    left = _half_columns(num_columns, 0, BLOCK_COLUMNS)[None, :]
+    right = _half_columns(num_columns, 1, BLOCK_COLUMNS)[None, :]
+    return (
+        tl.load(product_ptr + row_at + left, mask=row_mask & (left < num_columns), other=0.0),
+        tl.load(product_ptr + row_at + right, mask=row_mask & (right < num_columns), other=0.0),
+    )
 
 
 @triton.jit
@@ -110,7 +128,6 @@ def _low_rank_cross_forward_kernel(
     num_rows,
     num_columns,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -122,21 +139,23 @@ def _low_rank_cross_forward_kernel(
     ``out = 2 * 4 + 7 = 15``.
     """
     _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    halves = _product(
-        h_ptr,
-        u_ptr,
-        rows,
-        columns,
-        num_rows,
-        num_columns,
-        True,
-        DEPTH,
-        PRECISION,
-        INDEX,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        BLOCK_DEPTH,
-    )
+    if u_ptr is None:
+        halves = _loaded_product(h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
+    else:
+        halves = _product(
+            h_ptr,
+            u_ptr,
+            rows,
+            columns,
+            num_rows,
+            num_columns,
+            True,
+            DEPTH,
+            INDEX,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_DEPTH,
+        )
     for half in tl.static_range(2):
         z, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
         column_mask = columns < num_columns
@@ -166,7 +185,6 @@ def _low_rank_cross_backward_kernel(
     num_rows,
     num_columns,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -177,21 +195,23 @@ def _low_rank_cross_backward_kernel(
     With ``grad = 3``, ``grad_h = 2``, ``v = 1``, ``x0 = 4``: ``grad_x = 5`` and ``grad_z = 20``.
     """
     row_tile, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    halves = _product(
-        grad_h_ptr,
-        v_ptr,
-        rows,
-        columns,
-        num_rows,
-        num_columns,
-        False,
-        DEPTH,
-        PRECISION,
-        INDEX,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        BLOCK_DEPTH,
-    )
+    if v_ptr is None:
+        halves = _loaded_product(grad_h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
+    else:
+        halves = _product(
+            grad_h_ptr,
+            v_ptr,
+            rows,
+            columns,
+            num_rows,
+            num_columns,
+            False,
+            DEPTH,
+            INDEX,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_DEPTH,
+        )
     for half in tl.static_range(2):
         grad_x, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
         column_mask = columns < num_columns
@@ -220,7 +240,6 @@ def _low_rank_cross_input_backward_kernel(
     num_columns,
     NUM_LAYERS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -231,21 +250,23 @@ def _low_rank_cross_input_backward_kernel(
     With ``grad_h = 2``, ``v = 1``, ``grad = (3, 5)``, ``z = (4, 6)``: ``2 + 3 + 12 + 30 = 47``.
     """
     _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    halves = _product(
-        grad_h_ptr,
-        v_ptr,
-        rows,
-        columns,
-        num_rows,
-        num_columns,
-        False,
-        DEPTH,
-        PRECISION,
-        INDEX,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        BLOCK_DEPTH,
-    )
+    if v_ptr is None:
+        halves = _loaded_product(grad_h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
+    else:
+        halves = _product(
+            grad_h_ptr,
+            v_ptr,
+            rows,
+            columns,
+            num_rows,
+            num_columns,
+            False,
+            DEPTH,
+            INDEX,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_DEPTH,
+        )
     for half in tl.static_range(2):
         total, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
         at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
@@ -273,7 +294,6 @@ def _launch(
     )
     if tiles == 0:
         return
-    uses_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     with torch.cuda.device_of(inner):
         kernel[(tiles,)](
             *arguments,
@@ -281,7 +301,6 @@ def _launch(
             num_columns,
             **flags,
             DEPTH=depth,
-            PRECISION="tf32" if uses_tf32 else "ieee",
             INDEX=index_type(like),
             BLOCK_ROWS=tiling.block_rows,
             BLOCK_COLUMNS=tiling.block_columns,
@@ -299,13 +318,13 @@ def launch_low_rank_cross_forward(
     :func:`torchembed.ops.cross.low_rank_cross_network`."""
     out, z = torch.empty_like(x0), torch.empty_like(x0)
     is_first = x.data_ptr() == x0.data_ptr()
+    factors = (h @ u.t(), None) if h.dtype is torch.float32 else (h, u)
     _launch(
         _low_rank_cross_forward_kernel,
         x0,
         h,
         x0,
-        h,
-        u,
+        *factors,
         bias,
         None if is_first else x,
         out,
@@ -321,6 +340,10 @@ def launch_low_rank_cross_scale(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> 
     return grad_z
 
 
+def _backward_factors(grad_h: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (grad_h @ v, None) if grad_h.dtype is torch.float32 else (grad_h, v)
+
+
 def launch_low_rank_cross_backward(
     grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -334,8 +357,7 @@ def launch_low_rank_cross_backward(
         grad,
         grad_h,
         grad,
-        grad_h,
-        v,
+        *_backward_factors(grad_h, v),
         x0,
         grad_x,
         grad_z,
@@ -357,8 +379,7 @@ def launch_low_rank_cross_input_backward(
         _low_rank_cross_input_backward_kernel,
         grad_x0,
         grad_h,
-        grad_h,
-        v,
+        *_backward_factors(grad_h, v),
         tuple(grads),
         tuple(z),
         grad_x0,

@@ -27,8 +27,9 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     :meth:`step` never synchronizes and can be captured in a CUDA graph. A learning rate that
     changes between replays must be a tensor; schedulers write to it in place.
-    ``torch.amp.GradScaler`` works, also ``scaler.unscale_``. State dicts are those of the
-    ``torch.optim`` optimizer of the same rule, with a ``master`` for each 16-bit parameter.
+    ``torch.amp.GradScaler`` works, and ``scaler.unscale_`` but for float16 gradients, which it
+    refuses. State dicts of Adagrad and Adam are those of ``torch.optim``, with a ``master`` for
+    each 16-bit parameter.
 
     Args:
         dtype: that the parameters are cast to, float16 or bfloat16; as they are where None. Masters
@@ -235,4 +236,6 @@ class _Buffer:
                 self._lr = lr, tensor.fill_(lr)
             tensor = self._lr[1]
         decay = group.get("lr_decay", 0.0)
-        return tensor if decay == 0.0 else tensor / (1 + (self.step - 1) * decay)
+        if decay == 0.0:
+            return tensor
+        return (tensor.double() / (1 + (self.step.double() - 1) * decay)).float()

@@ -15,7 +15,7 @@ from torchembed.sharding.finished_work import all_reduce
 class WirePrecision:
     """What looked-up vectors and their gradients are rounded to, to nearest, while they travel.
 
-    Without a dtype, or with one no narrower than what is sent, they stay as they are. Each vector is
+    Without a dtype, or with one no narrower than what is sent, they stay as they are. A vector is
     rounded once, also one that stays on its rank, so that results do not depend on where a sample
     or a row is; of a row-wise table, that is once for each rank's part of the sum. Sums are taken
     after the way back to the dtype that vectors had.

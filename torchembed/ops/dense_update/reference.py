@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
+from torchembed.ops.rowwise_update.reference import root
 
 
 def dense_update_reference(
@@ -38,7 +39,7 @@ def dense_update_reference(
         assert state0 is not None
         total = state0 + gradient * gradient
         write(state0, total)
-        change = lr * (gradient / (total.sqrt() + eps))
+        change = lr * (gradient / (root(total) + eps))
     else:
         assert optimizer == OptimizerKind.ADAM
         assert state0 is not None and state1 is not None and step is not None
@@ -49,7 +50,7 @@ def dense_update_reference(
         count = step.double()
         step_size = (lr.double() / (1 - beta1**count)).float()
         root_correction = (1 - beta2**count).sqrt().float()
-        change = step_size * (mean / (square.sqrt() / root_correction + eps))
+        change = step_size * (mean / (root(square) / root_correction + eps))
     write(weight, weight - change)
     if rounded is not None:
         write(rounded, weight.to(rounded.dtype))
