@@ -57,11 +57,11 @@ def test_trains_as_torchs(
     ours: Any, theirs: Any, arguments: dict[str, Any], device: torch.device
 ) -> None:
     trained = model(device)
-    train(trained, ours(trained.parameters(), lr=0.1, **arguments), range(4))
+    train(trained, ours(trained.parameters(), lr=0.05, **arguments), range(4))
 
     def formula(dtype: torch.dtype, which: int) -> Tensor:
         module = model("cpu", torch.float64).to(dtype)
-        train(module, theirs(module.parameters(), lr=0.1, **arguments), range(4))
+        train(module, theirs(module.parameters(), lr=0.05, **arguments), range(4))
         return list(module.parameters())[which].detach()
 
     for which, parameter in enumerate(trained.parameters()):

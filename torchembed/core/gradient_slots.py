@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -61,18 +62,30 @@ def slot_of(parameter: Tensor) -> GradientSlot | None:
     return getattr(parameter, "torchembed_gradient_slot", None)
 
 
-def joint_gradient(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The part of a flat buffer that holds the gradients of ``parameters`` and nothing else; None
-    where some lie elsewhere, or not one after the other."""
+def joint_memory(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The part of a flat buffer that is the slots of ``parameters`` and nothing else; None where
+    some have none, or they are not one after the other."""
     slots = [slot_of(parameter) for parameter in parameters]
     first = slots[0]
     if first is None:
         return None
-    start = stop = first._start
-    for parameter, slot in zip(parameters, slots, strict=True):
+    stop = first._start
+    for slot in slots:
         if slot is None or slot._flat is not first._flat or slot._start != stop:
             return None
-        if not slot.holds(parameter.grad):
-            return None
         stop = slot._stop
-    return first._flat[start:stop]
+    return first._flat[first._start : stop]
+
+
+def gather_gradients(parameters: Sequence[Tensor]) -> None:
+    """Bring gradients of ``parameters`` that lie elsewhere into their slots."""
+    slots, elsewhere = [], []
+    for parameter in parameters:
+        slot = slot_of(parameter)
+        assert slot is not None
+        if parameter.grad is not None and not slot.holds(parameter.grad):
+            slots.append(slot.memory)
+            elsewhere.append(parameter.grad)
+            parameter.grad = slot.memory.detach()
+    if slots:
+        torch._foreach_copy_(slots, elsewhere)  # type: ignore[attr-defined]

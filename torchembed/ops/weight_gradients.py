@@ -26,9 +26,10 @@ class DeferredWeightGradients:
 
     With a ``stream``, each gradient is computed there as soon as backward comes by its layer, and
     on leaving the current stream waits for it; without one, on leaving or in :meth:`run`, on the
-    current stream. Both can be captured in a CUDA graph. Hooks that wait for accumulated gradients
-    (``register_post_accumulate_grad_hook``) run when the gradient is there; ``grad_fn`` hooks of a
-    weight do not run. ``torch.autograd.grad`` gives no gradients of weights meanwhile.
+    current stream. Both can be captured in a CUDA graph. Hooks of
+    ``register_post_accumulate_grad_hook`` run when the gradient is there, and torch may have run
+    them before; those of ``register_hook`` see nothing. ``torch.autograd.grad`` gives no gradients
+    of weights meanwhile.
 
     Args:
         stream: a CUDA stream.
@@ -68,9 +69,8 @@ class DeferredWeightGradients:
     @torch.no_grad()
     def run(self) -> None:
         """Compute what waits, and let the current stream wait for what runs on another one."""
-        for weight, compute in self._waiting:
-            _accumulate(weight, compute)
-        self._waiting.clear()
+        while self._waiting:
+            _accumulate(*self._waiting.pop(0))
         for complete in self._completions:
             complete()
         self._completions.clear()
@@ -133,6 +133,11 @@ def _accumulate(weight: Tensor, compute: Compute) -> None:
         weight.grad += grad
     for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
         hook(weight)
+
+
+def is_waiting(weight: Tensor) -> bool:
+    """Whether a gradient of ``weight`` is still to be computed."""
+    return any(weight is other for entered in _entered for other, _ in entered._waiting)
 
 
 @contextlib.contextmanager

@@ -134,7 +134,13 @@ class DenseOptimizer(torch.optim.Optimizer):
         """As any torch optimizer's; values that something else has written are in the masters."""
         for flat in self.flat_parameters():
             flat.take_changed_values()
-        return super().state_dict()
+        packed = super().state_dict()
+        # Torch's optimizers count the steps of each parameter in a tensor of its own.
+        state = {
+            number: {**entry, "step": entry["step"].clone()}
+            for number, entry in packed["state"].items()
+        }
+        return {**packed, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core import checks
-from torchembed.core.gradient_slots import GradientSlot
+from torchembed.core.gradient_slots import GradientSlot, gather_gradients
 from torchembed.tables import table_of
 
 _ALIGNMENT = 128
@@ -38,7 +38,6 @@ class FlatParameters:
         if dtype is not torch.float32:
             self.master = torch.zeros(size, device=device, dtype=torch.float32)
         self._ends = [*self._starts[1:], size]
-        self._slots = []
         for parameter, value, master, start, end in zip(
             self.parameters,
             self.views(self.values),
@@ -51,7 +50,7 @@ class FlatParameters:
             value.copy_(parameter.detach())
             parameter.grad = None
             parameter.data = value
-            self._slots.append(GradientSlot(parameter, self.gradients, start, end))
+            GradientSlot(parameter, self.gradients, start, end)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.values_are_current()
 
@@ -100,22 +99,15 @@ class FlatParameters:
 
         Each part is as long as can be: one for all where every parameter has a gradient.
         """
-        targets, elsewhere, parts = [], [], []
-        for parameter, slot, start, end in zip(
-            self.parameters, self._slots, self._starts, self._ends, strict=True
-        ):
+        gather_gradients(self.parameters)
+        parts: list[slice] = []
+        for parameter, start, end in zip(self.parameters, self._starts, self._ends, strict=True):
             if parameter.grad is None:
                 continue
-            if not slot.holds(parameter.grad):
-                targets.append(slot.memory)
-                elsewhere.append(parameter.grad)
-                parameter.grad = slot.memory.detach()
             if parts and parts[-1].stop == start:
                 parts[-1] = slice(parts[-1].start, end)
             else:
                 parts.append(slice(start, end))
-        if targets:
-            torch._foreach_copy_(targets, elsewhere)  # type: ignore[attr-defined]
         return parts
 
 

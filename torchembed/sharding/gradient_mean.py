@@ -7,8 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.core.gradient_slots import joint_gradient, slot_of
-from torchembed.ops.weight_gradients import on_gradient_stream, when_gradients_are_complete
+from torchembed.core.gradient_slots import gather_gradients, joint_memory, slot_of
+from torchembed.ops.weight_gradients import (
+    is_waiting,
+    on_gradient_stream,
+    when_gradients_are_complete,
+)
 from torchembed.sharding.finished_work import wait_for
 from torchembed.tables import table_of
 
@@ -19,7 +23,7 @@ class _Bucket:
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
         self.num_bytes = 0
-        self.num_missing = 0
+        self.missing: set[Tensor] = set()
 
 
 class _Reduction(NamedTuple):
@@ -73,9 +77,10 @@ class GradientMean:
             self._fill_buckets()
             when_gradients_are_complete(self._finish)
         bucket = self._bucket_of.get(parameter)
-        if bucket is not None:
-            bucket.num_missing -= 1
-            while self._remaining() and self._remaining()[0].num_missing == 0:
+        # The engine also calls for a gradient that is deferred; that one is not there yet.
+        if bucket is not None and not is_waiting(parameter):
+            bucket.missing.discard(parameter)
+            while self._remaining() and not self._remaining()[0].missing:
                 self._reduce(self._remaining()[0])
 
     def _remaining(self) -> list[_Bucket]:
@@ -95,17 +100,21 @@ class GradientMean:
                 self._buckets.append(bucket)
             bucket.parameters.insert(0, parameter)
             bucket.num_bytes += parameter.numel() * parameter.element_size()
-            bucket.num_missing += 1
+            bucket.missing.add(parameter)
             self._bucket_of[parameter] = bucket
 
     def _reduce(self, bucket: _Bucket) -> None:
         with on_gradient_stream():
+            # The layout, which is the same on all ranks, says what is reduced, and not where this
+            # rank's gradients happen to lie.
+            memory, gradients = joint_memory(bucket.parameters), []
+            if memory is not None:
+                gather_gradients(bucket.parameters)
             for parameter in bucket.parameters:
                 if parameter.grad is None:
                     slot = slot_of(parameter)
                     zeros = torch.zeros_like(parameter) if slot is None else slot.memory.zero_()
                     parameter.grad = zeros.detach()
-            memory, gradients = joint_gradient(bucket.parameters), []
             if memory is None:
                 gradients = [p.grad for p in bucket.parameters if p.grad is not None]
                 memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
