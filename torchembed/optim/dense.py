@@ -43,8 +43,8 @@ class DenseOptimizer(torch.optim.Optimizer):
     """Given by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
     found_inf: Tensor | int
     skip: Tensor | None = None
-    """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing. For whoever
-    finds out there that a batch is bad."""
+    """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing. For
+    whoever finds out there that a batch is bad."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, dtype: torch.dtype | None
