@@ -1,5 +1,6 @@
 """The pipeline trains as the loop by hand does: eagerly, in static steps, and in CUDA graphs."""
 
+import copy
 import itertools
 import math
 import warnings
@@ -380,6 +381,24 @@ class TestGraphs:
         assert len(told) == 1
         assert "captur" in told[0].split("eagerly")[1]
         assert_same_state(model, expected)
+
+    def test_loaded_states_are_taken_up(self, device: torch.device) -> None:
+        found = []
+        for capture in (False, True):
+            model = make_model(device)
+            optimizers = self.optimizers(model)
+            pipeline = TrainPipeline(model, LOSS, optimizers, capture=capture)
+            iterator, saved = iter(fixed_batches(16)), []
+            for step in range(16):
+                if step == 4:
+                    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+                if step == 8:
+                    for optimizer, state in zip(optimizers, saved, strict=True):
+                        optimizer.load_state_dict(state)
+                pipeline.progress(iterator)
+            found.append(state_of(model))
+        for name, tensor in found[0].items():
+            assert torch.equal(tensor, found[1][name]), name
 
     def test_regrouped_tables_are_captured_again(self, device: torch.device) -> None:
         found = []

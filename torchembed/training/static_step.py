@@ -106,6 +106,7 @@ class StaticStep:
         self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
+        self._states: list[int] = []
         self._is_cuda = device.type == "cuda"
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = None
@@ -121,10 +122,23 @@ class StaticStep:
         groups = [list(table_set.current_groups()) for table_set in self._table_sets]
         return groups, [(p.data_ptr(), p.requires_grad) for p in self._parameters]
 
+    def _states_now(self) -> list[int]:
+        """Where the states of torch's own captured optimizers are: loading them moves them."""
+        states = [
+            state
+            for optimizer in self._dense_optimizers
+            if not hasattr(optimizer, "before_replay")
+            for of_parameter in optimizer.state.values()
+            for state in of_parameter.values()
+        ]
+        return [state.data_ptr() for state in states if isinstance(state, Tensor)]
+
     @property
     def is_stale(self) -> bool:
-        """Whether tables were regrouped since, or parameters frozen or given other memory."""
-        return self._memory != self._memory_now()
+        """Whether tables were regrouped since, parameters frozen or given other memory, or states
+        that a capture knows replaced."""
+        moved = self._has_captured and self._states != self._states_now()
+        return moved or self._memory != self._memory_now()
 
     def prepare(self, turn: int) -> None:
         """Prepare the batch in slot ``turn`` by itself, where no step before did it."""
@@ -134,7 +148,7 @@ class StaticStep:
     def capture(self, turn: int) -> None:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
         self._before_replay()  # what a graph does itself, it does at each replay
-        self._has_captured = True
+        self._has_captured, self._states = True, self._states_now()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
