@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchembed.core.random_bits import name_key
+from torchembed.core.trees import map_tensors
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
+from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables.initializers import Initializer, Uniform, shifted_row_key
 
 if TYPE_CHECKING:
@@ -40,6 +42,11 @@ ColumnSum = Callable[[Tensor], Tensor]
 """The sum of the ranks' ``[runs]``, one number for each run of equal rows; the ranks that hold the
 table's columns call it together. They may have different capacities of spare runs; what comes back
 has the least of them."""
+
+
+RankMaximum = Callable[[Tensor], None]
+"""Makes a number the greatest of those on the ranks that hold tables of a model, in place; these
+ranks call it together. No GPU is waited for."""
 
 
 def _as_it_is(rows: Tensor) -> Tensor:
@@ -79,6 +86,9 @@ class Table:
         """Of this table's rows, or their optimizer state, what a distributed checkpoint takes."""
         self.sum_over_columns: ColumnSum | None = None
         """For a table whose columns are on several ranks."""
+        self.max_over_holders: RankMaximum | None = None
+        """For a table of a model whose ranks hold different ones; the same for all of its tables.
+        """
         self.gradient_reduction: GradientReduction | None = None
         """For a table that every rank holds: makes recorded gradients their mean over ranks."""
 
@@ -87,6 +97,21 @@ class Table:
         left_out = ("parameter", "group", "owner")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**state, "update_key": None}
+
+
+class RecordedGradients(NamedTuple):
+    """Gradients of rows, as a backward gave them."""
+
+    rows: Tensor
+    gradients: RowGradients
+    known_runs: Runs | None = None
+    """Of equal ``rows``, where they were found before."""
+    ready: torch.cuda.Event | None = None
+    """From when on another stream of the GPU may use them."""
+
+    def runs(self, num_rows: int) -> Runs:
+        """The runs of equal rows, of a group of ``num_rows``."""
+        return find_runs(self.rows, num_rows) if self.known_runs is None else self.known_runs
 
 
 class TableGroup:
@@ -113,7 +138,7 @@ class TableGroup:
         self.initial_state = 0.0
         self.rule: UpdateRule | None = None
         self.step = torch.zeros(1, device=weight.device)
-        self.pending: list[tuple[Tensor, RowGradients]] = []
+        self.pending: list[RecordedGradients] = []
         self._locate()
 
     def _locate(self) -> None:
@@ -184,22 +209,15 @@ class TableGroup:
             self.set_rule(self.rule, self.initial_state)
         self.states = tuple(state.to(device) for state in self.states)
         self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
-        self.pending = [
-            (
-                rows.to(device),
-                RowGradients(
-                    grad.to(device),
-                    None if gradient_rows is None else gradient_rows.to(device),
-                    None if scales is None else scales.to(device),
-                ),
-            )
-            for rows, (grad, gradient_rows, scales) in self.pending
-        ]
+        self.pending = [map_tensors(lambda tensor: tensor.to(device), e) for e in self.pending]
         self._locate()
         self.point_parameters()
 
-    def record(self, rows: Tensor, gradients: RowGradients) -> None:
-        """Keep the gradients of ``rows`` until the optimizer's step; the sink of a lookup."""
+    def record(self, rows: Tensor, gradients: RowGradients, runs: Runs | None = None) -> None:
+        """Keep the gradients of ``rows`` until the optimizer's step; the sink of a lookup.
+
+        ``runs`` of equal rows, where they are known, spare the step finding them.
+        """
         if self.tables[0].group is not self:
             names = ", ".join(table.spec.name for table in self.tables)
             raise RuntimeError(
@@ -209,22 +227,27 @@ class TableGroup:
         reduction = self.tables[0].gradient_reduction
         if reduction is not None:
             rows, gradients = reduction(rows, gradients, self.weight)
-        self.pending.append((rows, gradients))
+            runs = None
+        ready = None
+        if rows.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        self.pending.append(RecordedGradients(rows, gradients, runs, ready))
 
     def scale_pending(self, factor: Tensor) -> None:
         """Multiply all gradients recorded so far by ``factor``, float32 ``[]``."""
-        for index, (rows, gradients) in enumerate(self.pending):
-            scales = factor.expand(rows.numel())
+        for index, entry in enumerate(self.pending):
+            scales, gradients = factor.expand(entry.rows.numel()), entry.gradients
             if gradients.scales is not None:
                 scales = scales * gradients.scales
-            self.pending[index] = rows, gradients._replace(scales=scales)
+            self.pending[index] = entry._replace(gradients=gradients._replace(scales=scales))
 
-    def merged_pending(self) -> tuple[Tensor, RowGradients] | None:
+    def merged_pending(self) -> RecordedGradients | None:
         """All pending gradients as one entry, or None where there are none."""
         if len(self.pending) <= 1:
             return self.pending[0] if self.pending else None
         rows, gradient_rows, scales, first = [], [], [], 0
-        for entry_rows, (grad, entry_gradient_rows, entry_scales) in self.pending:
+        for entry_rows, (grad, entry_gradient_rows, entry_scales), *_ in self.pending:
             rows.append(entry_rows)
             if entry_gradient_rows is None:
                 entry_gradient_rows = torch.arange(entry_rows.numel(), device=grad.device)
@@ -233,8 +256,9 @@ class TableGroup:
                 entry_scales = torch.ones(entry_rows.numel(), device=grad.device)
             scales.append(entry_scales)
             first += grad.shape[0]
-        grads = torch.cat([gradients.grad for _, gradients in self.pending])
-        return torch.cat(rows), RowGradients(grads, torch.cat(gradient_rows), torch.cat(scales))
+        grads = torch.cat([entry.gradients.grad for entry in self.pending])
+        merged = RowGradients(grads, torch.cat(gradient_rows), torch.cat(scales))
+        return RecordedGradients(torch.cat(rows), merged)
 
 
 def mark_parameter(table: Table) -> None:

@@ -1,5 +1,6 @@
 """Whole programs: the train step and what belongs around it."""
 
+from torchembed.training.affinity import stay_near
 from torchembed.training.agreement import check_ranks_agree, source_files
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
@@ -11,12 +12,14 @@ from torchembed.training.evaluate import Evaluation, evaluate
 from torchembed.training.export import export_safetensors, import_tables, whole_tables
 from torchembed.training.history import HeldOutPoint, History, LossPoint
 from torchembed.training.metrics import MetricsWriter, read_metrics
+from torchembed.training.pipeline import TrainPipeline
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
 from torchembed.training.schedule import LearningRate
+from torchembed.training.static_step import StepResult
 from torchembed.training.stop import StopSignal
 from torchembed.training.tensor_file import open_safetensors
-from torchembed.training.train import train, train_step
+from torchembed.training.train import train
 
 __all__ = [
     "CheckpointFolder",
@@ -29,7 +32,9 @@ __all__ = [
     "LossPoint",
     "MetricsWriter",
     "Progress",
+    "StepResult",
     "StopSignal",
+    "TrainPipeline",
     "TrainingRun",
     "average_buffers",
     "check_ranks_agree",
@@ -41,7 +46,7 @@ __all__ = [
     "plot_history",
     "read_metrics",
     "source_files",
+    "stay_near",
     "train",
-    "train_step",
     "whole_tables",
 ]
