@@ -25,6 +25,11 @@ from torchembed.training.checkpoint import (
     on_cpu,
     state_of,
 )
+from torchembed.training.checkpoint_files import (
+    CheckpointReader,
+    CheckpointWriter,
+    in_threads,
+)
 from torchembed.training.checkpoint_storage import FileDigest, Storage
 from torchembed.training.save_planner import ChunkedSavePlanner
 from torchembed.training.together import first_rank_decides, ordinary_errors, together
@@ -34,6 +39,8 @@ MARKER = "complete.json"
 UNFINISHED_MARKER = f"{MARKER}.partial"
 METADATA = ".metadata"
 """Where ``torch.distributed.checkpoint`` keeps what it knows of the others."""
+_DATA_FILE = re.compile(r"__(\d+)_")
+"""Of the rank of this number."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
@@ -150,7 +157,7 @@ class CheckpointFolder:
         with _one_process_is_fine(), ordinary_errors(what):
             save(
                 state,
-                storage_writer=self._storage.writer(path),
+                storage_writer=CheckpointWriter(self._storage, path),
                 planner=ChunkedSavePlanner(),
                 process_group=group,
                 no_dist=group is None,
@@ -232,7 +239,7 @@ class CheckpointFolder:
         written = first_rank_decides(lambda: self._storage.read(f"{path}/{MARKER}"), what, group)
         marker = together(lambda: self._read_marker(path, written), what, group)
         together(lambda: self._check_files(path, marker["files"]), what, group)
-        reader = self._storage.reader(path)
+        reader = CheckpointReader(self._storage, path)
         metadata = together(reader.read_metadata, what, group)
 
         def read(state: dict[str, Any]) -> None:
@@ -284,8 +291,9 @@ class CheckpointFolder:
             raise ValueError(f"file {path}/{MARKER} is corrupt: load an earlier step") from None
 
     def _check_files(self, path: str, files: dict[str, list[int]]) -> None:
-        """Each rank reads a share of them whole."""
-        for name in sorted(files)[ranks.rank() :: ranks.world_size()]:
+        """Each rank reads a share of them whole, before anything is loaded."""
+
+        def check(name: str) -> None:
             file = f"{path}/{name}"
             if not self._storage.exists(file):
                 raise FileNotFoundError(f"checkpoint {path} lacks its file {name}")
@@ -296,6 +304,15 @@ class CheckpointFolder:
                     f"as it was written, got {found.num_bytes} and {found.crc32:08x}; it is "
                     "corrupt: load an earlier step"
                 )
+
+        in_threads(check, [name for name in sorted(files) if _checker(name) == ranks.rank()])
+
+
+def _checker(name: str) -> int:
+    """The rank that checks a file: where it can, the one that wrote it, and is likely to load it
+    next, from its machine's memory."""
+    writer = _DATA_FILE.match(name)
+    return int(writer[1]) % ranks.world_size() if writer else 0
 
 
 @contextlib.contextmanager
