@@ -114,6 +114,35 @@ def test_what_others_keep_there_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["notes.txt", "step-000000003", "step-7x", "step-by-step"]
 
 
+class Intruder:
+    """While it is pickled, another run saves in the folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        CheckpointFolder(self.path).save(2, run_of(7.0))
+        return Intruder, (self.path,)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_run_that_another_one_disturbs_spoils_nothing(is_local: bool, tmp_path: Path) -> None:
+    path = str(tmp_path) if is_local else f"memory://{tmp_path.name}"
+
+    class Disturbed(OneNumber):
+        def get_extra_state(self) -> Intruder:
+            return Intruder(path)
+
+    run = TrainingRun(model=Disturbed(1.0))
+    with pytest.raises(
+        FileNotFoundError if is_local else RuntimeError,
+        match=r"step-000000002/\.metadata" if is_local else "one run at a time may save in memory",
+    ):
+        CheckpointFolder(path).save(2, run)
+    assert CheckpointFolder(path).steps() == [2]
+    assert loaded(path) == 7.0
+
+
 def test_no_checkpoint_of_a_step_is_named(tmp_path: Path) -> None:
     CheckpointFolder(tmp_path).save(4, run_of(0.0))
     with pytest.raises(

@@ -164,17 +164,18 @@ class CheckpointFolder:
             )
         written = ranks.gather_objects(self._storage.written, group)
         files = {name.rsplit("/", 1)[-1]: d for part in written for name, d in part.items()}
-        first_rank_decides(lambda: self._complete_one(step, path, files), what, group)
+        first_rank_decides(lambda: self._complete_one(step, path, token, files), what, group)
         first_rank_decides(lambda: self._remove_old(checkpoint), what, group)
 
     def _begin(self, step: int) -> tuple[_Checkpoint, str]:
         """Make the folder of a new checkpoint, with a token that the other ranks must see there."""
         attempts = []
         for found in self._found():
+            if found.step == step:
+                # Of what is removed too: another run might still be writing there.
+                attempts.append(found.attempt)
             if not self._is_complete(found):
                 self._storage.remove(self._storage.path(found.name))
-            elif found.step == step:
-                attempts.append(found.attempt)
         checkpoint = _Checkpoint(step, max(attempts, default=-1) + 1)
         token = secrets.token_hex(8)
         path = self._storage.path(checkpoint.name)
@@ -182,18 +183,25 @@ class CheckpointFolder:
         self._storage.write(f"{path}/{UNFINISHED_MARKER}", token.encode())
         return checkpoint, token
 
-    def _check_token(self, path: str, token: str) -> None:
+    def _has_token(self, path: str, token: str) -> bool:
         try:
-            seen = self._storage.read(f"{path}/{UNFINISHED_MARKER}")
+            return self._storage.read(f"{path}/{UNFINISHED_MARKER}") == token.encode()
         except FileNotFoundError:
-            seen = b""
-        if seen != token.encode():
+            return False
+
+    def _check_token(self, path: str, token: str) -> None:
+        if not self._has_token(path, token):
             raise ValueError(
                 f"path must be one folder that all ranks see, and rank {ranks.rank()} does not see "
                 f"in {self} what rank 0 wrote there"
             )
 
-    def _complete_one(self, step: int, path: str, files: dict[str, FileDigest]) -> None:
+    def _complete_one(self, step: int, path: str, token: str, files: dict[str, FileDigest]) -> None:
+        if not self._has_token(path, token):
+            raise RuntimeError(
+                f"one run at a time may save in {self}, and another one has removed or replaced "
+                f"{path} while it was written; end one of them, or give it another folder"
+            )
         marker = {"step": step, "num_ranks": ranks.world_size(), "files": files}
         unfinished = f"{path}/{UNFINISHED_MARKER}"
         self._storage.write(unfinished, json.dumps(marker).encode())
