@@ -155,8 +155,8 @@ def damaged(path: Path, damage: str) -> str:
     """Damage a checkpoint; what the error says."""
     file = path / "__0_0.distcp"
     whole = bytearray(file.read_bytes())
-    if damage == "marker":
-        (path / "complete.json").write_text("{")
+    if damage in ("marker", "empty marker"):
+        (path / "complete.json").write_text("{" if damage == "marker" else "{}")
         return r"ValueError: file .*complete\.json is corrupt: load an earlier step"
     if damage == "missing":
         file.unlink()
@@ -174,7 +174,9 @@ def damaged(path: Path, damage: str) -> str:
     return rf"ValueError: .* {len(whole)} bytes and CRC-32 \w+ as it was written, got {len(whole)}"
 
 
-@pytest.mark.parametrize("damage", ["marker", "missing", "metadata", "cut off", "one bit"])
+@pytest.mark.parametrize(
+    "damage", ["marker", "empty marker", "missing", "metadata", "cut off", "one bit"]
+)
 def test_damage_is_named_and_nothing_is_changed(damage: str, tmp_path: Path) -> None:
     for step in (1, 2):
         CheckpointFolder(tmp_path).save(step, run_of(float(step)))
