@@ -57,6 +57,18 @@ class TrainLoop:
             },
         )
         self._saved_step = self.checkpoints.load(self.state)
+        self._check_optimizers()
+
+    def _check_optimizers(self) -> None:
+        """They have what the checkpoint says, whatever the config does."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for name, key in (("learning_rate", "initial_lr"), ("eps", "eps")):
+                wanted, found = getattr(self.config, name), float(group[key])
+                if wanted != found:
+                    raise ValueError(
+                        f"{name} must stay as it was where a run goes on, {found}, got {wanted}; "
+                        "begin another run for it"
+                    )
 
     @property
     def is_done(self) -> bool:

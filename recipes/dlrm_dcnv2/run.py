@@ -68,8 +68,8 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
         )
         if not loop.run():
             return Stopped(num_steps=loop.history.num_steps)
-    if config.keep_best:
-        loop.best.load(TrainingRun(model=model))
+    if config.keep_best and loop.early_stop.best_auc is not None:
+        loop.best.load(TrainingRun(model=model), loop.early_stop.best_step)
     final = evaluate(model, test)
     if ranks.rank() == 0:
         best = validation.bayes_auc() if isinstance(validation, ClickLog) else None

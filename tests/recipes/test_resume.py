@@ -156,6 +156,8 @@ def test_one_process_goes_on_from_two(folder: Path, capsys: pytest.CaptureFixtur
     main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--max-steps", str(num_steps)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
     assert result["num_steps"] == num_steps + 4
+    with pytest.raises(ValueError, match=r"learning_rate must stay .*, 0\.02, got 0\.5; begin"):
+        main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--learning-rate", "0.5"])
     with pytest.raises(ValueError, match=r"mlperf_log must be left out where a run goes on"):
         main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--mlperf-log", "open"])
 
@@ -256,3 +258,10 @@ def test_the_best_model_is_kept_and_tested(
     assert result["checkpoint"] == str(tmp_path / "out" / "best")
     assert CheckpointFolder(tmp_path / "out" / "best").steps() == [best]
     assert CheckpointFolder(tmp_path / "out" / "checkpoint").steps() == [best + 12]
+    # A later best of a run that died before it saved itself is not this run's.
+    files = tmp_path / "out" / "best"
+    shutil.copytree(files / f"step-{best:09d}", files / f"step-{best + 1:09d}")
+    (files / f"step-{best + 1:09d}" / "__0_0.distcp").write_bytes(b"")
+    main(["dlrm_dcnv2", "--resume", str(tmp_path / "out")])
+    again = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    assert again["test_auc"] == result["test_auc"]
