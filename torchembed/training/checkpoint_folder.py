@@ -129,9 +129,11 @@ class CheckpointFolder:
 
         Raises:
             OSError, RuntimeError: where writing fails, on every rank.
-            ValueError: where an optimizer holds parameters that are not the model's, or the ranks'
-                steps or optimizers differ.
+            ValueError: where an optimizer holds parameters that are not the model's, the ranks'
+                steps or optimizers differ, or ``step`` is negative.
         """
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step}")
         self.wait()
         group, what = self._cpu_group(), f"save a checkpoint of step {step} in {self}"
         check_agreement(step, run, group)
