@@ -23,7 +23,10 @@ def resident_bytes(name: str) -> int:
 
 
 def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"needs Linux to measure the peak of memory: {error}")
 
 
 @pytest.mark.parametrize("wait", [True, False])
