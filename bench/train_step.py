@@ -8,12 +8,8 @@ first steps are the same, as far as their precisions go.
 import dataclasses
 import gc
 import itertools
-import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +20,7 @@ import torch.distributed as dist
 import tyro
 
 from bench import dlrm_dcnv2 as workload
+from bench.result_file import write_results
 from bench.step_floor import RATES, floor_seconds
 from bench.step_profile import profile_steps
 from bench.step_setting import StepSetting
@@ -271,14 +268,6 @@ def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     print(line, flush=True)
 
 
-def commit() -> str:
-    """The commit that is checked out, where git knows."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or os.environ.get("COMMIT", "unknown")
-
-
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     on_gpu = torch.cuda.is_available()
@@ -291,16 +280,7 @@ def main() -> None:
     bench = Bench(config, device)
     bench.run()
     if dist.get_rank() == 0 and config.output is not None:
-        gpu = f"{dist.get_world_size()} {torch.cuda.get_device_name()}, " if on_gpu else ""
-        written = {
-            "hardware": f"{gpu}{os.cpu_count()} cores, {platform.processor()}, torch "
-            f"{torch.__version__}",
-            "commit": commit(),
-            "command": f"torchrun --nproc-per-node {dist.get_world_size()} -m bench.train_step "
-            + " ".join(sys.argv[1:]),
-            "rows": bench.rows,
-        }
-        config.output.write_text(json.dumps(written, indent=1) + "\n")
+        write_results(config.output, bench.rows)
     dist.destroy_process_group()
 
 
