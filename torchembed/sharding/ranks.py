@@ -76,7 +76,9 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh, plans: Iterable[TablePlan], wire: WirePrecision) -> None:
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
-        self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=True)
+        # A mesh of some processes is made by these alone.
+        is_part = mesh.size() < dist.get_world_size()
+        self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=is_part)
         self.rank = mesh.get_local_rank()
         self.row_gradient_mean = row_gradient_mean(self.group)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
