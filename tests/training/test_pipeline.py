@@ -1,9 +1,11 @@
 """The pipeline trains as the loop by hand does: eagerly, in static steps, and in CUDA graphs."""
 
 import copy
+import gc
 import itertools
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -164,6 +166,24 @@ def test_a_step_with_a_bad_id_changes_nothing(dense: str) -> None:
     assert [report[0] for report in reports] == [0, 0, 1, 1, 0, 0]
     assert [report[1:] for report in reports if report[0]] == [[3, 99]] * 2
     assert_same_state(model, expected)
+
+
+def test_a_pipeline_and_its_static_step_go_at_once() -> None:
+    """Without a garbage collection: graphs keep process groups from being destroyed."""
+    model = make_model(CPU)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    batch = fixed_batch(8, 0)
+    pipeline._static = StaticStep(
+        model, pipeline._compute_loss, pipeline.optimizers, batch, CPU, None
+    )
+    assert len(list(run_static(pipeline._static, fixed_batches(3)))) == 3
+    remains = [weakref.ref(pipeline), weakref.ref(pipeline._static)]
+    gc.disable()
+    try:
+        del pipeline
+        assert [reference() for reference in remains] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_bad_id_raises_at_once_on_the_cpu() -> None:
@@ -427,6 +447,32 @@ class TestGraphs:
         with pytest.raises(TimeoutError, match=r"has not finished a step in 0\.05 s; where"):
             pipeline.progress(batches)
         torch.cuda.synchronize()
+
+    def test_a_closed_pipeline_captures_anew(self, device: torch.device) -> None:
+        batches, found = fixed_batches(16), []
+        for num_steps in (16, 8):
+            model = make_model(device)
+            iterator = iter(batches)
+            with TrainPipeline(model, LOSS, self.optimizers(model)) as pipeline:
+                for step in range(16):
+                    if step == num_steps:
+                        pipeline.close()
+                        assert pipeline._static is None
+                    pipeline.progress(iterator)
+                assert pipeline._static is not None
+            assert pipeline._static is None
+            found.append(state_of(model))
+        for name, tensor in found[0].items():
+            assert torch.equal(tensor, found[1][name]), name
+
+    def test_leaving_raises_for_the_last_steps(self, device: torch.device) -> None:
+        model = make_model(device)
+        batches = iter(fixed_batches(9, bad=(8,)))
+        pipeline = TrainPipeline(model, LOSS, self.optimizers(model))
+        for _ in range(9):
+            pipeline.progress(batches)
+        with pytest.raises(IndexError, match=r"value 99; .* That step changed nothing"):
+            pipeline.close()
 
     def test_memory_does_not_grow(self, device: torch.device) -> None:
         model = make_model(device)
