@@ -1,20 +1,29 @@
-"""A sharded model trains as the unsharded one, over NCCL on every GPU of the machine."""
+"""A sharded model trains as the unsharded one, over NCCL on 1, 2, 4 and 8 GPUs."""
 
 import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.sharding.cases import assert_equal_training, train_sharded, train_unsharded
-from tests.sharding.test_sharded_training import ALIKE, MATRIX, OTHERS
+from tests.sharding.cases import Case, assert_equal_training, train_sharded, train_unsharded
+from tests.sharding.test_sharded_training import (
+    ALIKE,
+    MATRIX,
+    ON_SOME_RANKS,
+    OTHERS,
+    on_two_nodes,
+)
 
 pytestmark = pytest.mark.gpu
 
-CASES = [*ALIKE, *OTHERS, *MATRIX]
 
-
-def test_sharded_equals_unsharded_on_all_gpus() -> None:
-    num_ranks = torch.cuda.device_count()
-    results = run_on_ranks(num_ranks, train_sharded, CASES, "cuda", backend="cpu:gloo,cuda:nccl")
-    for number, case in enumerate(CASES):
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("cases", [[*ALIKE, *OTHERS], MATRIX], ids=["placements", "matrix"])
+def test_sharded_equals_unsharded(num_ranks: int, cases: list[Case]) -> None:
+    if num_ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {num_ranks} GPUs, and {torch.cuda.device_count()} are here")
+    if num_ranks >= 4:
+        cases = [*on_two_nodes(cases), *ON_SOME_RANKS]
+    results = run_on_ranks(num_ranks, train_sharded, cases, "cuda", backend="cpu:gloo,cuda:nccl")
+    for number, case in enumerate(cases):
         of_ranks = [rank_results[number] for rank_results in results]
         assert_equal_training(case, of_ranks, train_unsharded(case, num_ranks, "cuda"))

@@ -21,7 +21,7 @@ from torchembed.sharding import Placement, ShardingPlan, make_plan
 from torchembed.sharding.plan import place_table
 from torchembed.tables import Table
 
-NUM_STEPS = 3
+NUM_STEPS = 5
 SIZES = {"a": (23, 8), "b": (64, 8), "c": (50, 5), "d": (3, 8)}
 FEATURES = ("f0", "f1", "f2", "f3")
 SMALLEST = {"f0": 23, "f1": 23, "f2": 64, "f3": 3}

@@ -107,6 +107,27 @@ def test_print() -> None:
     )
 
 
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("ranks", [(), (1, 0, 1)])
+def test_a_table_is_placed_on_ranks_that_are_different(
+    placement: Placement, ranks: tuple[int, ...]
+) -> None:
+    spec = TableSpec(name="t", num_rows=4, dim=4)
+    message = (
+        f"ranks of table t must be one or more different ones, got {sorted(ranks)}; name each rank "
+        "that holds a part of it, once"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        place_table("t", spec, placement, ranks)
+
+
+def test_a_whole_table_is_on_one_rank() -> None:
+    spec = TableSpec(name="t", num_rows=4, dim=4)
+    message = "ranks of table t must be one under table_wise, got [0, 2]; give one of them, or"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        place_table("t", spec, Placement.TABLE_WISE, (2, 0))
+
+
 def test_bad_plans_are_refused() -> None:
     specs = {"t": TableSpec(name="t", num_rows=4, dim=4)}
     with pytest.raises(

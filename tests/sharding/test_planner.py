@@ -82,8 +82,6 @@ def test_plans_are_complete_fit_and_come_out_again(
     for table in plan.tables:
         use = tables[table.table]
         assert_complete(table, use, topology.num_ranks)
-        if planner.optimizer is optim.RowwiseAdagrad:
-            assert table.placement is not Placement.COLUMN_WISE
         if table.placement is Placement.DATA_PARALLEL:
             assert use.pooled
             assert use.spec.num_rows < planner.batch_size
@@ -187,6 +185,21 @@ def test_constraints_are_held() -> None:
     assert placed["t6"] == (Placement.COLUMN_WISE, [3, 5])
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        TableConstraint(placements=("column_wise",)),
+        TableConstraint(
+            exact=place_table("t", make_use(1000, 24, "f").spec, Placement.COLUMN_WISE, (0, 1))
+        ),
+    ],
+)
+def test_row_wise_adagrad_takes_columns_too(constraint: TableConstraint) -> None:
+    planner = Planner(optimizer=optim.RowwiseAdagrad, constraints={"t": constraint})
+    report = planner.plan({"t": make_use(1000, 24, "f")}, make_topology(2, 2))
+    assert report.plan.tables[0].placement is Placement.COLUMN_WISE
+
+
 def test_a_constraint_may_leave_nothing() -> None:
     """Node 1 consists of ranks 3 to 5, of which rank 3 alone is allowed: no two shards."""
     constraint = TableConstraint(nodes=(1,), ranks=(1, 2, 3), num_shards=2)
@@ -246,13 +259,6 @@ SPEC = make_use(1000, 24, "f").spec
         ),
         (
             {
-                "optimizer": optim.RowwiseAdagrad,
-                "constraints": {"t": TableConstraint(placements=("column_wise",))},
-            },
-            "constraint of table t leaves no placement: ",
-        ),
-        (
-            {
                 "constraints": {
                     "t": TableConstraint(
                         exact=place_table("t", SPEC, Placement.COLUMN_WISE, (0, 4))
@@ -268,17 +274,6 @@ SPEC = make_use(1000, 24, "f").spec
                 }
             },
             "exact of the constraint of table t must hold that table as place_table divides",
-        ),
-        (
-            {
-                "optimizer": optim.RowwiseAdagrad,
-                "constraints": {
-                    "t": TableConstraint(
-                        exact=place_table("t", SPEC, Placement.COLUMN_WISE, (0, 1))
-                    )
-                },
-            },
-            "exact of the constraint of table t must not be column-wise under row-wise Adagrad",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from tests.packaging.source_tree import ROOT, run_python_or_fail
 from tests.sharding.planning import dlrm_dcnv2, make_topology, make_use
 from torchembed import optim
-from torchembed.sharding import H200, Planner, PlanReport, Topology
+from torchembed.sharding import H200, Placement, Planner, PlanReport, Topology
 
 TABLES, HOTNESS = dlrm_dcnv2()
 NUM_RANKS = (1, 2, 4, 8, 16, 64, 256, 1024)
@@ -61,11 +61,23 @@ def test_the_fastest_plan_is_balanced_up_to_two_nodes(num_ranks: int, fixed_hotn
         assert report.seconds < 1.34 * alone.seconds
 
 
-def test_the_other_optimizer_takes_no_columns() -> None:
+def test_an_even_load_is_more_work_where_one_table_dominates() -> None:
+    """Why a planner is not bound to one by default."""
+    planner = Planner(batch_size=8192, hotness=HOTNESS)
+    fastest = plan_in_seconds(planner, 256)
+    even = plan_in_seconds(dataclasses.replace(planner, max_imbalance=1.15), 256)
+    assert even.balance <= 1.15 < fastest.balance
+    assert fastest.seconds < even.seconds / even.balance
+
+
+def test_columns_pay_under_the_other_optimizer_too() -> None:
     planner = Planner(batch_size=8192, hotness=HOTNESS, optimizer=optim.RowwiseAdagrad)
     report = plan_in_seconds(planner, 8)
     assert report.balance <= 1.15
-    assert "column_wise" not in {table.placement.value for table in report.plan.tables}
+    assert "column_wise" in {table.placement.value for table in report.plan.tables}
+    others = tuple(placement for placement in Placement if placement is not Placement.COLUMN_WISE)
+    without = plan_in_seconds(dataclasses.replace(planner, placements=others), 8)
+    assert report.seconds < without.seconds
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_is_missing() -> None:

@@ -79,6 +79,25 @@ def test_column_wise_with_narrow_wires() -> None:
     assert everywhere == (2 * 128 + 512, 2 * 128 + 512, 0, 2 * (ids + 256) + 2 * 512)
 
 
+def test_column_wise_under_row_wise_adagrad() -> None:
+    """Two ranks exchange one float32 for each of 48 lookups, and go over 48 sums of 8 columns."""
+    planner = Planner(batch_size=4, hotness=HOTNESS, optimizer=optim.RowwiseAdagrad)
+    loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), planner)
+    touched = 8 * (1 - math.exp(-48 / 8))
+    ids = 8 * (12 + 8)
+    squares, summed = 48 * 4, 48 * 8 * 4
+    expected = [
+        4 * ids + 48 * 64 + 4 * 8 * 32,
+        48 * 64 + touched * 2 * (64 + 64) + 7 * summed + 4 * 2 * squares,
+        ids,
+        8 * 32,
+        8 * 32 + squares / 3,  # from one of three other ranks
+        8 * 32 + 8 * 4 + 4 * (4 * ids + 2 * 8 * 32) + 3 * summed + 2 * 2 * squares,
+    ]
+    np.testing.assert_allclose(loads, [expected, expected], rtol=1e-12)
+    assert everywhere == (2 * 256 + 512, 2 * 256 + 512, 0, 2 * (ids + 512) + 2 * 512)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_row_wise(fixed: bool) -> None:
     planner = Planner(
@@ -106,6 +125,17 @@ def test_row_wise_sequence_sends_each_vector_once() -> None:
     np.testing.assert_allclose(loads[:, Load.VECTORS], [3 * 64] * 4, rtol=1e-12)
     np.testing.assert_allclose(loads[:, Load.GRADIENTS], [3 * 64] * 4, rtol=1e-12)
     assert everywhere.lookup_bytes == 12 * 64 + 12 * 64
+
+
+def test_sequences_travel_alike_with_fixed_hotness() -> None:
+    use = make_use(8, 16, "f", "g", pooled=False)
+    plan = place_table("t", use.spec, Placement.ROW_WISE, (0, 1, 2, 3))
+    fixed = cost_model(Planner(batch_size=4, hotness=HOTNESS, fixed_hotness=True), TOPOLOGY)
+    loads, everywhere = fixed.table_loads(use, plan)
+    expected, expected_everywhere = MODEL.table_loads(use, plan)
+    np.testing.assert_array_equal(loads, expected)
+    np.testing.assert_array_equal(loads[:, Load.IDS], [8 * (3 + 8)] * 4)
+    assert everywhere == expected_everywhere
 
 
 def test_data_parallel() -> None:

@@ -86,6 +86,10 @@ def on_four_ranks() -> dict[str, Any]:
             torchembed.shard_embeddings(*arguments)
         except ValueError as error:
             results["messages"][name] = str(error)
+    device = torch.device("cuda", 99) if rank == 2 else cpu
+    with pytest.raises(Exception) as error:  # noqa: PT011 - what torch raises is its own affair
+        Topology.of_group(group, device)
+    results["silent"] = str(error.value)
     results["huge is as it was"] = type(huge.tables).__name__
     return results
 
@@ -107,7 +111,9 @@ MESSAGES = {
 def test_planned_models_run_and_others_are_refused() -> None:
     results = run_on_ranks(4, on_four_ranks)
     first = results[0]
-    for result in results:
+    silent = r"ranks \[2\] could not tell the memory of their devices"
+    for rank, result in enumerate(results):
+        assert bool(re.match(silent, result["silent"])) is (rank != 2)
         assert result["topologies"] == first["topologies"]
         shapes = [(t.num_nodes, t.ranks_per_node) for t in result["topologies"]]
         assert shapes == [(1, 4), (2, 2)]

@@ -63,16 +63,23 @@ def disagreements() -> dict[str, str]:
     others = {
         "placement": {"plan": {"tables.embedding_bags.d": "row_wise"}},
         "refused": {"plan": {"tables.embedding_bags.e": "row_wise"}},
+        "another error": {"plan": 5},
         "wire": {"wire": WirePrecision(backward=torch.float16)},
         "setting": {"case": Case(placements={}, on_bad_id="zero")},
         "tables": {"case": Case(placements={}, dtype=torch.float16)},
         "dense": {"width": 3},
+        "meta": {"device": "meta"},
+        "buffer": {"buffer": torch.zeros(3)},
+        "buffer's dtype": {"buffer": torch.zeros(2, dtype=torch.float64)},
         "nothing": {},
     }
     messages = {}
     for name, other in others.items():
         different = other if is_second else {}
-        model = make_model(different.get("case", Case(placements={})))
+        model = make_model(
+            different.get("case", Case(placements={})), different.get("device", "cpu")
+        )
+        model.register_buffer("scale", different.get("buffer", torch.zeros(2)))
         model.top = nn.Linear(different.get("width", 2), 1)
         try:
             torchembed.shard_embeddings(
@@ -142,6 +149,24 @@ def state_moves() -> dict[str, Any]:
     }
 
 
+def fewer_rows_than_ranks() -> tuple[int, ...]:
+    """Of three processes the mesh has two, which share a table of one row."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() > 1:
+        return ()
+    model = nn.Module()
+    config = torchembed.EmbeddingBagConfig(
+        name="t", num_embeddings=1, embedding_dim=4, feature_names=("f",)
+    )
+    model.tables = torchembed.EmbeddingBagCollection([config])
+    whole = model.state_dict()
+    name = "tables.embedding_bags.t"
+    torchembed.shard_embeddings(model, mesh, {name: "row_wise"})
+    model.load_state_dict(whole)
+    state = model.state_dict()
+    return tuple(state[f"{name}.weight"].shape) if state else ()
+
+
 def dense_training(order: list[int]) -> list[float]:
     """Loss of a model with a dense part; ``order`` permutes samples, which reorders sums."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -195,11 +220,15 @@ def test_ranks_that_disagree_are_told_in_what() -> None:
         "placement": "ranks must agree on what is sharded, and how: rank 0 has "
         "tables.embedding_bags.d: table_wise on ranks 1, rank 1 has "
         "tables.embedding_bags.d: row_wise on ranks 0, 1; start every rank with",
-        "refused": r"rank 1 has the error: plan places tables \['tables.embedding_bags.e'\]",
+        "refused": r"rank 1 has the error: ValueError: plan places tables .*embedding_bags.e",
+        "another error": "rank 1 has the error: AttributeError: 'int' object has no attribute",
         "wire": r"rank 0 has WirePrecision\(.*backward=None, .*\), rank 1 .*torch.float16, .*\);",
         "setting": r"rank 0 has tables: .*on_bad_id=RAISE.*, rank 1 has tables: .*ZERO",
         "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",
         "dense": r"rank 0 has top.weight: \(1, 2\).*, rank 1 has top.weight: \(1, 3\)",
+        "meta": r"rank 0 has tables: .*on_meta=False, rank 1 has tables: .*on_meta=True",
+        "buffer": r"rank 0 has scale: a buffer of \(2,\).*, rank 1 has scale: a buffer of \(3,\)",
+        "buffer's dtype": r"\(2,\), torch.float32, rank 1 has scale: .* \(2,\), torch.float64",
     }
     assert first.keys() == patterns.keys()
     for name, pattern in patterns.items():
@@ -218,6 +247,10 @@ def test_state_moves_between_unsharded_and_sharded() -> None:
         np.testing.assert_array_equal(whole, np.arange(250.0).reshape(50, 5) + 2)
     owners = ["tables.embedding_bags.a.weight" in result["kinds"] for result in results]
     assert sorted(owners) == [False, True]
+
+
+def test_some_processes_share_a_table_of_fewer_rows() -> None:
+    assert run_on_ranks(3, fewer_rows_than_ranks) == [(1, 4), (), ()]
 
 
 def test_losses_with_a_dense_part_equal_up_to_the_order_of_sums() -> None:

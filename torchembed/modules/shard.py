@@ -162,8 +162,9 @@ def shard_embeddings(
         ``model``.
 
     Raises:
-        ValueError: for a mesh or plan that does not fit the model, or ranks that disagree; where a
-            planner finds that the tables do not fit into memory.
+        ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
+            where planning fails on some of them only; where a planner finds that the tables do not
+            fit into memory.
     """
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
     problem, checked, description = None, None, []
@@ -172,19 +173,22 @@ def shard_embeddings(
     planner = plan if isinstance(plan, Planner) else None
     # A planner may ask all ranks for their memory, so that none of them may come without one.
     check_agreement({"the planner": _planner_lines(planner)}, flat.get_group())
-    if planner is not None:
-        plan = _with_topology(planner, mesh, flat)
     try:
+        if planner is not None:
+            plan = _with_topology(planner, mesh, flat)
         checked = _checked_plan(model, mesh, plan, wire)
         description = describe(model, checked, wire)
-    except ValueError as error:
-        # The others wait for this rank's description, and should hear of it.
-        problem, description = error, [f"the error: {error}"]
+    except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
+        problem, description = error, [f"the error: {type(error).__name__}: {error}"]
     check_agreement({"what is sharded, and how": description}, flat.get_group())
     if problem is not None:
         raise problem
     assert checked is not None
-    ranks = Ranks(flat, checked.tables, wire)
+    has_other_tables = any(
+        isinstance(module, TableModule) and not isinstance(module, Collection)
+        for module in model.modules()
+    )
+    ranks = Ranks(flat, checked.tables, wire, all_hold_tables=has_other_tables)
 
     device = _device(mesh)
     for path, module in list(model.named_modules()):
@@ -268,6 +272,7 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
                 sharded.add(table.parameter)
             elif table.gradient_reduction is None:
                 table.gradient_reduction = ranks.row_gradient_mean
+                table.max_over_holders = ranks.max_over_holders
     replicated = [parameter for parameter in model.parameters() if parameter not in sharded]
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:

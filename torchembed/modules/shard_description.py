@@ -24,13 +24,15 @@ def describe(model: nn.Module, plan: ShardingPlan, wire: WirePrecision) -> list[
             lines.append(
                 f"{path}: {type(module).__name__}, is_weighted={is_weighted}, "
                 f"on_bad_id={module._on_bad_id.name}, output_dtype={module._output_dtype}, "
-                f"gradients={module._weight_form.value}"
+                f"gradients={module._weight_form.value}, on_meta={module.device.type == 'meta'}"
             )
             for config, table in zip(module._configs, module._tables, strict=True):
                 lines.append(f"{path}: {config}, seed={table.spec.seed}")
     for name, parameter in model.named_parameters():
         shape, trains = tuple(parameter.shape), parameter.requires_grad
         lines.append(f"{name}: {shape}, {parameter.dtype}, requires_grad={trains}")
+    for name, buffer in model.named_buffers():
+        lines.append(f"{name}: a buffer of {tuple(buffer.shape)}, {buffer.dtype}")
     for table in plan.tables:
         ranks = ", ".join(str(shard.rank) for shard in table.shards)
         lines.append(f"{table.table}: {table.placement.value} on ranks {ranks}")

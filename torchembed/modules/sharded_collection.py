@@ -62,6 +62,7 @@ def _local_table(spec: TableSpec, plan: TablePlan, ranks: Ranks) -> Table | None
         first_column=shard.first_column,
         num_columns=shard.num_columns,
     )
+    table.max_over_holders = ranks.max_over_holders
     table.is_sharded = plan.placement is not Placement.DATA_PARALLEL
     if not table.is_sharded:
         table.gradient_reduction = ranks.row_gradient_mean

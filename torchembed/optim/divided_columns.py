@@ -51,8 +51,10 @@ def update_divided_columns(
     is_updated = slots[:-1] < runs.num_runs
     if skip is not None:
         is_updated = is_updated & (skip == 0)
-    # Spare slots add nothing, to row 0.
-    added = torch.where(is_updated, squares / table.spec.dim, 0.0)
+    # By a tensor, since a GPU multiplies by the reciprocal of a number. Spare slots add nothing, to
+    # row 0.
+    mean = squares / squares.new_full((), table.spec.dim)
+    added = torch.where(is_updated, mean, 0.0)
     total = state[rows] + added
     state.index_add_(0, rows, added)
     divisor = root(total) + rule.eps

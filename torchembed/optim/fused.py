@@ -28,8 +28,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     With ``torch.amp.GradScaler``, ``scaler.step(optimizer)`` unscales inside the update and skips
     it on the device where a gradient is not finite; ``scaler.unscale_`` is for other optimizers
     (``step`` raises after it). Pass dense parameters' optimizer through the same scaler: torch
-    wants at least one that it can inspect itself. ``torch.nn.utils.clip_grad_norm_`` does not see
-    tables; use :func:`torchembed.optim.clip_grad_norm_`.
+    wants at least one that it can inspect itself, and the loss scale follows the gradients of that
+    one. Ranks that share sharded tables skip together, by one small collective in each scaled
+    step: give all tables of the model to one optimizer, and step it on every rank that has tables.
+    ``torch.nn.utils.clip_grad_norm_`` does not see tables; use
+    :func:`torchembed.optim.clip_grad_norm_`.
     """
 
     kind: ClassVar[OptimizerKind]
@@ -163,7 +166,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The inverse loss scale ``[1]`` and the flag ``[1]`` that skips the step, under a scaler.
 
-        As torch's optimizers do, all tables skip where the gradients of one are not finite.
+        As torch's optimizers do, all tables skip where the gradients of one are not finite, on
+        whichever rank. The collective is every rank's, also of one that has no gradients.
         """
         if not hasattr(self, "found_inf"):
             return None, None
@@ -179,6 +183,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         skip = torch.zeros((), device=scale.device) + found_inf
         for grad, _, _ in gradients:
             skip = skip.maximum(1.0 - torch.isfinite(grad).all().float().to(scale.device))
+        tables = [_table(p) for group in self.param_groups for p in group["params"]]
+        for make_maximum in dict.fromkeys(table.max_over_holders for table in tables):
+            if make_maximum is not None:
+                make_maximum(skip)
         return scale.float().reciprocal().reshape(1), skip.reshape(1)
 
     @torch.no_grad()

@@ -11,12 +11,19 @@ from torchembed.sharding.finished_work import wait_for
 from torchembed.sharding.wire import WirePrecision, float16_scale, narrowed
 
 
-def exchange(tensor: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+def exchange(
+    tensor: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: Any,
+    *,
+    in_backward: bool = False,
+) -> Tensor:
     """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     tensor = tensor.contiguous()
-    on_cpu = not tensor.is_cuda
-    work = dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=on_cpu)
+    keeps_work = in_backward and not tensor.is_cuda
+    work = dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=keeps_work)
     wait_for(work)
     return received
 
@@ -62,7 +69,7 @@ class _DifferentiableExchange(torch.autograd.Function):
             scale, inverse = float16_scale(grad, ctx.group)
             grad = grad * scale
         sent = narrowed(grad, ctx.wire)
-        grad = exchange(sent, ctx.receive, ctx.send, ctx.group).to(dtype)
+        grad = exchange(sent, ctx.receive, ctx.send, ctx.group, in_backward=True).to(dtype)
         return grad if inverse is None else grad * inverse, *[None] * 5
 
 

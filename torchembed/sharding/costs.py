@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.plan import Placement, Shard, TablePlan
 from torchembed.sharding.topology import Topology
@@ -29,6 +30,16 @@ DENSE_PASSES = 6
 divided, read by the update."""
 DENSE_COPIES = 3
 """Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
+
+SQUARE_BYTES = 4
+"""Of a row's sum of squares, which row-wise Adagrad adds up where columns are on several ranks."""
+SQUARE_PASSES = 4
+"""Of those of all these ranks through memory: gathered, stacked (read and written), added."""
+SUM_PASSES = 7
+"""Of its summed gradients then: written, squared (read and written), added, divided (read and
+written), read by the update."""
+SUM_COPIES = 3
+"""Of them in memory at a time: as summed, squared, divided."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +66,8 @@ class Load(enum.IntEnum):
     VECTORS = 3
     """Bytes of vectors that it sends each rank."""
     GRADIENTS = 4
-    """Bytes of gradients that each rank sends it."""
+    """Bytes of gradients, and of their squares where those are exchanged, that each rank sends it.
+    """
     HELD = 5
     """Bytes of rows, their optimizer state, and buffers."""
 
@@ -104,10 +116,11 @@ class CostModel:
         spec, num_ranks, num_samples = use.spec, self.topology.num_ranks, self.batch_size
         share = shard.num_rows / spec.num_rows
         bags = num_samples * len(use.features)
-        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids go
-        # where their rows are, with the length of each bag.
-        sent = num_samples * hotness * (1.0 if self.fixed_hotness else share)
-        ids = ID_BYTES * (sent if self.fixed_hotness else sent + bags)
+        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids and
+        # those of sequences, go where their rows are, with the length of each bag.
+        is_fixed = self.fixed_hotness and use.pooled
+        sent = num_samples * hotness * (1.0 if is_fixed else share)
+        ids = ID_BYTES * (sent if is_fixed else sent + bags)
         lookups = num_ranks * num_samples * hotness * share
         vectors = bags if use.pooled else num_samples * hotness * share
         width = shard.num_columns
@@ -223,7 +236,28 @@ class CostModel:
                 if shape not in known:
                     known[shape] = self.shard_load(use, shard)
                 loads[index] = known[shape]
-        return loads, self.everywhere(use, plan.placement, loads)
+        everywhere = self.everywhere(use, plan.placement, loads)
+        by_columns = plan.placement is Placement.COLUMN_WISE and len(plan.shards) > 1
+        if by_columns and self.rule.kind is OptimizerKind.ROWWISE_ADAGRAD:
+            loads += self._squares_loads(use, plan)
+        return loads, everywhere
+
+    def _squares_loads(self, use: TableUse, plan: TablePlan) -> np.ndarray:
+        """What it adds to ``[shards, 6]`` that row-wise Adagrad takes the squares of all columns.
+
+        One for each lookup, since no rank waits to know how many rows differ. They come from the
+        other shards' ranks, of which every rank is taken to be one as often.
+        """
+        num_ranks, num_shards = self.topology.num_ranks, len(plan.shards)
+        lookups = num_ranks * self.batch_size * self.lookups(use)
+        squares = SQUARE_BYTES * lookups
+        widths = np.array([shard.num_columns for shard in plan.shards])
+        summed = 4 * lookups * widths
+        loads = np.zeros((num_shards, len(Load)))
+        loads[:, Load.UPDATE] = SUM_PASSES * summed + SQUARE_PASSES * num_shards * squares
+        loads[:, Load.GRADIENTS] = squares * (num_shards - 1) / (num_ranks - 1)
+        loads[:, Load.HELD] = SUM_COPIES * summed + 2 * num_shards * squares
+        return loads
 
 
 def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:

@@ -30,6 +30,15 @@ def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:
     return total
 
 
+def max_over(group: Any) -> Callable[[Tensor], None]:
+    """The ``max_over_holders`` of a model's tables, which are on the ranks of ``group``."""
+
+    def reduce(number: Tensor) -> None:
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+
+    return reduce
+
+
 def row_gradient_mean(group: Any) -> Callable[[Tensor, RowGradients, Tensor], Any]:
     """How a replicated table's recorded gradients become the mean over ranks.
 

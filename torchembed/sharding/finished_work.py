@@ -6,10 +6,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-_finished: collections.deque[dist.Work] = collections.deque(maxlen=8)
+_finished: collections.deque[dist.Work] = collections.deque(maxlen=2)
 """A thread of gloo's lets go of a finished collective in its own time. From backward, that may free
-a Python object, which ends the process where Python is shutting down by then. So the last few are
-kept until the main thread frees them."""
+a Python object, which ends the process where Python is shutting down by then. So the last ones are
+kept until the main thread frees them: two, since each holds its tensors and gloo has two threads.
+"""
 
 
 def wait_for(work: dist.Work | None) -> None:

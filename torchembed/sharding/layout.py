@@ -54,17 +54,40 @@ class Layout:
             for shard in part.shards:
                 block = Block(number, shard.first_row, shard.num_rows, shard.num_columns)
                 self.blocks[shard.rank].append(block)
+        self._known: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def boundaries(self, device: torch.device) -> Tensor:
-        """int64 ``[P, W + 1]``: rank w holds rows ``[out[p, w], out[p, w + 1])`` for part p."""
+        """int64 ``[P, W + 1]``: rank w holds rows ``[out[p, w], out[p, w + 1])`` for part p.
+
+        Copied to ``device`` once, and not to be changed.
+        """
+        return self._on(device)[0]
+
+    def bucket_rows(self, device: torch.device) -> Tensor:
+        """int64: for each block of all ranks, its row ``w * P + part`` in a bucketized batch.
+
+        Copied to ``device`` once, and not to be changed.
+        """
+        return self._on(device)[1]
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._known:
+            # A copy to a GPU waits for it.
+            with torch.inference_mode(mode=False):
+                self._known[device] = (
+                    self._made_boundaries().to(device),
+                    self._made_bucket_rows().to(device),
+                )
+        return self._known[device]
+
+    def _made_boundaries(self) -> Tensor:
         ends = [[0] * (self.num_ranks + 1) for _ in range(self.num_parts)]
         for rank, blocks in enumerate(self.blocks):
             for block in blocks:
                 ends[block.part][rank + 1] = block.first_row + block.num_rows
-        table = torch.tensor(ends, dtype=torch.int64, device=device).reshape(-1, self.num_ranks + 1)
+        table = torch.tensor(ends, dtype=torch.int64).reshape(-1, self.num_ranks + 1)
         return table.cummax(dim=1).values
 
-    def bucket_rows(self, device: torch.device) -> Tensor:
-        """int64: for each block of all ranks, its row ``w * P + part`` in a bucketized batch."""
+    def _made_bucket_rows(self) -> Tensor:
         rows = [w * self.num_parts + b.part for w, blocks in enumerate(self.blocks) for b in blocks]
-        return torch.tensor(rows, dtype=torch.int64, device=device)
+        return torch.tensor(rows, dtype=torch.int64)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchembed.core.types import OptimizerKind
 from torchembed.sharding.costs import CostModel, Everywhere, Load, TableUse
 from torchembed.sharding.plan import Placement, TablePlan, as_placement, place_table
 
@@ -70,8 +69,7 @@ def table_options(
     """Every way in which ``table`` may be placed.
 
     Replicas are an option of a pooled table with fewer rows than a rank has samples, and of any
-    table whose own constraint names them; column-wise shards are none under row-wise Adagrad, whose
-    state belongs to whole rows.
+    table whose own constraint names them.
 
     Raises:
         ValueError: where ``constraint`` leaves none, or does not fit the table or the topology.
@@ -128,10 +126,9 @@ def table_options(
         offer(Placement.DATA_PARALLEL, groups=[all_ranks])
     if pool:
         offer(Placement.TABLE_WISE, num_parts=1)
-    if model.rule.kind is not OptimizerKind.ROWWISE_ADAGRAD:
-        for num_parts in _column_counts(use.spec.dim, constraint.num_shards):
-            if num_parts <= len(pool):
-                offer(Placement.COLUMN_WISE, num_parts=num_parts)
+    for num_parts in _column_counts(use.spec.dim, constraint.num_shards):
+        if num_parts <= len(pool):
+            offer(Placement.COLUMN_WISE, num_parts=num_parts)
     if nodes and (per_node > 1 or named) and (topology.num_nodes > 1 or named):
         offer(Placement.TABLE_ROW_WISE, groups=nodes)
     if len(pool) == num_ranks and (num_ranks > 1 or named):
@@ -140,9 +137,8 @@ def table_options(
         raise ValueError(
             f"constraint of table {table} leaves no placement: {constraint} among "
             f"{[placement.value for placement in placements]} on {topology.num_nodes} node(s) of "
-            f"{per_node} rank(s) with {model.rule.kind.name}. Data-parallel and row-wise take all "
-            "ranks, row-wise within a node a whole node, and row-wise Adagrad takes no columns; "
-            "allow more placements, ranks or shards"
+            f"{per_node} rank(s). Data-parallel and row-wise take all ranks, and row-wise within a "
+            "node a whole node; allow more placements, ranks or shards"
         )
     return options
 
@@ -177,12 +173,6 @@ def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan)
         raise ValueError(
             f"exact of the constraint of table {table} must hold that table as place_table divides "
             f"its {use.spec.num_rows} rows and {use.spec.dim} columns, got {exact}"
-        )
-    by_columns = exact.placement is Placement.COLUMN_WISE
-    if by_columns and model.rule.kind is OptimizerKind.ROWWISE_ADAGRAD:
-        raise ValueError(
-            f"exact of the constraint of table {table} must not be column-wise under row-wise "
-            "Adagrad, whose state belongs to whole rows; place it row-wise"
         )
     loads, everywhere = model.table_loads(use, exact)
     return Option(

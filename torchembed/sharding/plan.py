@@ -138,9 +138,23 @@ def place_table(
 
     Args:
         ranks: one under ``TABLE_WISE``, those of one node under ``TABLE_ROW_WISE``, any under
-            ``COLUMN_WISE``, else all.
+            ``COLUMN_WISE``, else all. None of them twice.
+
+    Raises:
+        ValueError: for no ranks, for one that is named twice, or for more than one under
+            ``TABLE_WISE``.
     """
     ranks = sorted(ranks)
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f"ranks of table {name} must be one or more different ones, got {ranks}; name each "
+            "rank that holds a part of it, once"
+        )
+    if placement is Placement.TABLE_WISE and len(ranks) > 1:
+        raise ValueError(
+            f"ranks of table {name} must be one under table_wise, got {ranks}; give one of them, "
+            "or divide the table by row_wise or column_wise"
+        )
     all_rows, all_columns = (0, spec.num_rows), (0, spec.dim)
     if placement in (Placement.DATA_PARALLEL, Placement.TABLE_WISE):
         parts = [(all_rows, all_columns)] * len(ranks)

@@ -1,13 +1,15 @@
 """The ranks that share a model's tables: their mesh, and the meshes of some of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchembed.sharding.data_parallel import row_gradient_mean
-from torchembed.sharding.plan import TablePlan
+from torchembed.sharding.data_parallel import max_over, row_gradient_mean
+from torchembed.sharding.plan import Placement, TablePlan
 from torchembed.sharding.wire import WirePrecision
+from torchembed.tables.group import RankMaximum
 
 
 def num_nodes(mesh: DeviceMesh) -> int:
@@ -61,7 +63,7 @@ class Ranks:
     """Every rank that shares a model's tables, as one of them sees it.
 
     Making one is collective: where a divided table is held by some of the ranks, these get a
-    process group of their own.
+    process group of their own, as do the ranks that hold any table where some hold none.
 
     Attributes:
         mesh: one-dimensional; the ranks of plans are places in it.
@@ -71,9 +73,18 @@ class Ranks:
             these are reduced while backward exchanges vectors in ``group``.
         wire: the precision in which vectors and gradients travel.
         row_gradient_mean: for tables that every rank holds.
+        max_over_holders: of all tables; None where no two ranks hold different ones.
     """
 
-    def __init__(self, mesh: DeviceMesh, plans: Iterable[TablePlan], wire: WirePrecision) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        plans: Sequence[TablePlan],
+        wire: WirePrecision,
+        *,
+        all_hold_tables: bool = False,
+    ) -> None:
+        """``all_hold_tables``: every rank has others than those of ``plans``."""
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
         # A mesh of some processes is made by these alone.
@@ -86,14 +97,51 @@ class Ranks:
         for plan in plans:
             ranks = _ranks_of(plan)
             if plan.placement.is_divided and ranks not in self._meshes:
+                if mesh.size() < dist.get_world_size() and _leaves_out_empty(plan, mesh.size()):
+                    continue
                 members = [processes[rank] for rank in ranks]
                 self._meshes[ranks] = _mesh_of(members, mesh)
+        self.max_over_holders: RankMaximum | None = None
+        if any(plan.placement is not Placement.DATA_PARALLEL for plan in plans):
+            held = {shard.rank for plan in plans for shard in plan.shards}
+            ranks = tuple(range(mesh.size()) if all_hold_tables else sorted(held))
+            self.max_over_holders = self._max_over(ranks)
+
+    def _max_over(self, ranks: tuple[int, ...]) -> RankMaximum | None:
+        if ranks not in self._meshes:
+            if self.mesh.size() < dist.get_world_size():
+                return _refuse_maximum
+            processes = self.mesh.mesh.tolist()
+            self._meshes[ranks] = _mesh_of([processes[rank] for rank in ranks], self.mesh)
+        holders = self._meshes[ranks]
+        return None if holders is None or len(ranks) == 1 else max_over(holders.get_group())
 
     def holders(self, plan: TablePlan) -> DeviceMesh:
-        """The mesh of the ranks that hold a part of a divided table, this one among them."""
-        mesh = self._meshes[_ranks_of(plan)]
+        """The mesh of the ranks that hold a part of a divided table, this one among them.
+
+        Where a row-wise table has fewer rows than ranks, and these can have no group of their own,
+        it is that of all.
+        """
+        mesh = self._meshes.get(_ranks_of(plan), self.mesh)
         assert mesh is not None
         return mesh
+
+
+def _refuse_maximum(_: Tensor) -> None:
+    raise RuntimeError(
+        "GradScaler needs tables on every rank of a mesh that holds some of all processes; place "
+        "one of them row-wise, or start the ranks of the mesh by themselves"
+    )
+
+
+def _leaves_out_empty(plan: TablePlan, num_ranks: int) -> bool:
+    """Whether ``plan`` divides rows over all ranks, of which the last ones got none."""
+    ranks, num_rows = _ranks_of(plan), sum(shard.num_rows for shard in plan.shards)
+    return (
+        plan.placement is Placement.ROW_WISE
+        and ranks == tuple(range(len(ranks)))
+        and plan.shards[0].num_rows == -(-num_rows // num_ranks)
+    )
 
 
 def _ranks_of(plan: TablePlan) -> tuple[int, ...]:

@@ -110,8 +110,15 @@ class Topology:
         the weakest one. A GPU counts with the memory that is free now, the CPU with the machine's
         available memory over its ranks; of both ``MEMORY_SHARE``. Where a single node has ranks on
         several hosts, all its wires are those between nodes.
+
+        Raises:
+            RuntimeError: on every rank where one cannot tell its memory; on that one its error.
         """
-        hardware, free_bytes = _hardware_of(device)
+        problem = None
+        try:
+            hardware, free_bytes = _hardware_of(device)
+        except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
+            problem, hardware, free_bytes = error, CPU, -1
         host = hashlib.sha256(socket.gethostname().encode()).digest()
         mine = torch.tensor(
             [
@@ -125,6 +132,14 @@ class Topology:
         )
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine, group=group)
+        if problem is not None:
+            raise problem
+        silent = [rank for rank, figures in enumerate(gathered) if figures[1] < 0]
+        if silent:
+            raise RuntimeError(
+                f"ranks {silent} could not tell the memory of their devices, for the errors that "
+                "they raise; give the planner a topology"
+            )
         hosts = [int(figures[0]) for figures in gathered]
         ranks_of_host = Counter(hosts)
         free = [

@@ -42,6 +42,11 @@ table's columns call it together. They may have different capacities of spare ru
 has the least of them."""
 
 
+RankMaximum = Callable[[Tensor], None]
+"""Makes a number the greatest of those on the ranks that hold tables of a model, in place; these
+ranks call it together. No GPU is waited for."""
+
+
 def _as_it_is(rows: Tensor) -> Tensor:
     return rows
 
@@ -79,6 +84,9 @@ class Table:
         """Of this table's rows, or their optimizer state, what a distributed checkpoint takes."""
         self.sum_over_columns: ColumnSum | None = None
         """For a table whose columns are on several ranks."""
+        self.max_over_holders: RankMaximum | None = None
+        """For a table of a model whose ranks hold different ones; the same for all of its tables.
+        """
         self.gradient_reduction: GradientReduction | None = None
         """For a table that every rank holds: makes recorded gradients their mean over ranks."""
 
