@@ -60,8 +60,8 @@ class DeferredWeightGradients:
             if error is None:
                 self.run()
         finally:
-            self._wait_for_stream()
             self._waiting.clear()
+            self._held.clear()
             self._seen.clear()
             self._completions.clear()
             _entered.clear()
@@ -74,9 +74,6 @@ class DeferredWeightGradients:
         for complete in self._completions:
             complete()
         self._completions.clear()
-        self._wait_for_stream()
-
-    def _wait_for_stream(self) -> None:
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
         self._held.clear()
