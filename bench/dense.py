@@ -17,17 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchembed.modules import MLP, LowRankCross
-from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from bench.dense_part import DIM, NUM_DENSE, WIDTH, ours, plain
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseAdagrad, DenseAdam, DenseSGD
 
-NUM_DENSE, NUM_EMBEDDINGS, DIM = 13, 26, 128
-BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
-NUM_CROSS_LAYERS, RANK, WIDTH = 3, 512, DIM * (NUM_EMBEDDINGS + 1)
 FLOPS_PER_SAMPLE = 96.2e6
 PEAK_FLOPS = 790e12
 """Of bfloat16 products on an H100, measured."""
@@ -47,63 +42,6 @@ class Config:
     output: Path = Path("bench/results/dense.json")
     profile: Path | None = None
     """Where to write each system's kernels and their times."""
-
-
-class PlainCross(nn.Module):
-    """The cross network by its formula."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.ParameterList(torch.empty(RANK, WIDTH) for _ in range(NUM_CROSS_LAYERS))
-        self.u = nn.ParameterList(torch.empty(WIDTH, RANK) for _ in range(NUM_CROSS_LAYERS))
-        self.bias = nn.ParameterList(torch.empty(WIDTH) for _ in range(NUM_CROSS_LAYERS))
-
-    def forward(self, *parts: Tensor) -> Tensor:
-        x0 = x = torch.cat(parts, dim=1)
-        for v, u, bias in zip(self.v, self.u, self.bias, strict=True):
-            x = x0 * F.linear(F.linear(x, v), u, bias) + x
-        return x
-
-
-def plain_mlp(width: int, sizes: Sequence[int], *, activation_on_last: bool) -> nn.Sequential:
-    """``nn.Linear`` and ``nn.ReLU``, with the names of our :class:`MLP`."""
-    layers: list[nn.Module] = []
-    for size in sizes:
-        layers += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    return nn.Sequential(*(layers if activation_on_last else layers[:-1]))
-
-
-class DensePart(nn.Module):
-    """Dense features and pooled embeddings to the loss."""
-
-    def __init__(self, bottom: nn.Module, cross: nn.Module, top: nn.Module, loss: Any) -> None:
-        super().__init__()
-        self.bottom, self.cross, self.top, self.loss = bottom, cross, top, loss
-
-    def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor) -> Tensor:
-        crossed = self.cross(self.bottom(dense), pooled)
-        return self.loss(self.top(crossed).squeeze(1), labels)
-
-
-def ours() -> DensePart:
-    """The dense part from torchembed's modules."""
-    return DensePart(
-        MLP(NUM_DENSE, BOTTOM),
-        LowRankCross(WIDTH, NUM_CROSS_LAYERS, RANK),
-        MLP(WIDTH, TOP, activation_on_last=False),
-        binary_cross_entropy,
-    )
-
-
-def plain() -> DensePart:
-    """The dense part from torch's modules."""
-    return DensePart(
-        plain_mlp(NUM_DENSE, BOTTOM, activation_on_last=True),
-        PlainCross(),
-        plain_mlp(WIDTH, TOP, activation_on_last=False),
-        F.binary_cross_entropy_with_logits,
-    )
 
 
 @dataclasses.dataclass(kw_only=True)
