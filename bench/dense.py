@@ -8,10 +8,7 @@ float64, no more than three times as wrong as plain PyTorch in the same precisio
 
 import contextlib
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bench.dense_part import DIM, NUM_DENSE, WIDTH, ours, plain
+from bench.dense_part import ours, plain
+from bench.dlrm_dcnv2 import DIM, FLOPS_PER_SAMPLE, NUM_DENSE, WIDTH
+from bench.result_file import write_results
+from bench.step_floor import RATES
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseAdagrad, DenseAdam, DenseSGD
 
-FLOPS_PER_SAMPLE = 96.2e6
-PEAK_FLOPS = 790e12
-"""Of bfloat16 products on an H100, measured."""
-MEMORY_BYTES_PER_SECOND = 3.0e12
+PEAK = RATES["H100"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +186,7 @@ def forward_backward(config: Config, batch_size: int, precision: str) -> list[di
         "batch_per_gpu": batch_size,
         "precision": precision,
     }
-    floor = 1e3 * batch_size * FLOPS_PER_SAMPLE / PEAK_FLOPS
+    floor = 1e3 * batch_size * FLOPS_PER_SAMPLE / PEAK.flops
     return [
         row(times, floor, system=system.name, max_relative_error=error, **what)
         for system, error, times in zip(
@@ -268,7 +265,7 @@ def optimizer_steps(config: Config, case: OptimizerCase) -> list[dict[str, Any]]
         else:
             print(f"{case.name} of {key} is wrong: error {error}")
     num_bytes = case.bytes_per_element * sum(p.numel() for p in exact.parameters())
-    floor = 1e3 * num_bytes / MEMORY_BYTES_PER_SECOND
+    floor = 1e3 * num_bytes / PEAK.bytes
     what = {"bench": "dense", "part": "optimizer", "optimizer": case.name}
     what |= {"gpu": torch.cuda.get_device_name(), "num_gpus": 1}
     replays = [captured(optimizer.step) for optimizer in right.values()]
@@ -293,21 +290,7 @@ def main(config: Config) -> None:
             f"{entry['ms_median']:9.4f} ms ({entry['ms_min']:.4f} to {entry['ms_max']:.4f}), "
             f"{entry['floor_fraction']:.0%} of the floor's speed"
         )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(
-        json.dumps(
-            {
-                "hardware": torch.cuda.get_device_name(),
-                "commit": commit,
-                "command": " ".join(["python", "-m", "bench.dense", *sys.argv[1:]]),
-                "rows": rows,
-            },
-            indent=1,
-        )
-    )
+    write_results(config.output, rows)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.dlrm_dcnv2 import (
+    DENSE_ARCH,
+    LOW_RANK,
+    NUM_CROSS_LAYERS,
+    NUM_DENSE,
+    OVER_ARCH,
+    WIDTH,
+)
 from torchembed.modules import MLP, LowRankCross
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
-
-NUM_DENSE, NUM_EMBEDDINGS, DIM = 13, 26, 128
-BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
-NUM_CROSS_LAYERS, RANK, WIDTH = 3, 512, DIM * (NUM_EMBEDDINGS + 1)
 
 
 class PlainCross(nn.Module):
@@ -20,8 +24,8 @@ class PlainCross(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.v = nn.ParameterList(torch.empty(RANK, WIDTH) for _ in range(NUM_CROSS_LAYERS))
-        self.u = nn.ParameterList(torch.empty(WIDTH, RANK) for _ in range(NUM_CROSS_LAYERS))
+        self.v = nn.ParameterList(torch.empty(LOW_RANK, WIDTH) for _ in range(NUM_CROSS_LAYERS))
+        self.u = nn.ParameterList(torch.empty(WIDTH, LOW_RANK) for _ in range(NUM_CROSS_LAYERS))
         self.bias = nn.ParameterList(torch.empty(WIDTH) for _ in range(NUM_CROSS_LAYERS))
 
     def forward(self, *parts: Tensor) -> Tensor:
@@ -55,9 +59,9 @@ class DensePart(nn.Module):
 def ours() -> DensePart:
     """The dense part from torchembed's modules."""
     return DensePart(
-        MLP(NUM_DENSE, BOTTOM),
-        LowRankCross(WIDTH, NUM_CROSS_LAYERS, RANK),
-        MLP(WIDTH, TOP, activation_on_last=False),
+        MLP(NUM_DENSE, DENSE_ARCH),
+        LowRankCross(WIDTH, NUM_CROSS_LAYERS, LOW_RANK),
+        MLP(WIDTH, OVER_ARCH, activation_on_last=False),
         binary_cross_entropy,
     )
 
@@ -65,8 +69,8 @@ def ours() -> DensePart:
 def plain() -> DensePart:
     """The dense part from torch's modules."""
     return DensePart(
-        plain_mlp(NUM_DENSE, BOTTOM, activation_on_last=True),
+        plain_mlp(NUM_DENSE, DENSE_ARCH, activation_on_last=True),
         PlainCross(),
-        plain_mlp(WIDTH, TOP, activation_on_last=False),
+        plain_mlp(WIDTH, OVER_ARCH, activation_on_last=False),
         F.binary_cross_entropy_with_logits,
     )

@@ -51,7 +51,6 @@ class Run:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config, self._device = config, device
-        self._maker = workload.BatchMaker("uniform", config.batch_size, config.max_rows)
         torch.manual_seed(0)
         model = DLRM_DCNv2(
             EmbeddingBagCollection(workload.table_configs(config.max_rows), device="meta"),
@@ -86,7 +85,9 @@ class Run:
         return [float(self._pipeline.progress(batches).loss) for _ in range(num_steps)]
 
     def _batch(self, step: int) -> Batch:
-        batch = self._maker.make(step * dist.get_world_size() + dist.get_rank())
+        number = step * dist.get_world_size() + dist.get_rank()
+        config = self._config
+        batch = workload.make_batch("uniform", config.batch_size, config.max_rows, number)
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
 

