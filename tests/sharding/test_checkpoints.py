@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torchembed
 from tests.ranks import run_on_ranks
 from tests.sharding.cases import (
+    NUM_STEPS,
     Case,
     assert_equal_rows,
     exact_loss,
@@ -24,7 +25,6 @@ from tests.sharding.cases import (
 from torchembed.sharding import Placement
 from torchembed.training import CheckpointFolder, TrainingRun
 
-NUM_STEPS = 3
 CASES = {
     f"{placement.value}-{optimizer}": Case(
         placements=dict.fromkeys("abcd", placement.value), optimizer=optimizer, dtype=dtype

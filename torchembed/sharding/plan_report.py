@@ -80,7 +80,8 @@ class PlanReport:
     def balance(self) -> float:
         """Predicted time of the slowest rank over the mean of all ranks; 1 is even."""
         mean = sum(rank.seconds for rank in self.ranks) / len(self.ranks)
-        return self.seconds / mean if mean > 0 else 1.0
+        # The mean of equal times may be rounded up.
+        return max(self.seconds / mean, 1.0) if mean > 0 else 1.0
 
     def __str__(self) -> str:
         fullest = max(self.ranks, key=lambda rank: rank.held_bytes)
