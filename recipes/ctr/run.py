@@ -27,6 +27,7 @@ from torchembed.training import (
     Progress,
     StopSignal,
     TrainingRun,
+    TrainPipeline,
     average_buffers,
     evaluate,
     plot_history,
@@ -89,6 +90,7 @@ def run_seed(
     """
     model = build_model(config, splits.rows, seed, device)
     optimizers = build_optimizers(config, model)
+    pipeline = TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers)
     # Dropout differs from rank to rank; all else that is random is drawn the same on each.
     torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
 
@@ -118,9 +120,7 @@ def run_seed(
         for epoch in epochs if early_stop.reason is None else ():
             shuffled = splits.train[torch.randperm(len(splits.train), generator=order)]
             train(
-                model,
-                F.binary_cross_entropy_with_logits,
-                optimizers,
+                pipeline,
                 batches(shuffled),
                 history=history,
                 progress=progress,

@@ -19,6 +19,7 @@ from torchembed.training import (
     Progress,
     StopSignal,
     TrainingRun,
+    TrainPipeline,
     evaluate,
     train,
 )
@@ -40,6 +41,9 @@ class TrainLoop:
 
     def __post_init__(self) -> None:
         config, output = self.config, self.output
+        self.pipeline = TrainPipeline(
+            self.model, F.binary_cross_entropy_with_logits, self.optimizers
+        )
         self.history = History(read_loss_every=config.read_loss_every)
         self.epochs = Epochs(self.loader, config.epochs)
         self.early_stop = config.early_stop()
@@ -92,9 +96,7 @@ class TrainLoop:
                 if self.is_done:
                     break
                 train(
-                    self.model,
-                    F.binary_cross_entropy_with_logits,
-                    self.optimizers,
+                    self.pipeline,
                     self.epochs,
                     schedulers=self.schedulers,
                     max_steps=self._steps_until_due(),

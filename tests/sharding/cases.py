@@ -103,10 +103,13 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
     return model
 
 
-def make_batch(case: Case, rank: int, step: int) -> torchembed.SparseFeatures:
+def make_batch(
+    case: Case, rank: int, step: int, num_samples: int | None = None
+) -> torchembed.SparseFeatures:
     """The batch of one rank and step; sizes differ from rank to rank, and some are empty."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    num_samples = 4 if step == 0 else (3 + rank + step) % 4
+    if num_samples is None:
+        num_samples = 4 if step == 0 else (3 + rank + step) % 4
     if case.fixed:
         lengths = torch.tensor([2, 1, 4, 1]).repeat_interleave(num_samples)
     else:

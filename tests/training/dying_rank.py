@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import torchembed
 from tests.training.models import TinyModel, make_batches, make_optimizers
 from torchembed.data import Batch
-from torchembed.training import StopSignal, train
+from torchembed.training import StopSignal, TrainPipeline, train
 
 
 def batches(how: str) -> Iterator[Batch]:
@@ -32,9 +32,7 @@ def main() -> None:
     model = torchembed.shard_embeddings(TinyModel(device="meta"), mesh)
     with StopSignal() as stop:
         train(
-            model,
-            F.binary_cross_entropy_with_logits,
-            make_optimizers(model),
+            TrainPipeline(model, F.binary_cross_entropy_with_logits, make_optimizers(model)),
             batches(sys.argv[1]),
             stop=stop,
         )

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.training.models import KEYS, TinyModel, make_batch, make_optimizers
-from torchembed.training import CheckpointFolder, TrainingRun, ranks, train_step
+from tests.training.models import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
+from torchembed.training import CheckpointFolder, TrainingRun, ranks
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 """Python's audit events of what changes files."""
@@ -67,7 +67,9 @@ def train_and_save(folder: Path, log: Path, *, num_steps: int, save_every: int, 
     with log.open("a") as lines:
         while position.num_taken < num_steps:
             batch = make_batch(4, seed=1000 * rank + position.num_taken)
-            loss = train_step(run.model, F.binary_cross_entropy_with_logits, run.optimizers, batch)
+            loss = step_by_hand(
+                run.model, F.binary_cross_entropy_with_logits, run.optimizers, batch
+            )
             run.others["schedule"].step()  # type: ignore[attr-defined]
             position.num_taken += 1
             print(json.dumps([position.num_taken, loss.item().hex()]), file=lines, flush=True)

@@ -1,6 +1,6 @@
 """A small model, its batches, and a loss with exact gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -78,3 +78,19 @@ def make_optimizers(model: nn.Module, lr: float = 0.125) -> list[torch.optim.Opt
     dense = [parameter for parameter in model.parameters() if table_of(parameter) is None]
     of_tables = torchembed.optim.Adagrad([{"params": tables}], lr=lr)
     return [of_tables, torch.optim.Adam(dense, lr=lr)]
+
+
+def step_by_hand(
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Batch,
+) -> Tensor:
+    """One step; the loss."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = loss_fn(model(batch.dense, batch.sparse)[:, 0], batch.labels)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.detach()

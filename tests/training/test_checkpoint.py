@@ -14,7 +14,14 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import torchembed
 from tests.training.models import TinyModel, make_batches, make_optimizers
-from torchembed.training import CheckpointFolder, TrainingRun, evaluate, save_planner, train
+from torchembed.training import (
+    CheckpointFolder,
+    TrainingRun,
+    TrainPipeline,
+    evaluate,
+    save_planner,
+    train,
+)
 
 LOSS = F.binary_cross_entropy_with_logits
 
@@ -25,7 +32,9 @@ def new_run(*, is_deep: bool = False, lr: float = 0.125) -> TrainingRun:
 
 
 def train_run(run: TrainingRun, num_batches: int, seed: int = 0) -> None:
-    train(run.model, LOSS, run.optimizers, make_batches([8] * num_batches, seed=seed))
+    train(
+        TrainPipeline(run.model, LOSS, run.optimizers), make_batches([8] * num_batches, seed=seed)
+    )
 
 
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:

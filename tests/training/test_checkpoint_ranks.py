@@ -16,10 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchembed
 from tests.ranks import run_on_ranks
 from tests.training.killed_run import DataPosition
-from tests.training.models import KEYS, TinyModel, linear_loss, make_batch, make_optimizers
+from tests.training.models import (
+    KEYS,
+    TinyModel,
+    linear_loss,
+    make_batch,
+    make_optimizers,
+    step_by_hand,
+)
 from torchembed.core.features import SparseFeatures
 from torchembed.data import Batch
-from torchembed.training import CheckpointFolder, TrainingRun, ranks, save_planner, train_step
+from torchembed.training import CheckpointFolder, TrainingRun, ranks, save_planner
 
 GLOBAL_BATCH = 8
 NUM_STEPS = 3
@@ -68,7 +75,7 @@ def losses_of(run: TrainingRun, num_steps: int = NUM_STEPS) -> list[float]:
     losses = []
     for _ in range(num_steps):
         batch = own_part(make_batch(GLOBAL_BATCH, seed=position.num_taken))
-        loss = train_step(run.model, linear_loss, run.optimizers, batch)
+        loss = step_by_hand(run.model, linear_loss, run.optimizers, batch)
         losses.append(float(ranks.sum_over_ranks(loss)) / ranks.world_size())
         position.num_taken += 1
     return losses

@@ -19,6 +19,7 @@ from torchembed.training import (
     Epochs,
     History,
     StopSignal,
+    TrainPipeline,
     check_ranks_agree,
     in_step,
     ranks,
@@ -122,11 +123,11 @@ def points_of(num_first: int) -> list[Any]:
     if num_first:
         stop = AskedAt(rank=1, step=num_first)
         asking = (batch for batch in batches if stop.tick() is None)
-        train(model, loss, optimizers, asking, history=history, stop=stop)
+        train(TrainPipeline(model, loss, optimizers), asking, history=history, stop=stop)
         assert history.num_steps == num_first
         state, history = history.state_dict(), History(4)
         history.load_state_dict(state)
-    train(model, loss, optimizers, batches, history=history)
+    train(TrainPipeline(model, loss, optimizers), batches, history=history)
     return [*map(tuple, history.losses), history.num_samples]
 
 

@@ -9,7 +9,14 @@ import pytest
 import torch.nn.functional as F
 
 from tests.training.models import TinyModel, make_batches, make_optimizers
-from torchembed.training import History, LearningRate, MetricsWriter, read_metrics, train
+from torchembed.training import (
+    History,
+    LearningRate,
+    MetricsWriter,
+    TrainPipeline,
+    read_metrics,
+    train,
+)
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
@@ -20,9 +27,12 @@ def test_train_writes_what_it_reads(tmp_path: Path) -> None:
     schedulers = [LearningRate(warmup_steps=4).scheduler(optimizer) for optimizer in optimizers]
     with MetricsWriter(tmp_path) as metrics:
         history = train(
-            model, F.binary_cross_entropy_with_logits, optimizers, make_batches([8] * 5),
-            schedulers=schedulers, history=History(read_loss_every=2), metrics=metrics,
-        )  # fmt: skip
+            TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers),
+            make_batches([8] * 5),
+            schedulers=schedulers,
+            history=History(read_loss_every=2),
+            metrics=metrics,
+        )
         lines = read_metrics(tmp_path)
         metrics.write(5, validation_auc=math.nan, validation_logloss=0.25)
     assert [(line["step"], line["loss"]) for line in lines] == history.losses

@@ -28,6 +28,7 @@ from torchembed.training import (
     CheckpointFolder,
     Evaluation,
     TrainingRun,
+    TrainPipeline,
     average_buffers,
     evaluate,
     in_step,
@@ -84,7 +85,7 @@ def train_unevenly(folder: Path) -> dict[str, Any]:
     for name, sizes in UNEVEN.items():
         model = sharded(PLANS["row_wise"])
         batches = batches_of(dist.get_rank(), sizes)
-        history = train(model, linear_loss, sgd(model), batches)
+        history = train(TrainPipeline(model, linear_loss, sgd(model)), batches)
         save(folder / name, model)
         results[name] = (history.num_steps, history.num_samples, history.losses)
     return results
@@ -102,12 +103,15 @@ def save_and_load(folder: Path) -> None:
     """Go on, and load under other plans and then go on."""
 
     def go_on(model: nn.Module, optimizers: list[torch.optim.Optimizer], name: str) -> None:
-        train(model, linear_loss, optimizers, make_batches([4, 8], seed=10 + dist.get_rank()))
+        train(
+            TrainPipeline(model, linear_loss, optimizers),
+            make_batches([4, 8], seed=10 + dist.get_rank()),
+        )
         save(folder / name, model, optimizers)
 
     saving = sharded(PLANS["row_wise"])
     of_saving = make_optimizers(saving)
-    train(saving, linear_loss, of_saving, make_batches([8, 2], seed=dist.get_rank()))
+    train(TrainPipeline(saving, linear_loss, of_saving), make_batches([8, 2], seed=dist.get_rank()))
     save(folder / "middle", saving, of_saving)
     go_on(saving, of_saving, "end")
     for name, plan in PLANS.items():
@@ -123,7 +127,7 @@ def save_and_load(folder: Path) -> None:
 def buffers_of_ranks() -> tuple[list[np.ndarray], list[np.ndarray]]:
     model = sharded(is_deep=True)
     batches = make_batches([8, 8], seed=dist.get_rank())
-    train(model, F.binary_cross_entropy_with_logits, sgd(model), batches)
+    train(TrainPipeline(model, F.binary_cross_entropy_with_logits, sgd(model)), batches)
     before = [buffer.numpy().copy() for buffer in model.buffers()]
     average_buffers(model)
     return before, [buffer.numpy() for buffer in model.buffers()]
@@ -170,7 +174,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     """Of each rank; one launch for all tests."""
     model = TinyModel()
     optimizers = make_optimizers(model)
-    train(model, linear_loss, optimizers, make_batches([8, 4]))
+    train(TrainPipeline(model, linear_loss, optimizers), make_batches([8, 4]))
     save(folder / "one process", model, optimizers)
     return run_on_ranks(NUM_RANKS, all_cases, folder)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.training.models import TinyModel, make_batches, make_optimizers
 from torchembed.data import Batch
-from torchembed.training import History, StopSignal, train
+from torchembed.training import History, StopSignal, TrainPipeline, train
 
 LOSS = F.binary_cross_entropy_with_logits
 
@@ -29,12 +29,16 @@ def test_training_ends_after_a_step_and_goes_on_with_the_same_points(
     number: signal.Signals,
 ) -> None:
     whole, parts = TinyModel(), TinyModel()
-    expected = train(whole, LOSS, make_optimizers(whole), make_batches([4] * 9), history=History(3))
+    expected = train(
+        TrainPipeline(whole, LOSS, make_optimizers(whole)),
+        make_batches([4] * 9),
+        history=History(3),
+    )
     history, optimizers = History(3), make_optimizers(parts)
     before = signal.getsignal(number)
     batches = killing_batches([4] * 9, 4, number)
     with StopSignal() as stop:
-        train(parts, LOSS, optimizers, batches, history=history, stop=stop)
+        train(TrainPipeline(parts, LOSS, optimizers), batches, history=history, stop=stop)
         assert stop.is_requested
         assert stop.is_agreed
     assert signal.getsignal(number) is before
@@ -42,7 +46,7 @@ def test_training_ends_after_a_step_and_goes_on_with_the_same_points(
     assert [point.step for point in history.losses] == [3]
     loaded = History(3)
     loaded.load_state_dict(history.state_dict())
-    train(parts, LOSS, optimizers, batches, history=loaded)
+    train(TrainPipeline(parts, LOSS, optimizers), batches, history=loaded)
     assert loaded.losses == expected.losses
     assert loaded.num_samples == expected.num_samples
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
@@ -53,7 +57,13 @@ def test_where_the_last_step_was_due_anyway_the_loss_is_read() -> None:
     model, history = TinyModel(), History(3)
     with StopSignal() as stop:
         batches = killing_batches([4] * 9, 3, signal.SIGTERM)
-        train(model, LOSS, make_optimizers(model), batches, history=history, stop=stop, max_steps=4)
+        train(
+            TrainPipeline(model, LOSS, make_optimizers(model)),
+            batches,
+            history=history,
+            stop=stop,
+            max_steps=4,
+        )
         assert stop.is_agreed
     assert [point.step for point in history.losses] == [3, 4]
 

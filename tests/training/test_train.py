@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.training.models import TinyModel, make_batch, make_batches, make_optimizers
-from torchembed.training import History, Progress, in_step, train, train_step
+from tests.training.models import TinyModel, make_batches, make_optimizers
+from torchembed.training import History, Progress, TrainPipeline, in_step, train
 
 LOSS = F.binary_cross_entropy_with_logits
 
@@ -34,9 +34,7 @@ def test_train_equals_the_loop_by_hand() -> None:
 
     model = TinyModel(is_deep=True)
     history = train(
-        model,
-        LOSS,
-        make_optimizers(model),
+        TrainPipeline(model, LOSS, make_optimizers(model)),
         make_batches(sizes),
         history=History(read_loss_every=3),
     )
@@ -51,10 +49,10 @@ def test_train_equals_the_loop_by_hand() -> None:
 
 def test_an_iterator_is_continued_after_max_steps() -> None:
     whole, parts = TinyModel(), TinyModel()
-    train(whole, LOSS, make_optimizers(whole), make_batches([4] * 5))
+    train(TrainPipeline(whole, LOSS, make_optimizers(whole)), make_batches([4] * 5))
     batches, optimizers, history = make_batches([4] * 5), make_optimizers(parts), History()
     for max_steps, num_steps in ((2, 2), (0, 2), (2, 4), (2, 5), (2, 5)):
-        train(parts, LOSS, optimizers, batches, max_steps=max_steps, history=history)
+        train(TrainPipeline(parts, LOSS, optimizers), batches, max_steps=max_steps, history=history)
         assert history.num_steps == num_steps
     for ours, theirs in zip(weights_of(parts), weights_of(whole), strict=True):
         assert torch.equal(ours, theirs)
@@ -64,7 +62,7 @@ def test_schedulers_step_with_the_optimizers() -> None:
     model = TinyModel()
     optimizers = make_optimizers(model, lr=1.0)
     schedulers = [ExponentialLR(optimizer, gamma=0.5) for optimizer in optimizers]
-    train(model, LOSS, optimizers, make_batches([4] * 3), schedulers=schedulers)
+    train(TrainPipeline(model, LOSS, optimizers), make_batches([4] * 3), schedulers=schedulers)
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.125, 0.125]
 
 
@@ -75,7 +73,7 @@ def test_an_empty_batch_has_no_loss_and_zero_gradients() -> None:
         torch.optim.SGD(model.dense.parameters(), lr=1.0),
         torch.optim.SGD(model.tables.parameters(), lr=1.0),
     ]
-    assert train_step(model, LOSS, optimizers, make_batch(0, seed=0)) == 0
+    assert TrainPipeline(model, LOSS, optimizers).progress(make_batches([0])).loss == 0
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
@@ -91,9 +89,7 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
 
     with pytest.raises(FloatingPointError, match=r"the loss became \S+ within the 2 steps .* 2;"):
         train(
-            model,
-            diverging,
-            make_optimizers(model),
+            TrainPipeline(model, diverging, make_optimizers(model)),
             make_batches([4] * 9),
             history=History(read_loss_every=2),
         )
@@ -109,9 +105,11 @@ def test_progress_counts_steps(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(total=3, label="tiny") as progress:
         history = History(read_loss_every=1)
         train(
-            model, LOSS, make_optimizers(model), make_batches([4] * 3), history=history,
+            TrainPipeline(model, LOSS, make_optimizers(model)),
+            make_batches([4] * 3),
+            history=history,
             progress=progress,
-        )  # fmt: skip
+        )
         progress.show(auc=0.75)
     shown = capsys.readouterr()
     assert not shown.out

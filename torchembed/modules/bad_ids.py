@@ -1,11 +1,37 @@
 """Raising for ids outside their table, at once on the CPU, at the next call on a GPU; and for
 offsets outside the ids."""
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Suspect(NamedTuple):
+    """The first id of a batch that is outside its table, if any; still on the device."""
+
+    found: Tensor
+    """int64 ``[2]``: its position, ``num_ids`` or more where there is none, and its value."""
+    num_ids: int
+    describe: Callable[[int, int], str]
+    """Words the error, for a position and a value."""
+
+
+_collected: list[list[Suspect]] = []
+
+
+@contextlib.contextmanager
+def deferred_bad_ids() -> Iterator[list[Suspect]]:
+    """Meanwhile no lookup raises for a bad id; its caller gets the suspects, one for each lookup,
+    and sees to them. Batches looked up in other threads are not told apart."""
+    suspects: list[Suspect] = []
+    _collected.append(suspects)
+    try:
+        yield suspects
+    finally:
+        _collected.pop()
 
 
 class BadIdReport:
@@ -13,7 +39,7 @@ class BadIdReport:
 
     On a GPU the position is copied to pinned memory without waiting and read at a later call, once
     the copy is done. While a CUDA graph is captured nothing is recorded: whoever owns the graph
-    checks.
+    checks, by :func:`deferred_bad_ids`.
     """
 
     def __init__(self) -> None:
@@ -31,6 +57,9 @@ class BadIdReport:
         Raises:
             IndexError: for this batch on the CPU, for an earlier one on a GPU.
         """
+        if _collected:
+            _collected[-1].append(Suspect(_found(values, first_bad), values.numel(), describe))
+            return
         if not values.is_cuda:
             position = int(first_bad)
             if position < values.numel():
@@ -39,9 +68,7 @@ class BadIdReport:
         self.check(wait=False)
         if torch.cuda.is_current_stream_capturing() or values.numel() == 0:
             return
-        found = torch.stack(
-            [first_bad[0], values[first_bad[0:1].clamp_max(values.numel() - 1)][0].long()]
-        )
+        found = _found(values, first_bad)
         pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
         pinned.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
@@ -61,6 +88,14 @@ class BadIdReport:
             if position < num_ids:
                 self._in_flight.clear()
                 raise IndexError(describe(position, value))
+
+
+def _found(values: Tensor, first_bad: Tensor) -> Tensor:
+    """int64 ``[2]``: the position of the first bad id, and its value."""
+    if values.numel() == 0:
+        return first_bad.new_zeros(2)
+    value = values[first_bad.clamp_max(values.numel() - 1)].long()
+    return torch.cat([first_bad, value])
 
 
 def check_offsets(offsets: Tensor, num_ids: int) -> None:

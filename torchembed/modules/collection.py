@@ -11,8 +11,9 @@ from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.configs import EmbeddingConfig, as_config
+from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.slots import Slots, select_features
-from torchembed.modules.table_module import TableModule, TableWeight, as_on_bad_id
+from torchembed.modules.table_module import TableWeight, as_on_bad_id
 from torchembed.tables import Table
 
 
@@ -54,7 +55,7 @@ class FeatureSlots:
         return select_features(batch, indices)
 
 
-class Collection(TableModule):
+class Collection(PreparingModule):
     """Several tables, each looked up by one or more features."""
 
     _config_kind: type[EmbeddingConfig]

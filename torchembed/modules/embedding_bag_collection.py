@@ -12,6 +12,7 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
 from torchembed.modules.pooled_slots import pooled_slots
+from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Table
 
@@ -77,17 +78,19 @@ class EmbeddingBagCollection(Collection):
         return self._is_weighted
 
     def forward(self, features: Any) -> Any:
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
         configs = [self._configs[table] for table in self._feature_slots.tables]
         values = pooled_slots(
-            self._slots,
-            batch,
+            self._prepared(features),
             [config.pooling for config in configs],
             self._output_dtype,
             self._weight_form,
         )
         widths = [config.embedding_dim for config in configs]
         return keyed_result(features, self._feature_slots.names, widths, values)
+
+    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> SlotRows:
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        return self._slots.prepare(batch, finds_runs=finds_runs)
 
 
 def weighted_as_asked(batch: SparseFeatures, is_weighted: bool) -> SparseFeatures:

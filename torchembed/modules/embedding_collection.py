@@ -10,7 +10,7 @@ from torchembed.core.features import JaggedTensor, SparseFeatures, torchrec_clas
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingConfig
-from torchembed.modules.slots import Slots, select_features
+from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.sequence_lookup import sequence_lookup
 from torchembed.tables import Table, group_weight
@@ -60,31 +60,30 @@ class EmbeddingCollection(Collection):
         return self._configs
 
     def forward(self, features: Any) -> dict[str, Any]:
-        batch = self._feature_slots.batch(features)
-        looked_up = sequence_slots(self._slots, batch, self._output_dtype, self._weight_form)
+        looked_up = sequence_slots(self._prepared(features), self._output_dtype, self._weight_form)
         kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
         return {
             name: kind(values=values, offsets=offsets)
             for name, (values, offsets) in zip(self._feature_slots.names, looked_up, strict=True)
         }
 
+    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> SlotRows:
+        return self._slots.prepare(self._feature_slots.batch(features), finds_runs=finds_runs)
+
 
 def sequence_slots(
-    slots: Slots, batch: SparseFeatures, output_dtype: torch.dtype, weight_form: WeightGradient
+    rows: SlotRows, output_dtype: torch.dtype, weight_form: WeightGradient
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each slot ``([ids of the feature, D], offsets [B + 1])``; one call for each group.
-
-    ``batch`` holds exactly one feature for each slot.
-    """
+    """For each slot ``([ids of the feature, D], offsets [B + 1])``; one call for each group."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for entry in slots.by_group():
-        group, features = entry.group, select_features(batch, entry.slots)
+    for group_rows in rows.groups:
+        entry, features, _ = group_rows
         vectors = sequence_lookup(
-            group_weight(group),
-            slots.rows(entry, features),
+            group_weight(entry.group),
+            features.values,
             output_dtype=output_dtype,
             weight_form=weight_form,
-            sink=None if group.rule is None else group.record,
+            sink=group_rows.sink(),
         )
         found.update(zip(entry.slots, split_slots(features, vectors), strict=True))
     return [found[slot] for slot in range(len(found))]

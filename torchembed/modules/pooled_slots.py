@@ -5,17 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
-from torchembed.modules.slots import Slots, select_features
+from torchembed.modules.slots import SlotRows
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import group_weight
 
 
 def pooled_slots(
-    slots: Slots,
-    batch: SparseFeatures,
+    rows: SlotRows,
     poolings: Sequence[Pooling],
     output_dtype: torch.dtype,
     weight_form: WeightGradient,
@@ -23,30 +21,30 @@ def pooled_slots(
     """``[B, sum of dims]``: the pooled vector of each slot, in slot order; one call for each group.
 
     Args:
-        batch: exactly one feature for each slot.
+        rows: of each slot's ids.
         poolings: of each slot; equal within a group.
     """
     pooled: list[Tensor] = []
     order: list[int] = []
-    for entry in slots.by_group():
-        group, features = entry.group, select_features(batch, entry.slots)
+    for group_rows in rows.groups:
+        entry, features, _ = group_rows
         vectors = pooled_lookup(
-            group_weight(group),
-            slots.rows(entry, features),
+            group_weight(entry.group),
+            features.values,
             offsets=features.offsets,
             hotness=features.hotness,
-            batch_size=batch.batch_size,
+            batch_size=features.batch_size,
             num_features=len(entry.slots),
             per_id_weights=features.weights,
             pooling=poolings[entry.slots[0]],
             output_dtype=output_dtype,
             weight_form=weight_form,
-            sink=None if group.rule is None else group.record,
+            sink=group_rows.sink(),
         )
         pooled.append(vectors)
         order.extend(entry.slots)
     if not pooled:
-        return torch.empty(batch.batch_size, 0, dtype=output_dtype, device=batch.values.device)
+        return torch.empty(rows.batch_size, 0, dtype=output_dtype, device=rows.device)
     if len(pooled) == 1:
         return pooled[0].flatten(1)
     columns = [vector for vectors in pooled for vector in vectors.unbind(1)]

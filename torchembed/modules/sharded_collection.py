@@ -11,8 +11,9 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.collection import Collection
+from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.slots import SlotName, Slots, checked_rows
-from torchembed.modules.table_module import TableModule, TableWeight
+from torchembed.modules.table_module import TableWeight
 from torchembed.sharding.data_parallel import sum_over_columns
 from torchembed.sharding.global_rows import global_tensor, local_part
 from torchembed.sharding.layout import Layout, SlotPart, slot_parts
@@ -80,7 +81,7 @@ def _local_table(spec: TableSpec, plan: TablePlan, ranks: Ranks) -> Table | None
     return table
 
 
-class ShardedCollection(TableModule):
+class ShardedCollection(PreparingModule):
     """A collection whose tables are spread over the ranks of a mesh.
 
     Made by :func:`~torchembed.shard_embeddings` from an unsharded collection. Only what this rank

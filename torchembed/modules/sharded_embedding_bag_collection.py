@@ -1,7 +1,7 @@
 """``EmbeddingBagCollection`` over several ranks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torchembed.modules.embedding_bag_collection import (
 )
 from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import select_features
+from torchembed.modules.slots import SlotRows, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.plan import TablePlan
 from torchembed.sharding.ranks import Ranks
-from torchembed.sharding.routes import FixedRoute, JaggedRoute
+from torchembed.sharding.routes import FixedRoute, JaggedRoute, Route
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -61,16 +61,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
     def forward(self, features: Any) -> Any:
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch = self._checked(batch)
+        lookups: _Lookups = self._prepared(features)
         columns: dict[int, Tensor] = {}
-        if self._sharded_slots:
-            columns.update(self._sharded_columns(batch))
-        if self._replicated_slots:
+        if lookups.sharded is not None:
+            columns.update(self._sharded_columns(lookups))
+        if lookups.replicated is not None:
             replicated = self._replicated_slots
             vectors = pooled_slots(
-                self._replicated,
-                select_features(batch, replicated),
+                lookups.replicated,
                 [self._poolings[slot] for slot in replicated],
                 self._output_dtype,
                 WeightGradient.DENSE,
@@ -80,29 +78,54 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         values = torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
         return keyed_result(features, self._feature_slots.names, self._widths, values)
 
-    def _sharded_columns(self, batch: SparseFeatures) -> dict[int, Tensor]:
+    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        batch = self._checked(batch)
+        route = sharded = replicated = None
+        if self._sharded_slots:
+            parts, layout, local = self._sharded
+            of_parts = select_features(batch, [part.slot for part in parts])
+            route_kind = JaggedRoute if batch.hotness is None else FixedRoute
+            route = route_kind(of_parts, layout, self._ranks)
+            sharded = local.prepare(route.features, finds_runs=finds_runs)
+        if self._replicated_slots:
+            of_replicated = select_features(batch, self._replicated_slots)
+            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
+            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+        means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
+        sizes = {slot: bag_sizes(batch, slot) for slot in means}
+        return _Lookups(route, sharded, replicated, sizes)
+
+    def _sharded_columns(self, lookups: "_Lookups") -> dict[int, Tensor]:
         """``[B, D]`` for each sharded slot, from the ranks that hold its rows."""
-        parts, layout, local = self._sharded
-        route_kind = JaggedRoute if batch.hotness is None else FixedRoute
-        of_parts = select_features(batch, [part.slot for part in parts])
-        route = route_kind(of_parts, layout, self._ranks)
+        assert lookups.route is not None
+        assert lookups.sharded is not None
+        num_blocks = len(lookups.route.features.keys)
         pooled = pooled_slots(
-            local,
-            route.features,
-            [Pooling.SUM] * len(route.features.keys),
-            self._output_dtype,
-            self._weight_form,
+            lookups.sharded, [Pooling.SUM] * num_blocks, self._output_dtype, self._weight_form
         )
         by_slot: dict[int, list[Tensor]] = {}
-        for part, vectors in zip(parts, route.return_pooled(pooled), strict=True):
+        returned = lookups.route.return_pooled(pooled)
+        for part, vectors in zip(self._sharded.parts, returned, strict=True):
             by_slot.setdefault(part.slot, []).append(vectors)
         columns = {}
         for slot, vectors in by_slot.items():
             column = vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
-            if self._poolings[slot] is Pooling.MEAN:
-                column = column / bag_sizes(batch, slot).to(column.dtype)
+            if slot in lookups.bag_sizes:
+                column = column / lookups.bag_sizes[slot].to(column.dtype)
             columns[slot] = column
         return columns
+
+
+class _Lookups(NamedTuple):
+    """What a batch's lookups need of its ids."""
+
+    route: Route | None
+    sharded: SlotRows | None
+    """This rank's, for all ranks' samples."""
+    replicated: SlotRows | None
+    bag_sizes: dict[int, Tensor]
+    """Of the sharded slots whose pooling is the mean."""
 
 
 def bag_sizes(batch: SparseFeatures, feature: int) -> Tensor:

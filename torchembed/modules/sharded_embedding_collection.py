@@ -1,7 +1,7 @@
 """``EmbeddingCollection`` over several ranks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torchembed.modules.embedding_collection import (
     split_slots,
 )
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import select_features
+from torchembed.modules.slots import SlotRows, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.layout import SlotPart
 from torchembed.sharding.plan import TablePlan
@@ -52,15 +52,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return self._configs
 
     def forward(self, features: Any) -> dict[str, Any]:
-        batch = self._checked(with_offsets(self._feature_slots.batch(features)))
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        if self._sharded_slots:
-            found.update(self._sharded_vectors(batch))
-        if self._replicated_slots:
-            part = select_features(batch, self._replicated_slots)
-            looked_up = sequence_slots(
-                self._replicated, part, self._output_dtype, WeightGradient.DENSE
-            )
+        lookups: _Lookups = self._prepared(features)
+        found = self._sharded_vectors(lookups)
+        if lookups.replicated is not None:
+            looked_up = sequence_slots(lookups.replicated, self._output_dtype, WeightGradient.DENSE)
             found.update(zip(self._replicated_slots, looked_up, strict=True))
         kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
         return {
@@ -68,18 +63,31 @@ class ShardedEmbeddingCollection(ShardedCollection):
             for slot, name in enumerate(self._feature_slots.names)
         }
 
-    def _sharded_vectors(self, batch: SparseFeatures) -> dict[int, tuple[Tensor, Tensor]]:
-        """For each sharded slot ``([ids, D], offsets [B + 1])``."""
-        columns: dict[int, dict[int, Tensor]] = {}
-        offsets: dict[int, Tensor] = {}
+    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
+        batch = self._checked(with_offsets(self._feature_slots.batch(features)))
+        by_width = {}
         for width, (parts, layout, local) in self._by_width.items():
             of_parts = select_features(batch, [part.slot for part in parts])
             route = JaggedRoute(of_parts, layout, self._ranks)
-            looked_up = sequence_slots(local, route.features, self._output_dtype, self._weight_form)
-            like = torch.empty(0, width, dtype=self._output_dtype, device=batch.values.device)
+            rows = local.prepare(route.features, finds_runs=finds_runs)
+            by_width[width] = _WidthLookups(of_parts, route, rows)
+        replicated = None
+        if self._replicated_slots:
+            of_replicated = select_features(batch, self._replicated_slots)
+            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
+            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+        return _Lookups(by_width, replicated)
+
+    def _sharded_vectors(self, lookups: "_Lookups") -> dict[int, tuple[Tensor, Tensor]]:
+        """For each sharded slot ``([ids, D], offsets [B + 1])``."""
+        columns: dict[int, dict[int, Tensor]] = {}
+        offsets: dict[int, Tensor] = {}
+        for width, (of_parts, route, rows) in lookups.by_width.items():
+            looked_up = sequence_slots(rows, self._output_dtype, self._weight_form)
+            like = torch.empty(0, width, dtype=self._output_dtype, device=rows.device)
             vectors = torch.cat([like, *(values for values, _ in looked_up)])
             home = split_slots(of_parts, route.return_sequences(vectors))
-            for part, (values, bags) in zip(parts, home, strict=True):
+            for part, (values, bags) in zip(self._by_width[width].parts, home, strict=True):
                 columns.setdefault(part.slot, {})[part.shards[0].first_column] = values
                 offsets[part.slot] = bags
         found = {}
@@ -88,6 +96,21 @@ class ShardedEmbeddingCollection(ShardedCollection):
             joined = values[0] if len(values) == 1 else torch.cat(values, dim=1)
             found[slot] = (joined, offsets[slot])
         return found
+
+
+class _WidthLookups(NamedTuple):
+    """What the lookups of parts of one width need of a batch's ids."""
+
+    features: SparseFeatures
+    """One for each part."""
+    route: JaggedRoute
+    rows: SlotRows
+    """This rank's, for all ranks' samples."""
+
+
+class _Lookups(NamedTuple):
+    by_width: dict[int, _WidthLookups]
+    replicated: SlotRows | None
 
 
 def with_offsets(batch: SparseFeatures) -> SparseFeatures:

@@ -1,5 +1,7 @@
 """Which features of a batch are looked up in which table group, in one call for each group."""
 
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +14,8 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.jagged import permute_features
 from torchembed.ops.linearize_ids import linearize_ids
+from torchembed.ops.row_gradients import GradientSink
+from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Table, TableGroup, TableSet
 
 
@@ -40,6 +44,43 @@ class GroupSlots:
         firsts, counts = [first[id(t)] for t in tables], [t.num_rows for t in tables]
         self.first_rows = torch.tensor(firsts, dtype=torch.int64, device=device)
         self.num_rows = torch.tensor(counts, dtype=torch.int64, device=device)
+
+
+class GroupRows(NamedTuple):
+    """What one group looks up for a batch."""
+
+    entry: GroupSlots
+    features: SparseFeatures
+    """A feature for each of the entry's slots; its values are rows of the group, -1 for none."""
+    runs: Runs | None
+    """Of equal rows, where they were found ahead for the optimizer's step."""
+
+    def sink(self) -> GradientSink | None:
+        """Takes the gradients of the rows; None where no fused optimizer updates the group.
+
+        Raises:
+            RuntimeError: where the tables have been regrouped since the rows were found.
+        """
+        group = self.entry.group
+        if group.tables[0].group is not group:
+            names = ", ".join(name.table for name in self.entry.names)
+            raise RuntimeError(
+                f"tables {names} were regrouped between prepare and forward, by an optimizer, a "
+                "load or requires_grad_; prepare the batch again"
+            )
+        if group.rule is None:
+            return None
+        return (
+            group.record if self.runs is None else functools.partial(group.record, runs=self.runs)
+        )
+
+
+class SlotRows(NamedTuple):
+    """What the slots of a module look up for a batch: all that follows from its ids."""
+
+    groups: list[GroupRows]
+    batch_size: int
+    device: torch.device
 
 
 class Slots:
@@ -77,6 +118,25 @@ class Slots:
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles find their groups anew."""
         return {**vars(self), "_known_groups": None, "_by_group": []}
+
+    def prepare(self, batch: SparseFeatures, *, finds_runs: bool) -> SlotRows:
+        """The rows of every slot's ids.
+
+        Args:
+            batch: exactly one feature for each slot, in their order.
+            finds_runs: whether to find the runs of equal rows for fused optimizers, too.
+
+        Raises:
+            IndexError: as :meth:`rows` does.
+        """
+        groups = []
+        for entry in self.by_group():
+            group, features = entry.group, select_features(batch, entry.slots)
+            rows = self.rows(entry, features)
+            is_updated = group.rule is not None and group.tables[0].parameter.requires_grad
+            runs = find_runs(rows, group.num_rows) if finds_runs and is_updated else None
+            groups.append(GroupRows(entry, dataclasses.replace(features, values=rows), runs))
+        return SlotRows(groups, batch.batch_size, batch.values.device)
 
     def rows(self, entry: GroupSlots, features: SparseFeatures) -> Tensor:
         """Rows of ``entry.group``, ``[L]``, for ``features`` that hold exactly its slots, in order.

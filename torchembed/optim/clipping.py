@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.row_gradients import summed_gradients
-from torchembed.ops.segments import find_runs
 from torchembed.tables import TableGroup, table_of
 
 
@@ -15,8 +14,7 @@ def _squared_norm(group: TableGroup) -> Tensor:
     entry = group.merged_pending()
     if entry is None:
         return torch.zeros((), device=group.weight.device)
-    rows, gradients = entry
-    return summed_gradients(find_runs(rows, group.num_rows), gradients).square().sum()
+    return summed_gradients(entry.runs(group.num_rows), entry.gradients).square().sum()
 
 
 @torch.no_grad()

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
-from torchembed.ops.segments import find_runs
 from torchembed.optim.divided_columns import update_divided_columns
-from torchembed.tables import Table, TableGroup, table_of
+from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -41,6 +40,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     grad_scale: Tensor | None
     """Given by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
     found_inf: Tensor | int
+    skip: Tensor | None = None
+    """float32 ``[1]``; where it is not zero on the device, :meth:`step` discards the gradients and
+    changes nothing. For whoever finds out there that a batch is bad."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, stochastic_rounding: bool
@@ -161,6 +163,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         decay = group.get("lr_decay", 0.0)
         return tensor if decay == 0.0 else tensor / (1 + (table_group.step - 1) * decay)
 
+    def recorded(self) -> list[RecordedGradients]:
+        """The gradients that :meth:`step` would apply."""
+        groups = (
+            g for i, group in enumerate(self.param_groups) for g in self._table_groups(i, group)
+        )
+        return [entry for table_group in groups for entry in table_group.pending]
+
+    def sync_lr(self) -> None:
+        """Show learning rates that were set since to CUDA graphs that hold :meth:`step`; call it
+        before a replay. A tensor ``lr`` is seen anyway."""
+        for (index, device), (known, tensor) in self._lr_tensors.items():
+            lr = self.param_groups[index]["lr"]
+            if not isinstance(lr, Tensor) and lr != known:
+                tensor.fill_(lr)
+                self._lr_tensors[index, device] = (lr, tensor)
+
     def _loss_scaling(
         self, gradients: Iterable[RowGradients]
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -211,27 +229,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             for table_group in self._table_groups(index, group):
                 merged = table_group.merged_pending()
                 if merged is not None:
-                    updates.append((index, table_group, *merged))
-        multiplier, skip = self._loss_scaling(gradients for *_, gradients in updates)
-        for index, table_group, rows, gradients in updates:
-            self._update(index, table_group, rows, gradients, multiplier, skip)
+                    updates.append((index, table_group, merged))
+        multiplier, skip = self._loss_scaling(entry.gradients for *_, entry in updates)
+        if self.skip is not None:
+            skip = self.skip if skip is None else skip.maximum(self.skip.to(skip.device))
+        for index, table_group, entry in updates:
+            self._update(index, table_group, entry, multiplier, skip)
         return loss
 
     def _update(
         self,
         index: int,
         table_group: TableGroup,
-        rows: Tensor,
-        gradients: RowGradients,
+        entry: RecordedGradients,
         multiplier: Tensor | None,
         skip: Tensor | None,
     ) -> None:
         weight, group = table_group.weight, self.param_groups[index]
-        if skip is not None and multiplier is not None:
-            multiplier, skip = multiplier.to(weight.device), skip.to(weight.device)
+        multiplier = None if multiplier is None else multiplier.to(weight.device)
+        skip = None if skip is None else skip.to(weight.device)
         table_group.step += 1.0 if skip is None else (skip == 0).float()
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
-        runs = find_runs(rows, table_group.num_rows)
+        runs, gradients = entry.runs(table_group.num_rows), entry.gradients
         rule, lr = self._rule(group), self._lr(index, group, table_group)
         table = table_group.tables[0]
         if self._spans_ranks(table):

@@ -1,6 +1,6 @@
 """Where rows and their optimizer state live."""
 
-from torchembed.tables.group import Table, TableGroup, TableSpec, table_of
+from torchembed.tables.group import RecordedGradients, Table, TableGroup, TableSpec, table_of
 from torchembed.tables.group_weight import group_weight
 from torchembed.tables.initializers import (
     Constant,
@@ -17,6 +17,7 @@ __all__ = [
     "InPlaceFunction",
     "Initializer",
     "Normal",
+    "RecordedGradients",
     "Table",
     "TableGroup",
     "TableSet",

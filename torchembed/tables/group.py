@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchembed.core.random_bits import name_key
+from torchembed.core.trees import map_tensors
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
+from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables.initializers import Initializer, Uniform, shifted_row_key
 
 if TYPE_CHECKING:
@@ -97,6 +99,21 @@ class Table:
         return {**state, "update_key": None}
 
 
+class RecordedGradients(NamedTuple):
+    """Gradients of rows, as a backward gave them."""
+
+    rows: Tensor
+    gradients: RowGradients
+    known_runs: Runs | None = None
+    """Of equal ``rows``, where they were found before."""
+    ready: torch.cuda.Event | None = None
+    """From when on another stream of the GPU may use them."""
+
+    def runs(self, num_rows: int) -> Runs:
+        """The runs of equal rows, of a group of ``num_rows``."""
+        return find_runs(self.rows, num_rows) if self.known_runs is None else self.known_runs
+
+
 class TableGroup:
     """Tables of one dtype and as many columns here, looked up and updated in one call.
 
@@ -121,7 +138,7 @@ class TableGroup:
         self.initial_state = 0.0
         self.rule: UpdateRule | None = None
         self.step = torch.zeros(1, device=weight.device)
-        self.pending: list[tuple[Tensor, RowGradients]] = []
+        self.pending: list[RecordedGradients] = []
         self._locate()
 
     def _locate(self) -> None:
@@ -192,22 +209,15 @@ class TableGroup:
             self.set_rule(self.rule, self.initial_state)
         self.states = tuple(state.to(device) for state in self.states)
         self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
-        self.pending = [
-            (
-                rows.to(device),
-                RowGradients(
-                    grad.to(device),
-                    None if gradient_rows is None else gradient_rows.to(device),
-                    None if scales is None else scales.to(device),
-                ),
-            )
-            for rows, (grad, gradient_rows, scales) in self.pending
-        ]
+        self.pending = [map_tensors(lambda tensor: tensor.to(device), e) for e in self.pending]
         self._locate()
         self.point_parameters()
 
-    def record(self, rows: Tensor, gradients: RowGradients) -> None:
-        """Keep the gradients of ``rows`` until the optimizer's step; the sink of a lookup."""
+    def record(self, rows: Tensor, gradients: RowGradients, runs: Runs | None = None) -> None:
+        """Keep the gradients of ``rows`` until the optimizer's step; the sink of a lookup.
+
+        ``runs`` of equal rows, where they are known, spare the step finding them.
+        """
         if self.tables[0].group is not self:
             names = ", ".join(table.spec.name for table in self.tables)
             raise RuntimeError(
@@ -217,22 +227,27 @@ class TableGroup:
         reduction = self.tables[0].gradient_reduction
         if reduction is not None:
             rows, gradients = reduction(rows, gradients, self.weight)
-        self.pending.append((rows, gradients))
+            runs = None
+        ready = None
+        if rows.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        self.pending.append(RecordedGradients(rows, gradients, runs, ready))
 
     def scale_pending(self, factor: Tensor) -> None:
         """Multiply all gradients recorded so far by ``factor``, float32 ``[]``."""
-        for index, (rows, gradients) in enumerate(self.pending):
-            scales = factor.expand(rows.numel())
+        for index, entry in enumerate(self.pending):
+            scales, gradients = factor.expand(entry.rows.numel()), entry.gradients
             if gradients.scales is not None:
                 scales = scales * gradients.scales
-            self.pending[index] = rows, gradients._replace(scales=scales)
+            self.pending[index] = entry._replace(gradients=gradients._replace(scales=scales))
 
-    def merged_pending(self) -> tuple[Tensor, RowGradients] | None:
+    def merged_pending(self) -> RecordedGradients | None:
         """All pending gradients as one entry, or None where there are none."""
         if len(self.pending) <= 1:
             return self.pending[0] if self.pending else None
         rows, gradient_rows, scales, first = [], [], [], 0
-        for entry_rows, (grad, entry_gradient_rows, entry_scales) in self.pending:
+        for entry_rows, (grad, entry_gradient_rows, entry_scales), *_ in self.pending:
             rows.append(entry_rows)
             if entry_gradient_rows is None:
                 entry_gradient_rows = torch.arange(entry_rows.numel(), device=grad.device)
@@ -241,8 +256,9 @@ class TableGroup:
                 entry_scales = torch.ones(entry_rows.numel(), device=grad.device)
             scales.append(entry_scales)
             first += grad.shape[0]
-        grads = torch.cat([gradients.grad for _, gradients in self.pending])
-        return torch.cat(rows), RowGradients(grads, torch.cat(gradient_rows), torch.cat(scales))
+        grads = torch.cat([entry.gradients.grad for entry in self.pending])
+        merged = RowGradients(grads, torch.cat(gradient_rows), torch.cat(scales))
+        return RecordedGradients(torch.cat(rows), merged)
 
 
 def mark_parameter(table: Table) -> None:

@@ -11,12 +11,14 @@ from torchembed.training.evaluate import Evaluation, evaluate
 from torchembed.training.export import export_safetensors, import_tables, whole_tables
 from torchembed.training.history import HeldOutPoint, History, LossPoint
 from torchembed.training.metrics import MetricsWriter, read_metrics
+from torchembed.training.pipeline import TrainPipeline
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
 from torchembed.training.schedule import LearningRate
+from torchembed.training.static_step import StepResult
 from torchembed.training.stop import StopSignal
 from torchembed.training.tensor_file import open_safetensors
-from torchembed.training.train import train, train_step
+from torchembed.training.train import train
 
 __all__ = [
     "CheckpointFolder",
@@ -29,7 +31,9 @@ __all__ = [
     "LossPoint",
     "MetricsWriter",
     "Progress",
+    "StepResult",
     "StopSignal",
+    "TrainPipeline",
     "TrainingRun",
     "average_buffers",
     "check_ranks_agree",
@@ -42,6 +46,5 @@ __all__ = [
     "read_metrics",
     "source_files",
     "train",
-    "train_step",
     "whole_tables",
 ]

@@ -48,11 +48,11 @@ class BatchLayout(NamedTuple):
 
 def in_step(
     batches: Iterable[Any],
-    device: torch.device | str,
+    device: torch.device | str | None,
     max_batches: int | None = None,
     stop: StopSignal | None = None,
 ) -> Iterator[Batch]:
-    """This rank's batches on ``device``, for as long as any rank has one.
+    """This rank's batches, for as long as any rank has one.
 
     A rank that has run out gets empty batches (``B = 0``), so that it takes part in the others'
     collectives. Before each batch the ranks agree, through the CPU, whether one of them still has
@@ -62,7 +62,8 @@ def in_step(
         batches: what :func:`~torchembed.data.batch.as_batch` takes; an iterator is left where it
             is after ``max_batches``, so that a later call goes on from there. Of
             :class:`~torchembed.training.Epochs` the ranks begin each epoch together.
-        device: where the batches go; copies from pinned memory do not block.
+        device: where the batches go; copies from pinned memory do not block. None leaves them
+            where they are.
         max_batches: the same on every rank; None for no limit.
         stop: where a rank was asked to stop, this batch is the last on every rank.
 
@@ -89,7 +90,7 @@ def in_step(
         if layout is None:
             layout = _agreed_layout(batch)
         batch = layout.empty_batch() if batch is None else batch
-        yield batch.to(device, non_blocking=True)
+        yield batch if device is None else batch.to(device, non_blocking=True)
         num_yielded += 1
         if is_last and stop is not None:
             stop.is_agreed = True

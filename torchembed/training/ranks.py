@@ -3,6 +3,7 @@
 Without a process group there is one rank, and nothing is sent.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,22 @@ def any_rank_each(*flags: bool) -> list[bool]:
     numbers = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return [bool(number) for number in numbers]
+
+
+def start_all_ranks(flag: bool) -> Callable[[], bool]:
+    """Begin to find out whether ``flag`` is true on every rank, which a call of the result says;
+    every rank must call it."""
+    if world_size() == 1:
+        return lambda: flag
+    number = torch.tensor([flag], dtype=torch.int32)
+    work = dist.all_reduce(number, dist.ReduceOp.MIN, async_op=True)
+
+    def finish() -> bool:
+        if work is not None:
+            work.wait()
+        return bool(number)
+
+    return finish
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

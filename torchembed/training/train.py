@@ -1,62 +1,24 @@
-"""The loop: copy to the device, forward, loss, backward, step."""
+"""The loop around a pipeline's steps."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchembed.data.batch import Batch
 from torchembed.training.batches import in_step
 from torchembed.training.history import History
 from torchembed.training.metrics import MetricsWriter
+from torchembed.training.pipeline import TrainPipeline
 from torchembed.training.progress import Progress
 from torchembed.training.stop import StopSignal
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""``(logits [B], labels [B])`` to their mean loss ``[]``; never called with ``B = 0``."""
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the first parameter of ``model`` is."""
-    return next(model.parameters()).device
-
-
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """``model(dense, sparse)`` as ``[B]``."""
-    return model(batch.dense, batch.sparse).reshape(len(batch.labels))
-
-
-def train_step(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    optimizers: Sequence[torch.optim.Optimizer],
-    batch: Batch,
-) -> Tensor:
-    """One step on ``batch``, which is on the model's device; the host does not wait for it.
-
-    An empty batch has the loss 0 and gives zero gradients.
-
-    Returns:
-        The mean loss of the batch, ``[]``, detached.
-    """
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    logits = logits_of(model, batch)
-    loss = loss_fn(logits, batch.labels) if len(batch.labels) else logits.sum()
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    return loss.detach()
-
 
 def train(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    optimizers: Sequence[torch.optim.Optimizer],
+    pipeline: TrainPipeline,
     batches: Iterable[Any],
     *,
     schedulers: Sequence[LRScheduler] = (),
@@ -66,7 +28,7 @@ def train(
     metrics: MetricsWriter | None = None,
     stop: StopSignal | None = None,
 ) -> History:
-    """Train ``model`` on every batch of all ranks, and leave it in training mode.
+    """Train on every batch of all ranks, and leave the model in training mode.
 
     Ranks take their steps together. A rank with fewer batches goes on with empty ones until the
     last rank is done. Each rank's loss is the mean over its own samples, and gradients are the mean
@@ -74,9 +36,8 @@ def train(
     fewer samples weighs as much as the others, an empty one adds zero.
 
     Args:
-        model: called as ``model(dense, sparse)``, gives logits ``[B]`` or ``[B, 1]``.
-        loss_fn: ``(logits [B], labels [B])`` to their mean loss.
-        optimizers: all are stepped, in this order.
+        pipeline: with a loss function; takes the steps, and is used up to its last batch, so that
+            further calls may go on with it.
         batches: as for :func:`in_step`; of an iterator, or of ``Epochs``, at most ``max_steps``
             batches are taken, so that a later call goes on from there.
         schedulers: of learning rates; stepped after each step.
@@ -85,20 +46,26 @@ def train(
         progress: advanced at each step.
         metrics: gets the loss whenever it is read, the learning rate of the first optimizer's last
             step, and the samples a second since the reading before.
-        stop: where a rank was asked to stop, all of them end after the step that they are at; if
-            that is before ``max_steps``, the loss is not read, so that the rest of the steps, from
-            a checkpoint too, gives the points that all of them would have given.
+        stop: where a rank was asked to stop, all of them end after the steps whose batches they
+            have read by then; if that is before ``max_steps``, the loss is not read, so that the
+            rest of the steps, from a checkpoint too, gives the points that all of them would have
+            given.
 
     Raises:
         FloatingPointError: where the loss is not finite, when it is next read.
+        IndexError, TimeoutError: as the pipeline does.
         ValueError, RuntimeError: as for :func:`in_step`.
     """
     history = History() if history is None else history
-    model.train()
+    pipeline.model.train()
     meter, num_before = _Meter(history, progress, metrics), history.num_steps
-    for batch in in_step(batches, device_of(model), max_steps, stop):
-        loss = train_step(model, loss_fn, optimizers, batch)
-        meter.add_step(loss, len(batch.labels), optimizers)
+    ready = in_step(batches, None, max_steps, stop)
+    while True:
+        try:
+            result = pipeline.progress(ready)
+        except StopIteration:
+            break
+        meter.add_step(result.loss, len(result.batch.labels), pipeline.optimizers)
         for scheduler in schedulers:
             scheduler.step()
     is_cut_short = stop is not None and stop.is_agreed

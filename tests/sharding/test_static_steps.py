@@ -1,0 +1,179 @@
+"""Static steps, whose batches are prepared ahead, train a sharded model as plain steps an unsharded
+one; over gloo as they are, over NCCL in CUDA graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchembed
+from tests.ranks import run_on_ranks
+from tests.sharding.cases import (
+    Case,
+    assert_equal_rows,
+    exact_loss,
+    held_rows,
+    make_batch,
+    make_model,
+    make_optimizer,
+    vectors_of,
+    whole_rows,
+)
+from torchembed.training import TrainPipeline
+from torchembed.training.static_step import StaticStep
+
+NUM_STEPS, BAD_STEP = 9, 4
+MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
+CASES = [
+    Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
+    Case(placements=MIXED, fixed=True, optimizer="RowwiseAdagrad"),
+    Case(placements=MIXED, fixed=True, optimizer="Adam", weighted=True),
+    Case(placements=dict.fromkeys("abcd", "row_wise"), fixed=True, dtype=torch.bfloat16),
+    Case(placements=MIXED, fixed=True, fused=False, optimizer="SGD"),
+]
+SEQUENCES = Case(placements=MIXED, fixed=True, pooled=False)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.tables = model.tables
+        self.model = [model]  # what hangs on it stays alive
+
+    def forward(self, features: torchembed.SparseFeatures) -> Tensor:
+        return exact_loss(vectors_of(self.tables(features)))
+
+
+def static_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
+    """Of as many samples on every step; on the bad step one rank has an id outside its table."""
+    batch = make_batch(case, rank, step, num_samples=4 - 2 * (rank % 2))
+    if (rank, step) == (bad_rank, BAD_STEP):
+        batch.values[1] = 2**20
+    return batch
+
+
+def train_in_static_steps(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
+    """On a rank of gloo: its rows after training, and the verdict of each step."""
+    rank, results = dist.get_rank(), []
+    for case in cases:
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
+        batches = [static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS + 1)]
+        step = StaticStep(
+            with_loss,
+            pipeline._compute_loss,
+            optimizers,
+            batches[0],
+            torch.device("cpu"),
+            dist.group.WORLD,
+        )
+        step.slots.fill(0, batches[0])
+        step.prepare(0)
+        skipped = []
+        for number in range(NUM_STEPS):
+            step.slots.fill((number + 1) % 2, batches[number + 1])
+            step.run(number % 2)
+            report, _ = step.verdict(number % 2)
+            skipped.append(None if report is None else int(report[0]))
+        results.append({"rows": held_rows(model), "skipped": skipped})
+    return results
+
+
+def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
+    """On a rank of NCCL: its rows after training, what was raised, and whether graphs ran."""
+    rank, results = dist.get_rank(), []
+    for case in cases:
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
+        batches = (static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS))
+        errors = []
+        while True:
+            try:
+                pipeline.progress(batches)
+            except IndexError as error:
+                errors.append(str(error))
+            except StopIteration:
+                break
+        static = pipeline._static
+        captured = static is not None and all(map(static.is_captured, (0, 1)))
+        results.append({"rows": held_rows(model), "errors": errors, "captured": captured})
+    return results
+
+
+def train_plainly(
+    case: Case, num_ranks: int, bad_rank: int, device: str = "cpu"
+) -> dict[str, tuple[Any, list[Any]]]:
+    """The rows after training in one process on all ranks' batches, but those of the bad step."""
+    model = make_model(case, device)
+    optimizer = make_optimizer(case, model)
+    for step in range(NUM_STEPS):
+        if step == BAD_STEP and bad_rank < num_ranks:
+            continue
+        optimizer.zero_grad()
+        losses = [
+            exact_loss(vectors_of(model.tables(static_batch(case, rank, step, -1).to(device))))
+            for rank in range(num_ranks)
+        ]
+        (torch.stack(losses).sum() / num_ranks).backward()
+        optimizer.step()
+    return whole_rows(model)
+
+
+@pytest.mark.parametrize("bad_rank", [1, 99], ids=["bad id", "good ids"])
+def test_static_steps_equal_plain_ones(bad_rank: int) -> None:
+    cases = CASES if bad_rank > 1 else CASES[1:3]
+    results = run_on_ranks(2, train_in_static_steps, cases, bad_rank)
+    for number, case in enumerate(cases):
+        of_ranks = [rank_results[number] for rank_results in results]
+        expected = train_plainly(case, 2, bad_rank)
+        assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+        skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
+        assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
+
+
+@pytest.mark.gpu
+def test_graphs_equal_plain_steps_on_all_gpus() -> None:
+    num_ranks = torch.cuda.device_count()
+    for bad_rank in (num_ranks - 1, 99):
+        results = run_on_ranks(
+            num_ranks, train_in_graphs, CASES, bad_rank, backend="cpu:gloo,cuda:nccl"
+        )
+        for number, case in enumerate(CASES):
+            of_ranks = [rank_results[number] for rank_results in results]
+            expected = train_plainly(case, num_ranks, bad_rank, "cuda")
+            assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+            assert all(result["captured"] for result in of_ranks), case
+            for rank, result in enumerate(of_ranks):
+                errors = result["errors"]
+                assert len(errors) == (bad_rank < num_ranks), errors
+                if errors:
+                    mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
+                    assert mine in errors[0]
+
+
+@pytest.mark.gpu
+def test_what_waits_for_sizes_runs_eagerly() -> None:
+    num_ranks = torch.cuda.device_count()
+    results = run_on_ranks(num_ranks, train_in_graphs_with_warning, backend="cpu:gloo,cuda:nccl")
+    expected = train_plainly(SEQUENCES, num_ranks, 99, "cuda")
+    assert_equal_rows([result["rows"] for result in results], expected, str(SEQUENCES))
+    assert all(result["num_warnings"] == 1 and not result["captured"] for result in results)
+
+
+def train_in_graphs_with_warning() -> dict[str, Any]:
+    """The model whose vectors are not pooled, which waits for the sizes of what travels."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (result,) = train_in_graphs([SEQUENCES], 99)
+    told = ["could not be captured" in str(warning.message) for warning in caught]
+    return {**result, "num_warnings": sum(told)}

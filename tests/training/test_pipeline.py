@@ -1,0 +1,359 @@
+"""The pipeline trains as the loop by hand does: eagerly, in static steps, and in CUDA graphs."""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchembed
+from tests.training.models import (
+    KEYS,
+    NUM_ROWS,
+    TinyModel,
+    make_batch,
+    make_optimizers,
+    step_by_hand,
+)
+from torchembed.data import Batch
+from torchembed.tables import table_of
+from torchembed.training import TrainPipeline
+from torchembed.training.static_step import StaticStep
+
+LOSS = F.binary_cross_entropy_with_logits
+CPU = torch.device("cpu")
+
+
+def fixed_batch(batch_size: int, seed: int, bad: bool = False) -> Batch:
+    """Two ids a bag of the first feature, three of the second."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(NUM_ROWS, (batch_size * 5,), generator=generator)
+    if bad:
+        ids[3] = 99
+    sparse = torchembed.SparseFeatures(keys=KEYS, values=ids, batch_size=batch_size, hotness=(2, 3))
+    dense = torch.randint(-2, 3, (batch_size, 2), generator=generator).float()
+    return Batch(dense, sparse, (dense[:, 0] > 0).float())
+
+
+def fixed_batches(count: int, batch_size: int = 8, bad: Sequence[int] = ()) -> list[Batch]:
+    return [fixed_batch(batch_size, seed, bad=seed in bad) for seed in range(count)]
+
+
+def make_model(device: torch.device) -> TinyModel:
+    return TinyModel(is_deep=True).to(device)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_state(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def by_hand(batches: Sequence[Batch], device: torch.device) -> tuple[list[float], Any]:
+    """Losses and the state after training on ``batches`` with a plain loop."""
+    model = make_model(device)
+    optimizers = make_optimizers(model)
+    losses = [step_by_hand(model, LOSS, optimizers, batch.to(device)).item() for batch in batches]
+    return losses, state_of(model)
+
+
+def results_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> Iterator[float]:
+    iterator = iter(batches)
+    with pytest.raises(StopIteration):  # noqa: PT012 - how a pipeline says that it is done
+        while True:
+            yield pipeline.progress(iterator).loss.item()
+
+
+def run_static(step: StaticStep, batches: Sequence[Batch]) -> Iterator[tuple[float, Any]]:
+    """Loss and verdict of each batch, prepared ahead as a pipeline does."""
+    step.slots.fill(0, batches[0])
+    step.prepare(0)
+    for number, following in enumerate([*batches[1:], batches[-1]]):
+        step.slots.fill((number + 1) % 2, following)
+        loss = step.run(number % 2).loss.item()
+        yield loss, step.verdict(number % 2)
+
+
+def static_step(model: nn.Module, optimizers: Sequence[Any], example: Batch) -> StaticStep:
+    pipeline = TrainPipeline(model, LOSS, optimizers)
+    return StaticStep(model, pipeline._compute_loss, optimizers, example, CPU, None)
+
+
+def test_the_pipeline_equals_the_loop_by_hand(device: torch.device) -> None:
+    batches = [*fixed_batches(6), make_batch(5, seed=1), *fixed_batches(2), fixed_batch(3, seed=9)]
+    losses, expected = by_hand(batches, device)
+    model = make_model(device)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    assert list(results_of(pipeline, batches)) == losses
+    assert_same_state(model, expected)
+
+
+def test_a_model_may_compute_its_own_loss(device: torch.device) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model(device)
+
+        def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            logits = self.model(batch["dense"], batch["ids"])[:, 0]
+            return LOSS(logits, batch["clicked"]), logits
+
+    batches = fixed_batches(5)
+    losses, expected = by_hand(batches, device)
+    model = WithLoss()
+    pipeline = TrainPipeline(model, None, make_optimizers(model))
+    named = [{"dense": b.dense, "ids": b.sparse, "clicked": b.labels} for b in batches]
+    assert list(results_of(pipeline, named)) == losses
+    assert_same_state(model.model, expected)
+
+
+def test_static_steps_equal_the_loop_by_hand() -> None:
+    batches = fixed_batches(6)
+    losses, expected = by_hand(batches, CPU)
+    model = make_model(CPU)
+    step = static_step(model, make_optimizers(model), batches[0])
+    assert [loss for loss, _ in run_static(step, batches)] == losses
+    assert_same_state(model, expected)
+    # Both turns had their rows sorted ahead.
+    for prepared in step._prepared:
+        assert prepared is not None
+        (lookups,) = prepared.lookups
+        assert lookups.lookups.groups[0].runs.num_runs > 0
+
+
+@pytest.mark.parametrize("dense", ["Adam", "Adagrad", "fused"])
+def test_a_step_with_a_bad_id_changes_nothing(dense: str) -> None:
+    batches = fixed_batches(6, bad=(2, 3))
+    good = [batch for number, batch in enumerate(batches) if number not in (2, 3)]
+
+    def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+        tables, others = make_optimizers(model)
+        parameters = others.param_groups[0]["params"]
+        if dense == "Adagrad":
+            others = torch.optim.Adagrad(parameters, lr=0.125)
+        if dense == "fused":
+            others = torch.optim.Adam(parameters, lr=0.125, fused=True)
+        return [tables, others]
+
+    def linear() -> nn.Module:  # without batch norm, whose buffers the bad batch does change
+        return TinyModel()
+
+    model = linear()
+    optimizers = optimizers_of(model)
+    for batch in good:
+        step_by_hand(model, LOSS, optimizers, batch)
+    expected = state_of(model)
+
+    model = linear()
+    step = static_step(model, optimizers_of(model), batches[0])
+    reports = [report.tolist() for _, (report, _) in run_static(step, batches)]
+    assert [report[0] for report in reports] == [0, 0, 1, 1, 0, 0]
+    assert [report[1:] for report in reports if report[0]] == [[3, 99]] * 2
+    assert_same_state(model, expected)
+
+
+def test_a_bad_id_raises_at_once_on_the_cpu() -> None:
+    model = make_model(CPU)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    batches = iter(fixed_batches(3, bad=(1,)))
+    pipeline.progress(batches)
+    with pytest.raises(IndexError, match=r"table f0, feature f0, position 3 .* value 99"):
+        pipeline.progress(batches)
+    pipeline.progress(batches)
+    with pytest.raises(StopIteration):
+        pipeline.progress(batches)
+
+
+def test_a_collection_recognizes_the_batch_that_it_prepared(device: torch.device) -> None:
+    model = make_model(device)
+    one, other = (fixed_batch(4, seed).sparse.to(device) for seed in (0, 1))
+    expected = model.tables(one).values()
+    prepared = model.tables.prepare(one)
+    rewrapped = torchembed.SparseFeatures(
+        keys=one.keys, values=one.values, batch_size=4, hotness=one.hotness
+    )
+    swapped = torchembed.SparseFeatures(
+        keys=one.keys[::-1], values=one.values, batch_size=4, hotness=(3, 2)[::-1]
+    )
+    wrong = prepared._replace(lookups=model.tables.prepare(other).lookups)
+    assert torch.equal(model.tables(one).values(), expected)
+    with model.tables.handing_over([wrong]):
+        # That it took what was handed over shows in the other batch's vectors.
+        assert torch.equal(model.tables(rewrapped).values(), model.tables(other).values())
+        assert not torch.equal(model.tables(swapped).values(), model.tables(other).values())
+    assert torch.equal(model.tables(one).values(), expected)
+
+
+def test_what_was_prepared_before_a_regrouping_is_refused() -> None:
+    model = make_model(CPU)
+    features = fixed_batch(4, 0).sparse
+    prepared = model.tables.prepare(features)
+    model.tables.embedding_bags["f0"].weight.requires_grad_(False)
+    model.tables.prepare(features)
+    with (
+        model.tables.handing_over([prepared]),
+        pytest.raises(RuntimeError, match="tables f0, f1 were regrouped between prepare and"),
+    ):
+        model.tables(features)
+
+
+@pytest.mark.gpu
+class TestGraphs:
+    """Where the steps are CUDA graphs."""
+
+    @staticmethod
+    def optimizers(model: nn.Module, lr: float = 0.125) -> list[torch.optim.Optimizer]:
+        tables = [p for p in model.parameters() if table_of(p) is not None]
+        dense = [p for p in model.parameters() if table_of(p) is None]
+        rate = torch.tensor(lr, device=dense[0].device)
+        return [
+            torchembed.optim.Adagrad(tables, lr=lr),
+            torch.optim.Adam(dense, lr=rate, capturable=True),
+        ]
+
+    @pytest.mark.parametrize("captures_dense", [True, False])
+    def test_graphs_equal_eager_steps(self, device: torch.device, captures_dense: bool) -> None:
+        make = self.optimizers if captures_dense else make_optimizers
+        batches = [*fixed_batches(9), make_batch(5, 1), *fixed_batches(7), fixed_batch(3, 9)]
+        found = []
+        for capture in (False, True):
+            model = make_model(device)
+            pipeline = TrainPipeline(model, LOSS, make(model), capture=capture)
+            found.append((list(results_of(pipeline, batches)), state_of(model)))
+            assert (pipeline._static is not None) == capture
+            if pipeline._static is not None:
+                assert all(map(pipeline._static.is_captured, (0, 1)))
+        (losses, expected), (captured_losses, captured) = found
+        assert captured_losses == losses
+        for name, tensor in captured.items():
+            assert torch.equal(tensor, expected[name]), name
+
+    def test_nothing_makes_the_host_wait(self, device: torch.device) -> None:
+        model = make_model(device)
+        pipeline = TrainPipeline(model, LOSS, self.optimizers(model))
+        batches = itertools.cycle([batch.pin_memory() for batch in fixed_batches(5)])
+        for _ in range(8):
+            pipeline.progress(batches)
+        pipeline.check_ids()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(8):
+                pipeline.progress(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        with torch.profiler.profile(acc_events=True) as profile:
+            for _ in range(8):
+                pipeline.progress(batches)
+        calls = {event.key: event.count for event in profile.key_averages()}
+        assert calls["cudaGraphLaunch"] == 8
+        waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+        # The profiler itself waits once for the device, when it ends.
+        assert sum(calls.get(name, 0) for name in waits) <= 1, calls
+        assert "cudaMemcpy" not in calls
+
+    def test_learning_rates_follow_their_schedule(self, device: torch.device) -> None:
+        found = []
+        for capture in (False, True):
+            model = make_model(device)
+            optimizers = self.optimizers(model)
+            schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+            pipeline = TrainPipeline(model, LOSS, optimizers, capture=capture)
+            iterator = iter(fixed_batches(9))
+            for _ in range(9):
+                pipeline.progress(iterator)
+                for scheduler in schedulers:
+                    scheduler.step()
+            found.append(state_of(model))
+        for name, tensor in found[0].items():
+            assert torch.equal(tensor, found[1][name]), name
+
+    @pytest.mark.parametrize("captures_dense", [True, False])
+    def test_a_bad_id_skips_its_step_and_raises_later(
+        self, device: torch.device, captures_dense: bool
+    ) -> None:
+        batches = fixed_batches(12, bad=(1, 7))
+        batches[9] = make_batch(5, 1)
+        batches[9].sparse.values[0] = -4
+        good = [batch for number, batch in enumerate(batches) if number not in (1, 7, 9)]
+        make = self.optimizers
+
+        def without_state(model: nn.Module) -> list[torch.optim.Optimizer]:
+            tables, dense = self.optimizers(model)
+            return [tables, torch.optim.SGD(dense.param_groups[0]["params"], lr=0.125)]
+
+        if not captures_dense:
+            make = without_state
+        model = TinyModel().to(device)
+        pipeline = TrainPipeline(model, LOSS, make(model), capture=False)
+        assert len(list(results_of(pipeline, good))) == 9
+        expected = state_of(model)
+
+        model = TinyModel().to(device)
+        pipeline = TrainPipeline(model, LOSS, make(model))
+        iterator, messages, num_steps = iter(batches), [], 0
+        while True:
+            try:
+                pipeline.progress(iterator)
+                num_steps += 1
+            except IndexError as error:
+                messages.append(str(error))
+            except StopIteration:
+                break
+        assert num_steps == 12
+        values = [message.split(" value ")[1].split(";")[0] for message in messages]
+        assert values == ["99", "99", "-4"]
+        assert all("That step changed nothing" in message for message in messages)
+        assert_same_state(model, expected)
+
+    def test_what_cannot_be_captured_runs_eagerly_and_says_why(self, device: torch.device) -> None:
+        class Waiting(TinyModel):
+            def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+                assert math.isfinite(dense.sum().item())
+                return super().forward(dense, sparse)
+
+        batches = fixed_batches(8)
+        losses, expected = by_hand(batches, device)
+        model = Waiting(is_deep=True).to(device)
+        pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert list(results_of(pipeline, batches)) == losses
+        told = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
+        assert len(told) == 1
+        assert "captur" in told[0].split("eagerly")[1]
+        assert_same_state(model, expected)
+
+    def test_regrouped_tables_are_captured_again(self, device: torch.device) -> None:
+        found = []
+        for capture in (False, True):
+            model = make_model(device)
+            pipeline = TrainPipeline(model, LOSS, self.optimizers(model), capture=capture)
+            iterator = iter(fixed_batches(16))
+            for step in range(16):
+                if step == 8:
+                    model.tables.embedding_bags["f0"].weight.requires_grad_(False)
+                pipeline.progress(iterator)
+            found.append(state_of(model))
+        for name, tensor in found[0].items():
+            assert torch.equal(tensor, found[1][name]), name
+
+    def test_memory_does_not_grow(self, device: torch.device) -> None:
+        model = make_model(device)
+        pipeline = TrainPipeline(model, LOSS, self.optimizers(model))
+        batches = itertools.cycle([batch.pin_memory() for batch in fixed_batches(5)])
+        for _ in range(20):
+            pipeline.progress(batches)
+        pipeline.check_ids()
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        for _ in range(2000):
+            pipeline.progress(batches)
+        pipeline.check_ids()
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before

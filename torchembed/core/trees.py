@@ -1,0 +1,78 @@
+"""The tensors of nested tuples, lists, dicts and dataclasses."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
+    """``tree`` with ``function(tensor)`` in place of each tensor, which it is called for in order.
+
+    A tree is nested of tuples, named ones too, lists, dicts and dataclasses. Anything else in it is
+    kept as it is.
+    """
+    return _map(function, tree)
+
+
+def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple):
+        parts = [_map(function, part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, list):
+        return [_map(function, part) for part in tree]
+    if isinstance(tree, dict):
+        return {key: _map(function, part) for key, part in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = [field for field in dataclasses.fields(tree) if field.init]
+        parts = {field.name: _map(function, getattr(tree, field.name)) for field in fields}
+        return dataclasses.replace(tree, **parts)
+    return tree
+
+
+def layout_of(tree: Any) -> Hashable:
+    """Equal for trees that differ in the contents of their tensors alone; None where something in
+    ``tree`` is neither part of a tree, as :func:`map_tensors` says, nor a plain value."""
+    try:
+        return _layout(tree)
+    except _OpaqueError:
+        return None
+
+
+class _OpaqueError(Exception):
+    pass
+
+
+def _layout(tree: Any) -> Hashable:
+    if isinstance(tree, Tensor):
+        return Tensor, tuple(tree.shape), tree.dtype
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *map(_layout, tree)
+    if isinstance(tree, dict):
+        return dict, *((key, _layout(part)) for key, part in tree.items())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = (_layout(getattr(tree, field.name)) for field in dataclasses.fields(tree))
+        return type(tree), *parts
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return type(tree), tree
+    raise _OpaqueError
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of ``tree``, in the order of :func:`map_tensors`."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        parts: Iterable[Any] = tree
+    elif isinstance(tree, dict):
+        parts = tree.values()
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = (getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init)
+    else:
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part)]

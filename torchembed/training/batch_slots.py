@@ -1,0 +1,77 @@
+"""Static places on a device that batches are copied to, on a stream of their own."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchembed.core.trees import map_tensors, tensors_in
+
+
+class BatchSlots:
+    """Two batches' worth of memory on ``device``, filled in turn while the other one is used.
+
+    Batches are trees of the layout of ``example``. From pinned host memory, and from a GPU, they
+    are copied as they are; pageable ones go through pinned slots of ours.
+    """
+
+    def __init__(self, example: Any, device: torch.device) -> None:
+        self.batches = [
+            map_tensors(lambda tensor: torch.empty_like(tensor, device=device), example)
+            for _ in range(2)
+        ]
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._filled: list[torch.cuda.Event | None] = [None, None]
+        self._used: list[torch.cuda.Event | None] = [None, None]
+        self._pinned: list[dict[int, Tensor]] = [{}, {}]
+        self._sources: list[Any] = [None, None]
+
+    def fill(self, slot: int, batch: Any) -> None:
+        """Begin to copy ``batch`` to ``slot``, once what was said to use it is done.
+
+        Waits where the slot's pinned memory is still being copied from.
+        """
+        sources, targets = tensors_in(batch), tensors_in(self.batches[slot])
+        if self._stream is not None:
+            if any(source.is_cuda for source in sources):
+                self._stream.wait_stream(torch.cuda.current_stream())
+            used = self._used[slot]
+            if used is not None:
+                self._stream.wait_event(used)
+        with torch.cuda.stream(self._stream) if self._is_cuda else contextlib.nullcontext():
+            for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+                if self._is_cuda and not (source.is_cuda or source.is_pinned()):
+                    source = self._pin(slot, number, source)
+                target.copy_(source, non_blocking=True)
+        # Held until the slot is filled again: the copy may not have begun.
+        self._sources[slot] = batch
+        self._filled[slot] = self._record(self._stream)
+
+    def _pin(self, slot: int, number: int, source: Tensor) -> Tensor:
+        filled = self._filled[slot]
+        if filled is not None:
+            filled.synchronize()
+        pinned = self._pinned[slot].get(number)
+        if pinned is None:
+            pinned = torch.empty_like(source, pin_memory=True)
+            self._pinned[slot][number] = pinned
+        return pinned.copy_(source)
+
+    def wait_until_filled(self, slot: int) -> None:
+        """Let the current stream wait for the copy to ``slot``."""
+        filled = self._filled[slot]
+        if filled is not None:
+            torch.cuda.current_stream().wait_event(filled)
+
+    def note_use(self, slot: int) -> None:
+        """What the current stream has got so far may read ``slot``."""
+        self._used[slot] = self._record(torch.cuda.current_stream() if self._is_cuda else None)
+
+    def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        if stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event

@@ -1,0 +1,329 @@
+"""``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
+
+import collections
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.trees import layout_of, map_tensors
+from torchembed.data.batch import Batch, as_batch
+from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
+from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.training import ranks
+from torchembed.training.bad_batches import judge, raise_for
+from torchembed.training.guarded_update import step_unless
+from torchembed.training.static_step import StaticStep, StepResult
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""``(logits [B], labels [B])`` to their mean loss ``[]``; never called with ``B = 0``."""
+
+_WARM_UP_STEPS = 3
+"""Before the first capture: the first finds out what is prepared ahead, the next two do it once for
+each turn; kernels are compiled and communicators made on the way."""
+_STEPS_AHEAD = 2
+"""So many steps the host may be ahead of the device."""
+_POLL_SECONDS = 2e-5
+
+
+class _Upcoming(NamedTuple):
+    """A batch that was read and not trained yet."""
+
+    batch: Any
+    number: int
+    is_static: Callable[[], bool]
+    """Whether every rank's batch is of its layout and being copied to its slot."""
+
+    @property
+    def turn(self) -> int:
+        return self.number % 2
+
+
+class _InFlight(NamedTuple):
+    done: torch.cuda.Event
+    report: Tensor | None
+    suspects: list[Suspect]
+
+
+class TrainPipeline:
+    """Trains a model batch by batch; on GPUs each step is one CUDA graph, collectives inside.
+
+    The graph holds the lookup, the dense part and its gradients as the model's own code makes
+    them, the rows' and the dense updates, and beside them all of the next batch that its ids alone
+    decide: their exchange, check, sorting and runs. The host launches it and begins the copy of the
+    batch after that, on a stream of its own; it never waits for the step under way. The first steps
+    run without a graph (they train as well, and compile what there is to compile).
+
+    What can be captured must not wait for the GPU nor depend on values on the host: batches of one
+    layout, with fixed hotness. Batches of other layouts (the last one of an epoch; jagged ids) run
+    eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
+    warning says why, and steps are eager from then on.
+
+    Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
+    ``lr`` are captured, others step right after the graph. Hyperparameters but ``lr`` must stay as
+    they are.
+
+    A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
+    as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
+    once.
+
+    Args:
+        model: sharded or not. Called as ``model(dense, sparse)``, gives logits ``[B]`` or
+            ``[B, 1]``; where ``loss_fn`` is None, ``model(batch)``, gives its loss, or a tuple of
+            the loss and what else there is, as TorchRec's models for training do.
+        loss_fn: ``(logits [B], labels [B])`` to their mean loss.
+        optimizers: of all parameters, in the order in which they step.
+        device: where batches go; the model's by default.
+        autocast: the dtype of ``torch.autocast`` around forward and loss.
+        capture: False for eager steps only.
+        timeout_seconds: how long the host waits for a step of the GPU before it gives the other
+            ranks up; NCCL does not watch what is in a graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        capture: bool = True,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.model, self.loss_fn, self.optimizers = model, loss_fn, list(optimizers)
+        self.device = torch.device(next(model.parameters()).device if device is None else device)
+        self.autocast, self.timeout_seconds = autocast, timeout_seconds
+        self._group = _group_of(model)
+        self._captures = capture and self.device.type == "cuda"
+        self._upcoming: collections.deque[_Upcoming] = collections.deque()
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._static: StaticStep | None = None
+        self._layout: Any = None
+        self._num_read = self._num_static_steps = 0
+        self._prepared: int | None = None
+        """The batch that the step before has prepared."""
+        if self._captures:
+            ranks.check_cpu_backend()
+
+    def progress(self, batches: Iterator[Any]) -> StepResult:
+        """Take a step on the next batch, and begin to copy one to come.
+
+        Args:
+            batches: what :func:`~torchembed.data.batch.as_batch` takes; without ``loss_fn`` any
+                nested tuples, lists, dicts and dataclasses of tensors. Each call is given the same
+                iterator, which is read two batches ahead. Every rank's gives equally many.
+
+        Returns:
+            The loss, the model's output and the batch; the next step but one may overwrite them.
+            Nothing waits for them.
+
+        Raises:
+            StopIteration: after the last batch.
+            IndexError: for a bad id of this batch on the CPU, of an earlier one on a GPU.
+            TimeoutError: where the device has not finished a step in ``timeout_seconds``.
+        """
+        while len(self._in_flight) >= _STEPS_AHEAD:
+            self._finish_oldest()
+        if not self._upcoming:
+            self._read(batches)
+        if self._captures and len(self._upcoming) == 1:
+            self._read(batches)
+        if not self._upcoming:
+            self.check_ids()
+            raise StopIteration
+        now = self._upcoming.popleft()
+        if self._captures and now.is_static() and self._is_ready(now):
+            result = self._static_step(now)
+        else:
+            result = self._eager_step(now.batch)
+        if self._captures:
+            with record_function("torchembed: copy"):
+                self._read(batches)
+        return result
+
+    def check_ids(self) -> None:
+        """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _read(self, batches: Iterator[Any]) -> None:
+        """Read a batch, and begin its copy where it has the layout."""
+        item = next(batches, None)
+        if item is None:
+            return
+        batch = item if self.loss_fn is None else as_batch(item)
+        number, fits = self._num_read, False
+        self._num_read += 1
+        if self._captures:
+            fits = self._fits(batch)
+            if fits:
+                self._static_for(batch).slots.fill(number % 2, batch)
+        agreed = ranks.start_all_ranks(fits) if self._captures else _never
+        self._upcoming.append(_Upcoming(batch, number, agreed))
+
+    def _fits(self, batch: Any) -> bool:
+        """Whether ``batch`` has the layout of the static step, which the first that could sets."""
+        layout = layout_of(batch)
+        if self._layout is None and layout is not None and _has_fixed_shape(batch):
+            self._layout = layout
+        return layout is not None and layout == self._layout
+
+    def _static_for(self, example: Any) -> StaticStep:
+        if self._static is None:
+            self._static = StaticStep(
+                self.model, self._compute_loss, self.optimizers, example, self.device, self._group
+            )
+            self._num_static_steps = 0
+        return self._static
+
+    def _is_ready(self, now: _Upcoming) -> bool:
+        """Make the static step ready for ``now``; False where there is none any more."""
+        assert self._static is not None
+        if self._static.is_stale:
+            self._static, self._prepared = None, None
+            for upcoming in (now, *self._upcoming):
+                if layout_of(upcoming.batch) == self._layout:
+                    self._static_for(upcoming.batch).slots.fill(upcoming.turn, upcoming.batch)
+        static = self._static
+        assert static is not None
+        static.slots.wait_until_filled(now.turn)
+        static.slots.wait_until_filled(1 - now.turn)
+        if self._prepared != now.number:
+            static.prepare(now.turn)
+        if self._num_static_steps < _WARM_UP_STEPS or static.is_captured(now.turn):
+            return True
+        error = None
+        try:
+            static.capture(now.turn)
+        except Exception as caught:  # noqa: BLE001 - said in the warning, once all ranks know
+            error = caught
+        if not ranks.any_rank(error is not None):
+            return True
+        warnings.warn(
+            f"the train step could not be captured as a CUDA graph, so steps run eagerly and wait "
+            f"for the host: {_reason(error)}",
+            stacklevel=3,
+        )
+        self._captures, self._static = False, None
+        return False
+
+    def _static_step(self, now: _Upcoming) -> StepResult:
+        static = self._static
+        assert static is not None
+        with record_function("torchembed: step"):
+            result = static.run(now.turn)
+        self._num_static_steps += 1
+        following = self._upcoming[0] if self._upcoming else None
+        self._prepared = None if following is None else following.number
+        report, suspects = static.verdict(now.turn)
+        self._track(report, suspects)
+        return result
+
+    def _eager_step(self, host_batch: Any) -> StepResult:
+        self._prepared = None
+        batch = _to_device(host_batch, self.device)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        if self.device.type != "cuda":
+            loss, output = self._compute_loss(self.model, batch)
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
+        with deferred_bad_ids() as suspects:
+            loss, output = self._compute_loss(self.model, batch)
+        verdict = judge(suspects, self._group)
+        loss.backward()
+        for optimizer in self.optimizers:
+            step_unless(optimizer, None if verdict is None else verdict.skip)
+        self._track(None if verdict is None else verdict.to_host(), suspects)
+        return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
+
+    def _compute_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        is_on = self.autocast is not None
+        with torch.autocast(self.device.type, self.autocast, enabled=is_on):
+            if self.loss_fn is None:
+                result = model(batch)
+                return result if isinstance(result, tuple) else (result, None)
+            logits = logits_of(model, batch)
+            if len(batch.labels):
+                return self.loss_fn(logits, batch.labels), logits
+            return logits.sum(), logits
+
+    def _track(self, report: Tensor | None, suspects: list[Suspect]) -> None:
+        done = torch.cuda.Event()
+        done.record()
+        self._in_flight.append(_InFlight(done, report, suspects))
+
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest step in flight, and raise where it was skipped."""
+        oldest = self._in_flight[0]
+        deadline = time.monotonic() + self.timeout_seconds
+        while not oldest.done.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the GPU has not finished a step in {self.timeout_seconds:g} s; where several "
+                    "ranks train, look for one that died or is stuck"
+                )
+            time.sleep(_POLL_SECONDS)
+        self._in_flight.popleft()
+        if oldest.report is not None:
+            skip, *found = oldest.report.tolist()
+            raise_for(skip, found, oldest.suspects)
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """``model(dense, sparse)`` as ``[B]``."""
+    return model(batch.dense, batch.sparse).reshape(len(batch.labels))
+
+
+def _never() -> bool:
+    return False
+
+
+def _group_of(model: nn.Module) -> Any:
+    """The ranks over which tables of ``model`` are sharded; None where they are not."""
+    for module in model.modules():
+        if isinstance(module, ShardedCollection):
+            return module._ranks.group
+    return None
+
+
+def _has_fixed_shape(batch: Any) -> bool:
+    """Whether batches of the layout of ``batch`` have their shapes in common, and samples."""
+    if isinstance(batch, Tensor):
+        return batch.numel() > 0
+    if isinstance(batch, SparseFeatures):
+        return batch.hotness is not None and batch.batch_size > 0
+    if isinstance(batch, (tuple, list)):
+        return all(map(_has_fixed_shape, batch))
+    if isinstance(batch, dict):
+        return all(map(_has_fixed_shape, batch.values()))
+    if dataclasses.is_dataclass(batch):
+        return all(_has_fixed_shape(getattr(batch, f.name)) for f in dataclasses.fields(batch))
+    return True
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    """A batch of any kind on ``device``; copies from pinned memory do not block."""
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device, non_blocking=True)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _reason(error: Exception | None) -> str:
+    """The first of the errors that led to ``error``."""
+    if error is None:
+        return "another rank failed, whose warning says why"
+    first: BaseException = error
+    while first.__context__ is not None:
+        first = first.__context__
+    lines = str(first).splitlines()
+    return f"{type(first).__name__}: {lines[0] if lines else ''}"

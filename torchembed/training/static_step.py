@@ -1,0 +1,309 @@
+"""A train step whose shapes do not change, on memory that stays where it is: one CUDA graph.
+
+A step looks up, trains and updates one batch and prepares the next one. Two captured copies of it
+take turns, since what is prepared of a batch must stay where it is until the batch has been
+trained, while the next one is prepared: each copy reads where the other one writes, so nothing is
+copied between steps, and both share one memory pool, since they never run at the same time.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.trees import map_tensors, tensors_in
+from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
+from torchembed.modules.preparing import Prepared, PreparingModule
+from torchembed.modules.table_module import TableModule
+from torchembed.optim import FusedOptimizer
+from torchembed.training.bad_batches import Verdict, either, judge
+from torchembed.training.batch_slots import BatchSlots
+from torchembed.training.guarded_update import follows_replays, step_unless, sync_lr
+
+ComputeLoss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
+"""A model and a batch on its device to the loss ``[]`` and the model's output."""
+
+
+class StepResult(NamedTuple):
+    """What a step gives, on the device and detached from autograd."""
+
+    loss: Tensor
+    """``[]``, this rank's."""
+    output: Any
+    """The model's, a tree of tensors: logits, where there is a loss function."""
+    batch: Any
+    """What was trained."""
+
+
+class _Call(NamedTuple):
+    """A collection's use of a batch: which of the batch's tensors its features are made of."""
+
+    collection: PreparingModule
+    features: SparseFeatures
+    tensors: list[int]
+    """For each tensor of ``features`` its number in the batch."""
+
+    def prepare(self, batch: Any) -> Prepared:
+        of_batch, numbers = tensors_in(batch), iter(self.tensors)
+        return self.collection.prepare(
+            map_tensors(lambda _: of_batch[next(numbers)], self.features)
+        )
+
+
+class _PreparedBatch(NamedTuple):
+    """What is found out about a batch while the one before is trained."""
+
+    lookups: list[Prepared]
+    verdict: Verdict | None
+
+
+class StaticStep:
+    """Steps on batches of one layout; captured, or run as they are.
+
+    Batches come into ``slots`` 0 and 1 in turn, and :meth:`run` takes the turn of the slot whose
+    batch it trains. A collection of the model is prepared ahead where it is called with features
+    whose tensors are the batch's own; the first step finds out which are. Others work too: their
+    ids are routed in their forward.
+
+    Args:
+        example: a batch of the layout.
+        group: the ranks that train together; None for one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_loss: ComputeLoss,
+        optimizers: Sequence[torch.optim.Optimizer],
+        example: Any,
+        device: torch.device,
+        group: Any,
+    ) -> None:
+        self.slots = BatchSlots(example, device)
+        self._model, self._compute_loss, self._group = model, compute_loss, group
+        modules = [module for module in model.modules() if isinstance(module, TableModule)]
+        self._table_sets = [module._table_set for module in modules]
+        self._parameters = list(model.parameters())
+        self._memory = self._memory_now()
+        self._optimizers = list(optimizers)
+        self._captured_optimizers = [o for o in optimizers if follows_replays(o)]
+        self._other_optimizers = [o for o in optimizers if not follows_replays(o)]
+        self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
+        self._calls: list[_Call] | None = None
+        self._prepared: list[_PreparedBatch | None] = [None, None]
+        self._prepared_suspects: list[Suspect] = []
+        self._is_cuda = device.type == "cuda"
+        self._turns = [_Turn(), _Turn()]
+        if self._is_cuda:
+            # The step's kernels go first where both streams have some.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._side_stream = torch.cuda.Stream(device)
+            self._rows_stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def _memory_now(self) -> Any:
+        groups = [list(table_set.current_groups()) for table_set in self._table_sets]
+        return groups, [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether tables were regrouped since, or parameters frozen or given other memory."""
+        return self._memory != self._memory_now()
+
+    def prepare(self, turn: int) -> None:
+        """Prepare the batch in slot ``turn`` by itself, where no step before did it."""
+        self._prepare(turn)
+        self.slots.note_use(turn)
+
+    def capture(self, turn: int) -> None:
+        """Capture the step of ``turn``, that a step of each turn has run before as it is."""
+        self._sync_lr()  # what a graph does itself, it does at each replay
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            self._step(turn)
+        self._turns[turn].graph = graph
+        self._keep_gradients(turn)
+
+    def is_captured(self, turn: int) -> bool:
+        """Whether :meth:`run` replays a graph."""
+        return self._turns[turn].graph is not None
+
+    def run(self, turn: int) -> StepResult:
+        """Train the batch of ``turn``, and prepare what lies in the other slot.
+
+        The tensors of the result are overwritten when the turn comes again.
+        """
+        state = self._turns[turn]
+        if state.graph is not None:
+            self._sync_lr()
+            state.graph.replay()
+            for parameter, grad in state.gradients:
+                parameter.grad = grad
+        elif self._is_cuda:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._step(turn)
+            torch.cuda.current_stream().wait_stream(self._stream)
+        else:
+            self._step(turn)
+        self._update(self._other_optimizers, state.verdict)
+        self.slots.note_use(1 - turn)
+        assert state.result is not None
+        return state.result
+
+    def _sync_lr(self) -> None:
+        for optimizer in self._captured_optimizers:
+            sync_lr(optimizer)
+
+    def verdict(self, turn: int) -> tuple[Tensor | None, list[Suspect]]:
+        """Of the last step of ``turn``: what :meth:`Verdict.to_host` gave, and the suspects."""
+        return self._turns[turn].report, self._turns[turn].suspects
+
+    def _step(self, turn: int) -> None:
+        state = self._turns[turn]
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        batch, prepared = self._batches[turn], self._prepared[turn]
+        with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
+            if self._calls is None:
+                loss, output = self._observed_forward(batch)
+            else:
+                with self._handing_over(prepared):
+                    loss, output = self._compute_loss(self._model, batch)
+        verdict = judge(suspects, self._group)
+        state.suspects = suspects
+        if prepared is not None:
+            verdict = either(prepared.verdict, verdict)
+            state.suspects = [*self._prepared_suspects, *suspects]
+        # After forward, so that its exchange of ids delays none of this step's vectors.
+        with self._beside(), record_function("torchembed: prepare"):
+            self._prepare(1 - turn)
+        with record_function("torchembed: backward"):
+            loss.backward()
+        with record_function("torchembed: update"):
+            self._update_captured(verdict)
+        output = map_tensors(Tensor.detach, output)
+        state.result = StepResult(loss.detach(), output, batch)
+        state.verdict = verdict
+        state.tell_host()
+
+    def _observed_forward(self, batch: Any) -> tuple[Tensor, Any]:
+        """A forward that finds out which collections use which tensors of the batch."""
+        places = {id(tensor): number for number, tensor in enumerate(tensors_in(batch))}
+        calls: list[_Call] = []
+
+        def note(collection: nn.Module, arguments: tuple[Any, ...]) -> None:
+            assert isinstance(collection, PreparingModule)
+            features = as_sparse_features(arguments[0])
+            tensors = [places.get(id(tensor)) for tensor in tensors_in(features)]
+            known = [number for number in tensors if number is not None]
+            if len(known) == len(tensors):
+                calls.append(_Call(collection, features, known))
+
+        collections = [m for m in self._model.modules() if isinstance(m, PreparingModule)]
+        hooks = [module.register_forward_pre_hook(note) for module in collections]
+        try:
+            return self._compute_loss(self._model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._calls = calls
+
+    @contextlib.contextmanager
+    def _handing_over(self, prepared: _PreparedBatch | None) -> Any:
+        with contextlib.ExitStack() as stack:
+            if prepared is not None:
+                assert self._calls is not None
+                by_collection: dict[PreparingModule, list[Prepared]] = {}
+                for call, lookups in zip(self._calls, prepared.lookups, strict=True):
+                    by_collection.setdefault(call.collection, []).append(lookups)
+                for collection, lookups in by_collection.items():
+                    stack.enter_context(collection.handing_over(lookups))
+            yield
+
+    @contextlib.contextmanager
+    def _beside(self) -> Any:
+        """What is inside runs beside what comes after it."""
+        if not self._is_cuda:
+            yield
+            return
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            yield
+
+    @torch.no_grad()
+    def _prepare(self, turn: int) -> None:
+        """Take over the batch in slot ``turn``, and find out what its ids say."""
+        _copy_tree(self.slots.batches[turn], self._batches[turn])
+        if not self._calls:
+            return
+        with deferred_bad_ids() as suspects:
+            lookups = [call.prepare(self._batches[turn]) for call in self._calls]
+        found = _PreparedBatch(lookups, judge(suspects, self._group))
+        known = self._prepared[turn]
+        if known is None:
+            self._prepared[turn], self._prepared_suspects = found, suspects
+        else:
+            _copy_tree(found, known)
+
+    def _update(self, optimizers: Sequence[torch.optim.Optimizer], verdict: Verdict | None) -> None:
+        for optimizer in optimizers:
+            step_unless(optimizer, None if verdict is None else verdict.skip)
+
+    def _update_captured(self, verdict: Verdict | None) -> None:
+        """The captured optimizers' steps; rows are updated as soon as their gradients are there,
+        beside what backward and the other optimizers have left to do."""
+        of_tables = [o for o in self._captured_optimizers if isinstance(o, FusedOptimizer)]
+        others = [o for o in self._captured_optimizers if not isinstance(o, FusedOptimizer)]
+        if not self._is_cuda:
+            self._update([*of_tables, *others], verdict)
+            return
+        # Held until the streams have joined, or their memory would be used again meanwhile.
+        recorded = [entry for optimizer in of_tables for entry in optimizer.recorded()]
+        for entry in recorded:
+            if entry.ready is not None:
+                self._rows_stream.wait_event(entry.ready)
+        if recorded:
+            with torch.cuda.stream(self._rows_stream):
+                self._update(of_tables, verdict)
+        self._update(others, verdict)
+        for stream in (self._rows_stream if recorded else None, self._side_stream):
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+
+    def _keep_gradients(self, turn: int) -> None:
+        """Of the captured gradients those that steps after the replay need; others make room."""
+        groups = [group for optimizer in self._other_optimizers for group in optimizer.param_groups]
+        kept = [parameter for group in groups for parameter in group["params"]]
+        self._turns[turn].gradients = [(parameter, parameter.grad) for parameter in kept]
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+class _Turn:
+    """One of the two copies of a step."""
+
+    def __init__(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.gradients: list[tuple[Tensor, Tensor | None]] = []
+        self.result: StepResult | None = None
+        self.verdict: Verdict | None = None
+        self.suspects: list[Suspect] = []
+        self.report: Tensor | None = None
+
+    def tell_host(self) -> None:
+        """Copy the verdict to the host's memory, without waiting."""
+        if self.verdict is not None:
+            self.report = self.verdict.to_host(self.report)
+
+
+def _copy_tree(source: Any, target: Any) -> None:
+    for new, old in zip(tensors_in(source), tensors_in(target), strict=True):
+        if new is not old:
+            old.copy_(new)
