@@ -1,0 +1,58 @@
+"""MLPerf's DLRM-DCNv2 for the benches: its sizes, its tables, batches of skewed or uniform ids."""
+
+import numpy as np
+import torch
+
+from torchembed import EmbeddingBagConfig, SparseFeatures
+from torchembed.core.random_bits import name_key
+from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
+from torchembed.data.counter_bits import counter_bits
+from torchembed.data.skewed_ids import PowerLaw
+
+DIM, NUM_DENSE = 128, 13
+HOTNESS = MLPERF_HOTNESS
+KEYS = tuple(f"cat_{number}" for number in range(len(HOTNESS)))
+DENSE_ARCH, OVER_ARCH = (512, 256, DIM), (1024, 1024, 512, 256, 1)
+NUM_CROSS_LAYERS, LOW_RANK = 3, 512
+EXPONENTS = {"uniform": 0.0, "zipf": 1.05}
+
+
+def table_sizes(max_rows: int | None) -> tuple[int, ...]:
+    """Rows of each table, at most ``max_rows``."""
+    return tuple(min(size, max_rows or size) for size in MLPERF_TABLE_SIZES)
+
+
+def table_configs(max_rows: int | None) -> list[EmbeddingBagConfig]:
+    """One table for each feature, its rows and initial values."""
+    return [
+        EmbeddingBagConfig(name=key, num_embeddings=size, embedding_dim=DIM, feature_names=(key,))
+        for key, size in zip(KEYS, table_sizes(max_rows), strict=True)
+    ]
+
+
+class BatchMaker:
+    """Batches on the host, each a function of its number alone.
+
+    Args:
+        ids: ``"uniform"``, or ``"zipf"`` of exponent 1.05 with the hot ids scattered.
+        batch_size: samples of a batch.
+        max_rows: as for :func:`table_sizes`.
+    """
+
+    def __init__(self, ids: str, batch_size: int, max_rows: int | None) -> None:
+        self.batch_size = batch_size
+        self._laws = [PowerLaw(size, EXPONENTS[ids]) for size in table_sizes(max_rows)]
+
+    def make(self, number: int) -> Batch:
+        """The batch of a number, with int64 ids; labels follow the first dense feature."""
+        size = self.batch_size
+        ids = [
+            law.draw(counter_bits(name_key(number, key), np.arange(size * count)))
+            for law, key, count in zip(self._laws, KEYS, HOTNESS, strict=True)
+        ]
+        generator = torch.Generator().manual_seed(number)
+        dense = torch.rand(size, NUM_DENSE, generator=generator)
+        labels = (dense[:, 0] > 0.5).float()
+        values = torch.from_numpy(np.concatenate(ids))
+        sparse = SparseFeatures(keys=KEYS, values=values, batch_size=size, hotness=HOTNESS)
+        return Batch(dense, sparse, labels)

@@ -1,0 +1,67 @@
+"""What a step makes the GPU and the host do: kernels, waits of the host, busy time."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""Calls in which the host waits for the GPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """Means over some steps."""
+
+    kernels: float
+    """Kernels and copies that ran on the GPU."""
+    launches: float
+    """Calls by which the host started them; a graph is one."""
+    host_waits: float
+    gpu_busy_ms: float
+    """Time in which at least one ran."""
+    trace: profile
+
+    def top_kernels(self, count: int) -> str:
+        """A table of the kernels that took longest."""
+        return self.trace.key_averages().table(
+            sort_by="self_device_time_total", row_limit=count, max_name_column_width=60
+        )
+
+
+def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
+    """Profile ``step`` on a GPU, ``num_steps`` times; it has run before."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for _ in range(num_steps):
+            step()
+        # Ends what is measured; the one wait is not the step's.
+        torch.cuda.synchronize()
+    kernels, launches, waits = 0, 0, -1
+    spans = []
+    for event in trace.events() or ():
+        if event.device_type.name == "CUDA":
+            if not event.is_user_annotation:
+                kernels += 1
+                spans.append((event.time_range.start, event.time_range.end))
+        elif event.name in WAITS:
+            waits += 1
+        elif "Launch" in event.name and event.name.startswith("cu"):
+            launches += 1
+    return StepProfile(
+        kernels=kernels / num_steps,
+        launches=launches / num_steps,
+        host_waits=waits / num_steps,
+        gpu_busy_ms=_covered(spans) / 1e3 / num_steps,
+        trace=trace,
+    )
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of ``spans``."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,83 @@
+"""DLRM-DCNv2 trained by torchembed, for ``bench.train_step``."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench import dlrm_dcnv2 as workload
+from bench.step_setting import StepSetting, dense_parameters
+from torchembed import EmbeddingBagCollection, optim, shard_embeddings
+from torchembed.data import Batch
+from torchembed.models import DLRM_DCNv2
+from torchembed.sharding import Planner, WirePrecision
+from torchembed.tables import table_of
+from torchembed.training import train_step
+
+TABLE_OPTIMIZERS = {
+    "adagrad": optim.Adagrad,
+    "rowwise_adagrad": optim.RowwiseAdagrad,
+    "sgd": optim.SGD,
+}
+
+
+class TorchembedStep:
+    """A model, the planner's plan, and a pipeline over batches in pinned memory."""
+
+    def __init__(self, setting: StepSetting) -> None:
+        device = setting.device
+        torch.manual_seed(setting.seed)
+        vectors = torch.bfloat16 if setting.precision == "bf16" else torch.float32
+        tables = EmbeddingBagCollection(
+            workload.table_configs(setting.max_rows),
+            device="meta",
+            seed=setting.seed,
+            output_dtype=vectors,
+        )
+        self.model = DLRM_DCNv2(
+            tables,
+            workload.NUM_DENSE,
+            workload.DENSE_ARCH,
+            workload.OVER_ARCH,
+            workload.NUM_CROSS_LAYERS,
+            workload.LOW_RANK,
+            dense_device=device,
+        )
+        self.initial_dense = [p.detach().clone() for p in dense_parameters(self.model)]
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        planner = Planner(
+            batch_size=setting.batch_size,
+            hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
+            optimizer=TABLE_OPTIMIZERS[setting.optimizer],
+            fixed_hotness=True,
+        )
+        wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
+        precision = WirePrecision(forward=wire, backward=wire)
+        shard_embeddings(self.model, mesh, plan=planner, wire=precision)
+        of_tables = [p for p in self.model.parameters() if table_of(p) is not None]
+        dense = [p for p in self.model.parameters() if table_of(p) is None]
+        eps = {} if setting.optimizer == "sgd" else {"eps": setting.eps}
+        make = TABLE_OPTIMIZERS[setting.optimizer]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            make(of_tables or [{"params": []}], lr=setting.lr, **eps),
+            setting.dense_optimizer(dense),
+        ]
+        self._device, self._setting = device, setting
+
+    @staticmethod
+    def batch(batch: Batch, device: torch.device) -> Batch:
+        """The batch in pinned memory for a GPU."""
+        return batch.pin_memory() if device.type == "cuda" else batch
+
+    def step(self, batches: Iterator[Batch]) -> Tensor:
+        """The loss of one step, on the device."""
+        batch = next(batches).to(self._device, non_blocking=True)
+        with torch.autocast(
+            self._device.type, torch.bfloat16, enabled=self._setting.precision == "bf16"
+        ):
+            return train_step(
+                self.model, F.binary_cross_entropy_with_logits, self._optimizers, batch
+            )
