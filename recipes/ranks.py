@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchembed import shard_embeddings
 from torchembed.modules.shard import table_specs
 from torchembed.sharding import Placement
+from torchembed.training import stay_near
 
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[torch.device]:
     """Join the other processes that ``torchrun`` started, or run alone; gives this one's device.
 
-    Where there are GPUs, each process gets one of its own. Collectives go through NCCL for tensors
-    on GPUs and through gloo for those on the CPU.
+    Where there are GPUs, each process gets one of its own, and processors near it. Collectives go
+    through NCCL for tensors on GPUs and through gloo for those on the CPU.
 
     Raises:
         RuntimeError: where a machine has GPUs, but fewer than processes.
@@ -35,6 +36,7 @@ def joined_ranks() -> Iterator[torch.device]:
     if num_gpus:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        stay_near(device)
     if not dist.is_torchelastic_launched():
         yield device
         return

@@ -22,7 +22,7 @@ from tests.training.models import (
 )
 from torchembed.data import Batch
 from torchembed.tables import table_of
-from torchembed.training import TrainPipeline
+from torchembed.training import History, TrainPipeline, train
 from torchembed.training.static_step import StaticStep
 
 LOSS = F.binary_cross_entropy_with_logits
@@ -258,6 +258,25 @@ class TestGraphs:
         # The profiler itself waits once for the device, when it ends.
         assert sum(calls.get(name, 0) for name in waits) <= 1, calls
         assert "cudaMemcpy" not in calls
+
+    def test_losses_are_read_without_waiting(self, device: torch.device) -> None:
+        model, history = make_model(device), History(read_loss_every=3)
+        pipeline = TrainPipeline(model, LOSS, self.optimizers(model))
+        batches = [batch.pin_memory() for batch in fixed_batches(18)]
+        train(pipeline, batches[:8], history=history)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            train(pipeline, batches[8:], history=history)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        model = make_model(device)
+        eager = TrainPipeline(model, LOSS, self.optimizers(model), capture=False)
+        losses = list(results_of(eager, batches))
+        ends = [3, 6, 8, 9, 12, 15, 18]
+        assert [point.step for point in history.losses] == ends
+        for first, last, point in zip([0, *ends], ends, history.losses, strict=False):
+            # Sums of up to three losses, each rounded.
+            assert point.loss == pytest.approx(sum(losses[first:last]) / (last - first), rel=2**-21)
 
     def test_learning_rates_follow_their_schedule(self, device: torch.device) -> None:
         found = []

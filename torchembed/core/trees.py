@@ -8,6 +8,14 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def _is_plain(tree: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether there are plain values only in it, as in names and counts: for every step's sake
+    these are not looked at one by one."""
+    return _PLAIN.issuperset(map(type, tree))
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
     """``tree`` with ``function(tensor)`` in place of each tensor, which it is called for in order.
@@ -29,10 +37,26 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _map(function, part) for key, part in tree.items()}
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = [field for field in dataclasses.fields(tree) if field.init]
-        parts = {field.name: _map(function, getattr(tree, field.name)) for field in fields}
-        return dataclasses.replace(tree, **parts)
+        fields = [field.name for field in dataclasses.fields(tree) if field.init]
+        return dataclasses.replace(
+            tree, **{name: _map(function, getattr(tree, name)) for name in fields}
+        )
     return tree
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of ``tree``, in the order of :func:`map_tensors`."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        parts: Iterable[Any] = () if _is_plain(tree) else tree
+    elif isinstance(tree, dict):
+        parts = tree.values()
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = (getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init)
+    else:
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def layout_of(tree: Any) -> Hashable:
@@ -50,29 +74,14 @@ class _OpaqueError(Exception):
 
 def _layout(tree: Any) -> Hashable:
     if isinstance(tree, Tensor):
-        return Tensor, tuple(tree.shape), tree.dtype
+        return Tensor, tree.shape, tree.dtype
     if isinstance(tree, (tuple, list)):
-        return type(tree), *map(_layout, tree)
+        return type(tree), tuple(tree) if _is_plain(tree) else tuple(map(_layout, tree))
     if isinstance(tree, dict):
-        return dict, *((key, _layout(part)) for key, part in tree.items())
+        return dict, tuple((key, _layout(part)) for key, part in tree.items())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         parts = (_layout(getattr(tree, field.name)) for field in dataclasses.fields(tree))
         return type(tree), *parts
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return type(tree), tree
+    if type(tree) in _PLAIN:
+        return tree
     raise _OpaqueError
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of ``tree``, in the order of :func:`map_tensors`."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        parts: Iterable[Any] = tree
-    elif isinstance(tree, dict):
-        parts = tree.values()
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = (getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init)
-    else:
-        return []
-    return [tensor for part in parts for tensor in tensors_in(part)]

@@ -1,5 +1,6 @@
 """Whole programs: the train step and what belongs around it."""
 
+from torchembed.training.affinity import stay_near
 from torchembed.training.agreement import check_ranks_agree, source_files
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
@@ -45,6 +46,7 @@ __all__ = [
     "plot_history",
     "read_metrics",
     "source_files",
+    "stay_near",
     "train",
     "whole_tables",
 ]

@@ -21,6 +21,7 @@ class BatchSlots:
             map_tensors(lambda tensor: torch.empty_like(tensor, device=device), example)
             for _ in range(2)
         ]
+        self._tensors = [tensors_in(batch) for batch in self.batches]
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._filled: list[torch.cuda.Event | None] = [None, None]
@@ -33,7 +34,7 @@ class BatchSlots:
 
         Waits where the slot's pinned memory is still being copied from.
         """
-        sources, targets = tensors_in(batch), tensors_in(self.batches[slot])
+        sources, targets = tensors_in(batch), self._tensors[slot]
         if self._stream is not None:
             if any(source.is_cuda for source in sources):
                 self._stream.wait_stream(torch.cuda.current_stream())

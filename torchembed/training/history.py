@@ -1,5 +1,6 @@
 """What happened in training, step by step."""
 
+import collections
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -25,12 +26,27 @@ class HeldOutPoint(NamedTuple):
     evaluation: Evaluation
 
 
+class _Reading(NamedTuple):
+    """A sum of losses on its way from the device."""
+
+    step: int
+    num_steps: int
+    num_samples: int
+    loss_sum: Tensor
+    arrived: torch.cuda.Event | None
+
+
+_STEPS_OF_READING = 3
+"""After so many the device is done with a step: a pipeline's host is less ahead of it."""
+
+
 @dataclasses.dataclass
 class History:
     """The steps of a training run; equal on every rank.
 
     Losses stay on the device: they are summed there and read, over all ranks, once in
-    ``read_loss_every`` steps.
+    ``read_loss_every`` steps. From a GPU they are copied without waiting, and their point comes
+    three steps later.
     """
 
     read_loss_every: int = 50
@@ -45,6 +61,7 @@ class History:
     _unread_samples: int = 0
     """On this rank; the steps are those of all."""
     _unread_steps: int = 0
+    _readings: collections.deque[_Reading] = dataclasses.field(default_factory=collections.deque)
 
     def __post_init__(self) -> None:
         if self.read_loss_every < 1:
@@ -56,47 +73,91 @@ class History:
         return self.num_samples / self.seconds if self.seconds else 0.0
 
     def add_step(self, loss: Tensor, batch_size: int) -> bool:
-        """Count one step of mean ``loss [] `` over this rank's samples; True where it was read."""
+        """Count one step of mean ``loss [] `` over this rank's samples; True where a point came.
+
+        Raises:
+            FloatingPointError: where the loss of a point is not finite.
+        """
         self.num_steps += 1
         weighted = loss.detach().float() * batch_size
         known = self._loss_sum
         self._loss_sum = weighted if known is None else known.to(weighted.device) + weighted
         self._unread_samples += batch_size
         self._unread_steps += 1
-        if self.num_steps % self.read_loss_every:
-            return False
-        self.read_loss()
-        return True
+        if self.num_steps % self.read_loss_every == 0:
+            self._begin_reading()
+        num_points = len(self.losses)
+        while self._readings:
+            oldest = self._readings[0]
+            is_due = self.num_steps - oldest.step >= _STEPS_OF_READING
+            if oldest.arrived is not None and not is_due:
+                break
+            self._finish_reading()
+        return len(self.losses) > num_points
 
-    def read_loss(self) -> bool:
-        """Wait for the device and add the point of the steps since the last reading; False where
-        there were none.
+    def read_begun(self) -> bool:
+        """Wait for the points that are on their way; False where there were none.
 
         Every rank must call it.
 
         Raises:
-            FloatingPointError: where the loss is not finite.
+            FloatingPointError: where a loss is not finite.
         """
-        if not self._unread_steps:
-            return False
+        was_any = bool(self._readings)
+        while self._readings:
+            self._finish_reading()
+        return was_any
+
+    def read_loss(self) -> bool:
+        """Wait for the device and add the point of the steps since the last reading, after those
+        on their way; False where there were none.
+
+        Every rank must call it.
+
+        Raises:
+            FloatingPointError: where a loss is not finite.
+        """
+        if self._unread_steps:
+            self._begin_reading()
+        return self.read_begun()
+
+    def _begin_reading(self) -> None:
         unread = torch.zeros(()) if self._loss_sum is None else self._loss_sum
-        local = torch.stack([unread.cpu().double(), torch.tensor(self._unread_samples)])
-        total, num_samples = sum_over_ranks(local).tolist()
+        arrived = None
+        on_host = unread.to("cpu", non_blocking=True)
+        if unread.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._readings.append(
+            _Reading(self.num_steps, self._unread_steps, self._unread_samples, on_host, arrived)
+        )
         self._loss_sum, self._unread_samples, self._unread_steps = None, 0, 0
+
+    def _finish_reading(self) -> None:
+        reading = self._readings.popleft()
+        if reading.arrived is not None:
+            reading.arrived.synchronize()
+        local = torch.stack([reading.loss_sum.double(), torch.tensor(reading.num_samples)])
+        total, num_samples = sum_over_ranks(local).tolist()
         loss = total / max(num_samples, 1.0)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss became {loss} within the {self.read_loss_every} steps before step "
-                f"{self.num_steps}; lower the learning rate, or look for bad dense features"
+                f"{reading.step}; lower the learning rate, or look for bad dense features"
             )
         self.num_samples += int(num_samples)
-        self.losses.append(LossPoint(self.num_steps, loss))
-        return True
+        self.losses.append(LossPoint(reading.step, loss))
 
     def state_dict(self) -> dict[str, Any]:
         """What every rank knows, and this one's loss since the last reading, as numbers; waits for
         the device."""
         unread = 0.0 if self._loss_sum is None else self._loss_sum.item()
+        samples, steps = self._unread_samples, self._unread_steps
+        for reading in self._readings:
+            if reading.arrived is not None:
+                reading.arrived.synchronize()
+            unread += reading.loss_sum.item()
+            samples, steps = samples + reading.num_samples, steps + reading.num_steps
         return {
             "num_steps": self.num_steps,
             "num_samples": self.num_samples,
@@ -104,8 +165,8 @@ class History:
             "losses": [list(point) for point in self.losses],
             "held_out": [[point.step, *point.evaluation] for point in self.held_out],
             "num_ranks": world_size(),
-            "unread": [unread, self._unread_samples],
-            "unread_steps": self._unread_steps,
+            "unread": [unread, samples],
+            "unread_steps": steps,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

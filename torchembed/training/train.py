@@ -69,6 +69,7 @@ def train(
         for scheduler in schedulers:
             scheduler.step()
     is_cut_short = stop is not None and stop.is_agreed
+    meter.read_begun()
     if not is_cut_short or history.num_steps - num_before == max_steps:
         meter.read_rest()
     meter.take_time()
@@ -84,23 +85,34 @@ class _Meter:
         self.history, self.progress, self.metrics = history, progress, metrics
         self._since, self._num_samples = time.perf_counter(), history.num_samples
         self._lr: float | Tensor = math.nan
+        self._lr_at: dict[int, float | Tensor] = {}
+        """Of steps whose point is to come."""
 
     def add_step(
         self, loss: Tensor, batch_size: int, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
+        step, every = self.history.num_steps + 1, self.history.read_loss_every
         if self.metrics is not None and optimizers:
             lr = optimizers[0].param_groups[0]["lr"]
             # Schedulers change a tensor in place.
             self._lr = lr.clone() if isinstance(lr, Tensor) else lr
-        was_read = self.history.add_step(loss, batch_size)
+            if step % every == 0:
+                self._lr_at[step] = self._lr
+        num_points = len(self.history.losses)
+        self.history.add_step(loss, batch_size)
         if self.progress is not None:
             self.progress.advance()
-        if was_read:
-            self._report()
+        self._report(num_points)
+
+    def read_begun(self) -> None:
+        num_points = len(self.history.losses)
+        self.history.read_begun()
+        self._report(num_points)
 
     def read_rest(self) -> None:
-        if self.history.read_loss():
-            self._report()
+        num_points = len(self.history.losses)
+        self.history.read_loss()
+        self._report(num_points)
 
     def take_time(self) -> float:
         seconds = time.perf_counter() - self._since
@@ -108,17 +120,21 @@ class _Meter:
         self._since += seconds
         return seconds
 
-    def _report(self) -> None:
+    def _report(self, num_known: int) -> None:
+        """Tell of the points after the first ``num_known``."""
+        points = self.history.losses[num_known:]
+        if not points:
+            return
         seconds = self.take_time()
-        loss = self.history.losses[-1].loss
-        if self.progress is not None:
-            self.progress.show(loss=loss)
-        if self.metrics is not None:
-            num_samples = self.history.num_samples - self._num_samples
-            self.metrics.write(
-                self.history.num_steps,
-                loss=loss,
-                lr=float(self._lr),
-                samples_per_second=num_samples / seconds,
-            )
+        num_samples = self.history.num_samples - self._num_samples
         self._num_samples = self.history.num_samples
+        for point in points:
+            if self.progress is not None:
+                self.progress.show(loss=point.loss)
+            if self.metrics is not None:
+                self.metrics.write(
+                    point.step,
+                    loss=point.loss,
+                    lr=float(self._lr_at.pop(point.step, self._lr)),
+                    samples_per_second=num_samples / seconds,
+                )
