@@ -90,7 +90,12 @@ def run_seed(
     """
     model = build_model(config, splits.rows, seed, device)
     optimizers = build_optimizers(config, model)
-    pipeline = TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers)
+    pipeline = TrainPipeline(
+        model,
+        F.binary_cross_entropy_with_logits,
+        optimizers,
+        autocast=config.precision.autocast,
+    )
     # Dropout differs from rank to rank; all else that is random is drawn the same on each.
     torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
 
@@ -130,7 +135,8 @@ def run_seed(
             if stop.is_agreed:
                 return Stopped(num_steps=history.num_steps)
             average_buffers(model)
-            now = evaluate(model, batches(splits.validation))
+            with config.precision.context(device):
+                now = evaluate(model, batches(splits.validation))
             history.add_evaluation(now)
             metrics.write(history.num_steps, validation_auc=now.auc, validation_logloss=now.logloss)
             progress.note(
@@ -151,7 +157,8 @@ def run_seed(
     best.load(TrainingRun(model=model))
     if ranks.rank() == 0:
         plot_history(history, output / "training.png", title=f"DCNv2, seed {seed}")
-    test = evaluate(model, batches(splits.test))
+    with config.precision.context(device):
+        test = evaluate(model, batches(splits.test))
     return SeedRun(early_stop.best_auc, test, history, output / "checkpoint")
 
 
@@ -172,6 +179,7 @@ def build_model(config: CtrConfig, rows: Rows, seed: int, device: torch.device) 
         ],
         device=table_device(device),
         seed=seed,
+        output_dtype=config.precision.value,
     )
     model = DCNv2(
         tables,

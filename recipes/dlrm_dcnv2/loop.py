@@ -42,7 +42,10 @@ class TrainLoop:
     def __post_init__(self) -> None:
         config, output = self.config, self.output
         self.pipeline = TrainPipeline(
-            self.model, F.binary_cross_entropy_with_logits, self.optimizers
+            self.model,
+            F.binary_cross_entropy_with_logits,
+            self.optimizers,
+            autocast=config.precision.autocast,
         )
         self.history = History(read_loss_every=config.read_loss_every)
         self.epochs = Epochs(self.loader, config.epochs)
@@ -142,7 +145,8 @@ class TrainLoop:
     def _evaluate(self, progress: Progress, metrics: MetricsWriter) -> None:
         if self.mlperf_log is not None:
             self.mlperf_log.start_evaluation(self._epoch())
-        now = evaluate(self.model, self.validation)
+        with self.config.precision.context(self.pipeline.device):
+            now = evaluate(self.model, self.validation)
         if self.mlperf_log is not None:
             self.mlperf_log.stop_evaluation(self._epoch(), now.auc)
         step = self.history.num_steps
