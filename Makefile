@@ -12,7 +12,7 @@ CORES := $(shell nproc)
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 DEVICE := $(if $(filter-out 0,$(GPUS)),gpu,cpu)
 RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
-SOURCES := $(wildcard csrc/*)
+SOURCES := $(wildcard csrc/*.* csrc/cuda/*)
 
 # Every processor of the machine for the ranks together, at least one for each.
 THREADS = $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 ))

@@ -22,6 +22,9 @@ from setuptools.command.build_ext import build_ext
 TORCH_TARGET = (2, 11)
 """The oldest torch that the library runs on; its headers show no symbol newer than that."""
 
+CUDA_PARTS = ("bin/nvcc", "lib64/libcudart_static.a")
+"""What a CUDA toolkit must hold for the library's kernels for GPUs to be built."""
+
 
 def find_torch() -> Path | None:
     """The folder of a torch that is new enough, also of the one outside an isolated build."""
@@ -48,15 +51,33 @@ def find_compiler() -> str | None:
     return None
 
 
-def native_library(torch: Path) -> Extension:
+def find_cuda() -> Path | None:
+    """The folder of a CUDA toolkit with a compiler and a runtime to link."""
+    nvcc = shutil.which("nvcc")
+    for folder in (
+        os.environ.get("CUDA_HOME"),
+        nvcc and str(Path(nvcc).resolve().parents[1]),
+        "/usr/local/cuda",
+    ):
+        if folder and all(Path(folder, part).exists() for part in CUDA_PARTS):
+            return Path(folder)
+    return None
+
+
+def native_library(torch: Path, cuda: Path | None) -> Extension:
     major, minor = TORCH_TARGET
+    sources = [*Path("csrc").glob("*.cpp"), *(Path("csrc/cuda").glob("*.cpp") if cuda else [])]
+    cuda_sources = [*Path("csrc/cuda").glob("*.cu")] if cuda else []
     return Extension(
         "torchembed._C",
-        sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
-        depends=["setup.py", *sorted(map(str, Path("csrc").glob("*.h")))],
+        sources=sorted(map(str, sources)),
+        depends=["setup.py", *sorted(map(str, [*Path("csrc").rglob("*.h"), *cuda_sources]))],
         include_dirs=["csrc"],
         library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu"],
+        # The runtime is linked statically: without a driver it stays idle, so the library loads on
+        # machines without a GPU too.
+        extra_link_args=[str(cuda / CUDA_PARTS[1]), "-ldl", "-lrt", "-lpthread"] if cuda else [],
         define_macros=[("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000")],
         extra_compile_args=[
             *("-isystem", str(torch / "include")),
@@ -79,7 +100,27 @@ class BuildNative(build_ext):
                 return [name for names in objects for name in names]
 
         self.compiler.compile = compile_side_by_side
+        for extension in self.extensions:
+            extension.extra_objects += self.compile_cuda()
         super().build_extensions()
+
+    def compile_cuda(self) -> list[str]:
+        """The objects of the kernels for GPUs: machine code of each generation."""
+        if cuda_folder is None:
+            return []
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        objects = []
+        for source in sorted(Path("csrc/cuda").glob("*.cu")):
+            objects.append(str(Path(self.build_temp, f"{source.stem}.cu.o")))
+            options = (
+                "-std=c++20",
+                "-O3",
+                "-arch=all-major",
+                "-Xcompiler=-fPIC,-fvisibility=hidden",
+            )
+            command = [str(cuda_folder / CUDA_PARTS[0]), "-c", str(source), "-o", objects[-1]]
+            self.spawn([*command, *options, "-ccbin", shlex.split(os.environ["CXX"])[0]])
+        return objects
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".abi3.so"
@@ -92,7 +133,7 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-torch_folder, compiler = find_torch(), find_compiler()
+torch_folder, compiler, cuda_folder = find_torch(), find_compiler(), find_cuda()
 extensions = []
 if compiler is None:
     warnings.warn(
@@ -102,7 +143,7 @@ if compiler is None:
     )
 elif torch_folder is not None and any(Path("csrc").glob("*.cpp")):
     os.environ["CXX"] = compiler
-    extensions = [native_library(torch_folder)]
+    extensions = [native_library(torch_folder, cuda_folder)]
 
 setup(
     ext_modules=extensions,

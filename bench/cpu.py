@@ -26,8 +26,8 @@ from bench.workload import (
     Workload,
     error_of,
     make_batch,
+    true_changes,
     true_pooled,
-    true_updated_rows,
 )
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 
@@ -124,13 +124,11 @@ def training_error(tables: Tables, initial: list[Tensor], batch: Batch, rule: Ru
     """The largest error of a table's touched rows after a first step."""
     prepared = tables.prepare(batch)
     tables.train(tables.look_up(prepared), prepared)
-    return max(
-        error_of(
-            weight.detach()[batch.ids[feature].unique()],
-            true_updated_rows(initial[feature], batch, feature, rule),
-        )
-        for feature, weight in enumerate(tables.weights())
-    )
+    errors = []
+    for feature, weight in enumerate(tables.weights()):
+        rows, changes = true_changes(batch, feature, rule)
+        errors.append(error_of(weight.detach()[rows], initial[feature][rows].double() + changes))
+    return max(errors)
 
 
 class Report:
@@ -168,7 +166,7 @@ def measure(
         torch.rand(num_rows, workload.dim, generator=generator) - 0.5
         for num_rows in workload.num_rows
     ]
-    batches = [make_batch(workload, seed) for seed in range(config.num_batches)]
+    batches = [make_batch(workload, number) for number in range(config.num_batches)]
     contenders = [kind(workload, initial, rule) for kind in kinds if rule in kind.rules]
 
     def time_right(

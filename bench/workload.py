@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from torchembed.data.skewed_ids import skewed_ids
 
 ZIPF_EXPONENT = 1.05
 
@@ -39,22 +40,17 @@ class Batch(NamedTuple):
     """float32 ``[batch_size, num_features * dim]``."""
 
 
-def _draw_ids(workload: Workload, num_rows: int, count: int, random: np.random.Generator) -> Tensor:
-    if workload.ids == "uniform":
-        return torch.from_numpy(random.integers(0, num_rows, count))
-    weights = np.arange(1, num_rows + 1) ** -ZIPF_EXPONENT
-    ranks = np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(count))
-    return torch.from_numpy(random.permutation(num_rows)[np.minimum(ranks, num_rows - 1)])
-
-
-def make_batch(workload: Workload, seed: int) -> Batch:
-    """A batch that depends on ``seed`` alone."""
-    random = np.random.default_rng(seed)
-    ids = [
-        _draw_ids(workload, num_rows, hotness * workload.batch_size, random)
-        for num_rows, hotness in zip(workload.num_rows, workload.hotness, strict=True)
-    ]
-    generator = torch.Generator().manual_seed(seed)
+def make_batch(workload: Workload, number: int) -> Batch:
+    """The batch of that ``number``: of all, each table has the same hot ids."""
+    exponent = 0.0 if workload.ids == "uniform" else ZIPF_EXPONENT
+    ids = []
+    for table, (num_rows, hotness) in enumerate(
+        zip(workload.num_rows, workload.hotness, strict=True)
+    ):
+        count = hotness * workload.batch_size
+        first = number * count
+        ids.append(skewed_ids(num_rows, count, exponent=exponent, seed=table, first=first))
+    generator = torch.Generator().manual_seed(number)
     width = len(ids) * workload.dim
     return Batch(ids, torch.randn(workload.batch_size, width, generator=generator))
 
@@ -89,14 +85,24 @@ def true_pooled(weights: Sequence[Tensor], batch: Batch) -> Tensor:
     return torch.cat(bags, dim=1)
 
 
-def true_updated_rows(weight: Tensor, batch: Batch, feature: int, rule: Rule) -> Tensor:
-    """The rows that ``feature`` touches after the first step of ``rule``, in float64, by row."""
+class RowChanges(NamedTuple):
+    """What a step does to a table."""
+
+    rows: Tensor
+    """``[U]``, increasing: the rows that change."""
+    changes: Tensor
+    """float64 ``[U, dim]``, to be added to them."""
+
+
+def true_changes(batch: Batch, feature: int, rule: Rule) -> RowChanges:
+    """What the first step of ``rule`` does to the table of ``feature``."""
     ids = batch.ids[feature]
-    batch_size, dim = batch.grad.shape[0], weight.shape[1]
+    batch_size, dim = batch.grad.shape[0], batch.grad.shape[1] // len(batch.ids)
     rows, slots = ids.unique(return_inverse=True)
     of_bags = batch.grad.view(batch_size, -1, dim)[:, feature].double()
     of_ids = of_bags.repeat_interleave(ids.numel() // batch_size, dim=0)
-    gradient = torch.zeros(rows.numel(), dim, dtype=torch.float64).index_add_(0, slots, of_ids)
+    gradient = torch.zeros(rows.numel(), dim, dtype=torch.float64, device=ids.device)
+    gradient.index_add_(0, slots, of_ids)
     square = gradient.square()
     if rule.name == SGD.name:
         step = gradient
@@ -108,7 +114,7 @@ def true_updated_rows(weight: Tensor, batch: Batch, feature: int, rule: Rule) ->
         if rule.name == ROWWISE_ADAGRAD.name:
             square = square.mean(dim=1, keepdim=True)
         step = gradient / ((rule.initial_accumulator + square).sqrt() + rule.eps)
-    return weight[rows].double() - rule.lr * step
+    return RowChanges(rows, -rule.lr * step)
 
 
 def error_of(found: Tensor, true: Tensor) -> float:

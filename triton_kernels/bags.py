@@ -1,8 +1,8 @@
 """Where bags begin and end, told the same way for jagged bags and for those of fixed hotness.
 
 Kernels take one tensor of ``bounds``: the offsets ``[F * B + 1]`` of jagged bags, or, under FIXED,
-the running sum ``[F + 1]`` of the ids that a sample has. The latter does not depend on the batch,
-so it is copied to the device once and kept.
+the running sum ``[F + 1]`` of the ids that a sample has, followed by the features ``[F]``, hottest
+first. The latter does not depend on the batch, so it is copied to the device once and kept.
 """
 
 import functools
@@ -38,31 +38,51 @@ def bag_bounds(offsets: Tensor | None, hotness: Sequence[int], device: torch.dev
     """
     if offsets is not None:
         return Bounds(offsets, fixed=False)
-    tensor = _running_sum(tuple(hotness), device)
+    tensor = _fixed_bounds(tuple(hotness), device)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.setdefault(tensor.data_ptr(), tensor)
     return Bounds(tensor, fixed=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def _running_sum(hotness: tuple[int, ...], device: torch.device) -> Tensor:
-    """``[F + 1]``, int64: 0, then the sums of ``hotness`` up to each feature."""
-    return torch.tensor([0, *itertools.accumulate(hotness)], dtype=torch.int64, device=device)
+def _fixed_bounds(hotness: tuple[int, ...], device: torch.device) -> Tensor:
+    """``[2 * F + 1]``, int64: 0, the sums of ``hotness`` up to each feature, then all features by
+    falling hotness."""
+    hottest_first = sorted(range(len(hotness)), key=lambda feature: -hotness[feature])
+    bounds = [0, *itertools.accumulate(hotness), *hottest_first]
+    return torch.tensor(bounds, dtype=torch.int64, device=device)
 
 
 @triton.jit
-def bag_extent(bounds_ptr, bag, batch_size, inside, FIXED: tl.constexpr, INDEX: tl.constexpr):
-    """First position and number of ids of each feature-major ``bag``; zeros where not ``inside``.
+def feature_at(bounds_ptr, place, num_features, FIXED: tl.constexpr):
+    """The feature that programs take at ``place``: the hottest first, so that what is left at the
+    end is short; with jagged bags, of which nothing is known, as they come.
 
-    Example: hotness (1, 3) and batch size 2, so bounds 0 1 4: bag 3 is sample 1 of feature 1; it
+    Example: hotness (1, 3): place 0 is feature 1.
+    """
+    if FIXED:
+        feature = tl.load(bounds_ptr + num_features + 1 + place).to(tl.int32)
+    else:
+        feature = place
+    return feature
+
+
+@triton.jit
+def bag_extent(
+    bounds_ptr, feature, sample, batch_size, inside, FIXED: tl.constexpr, INDEX: tl.constexpr
+):
+    """First position of each ``sample``'s bag of ``feature``, and its number of ids: one number for
+    all under FIXED, else zero where not ``inside``.
+
+    Example: hotness (1, 3) and batch size 2, so bounds 0 1 4: the bag of sample 1 and feature 1
     starts at ``1 * 2 + 1 * 3 = 5`` and has 3 ids.
     """
     if FIXED:
-        feature = bag // batch_size
-        first = tl.load(bounds_ptr + feature, mask=inside, other=0)
-        length = tl.load(bounds_ptr + feature + 1, mask=inside, other=0) - first
-        start = first * batch_size + (bag % batch_size) * length
+        first = tl.load(bounds_ptr + feature)
+        length = tl.load(bounds_ptr + feature + 1) - first
+        start = first * batch_size + sample * length
     else:
+        bag = feature.to(INDEX) * batch_size + sample
         start = tl.load(bounds_ptr + bag, mask=inside, other=0)
         length = tl.load(bounds_ptr + bag + 1, mask=inside, other=0) - start
     return start.to(INDEX), length.to(INDEX)

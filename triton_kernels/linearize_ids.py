@@ -17,7 +17,7 @@ from torchembed.triton_kernels.searching import count_not_above
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "bounds_stride", "bounds_scale"])
 def _linearize_ids_kernel(
     values_ptr,
     bounds_ptr,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.triton_kernels.bags import bag_bounds, bag_extent
+from torchembed.triton_kernels.bags import bag_bounds, bag_extent, feature_at
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import (
     NUM_WARPS,
@@ -22,55 +22,112 @@ from torchembed.triton_kernels.row_blocks import (
 from torchembed.triton_kernels.searching import count_not_above
 
 _BLOCK = 1024
-_MAX_UNROLL = 4
+_FORWARD_WARPS = 1
+_UNROLL = 8
+_UNROLL_REST = 4
 
 
 @triton.jit
+def _add_rows(
+    total,
+    weight_ptr,
+    rows_ptr,
+    per_id_weights_ptr,
+    start,
+    first,
+    length,
+    inside,
+    columns,
+    NUM_STEPS: tl.constexpr,
+    DIM: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on; their loads are in
+    flight together, and they are added in the order of the positions."""
+    for step in tl.static_range(NUM_STEPS):
+        in_bag = inside & (first + step < length)
+        position = start + first + step
+        row = tl.load(rows_ptr + position, mask=in_bag, other=-1)
+        vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX)
+        if per_id_weights_ptr is not None:
+            weights = tl.load(per_id_weights_ptr + position, mask=in_bag, other=0.0)
+            vectors *= as_float32(weights)[:, None]
+        total += vectors
+    return total
+
+
+@triton.jit(do_not_specialize=["batch_size", "blocks_per_feature"])
 def _pooled_lookup_forward_kernel(
     weight_ptr,
     rows_ptr,
     bounds_ptr,
     per_id_weights_ptr,
     out_ptr,
-    num_bags,
     num_features,
     batch_size,
+    blocks_per_feature,
     FIXED: tl.constexpr,
     MEAN: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_BAGS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
+    UNROLL_REST: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """``out[b, f] = sum over p of bag (f, b) of per_id_weights[p] * weight[rows[p]]``.
 
-    A program takes BLOCK_BAGS bags, all at once, and goes through them id by id; UNROLL rows of
-    each are in flight together and are added in the order of the positions.
+    A program takes BLOCK_BAGS bags of a feature, all at once, and goes through them UNROLL ids at a
+    time, then UNROLL_REST ids at a time.
 
     Example: D = 1, ``weight = [[10], [20], [30]]``, two features and a batch of 2,
     ``rows = [0, 2, 2, 1, -1]``, ``offsets = [0, 2, 2, 3, 5]``: ``out = [[40, 30], [0, 20]]``; under
     MEAN ``[[20, 30], [0, 10]]``.
     """
-    bag = tl.program_id(0).to(INDEX) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
+    program = tl.program_id(0)
+    feature = feature_at(bounds_ptr, program // blocks_per_feature, num_features, FIXED)
+    sample = (program % blocks_per_feature) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = bag < num_bags
-    start, length = bag_extent(bounds_ptr, bag, batch_size, inside, FIXED, INDEX)
+    inside = sample < batch_size
+    start, length = bag_extent(bounds_ptr, feature, sample, batch_size, inside, FIXED, INDEX)
+    longest = length if FIXED else tl.max(length, axis=0)
+    rest = longest // UNROLL * UNROLL
 
     total = tl.zeros([BLOCK_BAGS, BLOCK_D], tl.float32)
-    for first in range(0, tl.max(length, axis=0), UNROLL):
-        for step in tl.static_range(UNROLL):
-            in_bag = first + step < length
-            position = start + first + step
-            row = tl.load(rows_ptr + position, mask=in_bag, other=-1)
-            vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX)
-            if per_id_weights_ptr is not None:
-                weights = tl.load(per_id_weights_ptr + position, mask=in_bag, other=0.0)
-                vectors *= as_float32(weights)[:, None]
-            total += vectors
+    for first in range(0, rest, UNROLL):
+        total = _add_rows(
+            total,
+            weight_ptr,
+            rows_ptr,
+            per_id_weights_ptr,
+            start,
+            first,
+            length,
+            inside,
+            columns,
+            UNROLL,
+            DIM,
+            INDEX,
+        )
+    for first in range(rest, longest, UNROLL_REST):
+        total = _add_rows(
+            total,
+            weight_ptr,
+            rows_ptr,
+            per_id_weights_ptr,
+            start,
+            first,
+            length,
+            inside,
+            columns,
+            UNROLL_REST,
+            DIM,
+            INDEX,
+        )
     if MEAN:
-        total = tl.div_rn(total, tl.maximum(length, 1).to(tl.float32)[:, None])
-    out_row = (bag % batch_size) * num_features + bag // batch_size
+        count = tl.zeros([BLOCK_BAGS], tl.float32) + tl.maximum(length, 1).to(tl.float32)
+        total = tl.div_rn(total, count[:, None])
+    out_row = sample.to(INDEX) * num_features + feature
     rounded = round_to_nearest(total, out_ptr.dtype.element_ty)
     store_rows(out_ptr, out_row, inside, columns, rounded, DIM, INDEX)
 
@@ -88,14 +145,14 @@ def launch_pooled_lookup_forward(
 ) -> Tensor:
     """``torchembed::pooled_lookup_forward``; see
     :func:`torchembed.ops.pooled_lookup.pooled_lookup`."""
-    dim, num_bags = weight.shape[1], num_features * batch_size
+    dim = weight.shape[1]
     shape = (batch_size, num_features, dim)
     out = torch.empty(shape, dtype=output_dtype, device=weight.device)
     if out.numel() == 0:
         return out
-    block = row_block(dim, weight.dtype)
-    ids_per_bag = triton.cdiv(rows.numel(), num_bags)
-    grid = (triton.cdiv(num_bags, block.rows), triton.cdiv(dim, block.columns))
+    block = row_block(dim, weight.dtype, num_warps=_FORWARD_WARPS)
+    blocks_per_feature = triton.cdiv(batch_size, block.rows)
+    grid = (num_features * blocks_per_feature, triton.cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
         bounds = bag_bounds(offsets, hotness, weight.device)
         _pooled_lookup_forward_kernel[grid](
@@ -104,22 +161,23 @@ def launch_pooled_lookup_forward(
             bounds.tensor,
             per_id_weights,
             out,
-            num_bags,
             num_features,
             batch_size,
+            blocks_per_feature,
             FIXED=bounds.fixed,
             MEAN=mean,
             DIM=dim,
             BLOCK_BAGS=block.rows,
             BLOCK_D=block.columns,
-            UNROLL=min(_MAX_UNROLL, triton.next_power_of_2(max(ids_per_bag, 1))),
+            UNROLL=_UNROLL,
+            UNROLL_REST=_UNROLL_REST,
             INDEX=index_type(weight, rows, out),
-            num_warps=NUM_WARPS,
+            num_warps=_FORWARD_WARPS,
         )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "num_bags", "batch_size"])
 def _pooled_lookup_gradient_map_kernel(
     bounds_ptr,
     per_id_weights_ptr,
@@ -204,7 +262,7 @@ def launch_pooled_lookup_gradient_map(
     return gradient_rows, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def _pooled_lookup_weights_backward_kernel(
     grad_ptr,
     weight_ptr,

@@ -30,31 +30,59 @@ class RowBlock(NamedTuple):
     columns: int
 
 
-def row_block(dim: int, *dtypes: torch.dtype) -> RowBlock:
+def row_block(dim: int, *dtypes: torch.dtype, num_warps: int = NUM_WARPS) -> RowBlock:
     """A block of whole rows of ``dim`` elements, or of one row's part where they are long.
 
     Each thread holds the 16 bytes of one access in the widest of ``dtypes``.
     """
     elements_per_thread = 16 // max(dtype.itemsize for dtype in dtypes)
-    elements = NUM_WARPS * 32 * elements_per_thread
+    elements = num_warps * 32 * elements_per_thread
     columns = min(triton.next_power_of_2(dim), elements)
     return RowBlock(elements // columns, columns)
 
 
 @triton.jit
-def load_rows(matrix_ptr, row, inside, columns, DIM: tl.constexpr, INDEX: tl.constexpr):
-    """Float32 ``[N, C]``: ``columns [C]`` of each ``row [N]`` of a matrix of width DIM.
+def column_block(BLOCK_D: tl.constexpr, VECTOR: tl.constexpr):
+    """``[BLOCK_D]``, 0 1 2 ...; a thread takes VECTOR of them in one access.
 
-    Zeros where a row is not ``inside [N]`` and in columns from DIM on.
+    Left alone, the compiler gives all matrices of a program the layout that suits the narrowest
+    dtype, and then reads a float32 row in halves of its sectors.
     """
-    offset = row.to(INDEX)[:, None] * DIM + columns[None, :]
-    mask = inside[:, None] & (columns < DIM)[None, :]
-    return as_float32(tl.load(matrix_ptr + offset, mask=mask, other=0.0))
+    return tl.max_contiguous(tl.arange(0, BLOCK_D), VECTOR)
 
 
 @triton.jit
-def store_rows(matrix_ptr, row, inside, columns, value, DIM: tl.constexpr, INDEX: tl.constexpr):
+def load_rows(
+    matrix_ptr,
+    row,
+    inside,
+    columns,
+    DIM: tl.constexpr,
+    INDEX: tl.constexpr,
+    EVICT: tl.constexpr = tl.constexpr(""),
+):
+    """Float32 ``[N, C]``: ``columns [C]`` of each ``row [N]`` of a matrix of width DIM.
+
+    Zeros where a row is not ``inside [N]`` and in columns from DIM on. EVICT is a policy of
+    :func:`triton.language.load`.
+    """
+    offset = row.to(INDEX)[:, None] * DIM + columns[None, :]
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    return as_float32(tl.load(matrix_ptr + offset, mask=mask, other=0.0, eviction_policy=EVICT))
+
+
+@triton.jit
+def store_rows(
+    matrix_ptr,
+    row,
+    inside,
+    columns,
+    value,
+    DIM: tl.constexpr,
+    INDEX: tl.constexpr,
+    EVICT: tl.constexpr = tl.constexpr(""),
+):
     """Write ``value [N, C]``, already of the matrix's dtype, where :func:`load_rows` reads."""
     offset = row.to(INDEX)[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    tl.store(matrix_ptr + offset, value, mask=mask)
+    tl.store(matrix_ptr + offset, value, mask=mask, eviction_policy=EVICT)

@@ -16,20 +16,25 @@ from torchembed.core.types import OptimizerKind
 from torchembed.triton_kernels.random_bits import random_bits
 from torchembed.triton_kernels.rounding import round_to_nearest, stochastic_round
 from torchembed.triton_kernels.row_blocks import (
-    NUM_WARPS,
+    RowBlock,
+    column_block,
     index_type,
     load_rows,
-    row_block,
     store_rows,
 )
 from torchembed.triton_kernels.run_sums import (
     CHUNK,
-    UNROLL,
     empty_chunk_sums,
     run_gradients,
     sum_chunks,
 )
 from torchembed.triton_kernels.searching import count_not_above
+
+_NUM_WARPS = 1
+_BLOCK_ELEMENTS = 512
+_PROGRAMS_PER_SM = 32
+_UNROLL = 4
+_EVICT = "evict_first"
 
 _SGD = tl.constexpr(int(OptimizerKind.SGD))
 _ADAGRAD = tl.constexpr(int(OptimizerKind.ADAGRAD))
@@ -66,16 +71,6 @@ def _rounding_bits(
 
 
 @triton.jit
-def _add_mean(state_ptr, row, inside, squares, DIM: tl.constexpr):
-    """Add ``squares / DIM`` to the state of each row, and return it."""
-    total = tl.load(state_ptr + row, mask=inside, other=0.0) + tl.div_rn(squares, DIM * 1.0)
-    # Every warp that holds a part of the row reads its state, and one of them writes it.
-    tl.debug_barrier()
-    tl.store(state_ptr + row, total, mask=inside)
-    return total
-
-
-@triton.jit
 def _rowwise_update_kernel(
     weight_ptr,
     state0_ptr,
@@ -85,6 +80,7 @@ def _rowwise_update_kernel(
     order_ptr,
     num_runs_ptr,
     chunk_sums_ptr,
+    group_sums_ptr,
     grad_ptr,
     gradient_rows_ptr,
     scales_ptr,
@@ -109,38 +105,77 @@ def _rowwise_update_kernel(
     BLOCK_RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
+    VECTOR: tl.constexpr,
     INDEX: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """``g`` = sum of a run's gradients, then ``w = update(w, g)`` by the rules of
     :class:`torchembed.ops.rowwise_update.UpdateRule`. Under Adam, ``lr`` is the corrected step.
+
+    A program takes BLOCK_RUNS runs at a time. Their rows and state do not wait for the gradients,
+    so they are read first.
 
     Example: SGD, D = 1, ``weight = [[10], [20]]``, ``unique_rows = [1, -1]``,
     ``starts = [0, 2, 2]``, ``order = [0, 1]``, ``grad = [[3], [4]]``, lr 2:
     ``weight[1] = 20 - 2 * (3 + 4) = 6``.
     """
-    first_run = tl.program_id(0).to(INDEX) * BLOCK_RUNS
     num_runs = tl.load(num_runs_ptr)
-    if first_run >= num_runs:
-        return
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
-            return
-    run = first_run + tl.arange(0, BLOCK_RUNS)
-    inside = run < num_runs
-    row = tl.load(unique_rows_ptr + run, mask=inside, other=0)
-    start = tl.load(starts_ptr + run, mask=inside, other=0).to(INDEX)
-    length = tl.load(starts_ptr + run + 1, mask=inside, other=0).to(INDEX) - start
+            num_runs = 0
     lr = tl.load(lr_ptr)
+    for block in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS), tl.num_programs(0)):
+        run = block * BLOCK_RUNS + tl.arange(0, BLOCK_RUNS)
+        inside = run < num_runs
+        row = tl.load(unique_rows_ptr + run, mask=inside, other=0)
+        start = tl.load(starts_ptr + run, mask=inside, other=0).to(INDEX)
+        length = tl.load(starts_ptr + run + 1, mask=inside, other=0).to(INDEX) - start
+        if OPTIMIZER == _ROWWISE_ADAGRAD:
+            row_total = tl.load(state0_ptr + row, mask=inside, other=0.0)
 
-    if OPTIMIZER == _ROWWISE_ADAGRAD and DIM > BLOCK_D:
-        # A row that takes several parts is summed twice: its step needs the mean over all of them.
-        squares = tl.zeros([BLOCK_RUNS], tl.float32)
+        if OPTIMIZER == _ROWWISE_ADAGRAD and DIM > BLOCK_D:
+            # A row that takes several parts is summed twice: its step needs the mean of all.
+            squares = tl.zeros([BLOCK_RUNS], tl.float32)
+            for first_column in range(0, DIM, BLOCK_D):
+                columns = first_column + column_block(BLOCK_D, VECTOR)
+                gradient = run_gradients(
+                    start,
+                    length,
+                    chunk_sums_ptr,
+                    group_sums_ptr,
+                    order_ptr,
+                    grad_ptr,
+                    gradient_rows_ptr,
+                    scales_ptr,
+                    grad_multiplier_ptr,
+                    max_gradient,
+                    columns,
+                    HAS_MAX,
+                    CHUNK,
+                    DIM,
+                    BLOCK_RUNS,
+                    BLOCK_D,
+                    UNROLL,
+                    INDEX,
+                )
+                if HAS_DECAY:
+                    old = load_rows(weight_ptr, row, inside, columns, DIM, INDEX)
+                    gradient += weight_decay * old
+                squares += tl.sum(gradient * gradient, axis=1)
+            row_total += tl.div_rn(squares, DIM * 1.0)
+
         for first_column in range(0, DIM, BLOCK_D):
-            columns = first_column + tl.arange(0, BLOCK_D)
+            columns = first_column + column_block(BLOCK_D, VECTOR)
+            old = load_rows(weight_ptr, row, inside, columns, DIM, INDEX, EVICT)
+            if OPTIMIZER != _SGD and OPTIMIZER != _ROWWISE_ADAGRAD:
+                state0 = load_rows(state0_ptr, row, inside, columns, DIM, INDEX, EVICT)
+                if OPTIMIZER != _ADAGRAD:
+                    state1 = load_rows(state1_ptr, row, inside, columns, DIM, INDEX, EVICT)
             gradient = run_gradients(
                 start,
                 length,
                 chunk_sums_ptr,
+                group_sums_ptr,
                 order_ptr,
                 grad_ptr,
                 gradient_rows_ptr,
@@ -157,66 +192,54 @@ def _rowwise_update_kernel(
                 INDEX,
             )
             if HAS_DECAY:
-                old = load_rows(weight_ptr, row, inside, columns, DIM, INDEX)
                 gradient += weight_decay * old
-            squares += tl.sum(gradient * gradient, axis=1)
-        total = _add_mean(state0_ptr, row, inside, squares, DIM)[:, None]
 
-    for first_column in range(0, DIM, BLOCK_D):
-        columns = first_column + tl.arange(0, BLOCK_D)
-        gradient = run_gradients(
-            start,
-            length,
-            chunk_sums_ptr,
-            order_ptr,
-            grad_ptr,
-            gradient_rows_ptr,
-            scales_ptr,
-            grad_multiplier_ptr,
-            max_gradient,
-            columns,
-            HAS_MAX,
-            CHUNK,
-            DIM,
-            BLOCK_RUNS,
-            BLOCK_D,
-            UNROLL,
-            INDEX,
-        )
-        old = load_rows(weight_ptr, row, inside, columns, DIM, INDEX)
-        if HAS_DECAY:
-            gradient += weight_decay * old
+            if OPTIMIZER == _SGD:
+                change = gradient
+            elif OPTIMIZER == _ADAGRAD:
+                state0 += gradient * gradient
+                store_rows(state0_ptr, row, inside, columns, state0, DIM, INDEX, EVICT)
+                change = tl.div_rn(gradient, tl.sqrt_rn(state0) + eps)
+            elif OPTIMIZER == _ROWWISE_ADAGRAD:
+                if DIM <= BLOCK_D:
+                    squares = tl.sum(gradient * gradient, axis=1)
+                    row_total += tl.div_rn(squares, DIM * 1.0)
+                change = tl.div_rn(gradient, (tl.sqrt_rn(row_total) + eps)[:, None])
+            else:
+                state0 += (gradient - state0) * one_minus_beta1
+                state1 += (gradient * gradient - state1) * one_minus_beta2
+                store_rows(state0_ptr, row, inside, columns, state0, DIM, INDEX, EVICT)
+                store_rows(state1_ptr, row, inside, columns, state1, DIM, INDEX, EVICT)
+                change = tl.div_rn(state0, tl.sqrt_rn(state1) + eps)
+            new = old - lr * change
 
-        if OPTIMIZER == _SGD:
-            change = gradient
-        elif OPTIMIZER == _ADAGRAD:
-            total = load_rows(state0_ptr, row, inside, columns, DIM, INDEX) + gradient * gradient
-            store_rows(state0_ptr, row, inside, columns, total, DIM, INDEX)
-            change = tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
-        elif OPTIMIZER == _ROWWISE_ADAGRAD:
-            if DIM <= BLOCK_D:
-                squares = tl.sum(gradient * gradient, axis=1)
-                total = _add_mean(state0_ptr, row, inside, squares, DIM)[:, None]
-            change = tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
-        else:
-            mean = load_rows(state0_ptr, row, inside, columns, DIM, INDEX)
-            square = load_rows(state1_ptr, row, inside, columns, DIM, INDEX)
-            mean += (gradient - mean) * one_minus_beta1
-            square += (gradient * gradient - square) * one_minus_beta2
-            store_rows(state0_ptr, row, inside, columns, mean, DIM, INDEX)
-            store_rows(state1_ptr, row, inside, columns, square, DIM, INDEX)
-            change = tl.div_rn(mean, tl.sqrt_rn(square) + eps)
-        new = old - lr * change
+            if row_keys_ptr is not None:
+                step = tl.load(step_ptr)
+                random = _rounding_bits(
+                    row, columns, row_offsets_ptr, row_keys_ptr, first_columns_ptr, num_tables, step
+                )
+                rounded = stochastic_round(new, random, weight_ptr.dtype.element_ty)
+            else:
+                rounded = round_to_nearest(new, weight_ptr.dtype.element_ty)
+            store_rows(weight_ptr, row, inside, columns, rounded, DIM, INDEX, EVICT)
 
-        if row_keys_ptr is not None:
-            step = tl.load(step_ptr)
-            random = _rounding_bits(
-                row, columns, row_offsets_ptr, row_keys_ptr, first_columns_ptr, num_tables, step
-            )
-            rounded = stochastic_round(new, random, weight_ptr.dtype.element_ty)
-        else:
-            rounded = round_to_nearest(new, weight_ptr.dtype.element_ty)
-        store_rows(weight_ptr, row, inside, columns, rounded, DIM, INDEX)
+        if OPTIMIZER == _ROWWISE_ADAGRAD:
+            # Every thread that holds a part of the row has read its state, and one writes it.
+            tl.debug_barrier()
+            tl.store(state0_ptr + row, row_total, mask=inside)
+
+
+def _run_block(dim: int) -> RowBlock:
+    """What one program of one warp takes at a time."""
+    columns = min(triton.next_power_of_2(dim), _BLOCK_ELEMENTS)
+    return RowBlock(_BLOCK_ELEMENTS // columns, columns)
+
+
+def _max_programs(device: torch.device) -> int:
+    """As many programs as a GPU runs side by side."""
+    if device.type != "cuda":
+        return 4
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _log(beta: float) -> float:
@@ -252,11 +275,10 @@ def launch_rowwise_update(
     num_ids, dim = order.numel(), weight.shape[1]
     if num_ids == 0 or weight.numel() == 0:
         return
-    chunk_sums = empty_chunk_sums(num_ids, dim, weight.device)
-    index = index_type(weight, grad, order, chunk_sums)
+    sums = empty_chunk_sums(num_ids, dim, weight.device)
+    index = index_type(weight, grad, order, sums.chunks)
     with torch.cuda.device_of(weight):
-        if chunk_sums is not None:
-            sum_chunks(chunk_sums, starts, order, num_runs, grad, gradient_rows, scales, index)
+        sum_chunks(sums, starts, order, num_runs, grad, gradient_rows, scales, index)
         if optimizer == OptimizerKind.ADAM:
             step_size = torch.empty_like(lr)
             _rowwise_update_adam_step_kernel[(1,)](
@@ -264,9 +286,10 @@ def launch_rowwise_update(
             )
             lr = step_size
         has_row_state = state0 is not None and state0.dim() == 2
-        block = row_block(dim, weight.dtype, grad.dtype, *[torch.float32] * has_row_state)
+        block = _run_block(dim)
+        num_programs = min(triton.cdiv(num_ids, block.rows), _max_programs(weight.device))
         # Without fused multiply-adds the update has the bits of the reference for equal sums.
-        _rowwise_update_kernel[(triton.cdiv(num_ids, block.rows),)](
+        _rowwise_update_kernel[(num_programs,)](
             weight,
             state0,
             state1,
@@ -274,7 +297,7 @@ def launch_rowwise_update(
             starts,
             order,
             num_runs,
-            chunk_sums,
+            *sums,
             grad,
             gradient_rows,
             scales,
@@ -298,8 +321,10 @@ def launch_rowwise_update(
             DIM=dim,
             BLOCK_RUNS=block.rows,
             BLOCK_D=block.columns,
-            UNROLL=UNROLL,
+            UNROLL=_UNROLL,
+            VECTOR=16 // max(weight.itemsize, 4 * has_row_state),
             INDEX=index,
-            num_warps=NUM_WARPS,
+            EVICT=_EVICT,
+            num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )

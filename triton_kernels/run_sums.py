@@ -1,26 +1,30 @@
 """Sums of the gradients of runs, on which ``rowwise_update`` builds.
 
-A run is cut into chunks of CHUNK occurrences and a rest. The chunks are summed first, side by
-side, into a scratch of static size; the update then adds a run's few chunks and its rest. So a row
-that occurs 100,000 times is not one program's work, sums do not depend on the rest of the batch,
-and the order of every sum is fixed.
+A run is cut into chunks of CHUNK occurrences and a rest, and its chunks into groups of CHUNK chunks
+and a rest. Chunks are summed first, side by side, into a scratch of static size, then groups of
+their sums; the update adds a run's groups, what chunks are left and what occurrences are left. So a
+row that occurs 100,000 times is not one program's work, sums do not depend on the rest of the
+batch, and the order of every sum is fixed.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.triton_kernels.row_blocks import NUM_WARPS, load_rows, row_block, store_rows
+from torchembed.triton_kernels.row_blocks import load_rows, row_block, store_rows
 from torchembed.triton_kernels.searching import count_not_above
 
-CHUNK = 128
-UNROLL = 4
+CHUNK = 32
+_UNROLL = 16
 _BLOCK = 128
 
 
 @triton.jit
 def sum_occurrences(
+    total,
     start,
     length,
     order_ptr,
@@ -29,18 +33,20 @@ def sum_occurrences(
     scales_ptr,
     columns,
     DIM: tl.constexpr,
-    BLOCK_RUNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """Float32 ``[BLOCK_RUNS, BLOCK_D]``: gradients of the sorted positions from ``start`` on,
-    ``length`` of them, added in their order; UNROLL rows are in flight together."""
-    total = tl.zeros([BLOCK_RUNS, BLOCK_D], tl.float32)
+    """``total [N, C]`` plus the gradients of the ``length [N]`` sorted positions from ``start [N]``
+    on, added in their order; UNROLL rows of each are in flight together.
+
+    Where ``order_ptr`` is None, position p has row p of ``grad``.
+    """
     for first in range(0, tl.max(length, axis=0), UNROLL):
         for step in tl.static_range(UNROLL):
             inside = first + step < length
-            position = tl.load(order_ptr + start + first + step, mask=inside, other=0)
+            position = start + first + step
+            if order_ptr is not None:
+                position = tl.load(order_ptr + position, mask=inside, other=0)
             gradient_row = position
             if gradient_rows_ptr is not None:
                 gradient_row = tl.load(gradient_rows_ptr + position, mask=inside, other=0)
@@ -51,40 +57,52 @@ def sum_occurrences(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "num_groups"])
 def _rowwise_update_find_chunks_kernel(
     chunk_starts_ptr,
+    group_starts_ptr,
     starts_ptr,
     num_runs_ptr,
-    num_slots,
+    num_chunks,
+    num_groups,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """``chunk_starts[j]`` = start of the whole chunk that starts in sorted positions
-    ``[j * CHUNK, (j + 1) * CHUNK)``, -1 where none does.
+    ``[j * CHUNK, (j + 1) * CHUNK)``, -1 where none does; ``group_starts[j]`` likewise = slot of the
+    first chunk of the whole group that starts in slots ``[j * CHUNK, (j + 1) * CHUNK)``.
 
-    Chunks start at ``starts[u] + k * CHUNK``, so no two of them share a slot j; and a chunk of
-    slot j holds the slot's last position, which tells its run.
+    The chunks of run u start at ``starts[u] + k * CHUNK``, so no two of them share a slot j; and a
+    chunk of slot j holds the slot's last position, which tells its run. The same goes for groups.
 
     Example: CHUNK = 2, ``starts = [1, 6, 7]``: run 0 has the chunks [1, 3) and [3, 5) and a rest of
-    one, run 1 is a rest alone. ``chunk_starts = [1, 3, -1]``.
+    one, run 1 is a rest alone. ``chunk_starts = [1, 3, -1]``, ``group_starts = [0]``.
     """
     slot = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
     last = slot * CHUNK + (CHUNK - 1)
     run = count_not_above(starts_ptr, tl.load(num_runs_ptr), last, 1, 1) - 1
-    in_run = (slot < num_slots) & (run >= 0)
+    in_run = (slot < num_chunks) & (run >= 0)
     run_start = tl.load(starts_ptr + run, mask=in_run, other=0).to(INDEX)
     run_end = tl.load(starts_ptr + run + 1, mask=in_run, other=0).to(INDEX)
     start = run_start + (last - run_start) // CHUNK * CHUNK
     is_whole = in_run & (start + CHUNK <= run_end)
     found = tl.where(is_whole, start, -1).to(tl.int32)
-    tl.store(chunk_starts_ptr + slot, found, mask=slot < num_slots)
+    tl.store(chunk_starts_ptr + slot, found, mask=slot < num_chunks)
+
+    group = slot // CHUNK
+    is_last = (slot % CHUNK == CHUNK - 1) & (group < num_groups)
+    run_slot = run_start // CHUNK
+    run_slot_end = run_slot + (run_end - run_start) // CHUNK
+    group_start = run_slot + (slot - run_slot) // CHUNK * CHUNK
+    is_whole = in_run & (group_start + CHUNK <= run_slot_end)
+    found = tl.where(is_whole, group_start, -1).to(tl.int32)
+    tl.store(group_starts_ptr + group, found, mask=is_last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _rowwise_update_chunks_kernel(
-    chunk_sums_ptr,
+    sums_ptr,
     chunk_starts_ptr,
     order_ptr,
     grad_ptr,
@@ -98,7 +116,7 @@ def _rowwise_update_chunks_kernel(
     UNROLL: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """``chunk_sums[j]`` = sum of the CHUNK gradients from sorted position ``chunk_starts[j]`` on.
+    """``sums[j]`` = sum of the CHUNK gradients from sorted position ``chunk_starts[j]`` on.
 
     Example: CHUNK = 2, D = 1, gradients 1 2 3 4 5 6 7 in sorted order and
     ``chunk_starts = [1, 3, -1]``: slot 0 holds 2 + 3, slot 1 holds 4 + 5, slot 2 stays as it was.
@@ -108,6 +126,7 @@ def _rowwise_update_chunks_kernel(
     start = tl.load(chunk_starts_ptr + slot, mask=slot < num_slots, other=-1).to(INDEX)
     is_whole = start >= 0
     total = sum_occurrences(
+        tl.zeros([BLOCK_SLOTS, BLOCK_D], tl.float32),
         start,
         tl.where(is_whole, CHUNK, 0),
         order_ptr,
@@ -116,12 +135,10 @@ def _rowwise_update_chunks_kernel(
         scales_ptr,
         columns,
         DIM,
-        BLOCK_SLOTS,
-        BLOCK_D,
         UNROLL,
         INDEX,
     )
-    store_rows(chunk_sums_ptr, slot, is_whole, columns, total, DIM, INDEX)
+    store_rows(sums_ptr, slot, is_whole, columns, total, DIM, INDEX)
 
 
 @triton.jit
@@ -129,6 +146,7 @@ def run_gradients(
     start,
     length,
     chunk_sums_ptr,
+    group_sums_ptr,
     order_ptr,
     grad_ptr,
     gradient_rows_ptr,
@@ -146,27 +164,54 @@ def run_gradients(
 ):
     """Float32 ``[BLOCK_RUNS, BLOCK_D]``: the gradient of each run, scaled and clipped."""
     total = tl.zeros([BLOCK_RUNS, BLOCK_D], tl.float32)
+    slot, num_chunks = start // CHUNK, length // CHUNK
+    if group_sums_ptr is not None:
+        num_groups = num_chunks // CHUNK
+        total = sum_occurrences(
+            total,
+            slot // CHUNK,
+            num_groups,
+            None,
+            group_sums_ptr,
+            None,
+            None,
+            columns,
+            DIM,
+            UNROLL,
+            INDEX,
+        )
+        slot += num_groups * CHUNK
+        num_chunks -= num_groups * CHUNK
     if chunk_sums_ptr is not None:
-        num_chunks = length // CHUNK
-        first_slot = start // CHUNK
-        for first in range(0, tl.max(num_chunks, axis=0), UNROLL):
-            for step in tl.static_range(UNROLL):
-                inside = first + step < num_chunks
-                slot = first_slot + first + step
-                total += load_rows(chunk_sums_ptr, slot, inside, columns, DIM, INDEX)
-        start += num_chunks * CHUNK
-        length -= num_chunks * CHUNK
-    total += sum_occurrences(
+        total = sum_occurrences(
+            total, slot, num_chunks, None, chunk_sums_ptr, None, None, columns, DIM, UNROLL, INDEX
+        )
+        start += length // CHUNK * CHUNK
+        length %= CHUNK
+    # Most runs are one occurrence long: the first of each is taken by itself.
+    total = sum_occurrences(
+        total,
         start,
-        length,
+        tl.minimum(length, 1),
         order_ptr,
         grad_ptr,
         gradient_rows_ptr,
         scales_ptr,
         columns,
         DIM,
-        BLOCK_RUNS,
-        BLOCK_D,
+        1,
+        INDEX,
+    )
+    total = sum_occurrences(
+        total,
+        start + 1,
+        length - 1,
+        order_ptr,
+        grad_ptr,
+        gradient_rows_ptr,
+        scales_ptr,
+        columns,
+        DIM,
         UNROLL,
         INDEX,
     )
@@ -179,18 +224,31 @@ def run_gradients(
     return total
 
 
-def empty_chunk_sums(num_ids: int, dim: int, device: torch.device) -> Tensor | None:
-    """Scratch for :func:`sum_chunks`, float32 ``[L // CHUNK, D]``; None where no chunk fits.
+class ChunkSums(NamedTuple):
+    """Scratch for :func:`sum_chunks`; None where the batch has no room for a chunk or a group.
 
-    The k-th chunk of run u is at ``starts[u] // CHUNK + k``.
+    The k-th chunk of run u is at ``starts[u] // CHUNK + k``, the k-th group of chunks that start at
+    slot j is at ``j // CHUNK + k``.
     """
-    if num_ids < CHUNK:
-        return None
-    return torch.empty(num_ids // CHUNK, dim, dtype=torch.float32, device=device)
+
+    chunks: Tensor | None
+    """Float32 ``[L // CHUNK, D]``."""
+    groups: Tensor | None
+    """Float32 ``[L // CHUNK**2, D]``."""
+
+
+def empty_chunk_sums(num_ids: int, dim: int, device: torch.device) -> ChunkSums:
+    sizes = num_ids // CHUNK, num_ids // CHUNK**2
+    return ChunkSums(
+        *(
+            torch.empty(size, dim, dtype=torch.float32, device=device) if size else None
+            for size in sizes
+        )
+    )
 
 
 def sum_chunks(
-    chunk_sums: Tensor,
+    sums: ChunkSums,
     starts: Tensor,
     order: Tensor,
     num_runs: Tensor,
@@ -199,16 +257,43 @@ def sum_chunks(
     scales: Tensor | None,
     index: tl.dtype,
 ) -> None:
-    """Write the sum of each whole chunk of a run to its slot; other slots stay as they are."""
-    num_slots, dim = chunk_sums.shape
-    chunk_starts = torch.empty(num_slots, dtype=torch.int32, device=grad.device)
-    _rowwise_update_find_chunks_kernel[(triton.cdiv(num_slots, _BLOCK),)](
-        chunk_starts, starts, num_runs, num_slots, CHUNK=CHUNK, BLOCK=_BLOCK, INDEX=index
+    """Write the sum of each whole chunk and group of a run to its slot; other slots stay."""
+    chunks, groups = sums
+    if chunks is None:
+        return
+    num_chunks, num_groups = chunks.shape[0], 0 if groups is None else groups.shape[0]
+    chunk_starts = torch.empty(num_chunks, dtype=torch.int32, device=grad.device)
+    group_starts = torch.empty(num_groups, dtype=torch.int32, device=grad.device)
+    _rowwise_update_find_chunks_kernel[(triton.cdiv(num_chunks, _BLOCK),)](
+        chunk_starts,
+        group_starts,
+        starts,
+        num_runs,
+        num_chunks,
+        num_groups,
+        CHUNK=CHUNK,
+        BLOCK=_BLOCK,
+        INDEX=index,
     )
-    block = row_block(dim, grad.dtype)
+    _sum_slots(chunks, chunk_starts, order, grad, gradient_rows, scales, index)
+    if groups is not None:
+        _sum_slots(groups, group_starts, None, chunks, None, None, index)
+
+
+def _sum_slots(
+    sums: Tensor,
+    chunk_starts: Tensor,
+    order: Tensor | None,
+    grad: Tensor,
+    gradient_rows: Tensor | None,
+    scales: Tensor | None,
+    index: tl.dtype,
+) -> None:
+    num_slots, dim = sums.shape
+    block = row_block(dim, torch.float32, num_warps=1)
     grid = (triton.cdiv(num_slots, block.rows), triton.cdiv(dim, block.columns))
     _rowwise_update_chunks_kernel[grid](
-        chunk_sums,
+        sums,
         chunk_starts,
         order,
         grad,
@@ -219,8 +304,8 @@ def sum_chunks(
         DIM=dim,
         BLOCK_SLOTS=block.rows,
         BLOCK_D=block.columns,
-        UNROLL=UNROLL,
+        UNROLL=_UNROLL,
         INDEX=index,
-        num_warps=NUM_WARPS,
+        num_warps=1,
         enable_fp_fusion=False,
     )

@@ -1,12 +1,16 @@
-"""The Triton kernels of ``find_runs``.
+"""The kernels of ``find_runs``.
 
-Torch's stable radix sort orders the rows; two kernels then find where runs start. Neither waits
-for the host: every size follows from the number of ids.
+A stable radix sort orders the rows: the library's own CUDA kernels over only the bits that rows
+use, or torch's where the library was built without them. Two Triton kernels then find where runs
+start. Nothing waits for the host: every size follows from the number of ids.
 
-Byte floor of the kernels: the sorted rows read twice, the permutation read as int64 and written as
-int32, rows and starts of runs written once. The sort moves several times as much; rows that fit
-int32 are sorted as int32, which halves its passes.
+Byte floor of the Triton kernels: the sorted rows read twice, rows and starts of runs written once.
+The sort moves several times as much, most of it within the second-level cache.
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +19,11 @@ from torch import Tensor
 
 from torchembed.triton_kernels.row_blocks import index_type
 
+# Sorted positions that a program takes; more where there are so many programs that reading each
+# other's counts would cost.
 _BLOCK = 1024
+_LARGE_BLOCK = 4096
+_MANY_IDS = 2**20
 
 
 @triton.jit
@@ -27,7 +35,7 @@ def _starts_run(sorted_rows_ptr, position, num_ids):
     return row, (row >= 0) & (row != previous)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def _find_runs_count_kernel(
     sorted_rows_ptr, counts_ptr, num_ids, BLOCK: tl.constexpr, INDEX: tl.constexpr
 ):
@@ -41,11 +49,11 @@ def _find_runs_count_kernel(
     tl.store(counts_ptr + program, tl.sum(first.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "num_blocks"])
 def _find_runs_kernel(
     sorted_rows_ptr,
     sorted_order_ptr,
-    counts_so_far_ptr,
+    counts_ptr,
     unique_rows_ptr,
     starts_ptr,
     order_ptr,
@@ -57,24 +65,30 @@ def _find_runs_kernel(
 ):
     """Run u starts at the u-th sorted position whose row is not -1 and differs from the one before.
 
-    Example: sorted rows -1 2 2 5 | 5 7, ``counts_so_far`` 2 3: ``unique_rows`` 2 5 7 -1 -1 -1,
-    ``starts`` 1 3 5 6 6 6 6, ``num_runs`` 3.
+    Example: sorted rows -1 2 2 5 | 5 7, ``counts`` 2 1: ``unique_rows`` 2 5 7 -1 -1 -1,
+    ``starts`` 1 3 5 6 6 6 6, ``num_runs`` 3. Where the sort's order is int32 it is ``order``
+    already, and ``order_ptr`` None.
     """
     program = tl.program_id(0)
+    runs_before = 0
+    num_runs = 0
+    for first_block in range(0, num_blocks, BLOCK):
+        block = first_block + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + block, mask=block < num_blocks, other=0)
+        runs_before += tl.sum(tl.where(block < program, counts, 0), axis=0)
+        num_runs += tl.sum(counts, axis=0)
+
     position = program.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
     inside = position < num_ids
     row, first = _starts_run(sorted_rows_ptr, position, num_ids)
-    count = first.to(tl.int32)
-    runs_before = tl.load(counts_so_far_ptr + program) - tl.sum(count, axis=0)
-    run = runs_before + tl.cumsum(count, axis=0) - 1
+    run = runs_before + tl.cumsum(first.to(tl.int32), axis=0) - 1
     tl.store(unique_rows_ptr + run, row.to(unique_rows_ptr.dtype.element_ty), mask=first)
     tl.store(starts_ptr + run, position.to(tl.int32), mask=first)
-
-    order = tl.load(sorted_order_ptr + position, mask=inside, other=0)
-    tl.store(order_ptr + position, order.to(tl.int32), mask=inside)
+    if order_ptr is not None:
+        order = tl.load(sorted_order_ptr + position, mask=inside, other=0)
+        tl.store(order_ptr + position, order.to(tl.int32), mask=inside)
 
     # Slots that no run has: these, and those that runs write, are all of them.
-    num_runs = tl.load(counts_so_far_ptr + num_blocks - 1)
     no_row = tl.full([BLOCK], -1, unique_rows_ptr.dtype.element_ty)
     tl.store(unique_rows_ptr + position, no_row, mask=inside & (position >= num_runs))
     no_start = tl.zeros([BLOCK], tl.int32) + num_ids
@@ -84,37 +98,56 @@ def _find_runs_kernel(
         tl.store(num_runs_ptr, num_runs)
 
 
+@functools.cache
+def _cuda_sort() -> Callable[..., Any] | None:
+    """The library's sort; None where it was built without CUDA or is not loaded."""
+    return getattr(torch.ops.torchembed_native, "sort_rows", None)
+
+
+def _sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The rows in stable order, int32 where they fit, and the position that each had."""
+    if num_rows >= 2**31:
+        sorted_rows, order = torch.sort(rows, stable=True)
+        return sorted_rows, order
+    sort = _cuda_sort() if rows.is_cuda else None
+    if sort is not None:
+        return sort(rows, num_rows, torch.cuda.current_stream(rows.device).cuda_stream)
+    sorted_rows, order = torch.sort(rows.to(torch.int32), stable=True)
+    return sorted_rows, order
+
+
 def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``torchembed::find_runs``; see :func:`torchembed.ops.segments.find_runs`."""
     num_ids, device = rows.numel(), rows.device
     unique_rows = torch.empty(num_ids, dtype=rows.dtype, device=device)
-    order = torch.empty(num_ids, dtype=torch.int32, device=device)
     if num_ids == 0:
         starts = torch.zeros(1, dtype=torch.int32, device=device)
-        return unique_rows, starts, order, torch.zeros_like(starts)
+        return unique_rows, starts, torch.empty_like(unique_rows, dtype=torch.int32), starts.clone()
     starts = torch.empty(num_ids + 1, dtype=torch.int32, device=device)
     num_runs = torch.empty(1, dtype=torch.int32, device=device)
-    keys = rows.to(torch.int32) if num_rows < 2**31 else rows
-    sorted_rows, sorted_order = torch.sort(keys, stable=True)
+    sorted_rows, sorted_order = _sort_rows(rows, num_rows)
+    is_narrow = sorted_order.dtype == torch.int32
+    order = sorted_order if is_narrow else torch.empty_like(sorted_order, dtype=torch.int32)
     # One block more where L fills its blocks: ``starts`` has L + 1 slots.
-    num_blocks = triton.cdiv(num_ids + 1, _BLOCK)
+    block = _BLOCK if num_ids < _MANY_IDS else _LARGE_BLOCK
+    num_blocks = triton.cdiv(num_ids + 1, block)
     counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
     index = index_type(rows)
     with torch.cuda.device_of(rows):
         _find_runs_count_kernel[(num_blocks,)](
-            sorted_rows, counts, num_ids, BLOCK=_BLOCK, INDEX=index
+            sorted_rows, counts, num_ids, BLOCK=block, INDEX=index
         )
         _find_runs_kernel[(num_blocks,)](
             sorted_rows,
             sorted_order,
-            counts.cumsum(0, dtype=torch.int32),
+            counts,
             unique_rows,
             starts,
-            order,
+            None if is_narrow else order,
             num_runs,
             num_ids,
             num_blocks,
-            BLOCK=_BLOCK,
+            BLOCK=block,
             INDEX=index,
         )
     return unique_rows, starts, order, num_runs

@@ -20,7 +20,7 @@ from torchembed.triton_kernels.row_blocks import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def _sequence_lookup_forward_kernel(
     weight_ptr,
     rows_ptr,

@@ -54,6 +54,11 @@ def modules(sources: Path) -> set[str]:
     return {re.sub(r"^triton_kernels/", "torchembed/triton_kernels/", name) for name in names}
 
 
+def csrc_files(sources: Path) -> set[str]:
+    files = (path for path in (sources / "csrc").rglob("*") if path.is_file())
+    return {path.relative_to(sources).as_posix() for path in files}
+
+
 @needs_compiler
 def test_sdist_carries_modules_kernels_and_cpp_sources(distributions: Distributions) -> None:
     with tarfile.open(distributions.sdist) as archive:
@@ -61,7 +66,7 @@ def test_sdist_carries_modules_kernels_and_cpp_sources(distributions: Distributi
             member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
         }
     assert modules(distributions.sources) <= members
-    assert {f"csrc/{path.name}" for path in (distributions.sources / "csrc").iterdir()} <= members
+    assert csrc_files(distributions.sources) <= members
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= members
 
 

@@ -65,11 +65,16 @@ def by_hand(batches: Sequence[Batch], device: torch.device) -> tuple[list[float]
     return losses, state_of(model)
 
 
-def results_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> Iterator[float]:
+def losses_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> Iterator[Tensor]:
+    """The loss of each step; nothing waits for it here."""
     iterator = iter(batches)
     with pytest.raises(StopIteration):  # noqa: PT012 - how a pipeline says that it is done
         while True:
-            yield pipeline.progress(iterator).loss.item()
+            yield pipeline.progress(iterator).loss.clone()
+
+
+def results_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> list[float]:
+    return [loss.item() for loss in list(losses_of(pipeline, batches))]
 
 
 def run_static(step: StaticStep, batches: Sequence[Batch]) -> Iterator[tuple[float, Any]]:
@@ -92,7 +97,7 @@ def test_the_pipeline_equals_the_loop_by_hand(device: torch.device) -> None:
     losses, expected = by_hand(batches, device)
     model = make_model(device)
     pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
-    assert list(results_of(pipeline, batches)) == losses
+    assert results_of(pipeline, batches) == losses
     assert_same_state(model, expected)
 
 
@@ -192,6 +197,23 @@ def test_a_collection_recognizes_the_batch_that_it_prepared(device: torch.device
     assert torch.equal(model.tables(one).values(), expected)
 
 
+def test_vectors_that_were_looked_up_are_handed_over_and_trained() -> None:
+    batches = fixed_batches(2)
+    one, other = (make_model(CPU) for _ in range(2))
+    optimizers = [make_optimizers(model) for model in (one, other)]
+    for batch in batches:
+        losses = []
+        for model, of_model in zip((one, other), optimizers, strict=True):
+            looked_up = []
+            if model is other:
+                prepared = model.tables.prepare(batch.sparse)
+                looked_up = [model.tables.look_up(prepared)]
+            with model.tables.handing_over(looked_up):
+                losses.append(step_by_hand(model, LOSS, of_model, batch))
+        assert losses[0] == losses[1]
+    assert_same_state(one, state_of(other))
+
+
 def test_what_was_prepared_before_a_regrouping_is_refused() -> None:
     model = make_model(CPU)
     features = fixed_batch(4, 0).sparse
@@ -226,13 +248,22 @@ class TestGraphs:
         found = []
         for capture in (False, True):
             model = make_model(device)
+            outputs: list[Tensor] = []
             pipeline = TrainPipeline(model, LOSS, make(model), capture=capture)
-            found.append((list(results_of(pipeline, batches)), state_of(model)))
+            for loss in losses_of(pipeline, batches):
+                outputs.append(loss)
+                if len(outputs) in (7, 14):  # an evaluation, with another batch size
+                    held_out = fixed_batch(13, 100).to(device)
+                    model.eval()
+                    with torch.no_grad():
+                        outputs.append(model(held_out.dense, held_out.sparse))
+                    model.train()
+            found.append(([output.tolist() for output in outputs], state_of(model)))
             assert (pipeline._static is not None) == capture
             if pipeline._static is not None:
                 assert all(map(pipeline._static.is_captured, (0, 1)))
-        (losses, expected), (captured_losses, captured) = found
-        assert captured_losses == losses
+        (outputs, expected), (captured_outputs, captured) = found
+        assert captured_outputs == outputs
         for name, tensor in captured.items():
             assert torch.equal(tensor, expected[name]), name
 
@@ -271,7 +302,7 @@ class TestGraphs:
             torch.cuda.set_sync_debug_mode("default")
         model = make_model(device)
         eager = TrainPipeline(model, LOSS, self.optimizers(model), capture=False)
-        losses = list(results_of(eager, batches))
+        losses = results_of(eager, batches)
         ends = [3, 6, 8, 9, 12, 15, 18]
         assert [point.step for point in history.losses] == ends
         for first, last, point in zip([0, *ends], ends, history.losses, strict=False):
@@ -312,7 +343,7 @@ class TestGraphs:
             make = without_state
         model = TinyModel().to(device)
         pipeline = TrainPipeline(model, LOSS, make(model), capture=False)
-        assert len(list(results_of(pipeline, good))) == 9
+        assert len(results_of(pipeline, good)) == 9
         expected = state_of(model)
 
         model = TinyModel().to(device)
@@ -344,7 +375,7 @@ class TestGraphs:
         pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert list(results_of(pipeline, batches)) == losses
+            assert results_of(pipeline, batches) == losses
         told = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
         assert len(told) == 1
         assert "captur" in told[0].split("eagerly")[1]
@@ -363,6 +394,20 @@ class TestGraphs:
             found.append(state_of(model))
         for name, tensor in found[0].items():
             assert torch.equal(tensor, found[1][name]), name
+
+    def test_a_step_that_does_not_end_is_given_up(self, device: torch.device) -> None:
+        model = make_model(device)
+        pipeline = TrainPipeline(model, LOSS, self.optimizers(model), timeout_seconds=0.05)
+        batches = iter(fixed_batches(12))
+        for _ in range(6):
+            pipeline.progress(batches)
+        pipeline.check_ids()
+        torch.cuda._sleep(2 * 10**9)  # about a second
+        for _ in range(2):
+            pipeline.progress(batches)
+        with pytest.raises(TimeoutError, match=r"has not finished a step in 0\.05 s; where"):
+            pipeline.progress(batches)
+        torch.cuda.synchronize()
 
     def test_memory_does_not_grow(self, device: torch.device) -> None:
         model = make_model(device)

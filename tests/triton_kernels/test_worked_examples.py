@@ -56,7 +56,7 @@ def test_find_runs(device: torch.device) -> None:
     segments._find_runs_kernel[(2,)](
         sorted_rows,
         sorted_order,
-        integers(device, 2, 3),
+        integers(device, 2, 1),
         unique_rows,
         starts,
         order,
@@ -109,17 +109,20 @@ def test_pooled_lookup_weights_backward(device: torch.device) -> None:
 
 
 def test_rowwise_update_find_chunks(device: torch.device) -> None:
-    chunk_starts = integers(device, -9, -9, -9)
+    chunk_starts, group_starts = integers(device, -9, -9, -9), integers(device, -9)
     run_sums._rowwise_update_find_chunks_kernel[(1,)](
         chunk_starts,
+        group_starts,
         integers(device, 1, 6, 7),
         integers(device, 2),
         3,
+        1,
         CHUNK=2,
         BLOCK=4,
         INDEX=tl.int32,
     )
     assert chunk_starts.tolist() == [1, 3, -1]
+    assert group_starts.tolist() == [0]
 
 
 def test_rowwise_update_chunks(device: torch.device) -> None:
@@ -190,18 +193,20 @@ def test_count_not_above(device: torch.device) -> None:
 
 @triton.jit
 def _extent_kernel(bounds_ptr, out_ptr, BLOCK: tl.constexpr):
-    bag = tl.arange(0, BLOCK)
-    start, length = bags.bag_extent(bounds_ptr, bag, 2, bag < 4, True, tl.int32)
-    tl.store(out_ptr + bag, start)
-    tl.store(out_ptr + BLOCK + bag, length)
+    sample = tl.arange(0, BLOCK)
+    feature = bags.feature_at(bounds_ptr, 0, 2, True)
+    start, length = bags.bag_extent(bounds_ptr, feature, sample, 2, sample < 2, True, tl.int32)
+    tl.store(out_ptr + sample, start)
+    tl.store(out_ptr + BLOCK, feature)
+    tl.store(out_ptr + BLOCK + 1, length)
 
 
 def test_bag_extent(device: torch.device) -> None:
     bounds = bags.bag_bounds(None, [1, 3], device)
-    assert bounds.tensor.tolist() == [0, 1, 4]
-    out = integers(device, *[-9] * 8)
-    _extent_kernel[(1,)](bounds.tensor, out, BLOCK=4)
-    assert out.tolist() == [0, 1, 2, 5, 1, 1, 3, 3]
+    assert bounds.tensor.tolist() == [0, 1, 4, 1, 0]
+    out = integers(device, *[-9] * 4)
+    _extent_kernel[(1,)](bounds.tensor, out, BLOCK=2)
+    assert out.tolist() == [2, 5, 1, 3]
 
 
 @triton.jit

@@ -77,10 +77,10 @@ class EmbeddingBagCollection(Collection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def forward(self, features: Any) -> Any:
+    def _look_up(self, features: Any, lookups: SlotRows) -> Any:
         configs = [self._configs[table] for table in self._feature_slots.tables]
         values = pooled_slots(
-            self._prepared(features),
+            lookups,
             [config.pooling for config in configs],
             self._output_dtype,
             self._weight_form,

@@ -59,8 +59,8 @@ class EmbeddingCollection(Collection):
         """The tables' configs, in order."""
         return self._configs
 
-    def forward(self, features: Any) -> dict[str, Any]:
-        looked_up = sequence_slots(self._prepared(features), self._output_dtype, self._weight_form)
+    def _look_up(self, features: Any, lookups: SlotRows) -> dict[str, Any]:
+        looked_up = sequence_slots(lookups, self._output_dtype, self._weight_form)
         kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
         return {
             name: kind(values=values, offsets=offsets)

@@ -19,14 +19,18 @@ class Prepared(NamedTuple):
     """The batch that the collection is going to be called with."""
     lookups: Any
     """The collection's own."""
+    output: Any = None
+    """What it gives for the batch, where it was looked up already."""
+    is_there: torch.cuda.Event | None = None
+    """From when on the output may be used."""
 
 
 class PreparingModule(TableModule):
     """A collection that can do the part of ``forward`` that depends on ids alone before the rest.
 
-    ``module(features)`` does both. A pipeline calls :meth:`prepare` a step ahead and, around the
-    model's forward, :meth:`handing_over`: the collection then recognizes the batch by its tensors,
-    whatever the model did to pass them on.
+    ``module(features)`` does both. A pipeline calls :meth:`prepare` a step ahead, :meth:`look_up`
+    before the model's forward and :meth:`handing_over` around it: the collection then recognizes
+    the batch by its tensors, whatever the model did to pass them on.
     """
 
     _handed_over: Sequence[Prepared] = ()
@@ -45,6 +49,19 @@ class PreparingModule(TableModule):
         with torch.no_grad():
             return Prepared(batch, self._prepare(batch, finds_runs=True))
 
+    def look_up(self, prepared: Prepared) -> Prepared:
+        """``prepared`` with its output, that ``forward`` gives without looking up again.
+
+        On another stream than forward's it runs beside what the model does before it needs the
+        vectors, and so does its backward.
+        """
+        output = self._look_up(prepared.features, prepared.lookups)
+        is_there = None
+        if self.device.type == "cuda":
+            is_there = torch.cuda.Event()
+            is_there.record()
+        return prepared._replace(output=output, is_there=is_there)
+
     @contextlib.contextmanager
     def handing_over(self, prepared: Sequence[Prepared]) -> Iterator[None]:
         """Meanwhile ``forward`` uses what was ``prepared`` for the batch that it is called with.
@@ -58,23 +75,47 @@ class PreparingModule(TableModule):
         finally:
             self._handed_over = before
 
-    def _prepared(self, features: Any) -> Any:
-        """The lookups of ``features``: those handed over, or made now."""
+    def forward(self, features: Any) -> Any:
         batch = as_sparse_features(features)
         for prepared in self._handed_over:
-            if _is_same(prepared.features, batch):
-                return prepared.lookups
-        return self._prepare(batch, finds_runs=False)
+            if not is_same_batch(prepared.features, batch):
+                continue
+            if prepared.output is None:
+                return self._look_up(features, prepared.lookups)
+            if prepared.is_there is not None:
+                stream = torch.cuda.current_stream()
+                stream.wait_event(prepared.is_there)
+                for tensor in _tensors_of(prepared.output):
+                    tensor.record_stream(stream)
+            return prepared.output
+        return self._look_up(features, self._prepare(batch, finds_runs=False))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        raise NotImplementedError
+
+    def _look_up(self, features: Any, lookups: Any) -> Any:
+        """What forward gives for ``features``, of which ``lookups`` are known."""
+        raise NotImplementedError
 
     def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> Any:
         """All of forward that depends on ids alone; ``finds_runs`` for fused optimizers' steps."""
         raise NotImplementedError
 
 
-def _is_same(one: SparseFeatures, other: SparseFeatures) -> bool:
+def is_same_batch(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches are made of the same tensors, in the same way."""
     return one is other or (
         one.values is other.values
         and one.offsets is other.offsets
         and one.weights is other.weights
         and (one.keys, one.batch_size, one.hotness) == (other.keys, other.batch_size, other.hotness)
     )
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    """The tensors of what a collection gives."""
+    if isinstance(output, dict):
+        return [tensor for part in output.values() for tensor in (part.values(), part.offsets())]
+    return [output.values()]

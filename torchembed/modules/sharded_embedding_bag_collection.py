@@ -60,8 +60,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def forward(self, features: Any) -> Any:
-        lookups: _Lookups = self._prepared(features)
+    def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
         columns: dict[int, Tensor] = {}
         if lookups.sharded is not None:
             columns.update(self._sharded_columns(lookups))

@@ -51,8 +51,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """The whole tables' configs, in order."""
         return self._configs
 
-    def forward(self, features: Any) -> dict[str, Any]:
-        lookups: _Lookups = self._prepared(features)
+    def _look_up(self, features: Any, lookups: "_Lookups") -> dict[str, Any]:
         found = self._sharded_vectors(lookups)
         if lookups.replicated is not None:
             looked_up = sequence_slots(lookups.replicated, self._output_dtype, WeightGradient.DENSE)

@@ -170,9 +170,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         return [entry for table_group in groups for entry in table_group.pending]
 
-    def sync_lr(self) -> None:
+    def before_replay(self) -> None:
         """Show learning rates that were set since to CUDA graphs that hold :meth:`step`; call it
-        before a replay. A tensor ``lr`` is seen anyway."""
+        before one is replayed. A tensor ``lr`` is seen anyway."""
         for (index, device), (known, tensor) in self._lr_tensors.items():
             lr = self.param_groups[index]["lr"]
             if not isinstance(lr, Tensor) and lr != known:

@@ -12,16 +12,16 @@ def follows_replays(optimizer: torch.optim.Optimizer) -> bool:
     torchembed's optimizers do, and torch's where every parameter group has ``capturable=True`` and
     a tensor for its ``lr``, which schedulers then change in place.
     """
-    if hasattr(optimizer, "sync_lr"):
+    if hasattr(optimizer, "before_replay"):
         return True
     groups = optimizer.param_groups
     return all(group.get("capturable") and isinstance(group["lr"], Tensor) for group in groups)
 
 
-def sync_lr(optimizer: torch.optim.Optimizer) -> None:
+def before_replay(optimizer: torch.optim.Optimizer) -> None:
     """Let the replays of ``optimizer``'s captured step have its learning rate of now."""
-    if hasattr(optimizer, "sync_lr"):
-        optimizer.sync_lr()  # type: ignore[attr-defined]
+    if hasattr(optimizer, "before_replay"):
+        optimizer.before_replay()  # type: ignore[attr-defined]
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
@@ -33,7 +33,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     """
     if skip is None:
         optimizer.step()
-    elif hasattr(optimizer, "sync_lr"):
+    elif hasattr(optimizer, "before_replay"):
         optimizer.skip = skip  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.skip = None  # type: ignore[attr-defined]

@@ -17,12 +17,12 @@ from torch.profiler import record_function
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.modules.preparing import Prepared, PreparingModule
+from torchembed.modules.preparing import Prepared, PreparingModule, is_same_batch
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
-from torchembed.training.guarded_update import follows_replays, step_unless, sync_lr
+from torchembed.training.guarded_update import before_replay, follows_replays, step_unless
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 """A model and a batch on its device to the loss ``[]`` and the model's output."""
@@ -46,6 +46,10 @@ class _Call(NamedTuple):
     features: SparseFeatures
     tensors: list[int]
     """For each tensor of ``features`` its number in the batch."""
+
+    def is_same(self, other: "_Call") -> bool:
+        same = is_same_batch(self.features, other.features)
+        return self.collection is other.collection and same
 
     def prepare(self, batch: Any) -> Prepared:
         of_batch, numbers = tensors_in(batch), iter(self.tensors)
@@ -98,11 +102,13 @@ class StaticStep:
         self._prepared_suspects: list[Suspect] = []
         self._is_cuda = device.type == "cuda"
         self._turns = [_Turn(), _Turn()]
+        self._vectors_stream = self._ids_stream = self._rows_stream = None
         if self._is_cuda:
-            # The step's kernels go first where both streams have some.
+            # What others wait for goes first where several streams have kernels to run.
             self._stream = torch.cuda.Stream(device, priority=-1)
-            self._side_stream = torch.cuda.Stream(device)
+            self._vectors_stream = torch.cuda.Stream(device, priority=-1)
             self._rows_stream = torch.cuda.Stream(device)
+            self._ids_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
 
     def _memory_now(self) -> Any:
@@ -121,7 +127,7 @@ class StaticStep:
 
     def capture(self, turn: int) -> None:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
-        self._sync_lr()  # what a graph does itself, it does at each replay
+        self._before_replay()  # what a graph does itself, it does at each replay
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -141,7 +147,7 @@ class StaticStep:
         """
         state = self._turns[turn]
         if state.graph is not None:
-            self._sync_lr()
+            self._before_replay()
             state.graph.replay()
             for parameter, grad in state.gradients:
                 parameter.grad = grad
@@ -157,9 +163,9 @@ class StaticStep:
         assert state.result is not None
         return state.result
 
-    def _sync_lr(self) -> None:
+    def _before_replay(self) -> None:
         for optimizer in self._captured_optimizers:
-            sync_lr(optimizer)
+            before_replay(optimizer)
 
     def verdict(self, turn: int) -> tuple[Tensor | None, list[Suspect]]:
         """Of the last step of ``turn``: what :meth:`Verdict.to_host` gave, and the suspects."""
@@ -174,7 +180,7 @@ class StaticStep:
             if self._calls is None:
                 loss, output = self._observed_forward(batch)
             else:
-                with self._handing_over(prepared):
+                with self._handing_over(self._looked_up(prepared)):
                     loss, output = self._compute_loss(self._model, batch)
         verdict = judge(suspects, self._group)
         state.suspects = suspects
@@ -182,16 +188,16 @@ class StaticStep:
             verdict = either(prepared.verdict, verdict)
             state.suspects = [*self._prepared_suspects, *suspects]
         # After forward, so that its exchange of ids delays none of this step's vectors.
-        with self._beside(), record_function("torchembed: prepare"):
+        with self._beside(self._ids_stream), record_function("torchembed: prepare"):
+            state.tell_host(verdict)
             self._prepare(1 - turn)
         with record_function("torchembed: backward"):
             loss.backward()
         with record_function("torchembed: update"):
             self._update_captured(verdict)
+        self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
-        state.verdict = verdict
-        state.tell_host()
 
     def _observed_forward(self, batch: Any) -> tuple[Tensor, Any]:
         """A forward that finds out which collections use which tensors of the batch."""
@@ -203,8 +209,9 @@ class StaticStep:
             features = as_sparse_features(arguments[0])
             tensors = [places.get(id(tensor)) for tensor in tensors_in(features)]
             known = [number for number in tensors if number is not None]
-            if len(known) == len(tensors):
-                calls.append(_Call(collection, features, known))
+            call = _Call(collection, features, known)
+            if len(known) == len(tensors) and not any(map(call.is_same, calls)):
+                calls.append(call)
 
         collections = [m for m in self._model.modules() if isinstance(m, PreparingModule)]
         hooks = [module.register_forward_pre_hook(note) for module in collections]
@@ -215,26 +222,34 @@ class StaticStep:
                 hook.remove()
             self._calls = calls
 
+    def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
+        """What is prepared, with its vectors, which come while the model begins its forward."""
+        if prepared is None or self._calls is None:
+            return []
+        with self._beside(self._vectors_stream):
+            return [
+                call.collection.look_up(of_call)
+                for call, of_call in zip(self._calls, prepared.lookups, strict=True)
+            ]
+
     @contextlib.contextmanager
-    def _handing_over(self, prepared: _PreparedBatch | None) -> Any:
+    def _handing_over(self, looked_up: list[Prepared]) -> Any:
+        by_collection: dict[PreparingModule, list[Prepared]] = {}
+        for call, of_call in zip(self._calls or (), looked_up, strict=False):
+            by_collection.setdefault(call.collection, []).append(of_call)
         with contextlib.ExitStack() as stack:
-            if prepared is not None:
-                assert self._calls is not None
-                by_collection: dict[PreparingModule, list[Prepared]] = {}
-                for call, lookups in zip(self._calls, prepared.lookups, strict=True):
-                    by_collection.setdefault(call.collection, []).append(lookups)
-                for collection, lookups in by_collection.items():
-                    stack.enter_context(collection.handing_over(lookups))
+            for collection, of_collection in by_collection.items():
+                stack.enter_context(collection.handing_over(of_collection))
             yield
 
     @contextlib.contextmanager
-    def _beside(self) -> Any:
-        """What is inside runs beside what comes after it."""
-        if not self._is_cuda:
+    def _beside(self, stream: torch.cuda.Stream | None) -> Any:
+        """What is inside runs on ``stream``, beside what comes after it."""
+        if stream is None:
             yield
             return
-        self._side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side_stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
     @torch.no_grad()
@@ -261,19 +276,23 @@ class StaticStep:
         beside what backward and the other optimizers have left to do."""
         of_tables = [o for o in self._captured_optimizers if isinstance(o, FusedOptimizer)]
         others = [o for o in self._captured_optimizers if not isinstance(o, FusedOptimizer)]
-        if not self._is_cuda:
-            self._update([*of_tables, *others], verdict)
-            return
         # Held until the streams have joined, or their memory would be used again meanwhile.
         recorded = [entry for optimizer in of_tables for entry in optimizer.recorded()]
+        if self._rows_stream is None:
+            self._update([*of_tables, *others], verdict)
+            return
         for entry in recorded:
-            if entry.ready is not None:
-                self._rows_stream.wait_event(entry.ready)
+            assert entry.ready is not None
+            self._rows_stream.wait_event(entry.ready)
         if recorded:
             with torch.cuda.stream(self._rows_stream):
                 self._update(of_tables, verdict)
         self._update(others, verdict)
-        for stream in (self._rows_stream if recorded else None, self._side_stream):
+        self._join(self._rows_stream if recorded else None)
+
+    def _join(self, *streams: torch.cuda.Stream | None) -> None:
+        """Let the step's stream wait for others."""
+        for stream in streams:
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
 
@@ -297,10 +316,11 @@ class _Turn:
         self.suspects: list[Suspect] = []
         self.report: Tensor | None = None
 
-    def tell_host(self) -> None:
-        """Copy the verdict to the host's memory, without waiting."""
-        if self.verdict is not None:
-            self.report = self.verdict.to_host(self.report)
+    def tell_host(self, verdict: Verdict | None) -> None:
+        """Take the ``verdict``, and copy it to the host's memory without waiting."""
+        self.verdict = verdict
+        if verdict is not None:
+            self.report = verdict.to_host(self.report)
 
 
 def _copy_tree(source: Any, target: Any) -> None:

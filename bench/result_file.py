@@ -1,0 +1,42 @@
+"""Results as JSON: what was measured, of which commit, by which command, on which hardware."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def write_results(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write ``rows`` to ``path``."""
+    result = {
+        "hardware": {
+            "gpu": torch.cuda.get_device_name(),
+            "num_gpus": torch.cuda.device_count(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        },
+        "commit": _commit(),
+        "command": " ".join(["python", "-m", *_module_and_arguments()]),
+        "rows": list(rows),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _commit() -> str | None:
+    """None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def _module_and_arguments() -> list[str]:
+    spec = sys.modules["__main__"].__spec__
+    return [sys.argv[0] if spec is None else spec.name, *sys.argv[1:]]

@@ -1,0 +1,281 @@
+// A stable radix sort of a batch's rows, from the lowest digit to the highest, over only the bits
+// that rows use.
+//
+// A pass takes tiles of ids side by side: it counts the tiles' digits, sums the counts of each
+// digit over the tiles before, and moves every id to its place. Nothing waits for another block, so
+// that the same kernels serve ten thousand ids, where each must be short, and tens of millions.
+//
+// Byte floor of a pass over L ids: each row read twice and written once, each position read (but in
+// the first pass) and written once: 20 * L bytes, which mostly stay in the second-level cache.
+
+#include <cuda_runtime.h>
+
+#include "sort_rows.h"
+
+namespace torchembed {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kDigitBits = 9;
+constexpr int kNumDigits = 1 << kDigitBits;
+static_assert(kNumDigits == kThreads, "a thread looks after one digit");
+constexpr int kFewItems = 4;
+constexpr int kManyItems = 8;
+// From here on a tile is kManyItems * kThreads ids, below it kFewItems * kThreads.
+constexpr int64_t kManyIds = int64_t{1} << 20;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+// Row -1 comes first.
+template <class Row>
+__device__ uint32_t key_of(Row row) {
+  return static_cast<uint32_t>(row) + 1u;
+}
+
+struct Digit {
+  int shift;
+  uint32_t mask;
+
+  __device__ int of(uint32_t key) const { return static_cast<int>((key >> shift) & mask); }
+};
+
+// counts[digit * num_tiles + tile]: the ids of the tile whose row has the digit.
+template <int kItems, class Row>
+__global__ void __launch_bounds__(kThreads)
+    count_digits(const Row* __restrict__ rows, int64_t num_ids, int num_tiles, Digit digit,
+                 uint32_t* __restrict__ counts) {
+  __shared__ uint32_t count[kNumDigits];
+  const int thread = threadIdx.x;
+  const int64_t first = int64_t{blockIdx.x} * kThreads * kItems;
+  uint32_t keys[kItems];
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int64_t index = first + item * kThreads + thread;
+    keys[item] = index < num_ids ? key_of(rows[index]) : 0;
+  }
+  count[thread] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    if (first + item * kThreads + thread < num_ids) atomicAdd(&count[digit.of(keys[item])], 1u);
+  }
+  __syncthreads();
+  counts[int64_t{thread} * num_tiles + blockIdx.x] = count[thread];
+}
+
+// Each digit's counts become the sums over the tiles before, and totals[digit] the sum over all.
+__global__ void sum_counts(uint32_t* __restrict__ counts, int num_tiles,
+                           uint32_t* __restrict__ totals) {
+  const int lane = threadIdx.x % 32;
+  const int digit = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  uint32_t* const of_digit = counts + int64_t{digit} * num_tiles;
+  uint32_t before = 0;
+  for (int first = 0; first < num_tiles; first += 32) {
+    const int tile = first + lane;
+    const uint32_t count = tile < num_tiles ? of_digit[tile] : 0;
+    uint32_t up_to = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t other = __shfl_up_sync(kAllLanes, up_to, step);
+      if (lane >= step) up_to += other;
+    }
+    if (tile < num_tiles) of_digit[tile] = before + up_to - count;
+    before += __shfl_sync(kAllLanes, up_to, 31);
+  }
+  if (lane == 0) totals[digit] = before;
+}
+
+// The sum of `value` over the threads before this one. All threads of the block call it.
+__device__ uint64_t sum_before(uint64_t value) {
+  __shared__ uint64_t warp_sums[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint64_t up_to = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint64_t other = __shfl_up_sync(kAllLanes, up_to, step);
+    if (lane >= step) up_to += other;
+  }
+  if (lane == 31) warp_sums[warp] = up_to;
+  __syncthreads();
+  uint64_t before = up_to - value;
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) before += other < warp ? warp_sums[other] : 0;
+  return before;
+}
+
+// Moves the ids of a tile to their places. Those of one digit keep their order: a warp's come
+// before the next warp's, and a warp ranks its own 32 at a time.
+template <int kItems, class Row, bool kFirstPass>
+__global__ void __launch_bounds__(kThreads)
+    move_by_digit(const Row* __restrict__ rows, const int32_t* __restrict__ positions,
+                  int64_t num_ids, int num_tiles, Digit digit,
+                  const uint32_t* __restrict__ counts_before, const uint32_t* __restrict__ totals,
+                  int32_t* __restrict__ moved_rows, int32_t* __restrict__ moved_positions) {
+  constexpr int kTile = kThreads * kItems;
+  // How many ids of each digit a warp has; then where the warp's first one goes within the tile.
+  // When that is done, the tile itself in its new order.
+  __shared__ union {
+    uint32_t of_warp[kWarps][kNumDigits];
+    struct {
+      uint32_t keys[kTile];
+      int32_t positions[kTile];
+    } sorted;
+  } shared;
+  __shared__ uint32_t offset[kNumDigits];
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int64_t tile_first = int64_t{blockIdx.x} * kTile;
+  const int tile_size = static_cast<int>(min(int64_t{kTile}, num_ids - tile_first));
+  const uint32_t before = counts_before[int64_t{thread} * num_tiles + blockIdx.x];
+  const uint32_t total = totals[thread];
+
+  uint32_t keys[kItems];
+  int32_t from[kItems];
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int place = warp * (32 * kItems) + item * 32 + lane;
+    const bool inside = place < tile_size;
+    // What lies past the end has the highest key and comes last, so it displaces nothing.
+    keys[item] = inside ? key_of(rows[tile_first + place]) : 0xFFFFFFFFu;
+    if (kFirstPass) {
+      from[item] = static_cast<int32_t>(tile_first + place);
+    } else {
+      from[item] = inside ? positions[tile_first + place] : 0;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kNumDigits / 32; ++step) shared.of_warp[warp][step * 32 + lane] = 0;
+  __syncwarp();
+
+  uint32_t rank[kItems];
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const uint32_t mine = digit.of(keys[item]);
+    unsigned peers = kAllLanes;
+#pragma unroll
+    for (int bit = 0; bit < kDigitBits; ++bit) {
+      const unsigned have = __ballot_sync(kAllLanes, (mine >> bit) & 1);
+      peers &= (mine >> bit) & 1 ? have : ~have;
+    }
+    const int leader = __ffs(peers) - 1;
+    uint32_t earlier = 0;
+    if (lane == leader) {
+      earlier = shared.of_warp[warp][mine];
+      shared.of_warp[warp][mine] = earlier + __popc(peers);
+    }
+    __syncwarp();
+    rank[item] = __shfl_sync(kAllLanes, earlier, leader) + __popc(peers & ((1u << lane) - 1));
+  }
+  __syncthreads();
+
+  uint32_t count = 0;
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) count += shared.of_warp[other][thread];
+  // Two sums in one: over all ids of lower digits in the upper half, over the tile's in the lower.
+  const uint64_t lower = sum_before(static_cast<uint64_t>(total) << 32 | count);
+  uint32_t place = static_cast<uint32_t>(lower);
+  offset[thread] = static_cast<uint32_t>(lower >> 32) + before - place;
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) {
+    const uint32_t of_other = shared.of_warp[other][thread];
+    shared.of_warp[other][thread] = place;
+    place += of_other;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    rank[item] += shared.of_warp[warp][digit.of(keys[item])];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    shared.sorted.keys[rank[item]] = keys[item];
+    shared.sorted.positions[rank[item]] = from[item];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int at = item * kThreads + thread;
+    if (at < tile_size) {
+      const uint32_t key = shared.sorted.keys[at];
+      const int64_t to = static_cast<uint32_t>(offset[digit.of(key)] + at);
+      moved_rows[to] = static_cast<int32_t>(key - 1u);
+      moved_positions[to] = shared.sorted.positions[at];
+    }
+  }
+}
+
+int tile_ids(int64_t num_ids) { return kThreads * (num_ids < kManyIds ? kFewItems : kManyItems); }
+
+int64_t count_tiles(int64_t num_ids) {
+  return (num_ids + tile_ids(num_ids) - 1) / tile_ids(num_ids);
+}
+
+struct Pairs {
+  int32_t* rows;
+  int32_t* positions;
+};
+
+template <int kItems, class Row, bool kFirstPass>
+void launch_pass(const Row* rows, const int32_t* positions, int64_t num_ids, Digit digit,
+                 uint32_t* counts, Pairs to, cudaStream_t stream) {
+  const int num_tiles = static_cast<int>(count_tiles(num_ids));
+  uint32_t* const totals = counts + int64_t{kNumDigits} * num_tiles;
+  count_digits<kItems><<<num_tiles, kThreads, 0, stream>>>(rows, num_ids, num_tiles, digit, counts);
+  constexpr int kSumThreads = 128;
+  sum_counts<<<kNumDigits * 32 / kSumThreads, kSumThreads, 0, stream>>>(counts, num_tiles, totals);
+  move_by_digit<kItems, Row, kFirstPass><<<num_tiles, kThreads, 0, stream>>>(
+      rows, positions, num_ids, num_tiles, digit, counts, totals, to.rows, to.positions);
+}
+
+template <int kItems, class Row>
+void launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pairs sorted, Pairs spare,
+                   uint32_t* counts, cudaStream_t stream) {
+  int key_bits = 1;  // keys lie in [0, num_rows]
+  while (num_rows >> key_bits) ++key_bits;
+  const int num_passes = (key_bits + kDigitBits - 1) / kDigitBits;
+  const int digit_bits = (key_bits + num_passes - 1) / num_passes;
+  const auto digit_at = [&](int pass) { return Digit{pass * digit_bits, (1u << digit_bits) - 1u}; };
+  // The last pass writes to `sorted`, the one before to `spare`, and so on.
+  const auto target = [&](int pass) { return (num_passes - pass) % 2 == 1 ? sorted : spare; };
+  launch_pass<kItems, Row, true>(rows, nullptr, num_ids, digit_at(0), counts, target(0), stream);
+  for (int pass = 1; pass < num_passes; ++pass) {
+    const Pairs from = target(pass - 1);
+    launch_pass<kItems, int32_t, false>(from.rows, from.positions, num_ids, digit_at(pass), counts,
+                                        target(pass), stream);
+  }
+}
+
+}  // namespace
+
+int64_t sort_scratch_size(int64_t num_ids) {
+  return 2 * num_ids + kNumDigits * (count_tiles(num_ids) + 1);
+}
+
+const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int64_t num_rows,
+                      int32_t* sorted_rows, int32_t* order, int32_t* scratch, int device,
+                      void* stream) {
+  int caller_device = device;
+  cudaError_t error = cudaGetDevice(&caller_device);
+  if (error == cudaSuccess && caller_device != device) error = cudaSetDevice(device);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  const Pairs sorted{sorted_rows, order}, spare{scratch, scratch + num_ids};
+  uint32_t* const counts = reinterpret_cast<uint32_t*>(scratch + 2 * num_ids);
+  const auto launch = [&](const auto* typed_rows) {
+    const auto queue = static_cast<cudaStream_t>(stream);
+    if (num_ids < kManyIds) {
+      launch_passes<kFewItems>(typed_rows, num_ids, num_rows, sorted, spare, counts, queue);
+    } else {
+      launch_passes<kManyItems>(typed_rows, num_ids, num_rows, sorted, spare, counts, queue);
+    }
+  };
+  if (rows_are_wide) {
+    launch(static_cast<const int64_t*>(rows));
+  } else {
+    launch(static_cast<const int32_t*>(rows));
+  }
+  error = cudaGetLastError();
+  if (caller_device != device) cudaSetDevice(caller_device);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace torchembed
