@@ -1,6 +1,6 @@
 """A script for ``torchrun``: two ranks train a tiny model, and one fails as its arguments say.
 
-``raises``, ``is-killed`` or ``stalls`` (its GPU does, for minutes), on ``cpu`` or on ``cuda``, where
+``raises``, ``is-killed`` or ``stalls`` (its GPU does, for minutes), on ``cpu`` or on ``cuda``; there
 it happens once the steps are CUDA graphs.
 """
 
