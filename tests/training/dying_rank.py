@@ -1,7 +1,7 @@
 """A script for ``torchrun``: two ranks train a tiny model, and one fails as its arguments say.
 
-``raises``, ``is-killed`` or ``stalls`` (its GPU does, for minutes), on ``cpu`` or on ``cuda``; there
-it happens once the steps are CUDA graphs.
+``raises``, ``is-killed`` or ``stalls`` (its GPU does, for minutes), on
+``cpu`` or ``cuda``. There it happens once the steps are CUDA graphs.
 """
 
 import os
