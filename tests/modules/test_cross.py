@@ -123,13 +123,15 @@ def test_made_on_no_device_first(device: torch.device) -> None:
 
 
 def test_trains_under_autocast(device: torch.device) -> None:
-    module = LowRankCross(16, 2, 4, device=device)
+    low_rank, full = LowRankCross(16, 2, 4, device=device), Cross(16, 2, device=device)
     x = normal(5, 16, seed=0, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        output = module(x)
-    assert output.dtype == torch.float32
-    output.sum().backward()
-    for parameter in module.parameters():
+        outputs = [low_rank(x), full(x)]
+    # A full-rank layer adds the rounded product to x as it is.
+    assert [output.dtype for output in outputs] == [torch.bfloat16, torch.float32]
+    for output in outputs:
+        output.sum().backward()
+    for parameter in (*low_rank.parameters(), *full.parameters()):
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32
 
 

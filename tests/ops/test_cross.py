@@ -11,7 +11,7 @@ from tests import lanes
 from tests.repeats import assert_repeats
 from tests.tolerance import assert_follows, assert_same_bits
 from tests.values import normal, not_contiguous
-from torchembed.ops.cross import cross_epilogue, full_rank_cross, low_rank_cross
+from torchembed.ops.cross import cross_epilogue, full_rank_cross, low_rank_cross_network
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = {
@@ -28,8 +28,35 @@ def formula_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     return x0 * (z + bias) + x
 
 
-def formula_low_rank(x0: Tensor, x: Tensor, v: Tensor, u: Tensor, bias: Tensor) -> Tensor:
-    return x0 * (x @ v.T @ u.T + bias) + x
+def formula_network(x0: Tensor, *parameters: Tensor) -> Tensor:
+    num_layers, x = len(parameters) // 3, x0
+    for layer in range(num_layers):
+        v, u, bias = parameters[layer::num_layers]
+        x = x0 * (x @ v.T @ u.T + bias) + x
+    return x
+
+
+def network(x0: Tensor, *parameters: Tensor) -> Tensor:
+    """``low_rank_cross_network`` of v, u and bias of each layer in turn."""
+    num_layers = len(parameters) // 3
+    v, u, bias = (parameters[part * num_layers :][:num_layers] for part in range(3))
+    return low_rank_cross_network(x0, v, u, bias)
+
+
+def network_inputs(
+    shape: tuple[int, int], rank: int, num_layers: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """x0, then v, u and bias of each layer."""
+    width = shape[1]
+    sizes = [shape, *[(rank, width)] * num_layers, *[(width, rank)] * num_layers]
+    matrices = [
+        normal(*size, seed=seed, dtype=dtype, device=device) / (1 if seed == 0 else size[1])
+        for seed, size in enumerate(sizes)
+    ]
+    biases = [
+        normal(width, seed=100 + layer, dtype=dtype, device=device) for layer in range(num_layers)
+    ]
+    return [*matrices, *biases]
 
 
 def formula_full_rank(x0: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -75,7 +102,17 @@ def check(
         assert_follows(actual, lambda dtype, which=which: expected(dtype, which))
 
 
-@pytest.mark.parametrize("op", ["cross_epilogue_forward", "cross_epilogue_backward"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "cross_epilogue_forward",
+        "cross_epilogue_backward",
+        "low_rank_cross_forward",
+        "low_rank_cross_scale",
+        "low_rank_cross_backward",
+        "low_rank_cross_input_backward",
+    ],
+)
 def test_the_lane_runs_its_kernels(op: str, device: torch.device) -> None:
     lane = lanes.required_lane()
     if lane is None:
@@ -156,12 +193,29 @@ def test_inputs_need_not_be_contiguous(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rank", [1, 8])
-def test_low_rank_follows_its_formula(rank: int, dtype: torch.dtype, device: torch.device) -> None:
-    x0, _, bias, x = epilogue_inputs((9, 20), device, dtype)
-    v = normal(rank, 20, seed=6, dtype=dtype, device=device) / 20
-    u = normal(20, rank, seed=7, dtype=dtype, device=device)
-    check_products(low_rank_cross, formula_low_rank, [x0, x, v, u, bias])
+@pytest.mark.parametrize(
+    ("shape", "rank", "num_layers"),
+    [((9, 20), 1, 1), ((9, 20), 8, 3), ((1, 1), 2, 2), ((0, 5), 3, 2), ((131, 150), 70, 2)],
+)
+def test_the_low_rank_network_follows_its_formula(
+    shape: tuple[int, int], rank: int, num_layers: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_products(network, formula_network, network_inputs(shape, rank, num_layers, dtype, device))
+
+
+def test_many_samples_share_the_sum_of_a_bias(device: torch.device) -> None:
+    # So many that several programs sum parts of a column.
+    check_products(network, formula_network, network_inputs((1300, 3), 2, 2, torch.float32, device))
+
+
+def test_the_low_rank_network_by_hand(device: torch.device) -> None:
+    x0, v, u, bias = (
+        torch.tensor(value, device=device)
+        for value in ([[1.0, 2.0]], [[1.0, 2.0]], [[3.0], [-1.0]], [1.0, 0.0])
+    )
+    # v x0 = 5: x1 = (1 * 16 + 1, 2 * -5 + 2) = (17, -8); v x1 = 1: x2 = (1 * 4 + 17, 2 * -1 - 8).
+    assert network(x0, v, v, u, u, bias, bias).tolist() == [[21.0, -10.0]]
+    assert low_rank_cross_network(x0, [], [], []) is x0
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -175,11 +229,16 @@ def check_products(
     function: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: list[Tensor]
 ) -> None:
     """As ``check``, with torch's own low-precision products for what they lose."""
-    output = function(*inputs)
+    with torch.no_grad():
+        output = function(*inputs)
     grad = normal(*output.shape, seed=9, dtype=output.dtype, device=output.device)
     exact = results(formula, [tensor.double() for tensor in inputs], grad.double())
     eager = results(formula, inputs, grad)
     for actual, low, true in zip(results(function, inputs, grad), eager, exact, strict=True):
+        if not true.numel():
+            assert actual.shape == true.shape
+            continue
+        assert torch.isfinite(actual).all()
         band = torch.finfo(actual.dtype).eps * true.abs().max()
         allowed = 2 * (low.double() - true).abs().max() + band
         assert (actual.double() - true).abs().max() <= allowed
@@ -191,6 +250,12 @@ def test_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> Non
     assert_repeats(lambda: results(cross_epilogue, inputs, grad))
 
 
+def test_the_network_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> None:
+    inputs = network_inputs((140, 40), 5, 2, torch.bfloat16, device)
+    grad = normal(140, 40, seed=5, dtype=torch.bfloat16, device=device)
+    assert_repeats(lambda: results(network, inputs, grad))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
     x0, z, bias, x = epilogue_inputs((4, 10), device, dtype, dtype, torch.float32, dtype)
@@ -200,11 +265,23 @@ def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
         torch.library.opcheck(ops.cross_epilogue_backward.default, (x, x0, z, bias, x_is_x0))
 
 
+def test_opcheck_of_the_low_rank_operations(device: torch.device) -> None:
+    ops = torch.ops.torchembed
+    x0, v, u, bias = network_inputs((4, 10), 3, 1, torch.float32, device)
+    h, grad = normal(4, 3, seed=5, device=device), normal(4, 10, seed=6, device=device)
+    total = torch.zeros_like(bias)
+    torch.library.opcheck(ops.low_rank_cross_forward.default, (x0, h, u, bias, grad))
+    torch.library.opcheck(ops.low_rank_cross_scale.default, (grad, x0, total))
+    torch.library.opcheck(ops.low_rank_cross_backward.default, (grad, h, v, x0, total))
+    torch.library.opcheck(ops.low_rank_cross_input_backward.default, (h, v, [grad, x0], [x0, grad]))
+
+
 def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
     backend = CompileCounterWithBackend("aot_eager")
 
     def two_layers(x0: Tensor, v: Tensor, u: Tensor, bias: Tensor) -> Tensor:
-        return low_rank_cross(x0, low_rank_cross(x0, x0, v, u, bias), v, u, bias)
+        x0 = low_rank_cross_network(x0, [v, 2 * v], [u, u / 2], [bias, -bias])
+        return full_rank_cross(x0, x0, u @ v, bias)
 
     compiled = torch.compile(two_layers, fullgraph=True, dynamic=True, backend=backend)
     v, u = normal(3, 10, seed=6, device=device), normal(10, 3, seed=7, device=device)
@@ -231,3 +308,17 @@ def test_bad_arguments_are_named(device: torch.device) -> None:
         cross_epilogue(x0, z, bias[:9], x)
     with pytest.raises(ValueError, match=r"z must be on .* as x0 is, got meta"):
         cross_epilogue(x0, z.to("meta"), bias, x)
+
+
+def test_bad_layers_are_named(device: torch.device) -> None:
+    x0, v, u, bias = network_inputs((4, 10), 3, 1, torch.float32, device)
+    with pytest.raises(ValueError, match="v, u and bias must hold one tensor a layer, got 2, 1"):
+        low_rank_cross_network(x0, [v, v], [u], [bias])
+    with pytest.raises(ValueError, match=r"u\[0\] must have shape \(10, 3\), got \(3, 10\)"):
+        low_rank_cross_network(x0, [v], [v], [bias])
+    with pytest.raises(TypeError, match=r"v\[0\] must be float32, got bfloat16; cast it"):
+        low_rank_cross_network(x0, [v.bfloat16()], [u], [bias])
+    with pytest.raises(ValueError, match=r"bias\[0\] must be on .* as x0 is, got meta"):
+        low_rank_cross_network(x0, [v], [u], [bias.to("meta")])
+    with pytest.raises(TypeError, match="x0 must be float32 or float16 or bfloat16, got float64"):
+        low_rank_cross_network(x0.double(), [v], [u], [bias])

@@ -222,7 +222,7 @@ def test_ranks_that_disagree_are_told_in_what() -> None:
         "tables.embedding_bags.d: row_wise on ranks 0, 1; start every rank with",
         "refused": r"rank 1 has the error: ValueError: plan places tables .*embedding_bags.e",
         "another error": "rank 1 has the error: AttributeError: 'int' object has no attribute",
-        "wire": r"rank 0 has WirePrecision\(.*backward=None\), rank 1 .*torch.float16\);",
+        "wire": r"rank 0 has WirePrecision\(.*backward=None, .*\), rank 1 .*torch.float16, .*\);",
         "setting": r"rank 0 has tables: .*on_bad_id=RAISE.*, rank 1 has tables: .*ZERO",
         "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",
         "dense": r"rank 0 has top.weight: \(1, 2\).*, rank 1 has top.weight: \(1, 3\)",

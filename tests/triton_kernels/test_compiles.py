@@ -17,9 +17,13 @@ from triton.runtime.jit import JITFunction
 from tests import lanes
 from torchembed.core.types import OptimizerKind
 from torchembed.triton_kernels import (
+    binary_cross_entropy,
     cross,
+    dense_update,
     jagged,
+    linear,
     linearize_ids,
+    low_rank_cross,
     pooled_lookup,
     row_blocks,
     rowwise_update,
@@ -144,6 +148,41 @@ def launch_cross(dtype: torch.dtype, num_columns: int, x_is_x0: bool) -> None:
     cross.launch_cross_epilogue_backward(x, x, x, bias, x_is_x0)
 
 
+def launch_low_rank_cross(dtype: torch.dtype, num_columns: int, rank: int, num_rows: int) -> None:
+    x0, x = torch.zeros(2, num_rows, num_columns, dtype=dtype)
+    h = torch.zeros(num_rows, rank, dtype=dtype)
+    u, bias = torch.zeros(num_columns, rank, dtype=dtype), torch.zeros(num_columns, dtype=dtype)
+    for later in (x0, x):
+        low_rank_cross.launch_low_rank_cross_forward(x0, h, u, bias, later)
+    low_rank_cross.launch_low_rank_cross_scale(x, x0, bias)
+    v = u.t().contiguous()
+    low_rank_cross.launch_low_rank_cross_backward(x, h, v, x0, bias)
+    low_rank_cross.launch_low_rank_cross_input_backward(h, v, [x] * 3, [x0] * 3)
+
+
+def launch_linear(num_rows: int) -> None:
+    x = torch.zeros(num_rows, 24, dtype=torch.bfloat16)
+    linear.launch_linear_relu_backward(x, x, x[0])
+    linear.launch_sum_rows(x, x[0])
+
+
+def launch_dense_update(kind: OptimizerKind, options: bool) -> None:
+    weight, one = torch.zeros(5000), torch.ones(1)
+    low = torch.zeros(5000, dtype=torch.bfloat16)
+    states = [None if kind is OptimizerKind.SGD else weight.clone()]
+    states.append(weight.clone() if kind is OptimizerKind.ADAM else None)
+    extras = (one, one) if options else (None, None)
+    numbers = (int(kind), 1e-8, 0.9, 0.0, 0.1 if options else 0.0)
+    rounded, grad = (low, low.clone()) if options else (None, weight.clone())
+    dense_update.launch_dense_update(weight, *states, rounded, grad, one, one, *extras, *numbers)
+
+
+def launch_binary_cross_entropy(dtype: torch.dtype) -> None:
+    logits, labels = torch.zeros(9000, dtype=dtype), torch.zeros(9000)
+    binary_cross_entropy.launch_binary_cross_entropy_forward(logits, labels)
+    binary_cross_entropy.launch_binary_cross_entropy_backward(labels[:1], logits, labels)
+
+
 OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
 LAUNCHES: dict[str, Callable[[], object]] = {
     "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
@@ -172,6 +211,15 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "pad vectors": lambda: launch_pad(torch.zeros(NUM_IDS, 150, dtype=torch.bfloat16)),
     "cross": lambda: launch_cross(torch.bfloat16, 432, False),
     "first cross": lambda: launch_cross(torch.float32, 7, True),
+    "low-rank cross": lambda: launch_low_rank_cross(torch.bfloat16, 432, 512, 2048),
+    "low-rank cross of few": lambda: launch_low_rank_cross(torch.float16, 100, 7, 64),
+    "low-rank cross in float32": lambda: launch_low_rank_cross(torch.float32, 100, 7, 64),
+    "linear of few": lambda: launch_linear(64),
+    "linear": lambda: launch_linear(4096),
+    "dense sgd": lambda: launch_dense_update(OptimizerKind.SGD, False),
+    "dense adagrad": lambda: launch_dense_update(OptimizerKind.ADAGRAD, True),
+    "dense adam": lambda: launch_dense_update(OptimizerKind.ADAM, True),
+    "log loss": lambda: launch_binary_cross_entropy(torch.bfloat16),
 }
 
 
@@ -186,6 +234,15 @@ def test_compiles_with_wide_addresses(ptx: dict[str, str], monkeypatch: pytest.M
     for name in ("linearize fixed", "find runs", "pooled jagged", "adam", "pad ids", "cross"):
         LAUNCHES[name]()
     assert len(ptx) == 14
+
+
+def test_cross_products_are_on_tensor_cores_and_fit_twice(ptx: dict[str, str]) -> None:
+    launch_low_rank_cross(torch.bfloat16, 3456, 512, 8192)
+    for name in ("forward", "backward", "input_backward"):
+        text = ptx[f"_low_rank_cross_{name}_kernel"]
+        assert "wgmma.mma_async" in text
+        assert re.search(r"ld\.global\S*\.v4\.b32", text)
+        assert not re.search(r"[ls][dt]\.local", text)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchembed.ops.cross import full_rank_cross, low_rank_cross
+from torchembed.ops.cross import full_rank_cross, low_rank_cross_network
 
 
 class LowRankCross(nn.Module):
@@ -56,10 +56,7 @@ class LowRankCross(nn.Module):
             nn.init.zeros_(bias)
 
     def forward(self, x0: Tensor) -> Tensor:
-        x = x0
-        for v, u, bias in zip(self.v, self.u, self.bias, strict=True):
-            x = low_rank_cross(x0, x, v, u, bias)
-        return x
+        return low_rank_cross_network(x0, list(self.v), list(self.u), list(self.bias))
 
 
 class Cross(nn.Module):

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchembed.core.checks import FLOAT_DTYPES
+from torchembed.ops.linear import linear, linear_relu
+
 
 class _Linear(nn.Linear):
     """A linear layer whose initial values are those of Facebook's DLRM.
@@ -20,6 +23,11 @@ class _Linear(nn.Linear):
         nn.init.xavier_normal_(self.weight)
         if self.bias is not None:
             nn.init.normal_(self.bias, std=math.sqrt(1 / self.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype in FLOAT_DTYPES:
+            return linear(x, self.weight, self.bias)
+        return super().forward(x)
 
 
 class _BatchNorm(nn.BatchNorm1d):
@@ -36,11 +44,36 @@ class _BatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
 
+def _has_hooks(layer: nn.Module) -> bool:
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+    )
+
+
+def _are_fusible(layer: nn.Module, following: nn.Module | None) -> bool:
+    """Whether ``linear_relu`` computes ``layer`` and what is ``following`` it."""
+    return (
+        isinstance(layer, _Linear)
+        and layer.bias is not None
+        and layer.weight.dtype in FLOAT_DTYPES
+        and type(following) is nn.ReLU
+        and not _has_hooks(layer)
+        and not _has_hooks(following)
+    )
+
+
 class MLP(nn.Sequential):
     """A stack of linear layers, each followed by batch normalization, activation and dropout.
 
     Maps ``[B, in_features]`` to ``[B, layer_sizes[-1]]``. Initial values are those of DLRM: normal
     weights with variance ``2 / (in + out)`` and normal biases with variance ``1 / out``.
+
+    A linear layer and the rectifier right after it are one operation, unless one of them has hooks.
+    Gradients of weights may be deferred, see
+    :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`.
 
     Args:
         in_features: width of the input.
@@ -86,3 +119,17 @@ class MLP(nn.Sequential):
             if dropout:
                 layers.append(nn.Dropout(dropout))
         super().__init__(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers: list[nn.Module] = [*self]
+        position = 0
+        while position < len(layers):
+            layer, following = layers[position], [*layers, None][position + 1]
+            if _are_fusible(layer, following):
+                assert isinstance(layer, nn.Linear)
+                x = linear_relu(x, layer.weight, layer.bias)
+                position += 2
+            else:
+                x = layer(x)
+                position += 1
+        return x

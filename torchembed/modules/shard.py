@@ -18,7 +18,7 @@ from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingColl
 from torchembed.modules.table_module import TableModule
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
-from torchembed.sharding.data_parallel import GradientMean
+from torchembed.sharding.gradient_mean import GradientMean
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
 from torchembed.sharding.plan_report import PlanReport
 from torchembed.sharding.planner import Planner
@@ -277,4 +277,6 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
         dist.broadcast(tensor, src=first, group=group)
-    model._torchembed_gradient_mean = GradientMean(replicated, group)  # type: ignore[assignment]
+    model._torchembed_gradient_mean = GradientMean(  # type: ignore[assignment]
+        replicated, ranks.gradient_group, dtype=ranks.wire.dense
+    )

@@ -1,7 +1,20 @@
-"""Fused optimizers of embedding tables."""
+"""Fused optimizers: of embedding tables, and of dense parameters."""
 
 from torchembed.optim.clipping import clip_grad_norm_
+from torchembed.optim.dense import DenseOptimizer
+from torchembed.optim.dense_optimizers import DenseAdagrad, DenseAdam, DenseSGD
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.optim.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
 
-__all__ = ["SGD", "Adagrad", "Adam", "FusedOptimizer", "RowwiseAdagrad", "clip_grad_norm_"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "DenseAdagrad",
+    "DenseAdam",
+    "DenseOptimizer",
+    "DenseSGD",
+    "FusedOptimizer",
+    "RowwiseAdagrad",
+    "clip_grad_norm_",
+]

@@ -1,66 +1,17 @@
-"""Gradients of what several ranks hold: their mean over ranks, the rule of DDP, and sums over
-columns."""
+"""Gradients of tables that several ranks hold: their mean over ranks, the rule of DDP, and sums
+over columns."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchembed.ops.row_gradients import WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.sharding.collectives import gather_size
 from torchembed.sharding.finished_work import all_reduce
-from torchembed.tables import table_of
-
-
-def all_reduce_mean(tensors: list[Tensor], group: Any) -> None:
-    """Replace each tensor by its mean over ranks, in place; one collective for each dtype."""
-    num_ranks = dist.get_world_size(group)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        all_reduce(flat, group)
-        flat /= num_ranks
-        parts = flat.split([tensor.numel() for tensor in same])
-        for tensor, part in zip(same, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-
-class GradientMean:
-    """Averages the gradients of parameters over ranks at the end of each backward.
-
-    Every rank must run backward equally often. A parameter without a gradient on this rank counts
-    as zeros. Gradients that accumulate over several backwards come out as the mean of the sums.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
-        self._parameters = list(parameters)
-        self._group = group
-        self._is_queued = False
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._queue)
-
-    def _queue(self, _: Tensor) -> None:
-        if not self._is_queued:
-            self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
-
-    def _reduce(self) -> None:
-        self._is_queued = False
-        grads = []
-        for parameter in self._parameters:
-            table = table_of(parameter)
-            if not parameter.requires_grad or (table is not None and table.group.rule is not None):
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grads.append(parameter.grad)
-        all_reduce_mean(grads, self._group)
 
 
 def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:

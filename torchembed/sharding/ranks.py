@@ -69,7 +69,9 @@ class Ranks:
         mesh: one-dimensional; the ranks of plans are places in it.
         group: its process group.
         rank: this rank's place in it.
-        wire: the precision in which vectors travel.
+        gradient_group: another process group of the same ranks, for the dense gradients alone:
+            these are reduced while backward exchanges vectors in ``group``.
+        wire: the precision in which vectors and gradients travel.
         row_gradient_mean: for tables that every rank holds.
         max_over_holders: of all tables; None where no two ranks hold different ones.
     """
@@ -85,6 +87,7 @@ class Ranks:
         """``all_hold_tables``: every rank has others than those of ``plans``."""
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
+        self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=True)
         self.rank = mesh.get_local_rank()
         self.row_gradient_mean = row_gradient_mean(self.group)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}

@@ -1,4 +1,4 @@
-"""The precision in which vectors and their gradients travel between ranks."""
+"""The precision in which vectors and gradients travel between ranks."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from torchembed.sharding.finished_work import all_reduce
 class WirePrecision:
     """What looked-up vectors and their gradients are rounded to, to nearest, while they travel.
 
-    None, and a dtype that is no narrower than what is sent, leave them as they are. Each vector is
+    Without a dtype, or with one no narrower than what is sent, they stay as they are. A vector is
     rounded once, also one that stays on its rank, so that results do not depend on where a sample
     or a row is; of a row-wise table, that is once for each rank's part of the sum. Sums are taken
     after the way back to the dtype that vectors had.
@@ -29,8 +29,15 @@ class WirePrecision:
 
     forward: torch.dtype | None = None
     backward: torch.dtype | None = None
+    dense: torch.dtype | None = None
+    """In which the gradients of all other parameters are summed over ranks, float32 or bfloat16;
+    may be wider than they are."""
 
     def __post_init__(self) -> None:
+        if self.dense not in (None, torch.float32, torch.bfloat16):
+            raise TypeError(
+                f"dense of the wire must be float32, bfloat16 or None, got {self.dense}"
+            )
         for name in ("forward", "backward"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in FLOAT_DTYPES:

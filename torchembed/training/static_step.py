@@ -19,7 +19,9 @@ from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Prepared, PreparingModule, is_same_batch
 from torchembed.modules.table_module import TableModule
+from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import FusedOptimizer
+from torchembed.tables import RecordedGradients
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.guarded_update import before_replay, follows_replays, step_unless
@@ -94,7 +96,9 @@ class StaticStep:
         self._parameters = list(model.parameters())
         self._memory = self._memory_now()
         self._optimizers = list(optimizers)
-        self._captured_optimizers = [o for o in optimizers if follows_replays(o)]
+        self._table_optimizers = [o for o in optimizers if isinstance(o, FusedOptimizer)]
+        captured = [o for o in optimizers if follows_replays(o)]
+        self._dense_optimizers = [o for o in captured if not isinstance(o, FusedOptimizer)]
         self._other_optimizers = [o for o in optimizers if not follows_replays(o)]
         self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
         self._calls: list[_Call] | None = None
@@ -164,7 +168,7 @@ class StaticStep:
         return state.result
 
     def _before_replay(self) -> None:
-        for optimizer in self._captured_optimizers:
+        for optimizer in (*self._table_optimizers, *self._dense_optimizers):
             before_replay(optimizer)
 
     def verdict(self, turn: int) -> tuple[Tensor | None, list[Suspect]]:
@@ -191,10 +195,13 @@ class StaticStep:
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
-        with record_function("torchembed: backward"):
-            loss.backward()
+        with DeferredWeightGradients():
+            with record_function("torchembed: backward"):
+                loss.backward()
+            recorded = self._update_rows(verdict)
         with record_function("torchembed: update"):
-            self._update_captured(verdict)
+            self._update(self._dense_optimizers, verdict)
+        self._join(self._rows_stream if recorded else None)
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
@@ -271,24 +278,23 @@ class StaticStep:
         for optimizer in optimizers:
             step_unless(optimizer, None if verdict is None else verdict.skip)
 
-    def _update_captured(self, verdict: Verdict | None) -> None:
-        """The captured optimizers' steps; rows are updated as soon as their gradients are there,
-        beside what backward and the other optimizers have left to do."""
-        of_tables = [o for o in self._captured_optimizers if isinstance(o, FusedOptimizer)]
-        others = [o for o in self._captured_optimizers if not isinstance(o, FusedOptimizer)]
-        # Held until the streams have joined, or their memory would be used again meanwhile.
-        recorded = [entry for optimizer in of_tables for entry in optimizer.recorded()]
+    def _update_rows(self, verdict: Verdict | None) -> list[RecordedGradients]:
+        """Update rows as soon as their gradients are there, beside what backward and the other
+        optimizers have left to do.
+
+        Returns:
+            What must be held until the streams have joined, or its memory would be used again.
+        """
+        recorded = [entry for o in self._table_optimizers for entry in o.recorded()]
         if self._rows_stream is None:
-            self._update([*of_tables, *others], verdict)
-            return
-        for entry in recorded:
-            assert entry.ready is not None
-            self._rows_stream.wait_event(entry.ready)
-        if recorded:
-            with torch.cuda.stream(self._rows_stream):
-                self._update(of_tables, verdict)
-        self._update(others, verdict)
-        self._join(self._rows_stream if recorded else None)
+            self._update(self._table_optimizers, verdict)
+        elif recorded:
+            for entry in recorded:
+                assert entry.ready is not None
+                self._rows_stream.wait_event(entry.ready)
+            with torch.cuda.stream(self._rows_stream), record_function("torchembed: rows"):
+                self._update(self._table_optimizers, verdict)
+        return recorded
 
     def _join(self, *streams: torch.cuda.Stream | None) -> None:
         """Let the step's stream wait for others."""

@@ -1,4 +1,4 @@
-"""The public functions ``cross_epilogue``, ``low_rank_cross`` and ``full_rank_cross``."""
+"""The public functions ``cross_epilogue`` and ``full_rank_cross``."""
 
 from typing import Any
 
@@ -70,27 +70,6 @@ def cross_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
         bias.contiguous(),
         None if x is x0 else x.contiguous(),
     )
-
-
-def low_rank_cross(x0: Tensor, x: Tensor, v: Tensor, u: Tensor, bias: Tensor) -> Tensor:
-    """One low-rank cross layer of DCN-V2: ``x0 * (u @ (v @ x) + bias) + x`` for each sample.
-
-    R. Wang et al., "DCN V2: Improved Deep & Cross Network", WWW 2021, equation 2.
-
-    Args:
-        x0: ``[B, N]``, floating: the input of the first layer.
-        x: ``[B, N]``: the input of this layer.
-        v: ``[rank, N]``.
-        u: ``[N, rank]``.
-        bias: ``[N]``.
-
-    Returns:
-        ``[B, N]``.
-
-    Raises:
-        TypeError, ValueError: for a dtype, shape or device that does not fit.
-    """
-    return cross_epilogue(x0, functional.linear(functional.linear(x, v), u), bias, x)
 
 
 def full_rank_cross(x0: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The specification of the ``cross_epilogue_*`` operations in eager torch."""
+"""The specification of the ``cross_epilogue_*`` and ``low_rank_cross_*`` operations in eager
+torch."""
 
 import torch
 from torch import Tensor
@@ -22,3 +23,34 @@ def cross_epilogue_backward_reference(
         grad_x0 = grad_x0 + grad.float()
     grad_z = grad.float() * x0.float()
     return grad_x0.to(x0.dtype), grad_z.to(z.dtype), grad_z.sum(0).to(bias.dtype)
+
+
+def low_rank_cross_forward_reference(
+    x0: Tensor, h: Tensor, u: Tensor, bias: Tensor, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    z = h.float() @ u.float().t() + bias.float()
+    return (x0.float() * z + x.float()).to(x0.dtype), z.to(x0.dtype)
+
+
+def low_rank_cross_scale_reference(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> Tensor:
+    grad_z = grad.float() * x0.float()
+    grad_bias.copy_(grad_z.sum(0))
+    return grad_z.to(grad.dtype)
+
+
+def low_rank_cross_backward_reference(
+    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_x = grad.float() + grad_h.float() @ v.float()
+    grad_z = grad_x * x0.float()
+    grad_bias.copy_(grad_z.sum(0))
+    return grad_x.to(grad.dtype), grad_z.to(grad.dtype)
+
+
+def low_rank_cross_input_backward_reference(
+    grad_h: Tensor, v: Tensor, grads: list[Tensor], z: list[Tensor]
+) -> Tensor:
+    total = grad_h.float() @ v.float() + grads[0].float()
+    for grad, factor in zip(grads, z, strict=True):
+        total = total + grad.float() * factor.float()
+    return total.to(grad_h.dtype)

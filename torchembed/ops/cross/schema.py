@@ -1,4 +1,5 @@
-"""Defines the ``torchembed::cross_epilogue_*`` operations and picks their kernels."""
+"""Defines the ``torchembed::cross_epilogue_*`` and ``low_rank_cross_*`` operations and picks their
+kernels."""
 
 import torch
 from torch import Tensor
@@ -8,9 +9,14 @@ from torchembed.ops.cross.reference import (
     cross_epilogue_backward_reference,
     cross_epilogue_forward_reference,
     epilogue_dtype,
+    low_rank_cross_backward_reference,
+    low_rank_cross_forward_reference,
+    low_rank_cross_input_backward_reference,
+    low_rank_cross_scale_reference,
 )
 
 _TRITON = "torchembed.triton_kernels.cross"
+_LOW_RANK_TRITON = "torchembed.triton_kernels.low_rank_cross"
 
 
 def _forward_fake(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -21,6 +27,28 @@ def _backward_fake(
     grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor, x_is_x0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x0), torch.empty_like(z), torch.empty_like(bias)
+
+
+def _low_rank_forward_fake(
+    x0: Tensor, h: Tensor, u: Tensor, bias: Tensor, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x0), torch.empty_like(x0)
+
+
+def _low_rank_scale_fake(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _low_rank_backward_fake(
+    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(grad), torch.empty_like(grad)
+
+
+def _low_rank_input_backward_fake(
+    grad_h: Tensor, v: Tensor, grads: list[Tensor], z: list[Tensor]
+) -> Tensor:
+    return torch.empty_like(grads[0])
 
 
 cross_epilogue_forward_op = define_op(
@@ -35,4 +63,30 @@ cross_epilogue_backward_op = define_op(
     reference=cross_epilogue_backward_reference,
     fake=_backward_fake,
     triton=f"{_TRITON}:launch_cross_epilogue_backward",
+)
+low_rank_cross_forward_op = define_op(
+    "low_rank_cross_forward(Tensor x0, Tensor h, Tensor u, Tensor bias, Tensor x)"
+    " -> (Tensor, Tensor)",
+    reference=low_rank_cross_forward_reference,
+    fake=_low_rank_forward_fake,
+    triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_forward",
+)
+low_rank_cross_scale_op = define_op(
+    "low_rank_cross_scale(Tensor grad, Tensor x0, Tensor(a!) grad_bias) -> Tensor",
+    reference=low_rank_cross_scale_reference,
+    fake=_low_rank_scale_fake,
+    triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_scale",
+)
+low_rank_cross_backward_op = define_op(
+    "low_rank_cross_backward(Tensor grad, Tensor grad_h, Tensor v, Tensor x0,"
+    " Tensor(a!) grad_bias) -> (Tensor, Tensor)",
+    reference=low_rank_cross_backward_reference,
+    fake=_low_rank_backward_fake,
+    triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_backward",
+)
+low_rank_cross_input_backward_op = define_op(
+    "low_rank_cross_input_backward(Tensor grad_h, Tensor v, Tensor[] grads, Tensor[] z) -> Tensor",
+    reference=low_rank_cross_input_backward_reference,
+    fake=_low_rank_input_backward_fake,
+    triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_input_backward",
 )

@@ -1,0 +1,371 @@
+"""The dense part of DLRM-DCNv2 on one GPU: forward, backward and optimizer, beside plain PyTorch.
+
+``python -m bench.dense`` prints milliseconds of CUDA graphs that hold a forward and backward, or a
+step of an optimizer, and writes them to ``bench/results/dense.json``. The systems take turns on the
+same inputs and weights, and a figure is printed only if loss and gradients are right: against
+float64, no more than three times as wrong as plain PyTorch in the same precision.
+"""
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchembed.modules import MLP, LowRankCross
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.optim import DenseAdagrad, DenseAdam, DenseSGD
+
+NUM_DENSE, NUM_EMBEDDINGS, DIM = 13, 26, 128
+BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
+NUM_CROSS_LAYERS, RANK, WIDTH = 3, 512, DIM * (NUM_EMBEDDINGS + 1)
+FLOPS_PER_SAMPLE = 96.2e6
+PEAK_FLOPS = 790e12
+"""Of bfloat16 products on an H100, measured."""
+MEMORY_BYTES_PER_SECOND = 3.0e12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to measure."""
+
+    batch_sizes: tuple[int, ...] = (512, 2048, 8192)
+    precisions: tuple[str, ...] = ("bf16", "tf32")
+    compile: bool = True
+    """Also plain PyTorch under ``torch.compile``."""
+    num_rounds: int = 20
+    """How often the systems take turns; each time 20 replays of a graph."""
+    output: Path = Path("bench/results/dense.json")
+    profile: Path | None = None
+    """Where to write each system's kernels and their times."""
+
+
+class PlainCross(nn.Module):
+    """The cross network by its formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.ParameterList(torch.empty(RANK, WIDTH) for _ in range(NUM_CROSS_LAYERS))
+        self.u = nn.ParameterList(torch.empty(WIDTH, RANK) for _ in range(NUM_CROSS_LAYERS))
+        self.bias = nn.ParameterList(torch.empty(WIDTH) for _ in range(NUM_CROSS_LAYERS))
+
+    def forward(self, x0: Tensor) -> Tensor:
+        x = x0
+        for v, u, bias in zip(self.v, self.u, self.bias, strict=True):
+            x = x0 * F.linear(F.linear(x, v), u, bias) + x
+        return x
+
+
+def plain_mlp(width: int, sizes: Sequence[int], *, activation_on_last: bool) -> nn.Sequential:
+    """``nn.Linear`` and ``nn.ReLU``, with the names of our :class:`MLP`."""
+    layers: list[nn.Module] = []
+    for size in sizes:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return nn.Sequential(*(layers if activation_on_last else layers[:-1]))
+
+
+class DensePart(nn.Module):
+    """Dense features and pooled embeddings to the loss."""
+
+    def __init__(self, bottom: nn.Module, cross: nn.Module, top: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.bottom, self.cross, self.top, self.loss = bottom, cross, top, loss
+
+    def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor) -> Tensor:
+        x = torch.cat([self.bottom(dense), pooled], dim=1)
+        return self.loss(self.top(self.cross(x)).squeeze(1), labels)
+
+
+def ours() -> DensePart:
+    """The dense part from torchembed's modules."""
+    return DensePart(
+        MLP(NUM_DENSE, BOTTOM),
+        LowRankCross(WIDTH, NUM_CROSS_LAYERS, RANK),
+        MLP(WIDTH, TOP, activation_on_last=False),
+        binary_cross_entropy,
+    )
+
+
+def plain() -> DensePart:
+    """The dense part from torch's modules."""
+    return DensePart(
+        plain_mlp(NUM_DENSE, BOTTOM, activation_on_last=True),
+        PlainCross(),
+        plain_mlp(WIDTH, TOP, activation_on_last=False),
+        F.binary_cross_entropy_with_logits,
+    )
+
+
+@dataclasses.dataclass(kw_only=True)
+class System:
+    """A dense part and its inputs, and how to run backward."""
+
+    name: str
+    model: Any
+    parameters: list[nn.Parameter]
+    inputs: tuple[Tensor, Tensor, Tensor]
+    deferred: Callable[[], Any] = contextlib.nullcontext
+
+    def run(self) -> Tensor:
+        """Forward and backward; leaves new gradients, and returns the loss."""
+        for tensor in (*self.parameters, self.inputs[1]):
+            tensor.grad = None
+        with self.deferred():
+            loss = self.model(*self.inputs)
+            loss.backward()
+        return loss
+
+    def results(self) -> list[Tensor]:
+        """The loss and every gradient."""
+        found = [self.run().detach()]
+        for tensor in (self.inputs[1], *self.parameters):
+            assert tensor.grad is not None
+            found.append(tensor.grad.clone())
+        return found
+
+
+def systems(config: Config, batch_size: int, dtype: torch.dtype) -> list[System]:
+    """All systems, with the same weights and inputs."""
+    generator = torch.Generator("cuda").manual_seed(batch_size)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    dense, pooled = normal(batch_size, NUM_DENSE), normal(batch_size, WIDTH - DIM) / 4
+    labels = (normal(batch_size) > 0).float()
+    state = ours().state_dict()
+    found = []
+
+    def add(name: str, model: nn.Module, to: torch.dtype, **how: Any) -> System:
+        model.load_state_dict(state)
+        model.to("cuda", to)
+        if name.startswith("torchembed"):
+            # Gives the gradients their flat buffer; no step is made.
+            DenseSGD(model.parameters())
+        inputs = (dense.to(to), pooled.to(to).requires_grad_(), labels.to(to))
+        parameters = list(model.parameters())
+        found.append(System(name=name, model=model, parameters=parameters, inputs=inputs, **how))
+        return found[-1]
+
+    add("float64", plain(), torch.float64)
+    add("torch", plain(), dtype)
+    if config.compile:
+        compiled = add("torch.compile", plain(), dtype)
+        torch._dynamo.reset()
+        compiled.model = torch.compile(compiled.model, dynamic=False)
+    add("torchembed", ours(), dtype)
+    side = torch.cuda.Stream()
+    add("torchembed, side stream", ours(), dtype, deferred=lambda: DeferredWeightGradients(side))
+    return found
+
+
+def relative_errors(system: System, exact: Sequence[Tensor]) -> list[float]:
+    """The error of the loss and of each gradient, as a part of its norm."""
+    return [
+        float((found.double() - true).norm() / true.norm().clamp_min(1e-30))
+        for found, true in zip(system.results(), exact, strict=True)
+    ]
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], None]:
+    """``run`` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def milliseconds(replays: Sequence[Callable[[], None]], num_rounds: int) -> list[list[float]]:
+    """Milliseconds of each replay; they take turns, 20 replays at a time."""
+    times: list[list[float]] = [[] for _ in replays]
+    for replay in replays:
+        for _ in range(10):
+            replay()
+    for _ in range(num_rounds):
+        for replay, seen in zip(replays, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            replay()
+            start.record()
+            for _ in range(20):
+                replay()
+            end.record()
+            end.synchronize()
+            seen.append(start.elapsed_time(end) / 20)
+    return times
+
+
+def row(times: list[float], floor: float, **what: Any) -> dict[str, Any]:
+    median = statistics.median(times)
+    return {
+        **what,
+        "ms_median": round(median, 4),
+        "ms_min": round(min(times), 4),
+        "ms_max": round(max(times), 4),
+        "floor_fraction": round(floor / median, 3),
+    }
+
+
+def forward_backward(config: Config, batch_size: int, precision: str) -> list[dict[str, Any]]:
+    """A row for each system that is right."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    exact, *timed = systems(config, batch_size, dtype)
+    truth = exact.results()
+    allowed: list[float] = []
+    graphs, right, errors = [], [], []
+    for system in timed:
+        found = relative_errors(system, truth)
+        if system.name == "torch":
+            eps = torch.finfo(dtype).eps if precision != "tf32" else 2.0**-10
+            allowed = [3 * error + eps for error in found]
+        wrong = [i for i, (e, most) in enumerate(zip(found, allowed, strict=True)) if not e <= most]
+        if wrong:
+            print(f"{system.name} is wrong: results {wrong}, errors {[found[i] for i in wrong]}")
+            continue
+        if config.profile is not None:
+            write_profile(system, config.profile / f"{system.name}-{precision}-{batch_size}.txt")
+        graphs.append(captured(system.run))
+        right.append(system)
+        errors.append(max(found))
+    what = {
+        "bench": "dense",
+        "part": "forward and backward",
+        "gpu": torch.cuda.get_device_name(),
+        "num_gpus": 1,
+        "batch_per_gpu": batch_size,
+        "precision": precision,
+    }
+    floor = 1e3 * batch_size * FLOPS_PER_SAMPLE / PEAK_FLOPS
+    return [
+        row(times, floor, system=system.name, max_relative_error=error, **what)
+        for system, error, times in zip(
+            right, errors, milliseconds(graphs, config.num_rounds), strict=True
+        )
+    ]
+
+
+def write_profile(system: System, path: Path) -> None:
+    """The kernels of one forward and backward, by total time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    system.run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            system.run()
+        torch.cuda.synchronize()
+    table = profile.key_averages().table(
+        sort_by="cuda_time_total", row_limit=80, max_name_column_width=110
+    )
+    path.write_text(table)
+
+
+OPTIMIZERS = {
+    "Adagrad": (DenseAdagrad, torch.optim.Adagrad, {"lr": 0.004, "eps": 1e-8}, 20),
+    "SGD": (DenseSGD, torch.optim.SGD, {"lr": 0.01}, 12),
+    "Adam": (DenseAdam, torch.optim.Adam, {"lr": 0.001, "capturable": True}, 28),
+}
+"""Ours, torch's, their arguments, and the bytes of an element that an update moves in float32; our
+bfloat16 parameters and gradients over float32 masters move as many."""
+
+
+def optimizer_steps(config: Config) -> list[dict[str, Any]]:
+    """A step of each optimizer over the parameters of the dense part, which have gradients."""
+    rows = []
+    for name, (make, theirs, arguments, num_bytes) in OPTIMIZERS.items():
+        kept, found, replays = [], {}, []
+        own = {key: value for key, value in arguments.items() if key != "capturable"}
+        for system, precision in (
+            ("torch", "fp32"),
+            ("torchembed", "fp32"),
+            ("torchembed", "bf16"),
+        ):
+            torch.manual_seed(0)
+            model = ours().cuda()
+            if system == "torch":
+                optimizer = theirs(model.parameters(), foreach=True, **arguments)
+            else:
+                dtype = torch.bfloat16 if precision == "bf16" else None
+                optimizer = make(model.parameters(), dtype=dtype, **own)
+            generator = torch.Generator("cuda").manual_seed(1)
+            for parameter in model.parameters():
+                grad = torch.randn(parameter.shape, device="cuda", generator=generator)
+                parameter.grad = grad.to(parameter.dtype)
+            optimizer.step()
+            kept.append((model, optimizer))  # whose memory the graph changes
+            found[system, precision] = [p.detach().clone() for p in model.parameters()]
+            replays.append(captured(optimizer.step))
+        for key, parameters in found.items():
+            eps = torch.finfo(parameters[0].dtype).eps
+            for parameter, expected in zip(parameters, found["torch", "fp32"], strict=True):
+                error = float((parameter.float() - expected).abs().max())
+                assert error <= 2 * eps * float(expected.abs().max()), (name, key, error)
+        count = sum(parameter.numel() for parameter in kept[0][0].parameters())
+        floor = 1e3 * count * num_bytes / MEMORY_BYTES_PER_SECOND
+        for (system, precision), times in zip(
+            found, milliseconds(replays, config.num_rounds), strict=True
+        ):
+            what = {"bench": "dense", "part": "optimizer", "optimizer": name}
+            rows.append(
+                row(
+                    times,
+                    floor,
+                    system=system,
+                    precision=precision,
+                    gpu=torch.cuda.get_device_name(),
+                    num_gpus=1,
+                    **what,
+                )
+            )
+    return rows
+
+
+def main(config: Config) -> None:
+    """Measure, print and write."""
+    rows = optimizer_steps(config)
+    for precision in config.precisions:
+        for batch_size in config.batch_sizes:
+            rows += forward_backward(config, batch_size, precision)
+    for entry in rows:
+        where = entry.get("batch_per_gpu", entry.get("optimizer"))
+        print(
+            f"{entry['part']:21} {where!s:8} {entry['precision']:5} {entry['system']:24}"
+            f"{entry['ms_median']:9.4f} ms ({entry['ms_min']:.4f} to {entry['ms_max']:.4f}), "
+            f"{entry['floor_fraction']:.0%} of the floor's speed"
+        )
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    config.output.write_text(
+        json.dumps(
+            {
+                "hardware": torch.cuda.get_device_name(),
+                "commit": commit,
+                "command": " ".join(["python", "-m", "bench.dense", *sys.argv[1:]]),
+                "rows": rows,
+            },
+            indent=1,
+        )
+    )
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Config))

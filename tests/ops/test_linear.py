@@ -1,0 +1,260 @@
+"""``linear`` and ``linear_relu`` against torch's, and their gradients deferred."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.repeats import assert_repeats
+from tests.tolerance import assert_same_bits
+from tests.tracing import compiled_once
+from tests.values import normal, not_contiguous
+from torchembed.core.gradient_slots import slot_of
+from torchembed.modules import MLP, LowRankCross
+from torchembed.ops.linear import linear, linear_relu
+from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.optim import DenseSGD
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = {"one": (1, 1, 1), "odd": (9, 13, 5), "none": (0, 4, 3), "several_blocks": (1200, 3, 150)}
+
+
+def relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(F.linear(x, weight, bias))
+
+
+def inputs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    num_rows, depth, width = shape
+    return [
+        normal(num_rows, depth, seed=1, dtype=dtype, device=device),
+        normal(width, depth, seed=2, dtype=dtype, device=device),
+        normal(width, seed=3, dtype=dtype, device=device),
+    ]
+
+
+def results(
+    function: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor
+) -> tuple[Tensor, ...]:
+    """The output, and the gradient of each input."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    output = function(*leaves)
+    return output, *torch.autograd.grad(output, leaves, grad)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("function", "formula"),
+    [(linear, F.linear), (linear_relu, relu), (lambda x, w, b: linear(x, w) + b, F.linear)],
+    ids=["linear", "relu", "without bias"],
+)
+def test_follows_its_formula(
+    function: Callable[..., Tensor],
+    formula: Callable[..., Tensor],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    tensors = inputs(shape, dtype, device)
+    grad = normal(shape[0], shape[2], seed=4, dtype=dtype, device=device)
+    found = results(function, tensors, grad)
+    exact = results(formula, [t.double() for t in tensors], grad.double())
+    eager = results(formula, tensors, grad)
+    for actual, low, true in zip(found, eager, exact, strict=True):
+        assert actual.shape == true.shape and actual.dtype == dtype
+        if true.numel():
+            band = torch.finfo(dtype).eps * true.abs().max()
+            allowed = 2 * (low.double() - true).abs().max() + band
+            assert (actual.double() - true).abs().max() <= allowed
+
+
+def test_gradients_stop_where_nothing_passed(device: torch.device) -> None:
+    x, weight = torch.ones(2, 1, device=device), torch.tensor([[1.0], [-1.0], [0.0]], device=device)
+    bias = torch.zeros(3, device=device)
+    grad = torch.tensor([[3.0, 4.0, 5.0]] * 2, device=device)
+    output, grad_x, grad_weight, grad_bias = results(linear_relu, [x, weight, bias], grad)
+    assert output.tolist() == [[1.0, 0.0, 0.0]] * 2
+    assert grad_x.tolist() == [[3.0]] * 2
+    assert grad_weight.tolist() == [[6.0], [0.0], [0.0]]
+    assert grad_bias.tolist() == [6.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2048), (torch.bfloat16, 256)])
+@pytest.mark.parametrize("function", [linear, linear_relu])
+def test_the_gradient_of_the_bias_is_summed_in_float32(
+    function: Callable[..., Tensor], dtype: torch.dtype, limit: int, device: torch.device
+) -> None:
+    # In dtype, limit + 1 is limit again.
+    grad = torch.ones(limit + 1, 1, dtype=dtype, device=device)
+    grad[0] = limit
+    x = torch.ones(limit + 1, 1, dtype=dtype, device=device)
+    weight = torch.ones(1, 1, dtype=dtype, device=device)
+    bias = torch.zeros(1, dtype=dtype, device=device, requires_grad=True)
+    (found,) = torch.autograd.grad(function(x, weight, bias), bias, grad)
+    assert found.item() == 2 * limit
+
+
+def test_any_number_of_dimensions(device: torch.device) -> None:
+    _, weight, bias = inputs((1, 4, 3), torch.float32, device)
+    for shape in ((4,), (2, 5, 4)):
+        x = normal(*shape, seed=0, device=device)
+        assert linear(x, weight, bias).shape == (*shape[:-1], 3)
+        torch.testing.assert_close(linear_relu(x, weight, bias), relu(x, weight, bias))
+
+
+def test_inputs_need_not_be_contiguous(device: torch.device) -> None:
+    tensors = inputs((7, 6, 5), torch.float32, device)
+    grad = normal(7, 5, seed=5, device=device)
+
+    def strided(*leaves: Tensor) -> Tensor:
+        return linear_relu(*(not_contiguous(leaf) for leaf in leaves))
+
+    expected = results(linear_relu, tensors, grad)
+    for actual, same in zip(results(strided, tensors, not_contiguous(grad)), expected, strict=True):
+        torch.testing.assert_close(actual, same)
+
+
+def test_only_what_is_asked_for(device: torch.device) -> None:
+    x, weight, bias = inputs((4, 3, 2), torch.float32, device)
+    for function in (linear, linear_relu):
+        for wanted in (x, weight, bias):
+            for tensor in (x, weight, bias):
+                tensor.requires_grad_(tensor is wanted)
+            function(x, weight, bias).sum().backward()
+            assert wanted.grad is not None
+            assert sum(tensor.grad is not None for tensor in (x, weight, bias)) == 1
+            wanted.grad = None
+
+
+def test_under_autocast(device: torch.device) -> None:
+    module = MLP(6, [5, 1], activation_on_last=False, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        output = module(normal(4, 6, seed=0, device=device))
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> None:
+    tensors = inputs((1200, 4, 40), torch.bfloat16, device)
+    grad = normal(1200, 40, seed=5, dtype=torch.bfloat16, device=device)
+    assert_repeats(lambda: results(linear_relu, tensors, grad))
+
+
+def test_opcheck(device: torch.device) -> None:
+    grad, output = normal(4, 5, seed=0, device=device), normal(4, 5, seed=1, device=device)
+    total = torch.zeros(5, device=device)
+    ops = torch.ops.torchembed
+    torch.library.opcheck(ops.linear_relu_backward.default, (grad, output, total))
+    torch.library.opcheck(ops.sum_rows.default, (grad, total))
+
+
+def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
+    module = MLP(6, [5, 3], activation_on_last=False, device=device)
+    DenseSGD(module.parameters())
+    compiled = compiled_once(module)
+    for batch_size in (4, 7):
+        x = normal(batch_size, 6, seed=0, device=device)
+        compiled(x).sum().backward()
+        found = [parameter.grad.clone() for parameter in module.parameters()]
+        module.zero_grad()
+        module(x).sum().backward()
+        for grad, parameter in zip(found, module.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)
+        module.zero_grad()
+
+
+def test_bad_arguments_are_named(device: torch.device) -> None:
+    x, weight, bias = inputs((4, 3, 2), torch.float32, device)
+    with pytest.raises(
+        ValueError, match=r"x must be \[..., 3\] for a weight of shape \(2, 3\), got"
+    ):
+        linear(x[:, :2], weight, bias)
+    with pytest.raises(TypeError, match="x must be float32, got bfloat16; cast one of them"):
+        linear(x.bfloat16(), weight, bias)
+    with pytest.raises(ValueError, match=r"bias must hold 2 elements \(one for each row of weight"):
+        linear_relu(x, weight, bias[:1])
+    with pytest.raises(ValueError, match=r"weight must have 2 dimension\(s\), got shape \(3,\)"):
+        linear(x, weight[0])
+    with pytest.raises(TypeError, match=r"weight must be float32 or .*, got float64"):
+        linear(x.double(), weight.double())
+    with pytest.raises(ValueError, match=r"weight must be on .* as x is, got meta"):
+        linear(x, weight.to("meta"), bias)
+
+
+class Deferrable(nn.Module):
+    """Layers that defer their weights' gradients around one that does not."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first = MLP(6, [5, 8], device=device)
+        self.between = nn.Linear(8, 8, device=device)
+        self.cross = LowRankCross(8, 2, 3, device=device)
+        self.last = MLP(8, [4, 1], activation_on_last=False, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cross(self.between(self.first(x))))
+
+    def deferred(self) -> list[nn.Parameter]:
+        weights = [p for m in (self.first, self.last) for p in m.parameters() if p.dim() == 2]
+        return [*weights, *self.cross.v, *self.cross.u]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_deferred_gradients_are_the_same(is_flat: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    module = Deferrable(device)
+    x = normal(7, 6, seed=0, device=device).requires_grad_()
+    module(x).sum().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    expected_x, x.grad = x.grad, None
+    module.zero_grad()
+    if is_flat:
+        DenseSGD(module.parameters())
+    hooked: set[int] = set()
+
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            hooked.add(id(parameter))
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    late = {id(parameter) for parameter in module.deferred()}
+    with DeferredWeightGradients() as deferred:
+        module(x).sum().backward()
+        assert_same_bits(x.grad, expected_x)
+        for parameter in module.parameters():
+            assert (parameter.grad is None) == (id(parameter) in late)
+        assert not hooked & late
+        deferred.run()
+        assert hooked == {id(parameter) for parameter in module.parameters()}
+    for parameter, same in zip(module.parameters(), expected, strict=True):
+        assert_same_bits(parameter.grad, same)
+        in_place = is_flat and slot_of(parameter).holds(parameter.grad)
+        assert in_place == (is_flat and parameter not in set(module.between.parameters()))
+    with DeferredWeightGradients():
+        module(x).sum().backward()
+    for parameter, same in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * same)
+
+
+def test_what_cannot_be_deferred(device: torch.device) -> None:
+    layer = MLP(4, [4], device=device)
+    x = normal(3, 4, seed=0, device=device)
+    with (
+        pytest.raises(RuntimeError, match=r"weight of shape \(4, 4\) has two gradients within one"),
+        DeferredWeightGradients(),
+    ):
+        layer(layer(x)).sum().backward()
+    layer.zero_grad()
+    with (
+        DeferredWeightGradients(),
+        pytest.raises(RuntimeError, match="gradients of weights are deferred already; leave"),
+        DeferredWeightGradients(),
+    ):
+        pass
+    # Neither left anything behind.
+    layer(x).sum().backward()
+    assert layer[0].weight.grad is not None

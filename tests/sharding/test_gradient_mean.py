@@ -1,0 +1,123 @@
+"""The mean of dense gradients over ranks: in buckets, flat or not, deferred or not."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import run_on_ranks
+from tests.values import normal
+from torchembed.core.gradient_slots import joint_memory, slot_of
+from torchembed.modules import MLP, LowRankCross
+from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.optim import DenseSGD
+from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.sharding.wire import WirePrecision
+
+NUM_RANKS = 2
+
+
+class Model(nn.Module):
+    """Layers of ours and of torch's, and one that not every rank uses."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = MLP(6, [5, 8], dtype=dtype)
+        self.between = nn.Linear(8, 8, dtype=dtype)
+        self.cross = LowRankCross(8, 2, 3, dtype=dtype)
+        self.sometimes = nn.Linear(8, 8, dtype=dtype)
+        self.frozen = nn.Linear(8, 8, dtype=dtype).requires_grad_(False)
+        self.last = MLP(8, [4, 1], activation_on_last=False, dtype=dtype)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        x = self.cross(self.frozen(self.between(self.first(x))))
+        return self.last(self.sometimes(x) if uses_all else x)
+
+
+def model(dtype: torch.dtype) -> Model:
+    made = Model(dtype)
+    with torch.no_grad():
+        for seed, parameter in enumerate(made.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed) / 2)
+    return made
+
+
+def backward(module: nn.Module, rank: int, step: int, dtype: torch.dtype) -> None:
+    x = normal(4 + rank, 6, seed=10 * step + rank, dtype=dtype)
+    module(x, uses_all=rank == 0).float().square().mean().backward()
+
+
+def local_gradients(rank: int, dtype: torch.dtype) -> list[np.ndarray]:
+    """Of two backwards together, with nothing that reduces."""
+    module = model(dtype)
+    for step in range(2):
+        backward(module, rank, step, dtype)
+    return [
+        (torch.zeros_like(p) if p.grad is None else p.grad).float().numpy()
+        for p in module.parameters()
+        if p.requires_grad
+    ]
+
+
+def reduced_gradients(cases: list[dict[str, Any]]) -> list[list[np.ndarray]]:
+    """On one rank, the gradients of each case after two backwards."""
+    found = []
+    for case in cases:
+        dtype, rank = case["dtype"], dist.get_rank()
+        module = model(dtype)
+        if case["flat"]:
+            DenseSGD([p for p in module.parameters() if p.requires_grad])
+        mean = GradientMean(
+            module.parameters(),
+            dist.new_group(),
+            dtype=case["wire"],
+            bucket_bytes=case["bucket_bytes"],
+        )
+        deferral = DeferredWeightGradients if case["deferred"] else contextlib.nullcontext
+        for step in range(2):
+            with deferral():
+                backward(module, rank, step, dtype)
+        assert not mean._buckets
+        if case["flat"]:
+            assert joint_memory(list(module.last.parameters())) is not None
+            assert all(slot_of(p).holds(p.grad) for p in module.parameters() if p.requires_grad)
+        found.append([p.grad.float().numpy() for p in module.parameters() if p.requires_grad])
+        assert all(p.grad is None for p in module.frozen.parameters())
+    return found
+
+
+def test_the_mean_of_all_ranks() -> None:
+    cases = [
+        {"dtype": dtype, "wire": wire, "flat": flat, "deferred": deferred, "bucket_bytes": size}
+        for dtype, wire in (
+            (torch.float32, None),
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16, None),
+            (torch.bfloat16, torch.float32),
+        )
+        for flat in (False, True)
+        for deferred in (False, True)
+        for size in (1, 200, 1 << 20)
+    ]
+    by_rank = run_on_ranks(NUM_RANKS, reduced_gradients, cases)
+    for number, case in enumerate(cases):
+        mine, other = (results[number] for results in by_rank)
+        locals_ = [local_gradients(rank, case["dtype"]) for rank in range(NUM_RANKS)]
+        wires = {case["dtype"], case["wire"] or case["dtype"]}
+        # Each of two backwards rounds gradients, their sum and their mean.
+        steps = 8 if torch.bfloat16 in wires else 4
+        eps = torch.finfo(torch.bfloat16 if torch.bfloat16 in wires else torch.float32).eps
+        for found, same, *parts in zip(mine, other, *locals_, strict=True):
+            np.testing.assert_array_equal(found, same)
+            expected = sum(parts) / NUM_RANKS
+            largest = max(np.abs(part).max() for part in (*parts, expected))
+            assert np.abs(found - expected).max() <= steps * eps * largest, case
+
+
+def test_a_wire_is_float32_or_bfloat16() -> None:
+    with pytest.raises(TypeError, match="dense of the wire must be float32, bfloat16 or None, got"):
+        WirePrecision(dense=torch.float16)

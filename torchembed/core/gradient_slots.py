@@ -1,0 +1,91 @@
+"""Where the gradient of a parameter belongs: its part of a flat buffer, that is used as a whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradientSlot:
+    """The part of a flat buffer that belongs to the gradient of one parameter.
+
+    What computes gradients may write the first one of a step there; ``weight.grad`` is then that
+    part of the buffer, and nothing is copied. A gradient that lies elsewhere is as good, and costs
+    whoever needs the whole buffer a copy.
+
+    Args:
+        parameter: a leaf, of the dtype of ``flat``.
+        flat: the buffer.
+        start: where the gradient begins in it.
+        stop: where the next one begins; zeros fill what is between.
+    """
+
+    def __init__(self, parameter: Tensor, flat: Tensor, start: int, stop: int) -> None:
+        former = slot_of(parameter)
+        if former is not None:
+            former._hook.remove()
+        self.memory = flat[start : start + parameter.numel()].view(parameter.shape)
+        self._flat, self._start, self._stop = flat, start, stop
+        self._is_claimed = False
+        # Until the engine has accumulated what was written, a second use of the parameter in the
+        # same backward must not write there.
+        self._hook = parameter.register_post_accumulate_grad_hook(self._release)
+        parameter.torchembed_gradient_slot = self  # type: ignore[attr-defined]
+
+    def _release(self, _: Tensor) -> None:
+        self._is_claimed = False
+
+    def claim(self, parameter: Tensor) -> Tensor | None:
+        """Memory for the gradient of ``parameter``, or None where it holds another already."""
+        if parameter.grad is not None or self._is_claimed:
+            return None
+        self._is_claimed = True
+        # A tensor of its own: the engine makes no copy of a gradient that nobody else holds.
+        return self.memory.detach()
+
+    def holds(self, grad: Tensor | None) -> bool:
+        """Whether ``grad`` lies here."""
+        return grad is not None and grad.data_ptr() == self.memory.data_ptr()
+
+    def __reduce__(self) -> Any:
+        # A parameter that is pickled leaves its optimizer behind.
+        return _no_slot, ()
+
+
+def _no_slot() -> None:
+    return None
+
+
+def slot_of(parameter: Tensor) -> GradientSlot | None:
+    """The slot of the gradient of ``parameter``, where something has made one."""
+    return getattr(parameter, "torchembed_gradient_slot", None)
+
+
+def joint_memory(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The part of a flat buffer that is the slots of ``parameters`` and nothing else; None where
+    some have none, or they are not one after the other."""
+    slots = [slot_of(parameter) for parameter in parameters]
+    first = slots[0]
+    if first is None:
+        return None
+    stop = first._start
+    for slot in slots:
+        if slot is None or slot._flat is not first._flat or slot._start != stop:
+            return None
+        stop = slot._stop
+    return first._flat[first._start : stop]
+
+
+def gather_gradients(parameters: Sequence[Tensor]) -> None:
+    """Bring gradients of ``parameters`` that lie elsewhere into their slots."""
+    slots, elsewhere = [], []
+    for parameter in parameters:
+        slot = slot_of(parameter)
+        assert slot is not None
+        if parameter.grad is not None and not slot.holds(parameter.grad):
+            slots.append(slot.memory)
+            elsewhere.append(parameter.grad)
+            parameter.grad = slot.memory.detach()
+    if slots:
+        torch._foreach_copy_(slots, elsewhere)  # type: ignore[attr-defined]

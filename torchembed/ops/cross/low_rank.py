@@ -1,0 +1,112 @@
+"""The public function ``low_rank_cross_network``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchembed.core import checks
+from torchembed.ops.cross.schema import (
+    low_rank_cross_backward_op,
+    low_rank_cross_forward_op,
+    low_rank_cross_input_backward_op,
+    low_rank_cross_scale_op,
+)
+from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
+
+
+class _LowRankCrossNetwork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x0: Tensor, *parameters: Tensor) -> Tensor:
+        num_layers = len(parameters) // 3
+        xs, hs, zs = [x0], [], []
+        for layer in range(num_layers):
+            v, u, bias = parameters[layer::num_layers]
+            h = xs[layer] @ v.t()
+            x, z = low_rank_cross_forward_op(x0, h, u, bias, xs[layer])
+            xs.append(x)
+            hs.append(h)
+            zs.append(z)
+        ctx.save_for_backward(*xs[:-1], *hs, *zs, *parameters)
+        ctx.num_layers = num_layers
+        return xs[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        num_layers, saved = ctx.num_layers, ctx.saved_tensors
+        xs, hs, zs, v, u, bias = (
+            saved[part * num_layers : (part + 1) * num_layers] for part in range(6)
+        )
+        grads, grads_v, grads_u = [], [], []
+        grads_bias = [gradient_memory(parameter) for parameter in bias]
+        grad = grad.contiguous()
+        next_grad_z = low_rank_cross_scale_op(grad, xs[0], grads_bias[-1])
+        for layer in reversed(range(num_layers)):
+            grads.insert(0, grad)
+            grad_z = next_grad_z
+            grad_h = grad_z @ u[layer]
+            if layer:
+                grad, next_grad_z = low_rank_cross_backward_op(
+                    grad, grad_h, v[layer], xs[0], grads_bias[layer - 1]
+                )
+            else:
+                grad = low_rank_cross_input_backward_op(grad_h, v[0], grads, list(zs))
+            grads_u.insert(0, _product_gradient(u[layer], grad_z, hs[layer]))
+            grads_v.insert(0, _product_gradient(v[layer], grad_h, xs[layer]))
+        return grad, *grads_v, *grads_u, *grads_bias
+
+
+def _product_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
+
+
+def low_rank_cross_network(
+    x0: Tensor, v: Sequence[Tensor], u: Sequence[Tensor], bias: Sequence[Tensor]
+) -> Tensor:
+    """Low-rank cross layers of DCN-V2: ``x[l+1] = x0 * (u[l] @ (v[l] @ x[l]) + bias[l]) + x[l]``.
+
+    R. Wang et al., "DCN V2: Improved Deep & Cross Network", WWW 2021, equation 2. What follows the
+    second product of a layer is its epilogue, in float32, forward and backward; the gradients by
+    which ``x0`` enters each layer are summed once, in the last pass of backward. The sums over
+    samples for ``bias`` are float32, in an order that the shape fixes: deterministic. Never
+    synchronizes. Under ``torch.autocast`` everything is cast. Gradients of ``v`` and ``u`` may be
+    deferred (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`).
+
+    Args:
+        x0: ``[B, N]``, float32, float16 or bfloat16.
+        v: ``[rank, N]`` for each layer, of the dtype of ``x0``.
+        u: ``[N, rank]`` for each layer, likewise.
+        bias: ``[N]`` for each layer, likewise.
+
+    Returns:
+        ``[B, N]``; ``x0`` itself for no layers.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    if not len(v) == len(u) == len(bias):
+        raise ValueError(
+            f"v, u and bias must hold one tensor a layer, got {len(v)}, {len(u)} and {len(bias)}"
+        )
+    parameters = [*v, *u, *bias]
+    if torch.is_autocast_enabled(x0.device.type):
+        dtype = torch.get_autocast_dtype(x0.device.type)
+        x0, parameters = x0.to(dtype), [parameter.to(dtype) for parameter in parameters]
+    checks.check_float("x0", x0)
+    checks.check_dim("x0", x0, 2)
+    num_layers, width = len(v), x0.shape[1]
+    for position, parameter in enumerate(parameters):
+        kind, layer = divmod(position, num_layers)
+        name = f"{('v', 'u', 'bias')[kind]}[{layer}]"
+        rank = parameters[layer].shape[0]
+        expected = ((rank, width), (width, rank), (width,))[kind]
+        checks.check_dtype(name, parameter, (x0.dtype,), "cast it to x0's, or use torch.autocast")
+        if tuple(parameter.shape) != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {tuple(parameter.shape)}")
+        checks.check_same_device("x0", x0, **{name: parameter})
+    if not num_layers:
+        return x0
+    return _LowRankCrossNetwork.apply(x0.contiguous(), *parameters)

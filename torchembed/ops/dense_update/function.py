@@ -1,0 +1,120 @@
+"""The public function ``dense_update``, and the rule that it takes."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torchembed.core import checks
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.dense_update.schema import dense_update_op
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseRule:
+    """How an element ``w`` with gradient ``g`` changes; all arithmetic is float32.
+
+    First ``g *= grad_multiplier``, then ``g += weight_decay * w``. Then, as the optimizers of
+    ``torch.optim`` of the same name:
+
+    - ``SGD``: ``w -= lr g``.
+    - ``ADAGRAD`` (Duchi, Hazan, Singer 2011): ``s += g*g``, ``w -= lr g / (sqrt(s) + eps)``.
+    - ``ADAM`` (Kingma, Ba 2015): ``m += (1 - beta1) (g - m)``, ``v += (1 - beta2) (g*g - v)``,
+      ``w -= lr / (1 - beta1**step) m / (sqrt(v) / sqrt(1 - beta2**step) + eps)``.
+
+    Raises:
+        ValueError: for row-wise Adagrad, since a dense weight has no rows.
+    """
+
+    kind: OptimizerKind
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind is OptimizerKind.ROWWISE_ADAGRAD:
+            raise ValueError(
+                "kind must be SGD, ADAGRAD or ADAM, got ROWWISE_ADAGRAD, which is for tables"
+            )
+
+    @property
+    def num_states(self) -> int:
+        """Optimizer-state tensors that the rule needs, each of the weight's shape."""
+        return {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1}.get(self.kind, 2)
+
+
+def dense_update(
+    weight: Tensor,
+    states: tuple[Tensor, ...],
+    grad: Tensor,
+    rule: DenseRule,
+    lr: Tensor,
+    *,
+    rounded: Tensor | None = None,
+    step: Tensor | None = None,
+    grad_multiplier: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """Update every element of a flat weight in one pass: changes all tensors but ``grad``.
+
+    Deterministic; never synchronizes. Scalars that change between steps are tensors on the device
+    of ``weight``.
+
+    Worked example: SGD with lr 2, ``weight = [10]`` and ``grad = [3]`` give ``weight = [4]``.
+
+    Args:
+        weight: ``[N]``, float32, contiguous.
+        states: float32 ``[N]``, contiguous; ``rule.num_states`` of them.
+        grad: ``[N]``, float32, float16 or bfloat16.
+        lr: float32, one element.
+        rounded: ``[N]``, float16 or bfloat16, contiguous: becomes ``weight`` rounded to nearest,
+            ties to even.
+        step: float32, one element, counted from 1; needed by Adam.
+        grad_multiplier: float32, one element; multiplies every gradient (inverse loss scale).
+        skip: float32, one element; nothing changes where it is not zero.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    checks.check_dtype("weight", weight, (torch.float32,), "keep 16-bit copies in rounded")
+    if len(states) != rule.num_states:
+        raise ValueError(f"states must be {rule.num_states} tensor(s), got {len(states)}")
+    for state in states:
+        checks.check_dtype("states", state, (torch.float32,), "call .float()")
+    if rounded is not None:
+        checks.check_dtype("rounded", rounded, checks.FLOAT_DTYPES[1:], "leave it out for float32")
+    checks.check_float("grad", grad)
+    flat = [("weight", weight), ("rounded", rounded), *(("states", state) for state in states)]
+    for name, tensor in (*flat, ("grad", grad)):
+        if tensor is None:
+            continue
+        checks.check_dim(name, tensor, 1)
+        checks.check_numel(name, tensor, weight.numel(), "one for each element of weight")
+        if not tensor.is_contiguous() and name != "grad":
+            raise ValueError(f"{name} must be contiguous, since it is updated in place")
+    scalars = {"lr": lr, "step": step, "grad_multiplier": grad_multiplier, "skip": skip}
+    for name, scalar in scalars.items():
+        if scalar is not None:
+            checks.check_dtype(name, scalar, (torch.float32,), "call .float()")
+            checks.check_numel(name, scalar, 1, "a scalar")
+    if rule.kind is OptimizerKind.ADAM and step is None:
+        raise ValueError("step must be given for ADAM, got None")
+    checks.check_same_device("weight", weight, grad=grad, rounded=rounded, **scalars)
+    first, second = (*states, None, None)[:2]
+    dense_update_op(
+        weight,
+        first,
+        second,
+        rounded,
+        grad.contiguous(),
+        lr,
+        step,
+        grad_multiplier,
+        skip,
+        int(rule.kind),
+        rule.eps,
+        rule.beta1,
+        rule.beta2,
+        rule.weight_decay,
+    )

@@ -1,0 +1,99 @@
+"""The public functions ``linear`` and ``linear_relu``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchembed.core import checks
+from torchembed.ops.linear.schema import linear_relu_backward_op, sum_rows_op
+from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+        if bias is None:
+            output = x @ weight.t()
+        elif relu:
+            # On a GPU the matrix product's own epilogue adds and rectifies.
+            output = torch.ops.aten._addmm_activation(bias, x, weight.t())
+        else:
+            output = torch.addmm(bias, x, weight.t())
+        ctx.save_for_backward(x, weight, bias, output if relu else None)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, output = ctx.saved_tensors
+        grad, grad_x, grad_weight, grad_bias = grad.contiguous(), None, None, None
+        if output is not None:
+            grad_bias = gradient_memory(bias)
+            grad = linear_relu_backward_op(grad, output, grad_bias)
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+        if output is None and ctx.needs_input_grad[2]:
+            grad_bias = gradient_memory(bias)
+            sum_rows_op(grad, grad_bias)
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
+        return grad_x, grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
+
+
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    checks.check_float("weight", weight)
+    checks.check_dim("weight", weight, 2)
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"x must be [..., {weight.shape[1]}] for a weight of shape {tuple(weight.shape)}, "
+            f"got {tuple(x.shape)}"
+        )
+    for name, other in (("x", x), ("bias", bias)):
+        if other is not None:
+            advice = "cast one of them, or use torch.autocast"
+            checks.check_dtype(name, other, (weight.dtype,), advice)
+    if bias is not None:
+        checks.check_dim("bias", bias, 1)
+        checks.check_numel("bias", bias, weight.shape[0], "one for each row of weight")
+    checks.check_same_device("x", x, weight=weight, bias=bias)
+    rows = x.reshape(-1, weight.shape[1])
+    return _Linear.apply(rows, weight, bias, relu).view(*x.shape[:-1], weight.shape[0])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
+
+    Backward computes the gradient of ``x`` first; those of the parameters go to where an optimizer
+    wants them, and that of ``weight`` may be deferred
+    (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`).
+    The sum over samples for ``bias`` is float32, in an order that the shape fixes. Never
+    synchronizes. Under ``torch.autocast`` everything is cast.
+
+    Args:
+        x: ``[..., K]``, float32, float16 or bfloat16.
+        weight: ``[N, K]``, of the dtype of ``x``.
+        bias: ``[N]``, likewise.
+
+    Returns:
+        ``[..., N]``.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    return _apply(x, weight, bias, relu=False)
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``relu(x @ weight.T + bias)``: one matrix product with an epilogue.
+
+    Backward masks the gradient and sums it for ``bias`` in one pass; the rest is as for
+    :func:`linear`, and so are arguments, result and errors.
+    """
+    return _apply(x, weight, bias, relu=True)

@@ -1,0 +1,160 @@
+"""Gradients of weights in backward: into their slots, and later or on another stream if asked."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from torchembed.core.gradient_slots import slot_of
+
+Compute = Callable[[Tensor | None], Tensor]
+"""Computes a gradient: into the given tensor, or into a new one where that is None."""
+
+
+class DeferredWeightGradients:
+    """Lets backward compute the gradients of inputs first, and those of weights after them.
+
+    Within it, torchembed's linear and cross layers leave the gradients of their weights for later,
+    so that what waits for the gradients of embeddings (wires, row updates) can run beside them::
+
+        with DeferredWeightGradients() as deferred:
+            loss.backward()          # gradients of inputs, and of other modules' weights
+            ...                      # start on another stream what waits for those
+        # every weight.grad is there
+
+    With a ``stream``, each gradient is computed there as soon as backward comes by its layer, and
+    on leaving the current stream waits for it; without one, on leaving or in :meth:`run`, on the
+    current stream. Both can be captured in a CUDA graph. Hooks of
+    ``register_post_accumulate_grad_hook`` run when the gradient is there, and torch may have run
+    them before; those of ``register_hook`` see nothing. ``torch.autograd.grad`` gives no gradients
+    of weights meanwhile.
+
+    Args:
+        stream: a CUDA stream.
+
+    Raises:
+        RuntimeError: on entering, where another one is entered.
+    """
+
+    def __init__(self, stream: "torch.cuda.Stream | None" = None) -> None:
+        self.stream = stream
+        self._waiting: list[tuple[Tensor, Compute]] = []
+        self._held: list[Compute] = []
+        """What the stream reads; freed where the current stream has waited for it."""
+        self._seen: set[int] = set()
+        self._completions: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        if _entered:
+            raise RuntimeError(
+                "gradients of weights are deferred already; leave the other "
+                "DeferredWeightGradients first"
+            )
+        _entered.append(self)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self.run()
+        finally:
+            self._waiting.clear()
+            self._held.clear()
+            self._seen.clear()
+            self._completions.clear()
+            _entered.clear()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Compute what waits, and let the current stream wait for what runs on another one."""
+        while self._waiting:
+            _accumulate(*self._waiting.pop(0))
+        for complete in self._completions:
+            complete()
+        self._completions.clear()
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self._held.clear()
+
+    def _defer(self, weight: Tensor, compute: Compute) -> None:
+        if id(weight) in self._seen:
+            raise RuntimeError(
+                f"a weight of shape {tuple(weight.shape)} has two gradients within one "
+                "DeferredWeightGradients, which adds none up; use it for one backward, and not "
+                "for layers that share weights"
+            )
+        self._seen.add(id(weight))
+        if self.stream is None:
+            self._waiting.append((weight, compute))
+            return
+        self._held.append(compute)
+        with on_gradient_stream():
+            _accumulate(weight, compute)
+
+
+_entered: list[DeferredWeightGradients] = []
+"""None or one. Backward runs on threads of the engine, so this is no context variable."""
+
+
+def weight_gradient(weight: Tensor, compute: Compute) -> Tensor | None:
+    """What ``backward`` of an ``autograd.Function`` returns for ``weight``.
+
+    That is ``compute``'s result, in the slot of the weight's gradient where it has one; or None,
+    where the gradient is deferred.
+    """
+    if torch.compiler.is_compiling() or not weight.is_leaf:
+        return compute(None)
+    if _entered:
+        _entered[0]._defer(weight, compute)
+        return None
+    slot = slot_of(weight)
+    return compute(None if slot is None else slot.claim(weight))
+
+
+def gradient_memory(parameter: Tensor) -> Tensor:
+    """Where ``backward`` may write the gradient of ``parameter`` that it then returns: its slot, or
+    new memory."""
+    slot = None
+    if not torch.compiler.is_compiling() and parameter.is_leaf:
+        slot = slot_of(parameter)
+    memory = None if slot is None else slot.claim(parameter)
+    return torch.empty_like(parameter) if memory is None else memory
+
+
+def _accumulate(weight: Tensor, compute: Compute) -> None:
+    """What the engine does with a leaf's gradient."""
+    slot = slot_of(weight)
+    grad = compute(None if slot is None else slot.claim(weight))
+    if weight.grad is None:
+        weight.grad = grad
+    else:
+        weight.grad += grad
+    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+        hook(weight)
+
+
+def is_waiting(weight: Tensor) -> bool:
+    """Whether a gradient of ``weight`` is still to be computed."""
+    return any(weight is other for entered in _entered for other, _ in entered._waiting)
+
+
+@contextlib.contextmanager
+def on_gradient_stream() -> Iterator[None]:
+    """Work within comes after all gradients computed so far, on whatever stream they were."""
+    stream = _entered[0].stream if _entered else None
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+def when_gradients_are_complete(callback: Callable[[], None]) -> None:
+    """Run ``callback`` at the end of the backward that calls this, deferred gradients included."""
+    if _entered:
+        _entered[0]._completions.append(callback)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)

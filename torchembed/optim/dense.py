@@ -1,0 +1,261 @@
+"""The base of the optimizers of dense parameters: one update over a flat buffer."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from torchembed.core import checks
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.dense_update import DenseRule, dense_update
+from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
+
+
+class DenseOptimizer(torch.optim.Optimizer):
+    """Updates all parameters of a group in one pass over a flat buffer, with float32 masters.
+
+    Constructing one lays the parameters of each group out in one buffer, of which their ``data``
+    become views; gradients that torchembed's modules compute are written into another, and others
+    are copied there by :meth:`step`. Parameters of 16 bits are rounded copies of float32 masters,
+    which are part of the state; one kernel updates the master and rounds it. Make the optimizer
+    after moving or casting the module, and one at a time for a parameter.
+
+    What else writes to a parameter, as ``load_state_dict`` does, is taken up by the next step.
+    Parameters without a gradient are left alone; the step count is the group's. Gradients live in
+    one buffer until the backward after the next ``zero_grad``: clone what should last.
+
+    :meth:`step` never synchronizes and can be captured in a CUDA graph; call :meth:`before_replay`
+    before each replay.
+    ``torch.amp.GradScaler`` works, and ``scaler.unscale_`` but for float16 gradients, which it
+    refuses. State dicts of Adagrad and Adam are those of ``torch.optim``, with a ``master`` for
+    each 16-bit parameter.
+
+    Args:
+        dtype: that the parameters are cast to, float16 or bfloat16; as they are where None. Masters
+            begin with the values before the cast.
+    """
+
+    kind: ClassVar[OptimizerKind]
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+    grad_scale: Tensor | None
+    """Given by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
+    found_inf: Tensor | int
+    skip: Tensor | None = None
+    """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing. For
+    whoever finds out there that a batch is bad."""
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], *, dtype: torch.dtype | None
+    ) -> None:
+        if dtype is not None and dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(
+                f"dtype must be float32, float16 or bfloat16, got {checks.dtype_name(dtype)}"
+            )
+        for name, value in defaults.items():
+            if name == "betas":
+                if not all(0.0 <= beta < 1.0 for beta in value):
+                    raise ValueError(f"betas must be in [0, 1), got {value}")
+            elif not isinstance(value, Tensor) and not value >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        self._dtype = dtype
+        self._buffers: list[list[_Buffer]] = []
+        super().__init__(params, defaults)
+        self._step_supports_amp_scaling = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of further parameters, and lay them out."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            flats = flatten_parameters(group["params"], self._dtype)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        initial = group.get("initial_accumulator_value", 0.0)
+        self._buffers.append([_Buffer(flat, self.state_names, initial) for flat in flats])
+        self._publish_state()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since it is bound to its "
+            "parameters; make one for the copied module and give it this one's state_dict()"
+        )
+
+    def before_replay(self) -> None:
+        """Show what was set since, learning rates and values of parameters, to CUDA graphs that
+        hold :meth:`step`; call it before one is replayed. A tensor ``lr`` is seen anyway."""
+        for group, buffers in zip(self.param_groups, self._buffers, strict=True):
+            for buffer in buffers:
+                buffer.flat.take_changed_values()
+                buffer.current_lr(group)
+
+    def flat_parameters(self) -> list[FlatParameters]:
+        """The flat buffers: one for each parameter group, device and dtype."""
+        return [buffer.flat for buffers in self._buffers for buffer in buffers]
+
+    def _publish_state(self) -> None:
+        """Show each parameter's part of the flat state in ``self.state``."""
+        self.state.clear()
+        for buffers in self._buffers:
+            for buffer in buffers:
+                for parameter, entry in zip(buffer.flat.parameters, buffer.entries(), strict=True):
+                    self.state[parameter] = entry
+
+    def _rule(self, group: dict[str, Any]) -> DenseRule:
+        beta1, beta2 = group.get("betas", (0.9, 0.999))
+        return DenseRule(
+            kind=self.kind,
+            eps=group.get("eps", 0.0),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+        )
+
+    def _loss_scaling(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """The inverse loss scale, under a scaler, and the flag that skips the step."""
+        of_caller = None if self.skip is None else self.skip.to(device)
+        if not hasattr(self, "found_inf"):
+            return None, of_caller
+        skip = torch.zeros(1, device=device) + self.found_inf
+        if of_caller is not None:
+            skip = skip.maximum(of_caller)
+        # None where the scaler has unscaled the gradients before.
+        scale = self.grad_scale
+        return None if scale is None else scale.to(device).float().reciprocal(), skip
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; never synchronizes.
+
+        Raises:
+            RuntimeError: where a parameter was moved, cast or replaced since the optimizer was
+                made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, buffers in zip(self.param_groups, self._buffers, strict=True):
+            rule = self._rule(group)
+            for buffer in buffers:
+                multiplier, skip = self._loss_scaling(buffer.flat.values.device)
+                buffer.update(rule, group, multiplier, skip)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any torch optimizer's; values that something else has written are in the masters."""
+        for flat in self.flat_parameters():
+            flat.take_changed_values()
+        packed = super().state_dict()
+        # Torch's optimizers count the steps of each parameter in a tensor of its own.
+        state = {
+            number: {**entry, "step": entry["step"].clone()}
+            for number, entry in packed["state"].items()
+        }
+        return {**packed, "state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy hyperparameters and state from ``state_dict``, in place.
+
+        16-bit parameters become their masters, rounded; where ``state_dict`` has no ``master``, as
+        one of ``torch.optim`` has none, masters become the parameters.
+
+        Raises:
+            ValueError: where parameter groups, state names or shapes do not match; nothing is
+                changed then.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        loaded = state_dict["state"]
+        for number, parameter in enumerate(parameters):
+            entry, own = loaded.get(number, {}), self.state[parameter]
+            if set(entry) | {"master"} != set(own) | {"master"}:
+                raise ValueError(
+                    f"state of parameter {number} must hold {sorted(own)}, got {sorted(entry)}"
+                )
+            for key, tensor in own.items():
+                if key in entry and entry[key].numel() != tensor.numel():
+                    raise ValueError(
+                        f"state {key} of parameter {number} must have shape "
+                        f"{tuple(tensor.shape)}, got {tuple(entry[key].shape)}"
+                    )
+        super().load_state_dict({**state_dict, "state": {}})
+        self._publish_state()
+        for number, parameter in enumerate(parameters):
+            entry, own = loaded[number], self.state[parameter]
+            for key, tensor in own.items():
+                tensor.copy_(entry.get(key, parameter).reshape(tensor.shape))
+            if "master" in own:
+                parameter.copy_(own["master"])
+        for flat in self.flat_parameters():
+            flat.values_are_current()
+
+
+class _Buffer:
+    """Flat parameters, and their optimizer state in the same layout."""
+
+    def __init__(
+        self, flat: FlatParameters, state_names: tuple[str, ...], initial_state: float
+    ) -> None:
+        self.flat = flat
+        self.state_names = state_names
+        self.states = tuple(torch.full_like(flat.master, initial_state) for _ in state_names)
+        self.step = torch.zeros((), device=flat.values.device)
+        """Updates done, float32 ``[]``."""
+        self._lr: tuple[float, Tensor] | None = None
+
+    def entries(self) -> list[dict[str, Tensor]]:
+        """The state of each parameter, by name."""
+        named = dict(zip(self.state_names, self.states, strict=True))
+        if self.flat.rounded is not None:
+            named["master"] = self.flat.master
+        views = {name: self.flat.views(state) for name, state in named.items()}
+        return [
+            {"step": self.step, **{name: parts[number] for name, parts in views.items()}}
+            for number in range(len(self.flat.parameters))
+        ]
+
+    def update(
+        self,
+        rule: DenseRule,
+        group: dict[str, Any],
+        multiplier: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        """One step of ``rule`` with the hyperparameters of ``group``."""
+        flat = self.flat
+        flat.take_changed_values()
+        parts = flat.gather_gradients()
+        if not parts:
+            return
+        self.step += 1.0 if skip is None else (skip[0] == 0).float()
+        lr = self.current_lr(group)
+        for part in parts:
+            dense_update(
+                flat.master[part],
+                tuple(state[part] for state in self.states),
+                flat.gradients[part],
+                rule,
+                lr,
+                rounded=None if flat.rounded is None else flat.rounded[part],
+                step=self.step,
+                grad_multiplier=multiplier,
+                skip=skip,
+            )
+
+    def current_lr(self, group: dict[str, Any]) -> Tensor:
+        """The learning rate as a float32 tensor on the parameters' device."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            tensor = lr.to(self.step.device, torch.float32, non_blocking=True)
+        else:
+            if self._lr is None or self._lr[0] != lr:
+                tensor = torch.empty_like(self.step) if self._lr is None else self._lr[1]
+                self._lr = lr, tensor.fill_(lr)
+            tensor = self._lr[1]
+        decay = group.get("lr_decay", 0.0)
+        if decay == 0.0:
+            return tensor
+        return (tensor.double() / (1 + (self.step.double() - 1) * decay)).float()

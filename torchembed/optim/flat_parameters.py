@@ -1,0 +1,138 @@
+"""Parameters as views of one flat buffer, and their gradients of another."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core import checks
+from torchembed.core.gradient_slots import GradientSlot, gather_gradients
+from torchembed.tables import table_of
+
+_ALIGNMENT = 128
+"""Elements. Every parameter begins at a multiple of 256 bytes or more, as cuBLAS likes it."""
+
+
+class FlatParameters:
+    """Parameters of one device, laid out one after the other in flat buffers.
+
+    Making one replaces the data of each parameter, in ``dtype``, by a view of ``values``, and makes
+    its part of ``gradients`` the slot of its gradient. ``master`` holds the values in float32; it
+    is ``values`` itself where these are float32. What lies between parameters is zero.
+
+    Args:
+        parameters: dense leaves on one device.
+        dtype: of the values and gradients; float32, float16 or bfloat16.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.parameters = list(parameters)
+        self._starts, size = [], 0
+        for parameter in self.parameters:
+            self._starts.append(size)
+            size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        device = self.parameters[0].device
+        self.values = torch.zeros(size, device=device, dtype=dtype)
+        self.gradients = torch.zeros_like(self.values)
+        self.master = self.values
+        if dtype is not torch.float32:
+            self.master = torch.zeros(size, device=device, dtype=torch.float32)
+        self._ends = [*self._starts[1:], size]
+        for parameter, value, master, start, end in zip(
+            self.parameters,
+            self.views(self.values),
+            self.views(self.master),
+            self._starts,
+            self._ends,
+            strict=True,
+        ):
+            master.copy_(parameter.detach())
+            value.copy_(parameter.detach())
+            parameter.grad = None
+            parameter.data = value
+            GradientSlot(parameter, self.gradients, start, end)
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.values_are_current()
+
+    @property
+    def rounded(self) -> Tensor | None:
+        """The values where they are 16-bit copies of ``master``."""
+        return None if self.values is self.master else self.values
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter in a buffer of this layout, in the parameter's shape."""
+        return [
+            flat[start : start + parameter.numel()].view(parameter.shape)
+            for start, parameter in zip(self._starts, self.parameters, strict=True)
+        ]
+
+    def values_are_current(self) -> None:
+        """Note that ``values`` and ``master`` agree."""
+        # Whoever writes to a parameter, also through load_state_dict, counts its version up.
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def take_changed_values(self) -> None:
+        """Take the values of parameters that something else has written into ``master``.
+
+        Elements that are those of ``master``, rounded, keep what was rounded off.
+
+        Raises:
+            RuntimeError: where a parameter has other memory by now.
+        """
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address or parameter.dtype is not self.values.dtype:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was moved, cast or replaced "
+                    "after its optimizer was made; make the optimizer after that"
+                )
+        versions = [parameter._version for parameter in self.parameters]
+        if versions == self._versions:
+            return
+        if self.values is not self.master:
+            for parameter, master in zip(self.parameters, self.views(self.master), strict=True):
+                is_same = master.to(parameter.dtype) == parameter.detach()
+                master.copy_(torch.where(is_same, master, parameter.detach().float()))
+        self._versions = versions
+
+    def gather_gradients(self) -> list[slice]:
+        """Bring gradients that lie elsewhere into ``gradients``; the parts of it that are set.
+
+        Each part is as long as can be: one for all where every parameter has a gradient.
+        """
+        gather_gradients(self.parameters)
+        parts: list[slice] = []
+        for parameter, start, end in zip(self.parameters, self._starts, self._ends, strict=True):
+            if parameter.grad is None:
+                continue
+            if parts and parts[-1].stop == start:
+                parts[-1] = slice(parts[-1].start, end)
+            else:
+                parts.append(slice(start, end))
+        return parts
+
+
+def flatten_parameters(
+    parameters: Sequence[Tensor], dtype: torch.dtype | None
+) -> list[FlatParameters]:
+    """Flat buffers for ``parameters``: one for each device and dtype, in their order.
+
+    Args:
+        dtype: of the values; that of each parameter where None.
+
+    Raises:
+        TypeError: for a table's weight, or a parameter of another dtype.
+        ValueError: for a parameter on the meta device. Nothing is changed then.
+    """
+    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if table_of(parameter) is not None:
+            raise TypeError(
+                "params must be dense parameters, got the weight of a table; give that one to "
+                "torchembed.optim.Adagrad or another of the tables' optimizers"
+            )
+        checks.check_float("params", parameter)
+        if parameter.is_meta:
+            raise ValueError("params must be real, got one on the meta device; call to_empty()")
+        key = parameter.device, dtype or parameter.dtype
+        together.setdefault(key, []).append(parameter)
+    return [FlatParameters(same, of) for (_, of), same in together.items()]

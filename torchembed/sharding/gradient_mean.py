@@ -1,0 +1,148 @@
+"""Gradients of dense parameters: their mean over ranks, the rule of DDP, under backward."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchembed.core.gradient_slots import gather_gradients, joint_memory, slot_of
+from torchembed.ops.weight_gradients import (
+    is_waiting,
+    on_gradient_stream,
+    when_gradients_are_complete,
+)
+from torchembed.sharding.finished_work import wait_for
+from torchembed.tables import table_of
+
+
+class _Bucket:
+    """Parameters whose gradients are reduced together, once all of them are there."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.num_bytes = 0
+        self.missing: set[Tensor] = set()
+
+
+class _Reduction(NamedTuple):
+    """The sum or mean of a bucket on its way."""
+
+    work: dist.Work
+    memory: Tensor
+    gradients: list[Tensor]
+    """What the mean is copied to; none where ``memory`` is the gradients' own."""
+
+
+class GradientMean:
+    """Averages the gradients of parameters over ranks, bucket by bucket, while backward goes on.
+
+    Every rank must run backward equally often. A parameter without a gradient on this rank counts
+    as zeros. Gradients that accumulate over several backwards come out as the mean of the sums.
+    Buckets are filled from the last parameter to the first, as backward goes, and reduced in that
+    order on every rank; one that lies in a flat buffer, as those of
+    :class:`~torchembed.optim.DenseOptimizer` do, is reduced there. All are done at the end of
+    backward, or of the :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients` around it.
+
+    Args:
+        parameters: in the order of the model.
+        group: of no other collectives, so that its own come in one order on all ranks.
+        dtype: in which gradients are summed; their own where None. They keep theirs.
+        bucket_bytes: a bucket takes no more parameters once it has as many.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 1 << 23,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._group = group
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        """Of the backward that runs, in their order; none between backwards."""
+        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._reductions: list[_Reduction] = []
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self._buckets:
+            self._fill_buckets()
+            when_gradients_are_complete(self._finish)
+        bucket = self._bucket_of.get(parameter)
+        # The engine also calls for a gradient that is deferred; that one is not there yet.
+        if bucket is not None and not is_waiting(parameter):
+            bucket.missing.discard(parameter)
+            while self._remaining() and not self._remaining()[0].missing:
+                self._reduce(self._remaining()[0])
+
+    def _remaining(self) -> list[_Bucket]:
+        """Buckets that are not reduced yet."""
+        return self._buckets[len(self._reductions) :]
+
+    def _fill_buckets(self) -> None:
+        """Anew for each backward: what trains, and what optimizers have laid out, may change."""
+        open_buckets: dict[torch.dtype, _Bucket] = {}
+        for parameter in reversed(self._parameters):
+            table = table_of(parameter)
+            if not parameter.requires_grad or (table is not None and table.group.rule is not None):
+                continue
+            bucket = open_buckets.get(parameter.dtype)
+            if bucket is None or bucket.num_bytes >= self._bucket_bytes:
+                bucket = open_buckets[parameter.dtype] = _Bucket()
+                self._buckets.append(bucket)
+            bucket.parameters.insert(0, parameter)
+            bucket.num_bytes += parameter.numel() * parameter.element_size()
+            bucket.missing.add(parameter)
+            self._bucket_of[parameter] = bucket
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        with on_gradient_stream():
+            # The layout, which is the same on all ranks, says what is reduced, and not where this
+            # rank's gradients happen to lie.
+            memory, gradients = joint_memory(bucket.parameters), []
+            if memory is not None:
+                gather_gradients(bucket.parameters)
+            for parameter in bucket.parameters:
+                if parameter.grad is None:
+                    slot = slot_of(parameter)
+                    zeros = torch.zeros_like(parameter) if slot is None else slot.memory.zero_()
+                    parameter.grad = zeros.detach()
+            if memory is None:
+                gradients = [p.grad for p in bucket.parameters if p.grad is not None]
+                memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            if self._dtype not in (None, memory.dtype):
+                gradients = gradients or [memory]
+                memory = memory.to(self._dtype)
+            op = dist.ReduceOp.AVG if self._averages(memory) else dist.ReduceOp.SUM
+            work = dist.all_reduce(memory, op, group=self._group, async_op=True)
+        assert work is not None
+        self._reductions.append(_Reduction(work, memory, gradients))
+
+    def _averages(self, memory: Tensor) -> bool:
+        """Whether the backend takes means itself."""
+        return self._group._get_backend(memory.device).name() == "nccl"
+
+    def _finish(self) -> None:
+        while self._remaining():
+            self._reduce(self._remaining()[0])
+        for work, memory, gradients in self._reductions:
+            if memory.is_cuda:
+                work.wait()
+            else:
+                wait_for(work)
+            if not self._averages(memory):
+                memory /= dist.get_world_size(self._group)
+            parts = memory.split([gradient.numel() for gradient in gradients]) if gradients else ()
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+        self._reductions.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()

@@ -1,0 +1,150 @@
+"""The Triton kernels of ``dense_update``.
+
+Byte floor for an element: its gradient and rounded copy, and 8 bytes for the weight and for each
+state, read and written; Adagrad with bfloat16 gradients and copies moves 20.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.core.types import OptimizerKind
+from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
+from torchembed.triton_kernels.row_blocks import index_type
+
+_SGD = tl.constexpr(int(OptimizerKind.SGD))
+_ADAGRAD = tl.constexpr(int(OptimizerKind.ADAGRAD))
+
+# Each thread of 4 warps holds 8 elements: one access of 16 bytes to a 16-bit tensor.
+_BLOCK = 1024
+
+
+@triton.jit
+def _dense_update_adam_scales_kernel(
+    scales_ptr, lr_ptr, step_ptr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr
+):
+    """``lr / (1 - beta1**step)`` and ``sqrt(1 - beta2**step)``, computed in float64.
+
+    Example: lr 1, step 1, beta1 0 and beta2 3/4 give 1 and 1/2.
+    """
+    count = tl.load(step_ptr).to(tl.float64)
+    correction1 = 1.0 - tl.exp(count * LOG_BETA1)
+    correction2 = 1.0 - tl.exp(count * LOG_BETA2)
+    step_size = tl.load(lr_ptr).to(tl.float64) / correction1
+    tl.store(scales_ptr, step_size.to(tl.float32))
+    tl.store(scales_ptr + 1, tl.sqrt(correction2).to(tl.float32))
+
+
+@triton.jit
+def _dense_update_kernel(
+    weight_ptr,
+    state0_ptr,
+    state1_ptr,
+    rounded_ptr,
+    grad_ptr,
+    scales_ptr,
+    grad_multiplier_ptr,
+    skip_ptr,
+    num_elements,
+    eps,
+    one_minus_beta1,
+    one_minus_beta2,
+    weight_decay,
+    OPTIMIZER: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One element a lane by the rules of :class:`torchembed.ops.dense_update.DenseRule`. ``scales``
+    is the learning rate or, under Adam, what :func:`_dense_update_adam_scales_kernel` gives.
+
+    Example: SGD with lr 2, ``weight = [10]``, ``grad = [3]``: ``weight = [10 - 2 * 3] = [4]``.
+    """
+    if skip_ptr is not None:
+        if tl.load(skip_ptr) != 0.0:
+            return
+    at = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num_elements
+    gradient = as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
+    lr = tl.load(scales_ptr)
+    if grad_multiplier_ptr is not None:
+        gradient *= tl.load(grad_multiplier_ptr)
+    if HAS_DECAY:
+        gradient += weight_decay * weight
+    if OPTIMIZER == _SGD:
+        weight -= lr * gradient
+    elif OPTIMIZER == _ADAGRAD:
+        total = tl.load(state0_ptr + at, mask=mask, other=1.0) + gradient * gradient
+        tl.store(state0_ptr + at, total, mask=mask)
+        weight -= lr * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
+    else:
+        mean = tl.load(state0_ptr + at, mask=mask, other=0.0)
+        square = tl.load(state1_ptr + at, mask=mask, other=1.0)
+        mean += (gradient - mean) * one_minus_beta1
+        square += (gradient * gradient - square) * one_minus_beta2
+        tl.store(state0_ptr + at, mean, mask=mask)
+        tl.store(state1_ptr + at, square, mask=mask)
+        root = tl.div_rn(tl.sqrt_rn(square), tl.load(scales_ptr + 1))
+        weight -= lr * tl.div_rn(mean, root + eps)
+    tl.store(weight_ptr + at, weight, mask=mask)
+    if rounded_ptr is not None:
+        rounded = round_to_nearest(weight, rounded_ptr.dtype.element_ty)
+        tl.store(rounded_ptr + at, rounded, mask=mask)
+
+
+def launch_dense_update(
+    weight: Tensor,
+    state0: Tensor | None,
+    state1: Tensor | None,
+    rounded: Tensor | None,
+    grad: Tensor,
+    lr: Tensor,
+    step: Tensor | None,
+    grad_multiplier: Tensor | None,
+    skip: Tensor | None,
+    optimizer: int,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    """``torchembed::dense_update``; see :func:`torchembed.ops.dense_update.dense_update`."""
+    if weight.numel() == 0:
+        return
+    with torch.cuda.device_of(weight):
+        scales = lr
+        if optimizer == OptimizerKind.ADAM:
+            scales = torch.empty(2, device=weight.device, dtype=torch.float32)
+            _dense_update_adam_scales_kernel[(1,)](
+                scales, lr, step, LOG_BETA1=_log(beta1), LOG_BETA2=_log(beta2), num_warps=1
+            )
+        # Without fused multiply-adds the update has the bits of the reference.
+        _dense_update_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
+            weight,
+            state0,
+            state1,
+            rounded,
+            grad,
+            scales,
+            grad_multiplier,
+            skip,
+            weight.numel(),
+            eps,
+            1 - beta1,
+            1 - beta2,
+            weight_decay,
+            OPTIMIZER=optimizer,
+            HAS_DECAY=weight_decay != 0,
+            INDEX=index_type(weight),
+            BLOCK=_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf

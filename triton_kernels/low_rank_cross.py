@@ -1,0 +1,388 @@
+"""Triton kernels of the ``low_rank_cross_*`` operations: a matrix product of small depth, and what
+a cross layer does with it before it leaves the registers. A float32 product is made by cuBLAS
+first, which is faster at it; the kernels take the product itself then, and no second factor.
+
+Byte floor of a layer of ``B`` samples and ``N`` columns, in passes over ``[B, N]``: forward reads
+x0 and x and writes z and the output; backward reads the gradient and x0 and writes two gradients.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchembed.core import environment
+from torchembed.triton_kernels.column_sums import multiply_and_sum, sum_partials
+from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
+from torchembed.triton_kernels.row_blocks import index_type
+
+_INTERPRETED = tl.constexpr(environment.triton_interpreted())
+
+
+class _Tiling(NamedTuple):
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def _tiling(num_rows: int, dtype: torch.dtype) -> _Tiling:
+    if dtype is torch.float32:
+        return _Tiling(32, 128, 16, 4, 1)
+    # Two programs fit on a multiprocessor, so that one computes where the other reads and writes.
+    return _Tiling(128, 128, 64, 8, 3)
+
+
+@triton.jit
+def _product(
+    a_ptr,
+    b_ptr,
+    rows,
+    columns,
+    num_rows,
+    num_columns,
+    B_BY_COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """A tile of ``a [B, DEPTH] @ b``, float32, in halves of its columns; b is ``[DEPTH, N]``, or
+    ``[N, DEPTH]`` under B_BY_COLUMNS."""
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    row_mask = (rows < num_rows)[:, None]
+    column_mask = (columns < num_columns)[None, :]
+    for first in range(0, DEPTH, BLOCK_DEPTH):
+        depth = first + tl.arange(0, BLOCK_DEPTH)
+        a_mask, b_mask = row_mask, column_mask
+        if DEPTH % BLOCK_DEPTH != 0:
+            a_mask = row_mask & (depth < DEPTH)[None, :]
+            b_mask = column_mask & (depth < DEPTH)[:, None]
+        a_at = rows[:, None].to(INDEX) * DEPTH + depth[None, :]
+        a = tl.load(a_ptr + a_at, mask=a_mask, other=0.0)
+        if B_BY_COLUMNS:
+            b_at = columns[None, :].to(INDEX) * DEPTH + depth[:, None]
+        else:
+            b_at = depth[:, None].to(INDEX) * num_columns + columns[None, :]
+        b = tl.load(b_ptr + b_at, mask=b_mask, other=0.0)
+        if _INTERPRETED:
+            total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total)
+    halves = tl.reshape(total, (BLOCK_ROWS, 2, BLOCK_COLUMNS // 2))
+    return tl.split(tl.permute(halves, (0, 2, 1)))
+
+
+@triton.jit
+def _loaded_product(
+    product_ptr,
+    rows,
+    num_rows,
+    num_columns,
+    INDEX: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """A tile of a product that is there already, in the same halves."""
+    row_at, row_mask = rows[:, None].to(INDEX) * num_columns, (rows < num_rows)[:, None]
+    left = _half_columns(num_columns, 0, BLOCK_COLUMNS)[None, :]
+    right = _half_columns(num_columns, 1, BLOCK_COLUMNS)[None, :]
+    return (
+        tl.load(product_ptr + row_at + left, mask=row_mask & (left < num_columns), other=0.0),
+        tl.load(product_ptr + row_at + right, mask=row_mask & (right < num_columns), other=0.0),
+    )
+
+
+@triton.jit
+def _tile(num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """The number of this program's tile among rows, and its rows and columns."""
+    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    row_tile = tl.program_id(0) // num_tiles
+    column_tile = tl.program_id(0) % num_tiles
+    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return row_tile, rows, column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+
+
+@triton.jit
+def _half_columns(num_columns, half: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """The columns of one half of this program's tile."""
+    column_tile = tl.program_id(0) % tl.cdiv(num_columns, BLOCK_COLUMNS)
+    first = column_tile * BLOCK_COLUMNS + half * (BLOCK_COLUMNS // 2)
+    return first + tl.arange(0, BLOCK_COLUMNS // 2)
+
+
+@triton.jit
+def _low_rank_cross_forward_kernel(
+    x0_ptr,
+    h_ptr,
+    u_ptr,
+    bias_ptr,
+    x_ptr,
+    out_ptr,
+    z_ptr,
+    num_rows,
+    num_columns,
+    DEPTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """``z = h @ u.T + bias`` and ``out = x0 * z + x``, x being x0 where None.
+
+    With ``h = 3``, ``u = 1``, ``bias = 1``, ``x0 = 2``, ``x = 7``: ``z = 4`` and
+    ``out = 2 * 4 + 7 = 15``.
+    """
+    _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    if u_ptr is None:
+        halves = _loaded_product(h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
+    else:
+        halves = _product(
+            h_ptr,
+            u_ptr,
+            rows,
+            columns,
+            num_rows,
+            num_columns,
+            True,
+            DEPTH,
+            INDEX,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_DEPTH,
+        )
+    for half in tl.static_range(2):
+        z, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        column_mask = columns < num_columns
+        z += as_float32(tl.load(bias_ptr + columns, mask=column_mask, other=0.0))[None, :]
+        at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+        mask = (rows < num_rows)[:, None] & column_mask[None, :]
+        x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
+        x = x0
+        if x_ptr is not None:
+            x = as_float32(tl.load(x_ptr + at, mask=mask, other=0.0))
+        tl.store(z_ptr + at, round_to_nearest(z, z_ptr.dtype.element_ty), mask=mask)
+        out = x0 * z + x
+        tl.store(out_ptr + at, round_to_nearest(out, out_ptr.dtype.element_ty), mask=mask)
+        # Nothing of the second half is loaded before the first is done.
+        tl.debug_barrier()
+
+
+@triton.jit
+def _low_rank_cross_backward_kernel(
+    grad_ptr,
+    grad_h_ptr,
+    v_ptr,
+    x0_ptr,
+    grad_x_ptr,
+    grad_z_ptr,
+    partial_bias_ptr,
+    num_rows,
+    num_columns,
+    DEPTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """``grad_x = grad + grad_h @ v``, ``grad_z = grad_x * x0``, and the latter's sum over rows.
+
+    With ``grad = 3``, ``grad_h = 2``, ``v = 1``, ``x0 = 4``: ``grad_x = 5`` and ``grad_z = 20``.
+    """
+    row_tile, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    if v_ptr is None:
+        halves = _loaded_product(grad_h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
+    else:
+        halves = _product(
+            grad_h_ptr,
+            v_ptr,
+            rows,
+            columns,
+            num_rows,
+            num_columns,
+            False,
+            DEPTH,
+            INDEX,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_DEPTH,
+        )
+    for half in tl.static_range(2):
+        grad_x, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        column_mask = columns < num_columns
+        at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+        mask = (rows < num_rows)[:, None] & column_mask[None, :]
+        grad_x += as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
+        x0 = as_float32(tl.load(x0_ptr + at, mask=mask, other=0.0))
+        rounded = round_to_nearest(grad_x, grad_x_ptr.dtype.element_ty)
+        tl.store(grad_x_ptr + at, rounded, mask=mask)
+        grad_z = grad_x * x0
+        rounded = round_to_nearest(grad_z, grad_z_ptr.dtype.element_ty)
+        tl.store(grad_z_ptr + at, rounded, mask=mask)
+        partial = partial_bias_ptr + row_tile * num_columns + columns
+        tl.store(partial, tl.sum(grad_z, axis=0), mask=column_mask)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _low_rank_cross_input_backward_kernel(
+    grad_h_ptr,
+    v_ptr,
+    grad_ptrs,
+    z_ptrs,
+    grad_x0_ptr,
+    num_rows,
+    num_columns,
+    NUM_LAYERS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """``grad_x0 = grad_h @ v + grad[0] + sum(grad[l] * z[l])`` over all layers l.
+
+    With ``grad_h = 2``, ``v = 1``, ``grad = (3, 5)``, ``z = (4, 6)``: ``2 + 3 + 12 + 30 = 47``.
+    """
+    _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    if v_ptr is None:
+        halves = _loaded_product(grad_h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
+    else:
+        halves = _product(
+            grad_h_ptr,
+            v_ptr,
+            rows,
+            columns,
+            num_rows,
+            num_columns,
+            False,
+            DEPTH,
+            INDEX,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_DEPTH,
+        )
+    for half in tl.static_range(2):
+        total, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
+        mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+        for layer in tl.static_range(NUM_LAYERS):
+            grad = as_float32(tl.load(grad_ptrs[layer] + at, mask=mask, other=0.0))
+            if layer == 0:
+                total += grad
+            total += grad * as_float32(tl.load(z_ptrs[layer] + at, mask=mask, other=0.0))
+            tl.debug_barrier()
+        rounded = round_to_nearest(total, grad_x0_ptr.dtype.element_ty)
+        tl.store(grad_x0_ptr + at, rounded, mask=mask)
+
+
+def _launch(
+    kernel: triton.JITFunction, like: Tensor, inner: Tensor, *arguments: object, **flags: int
+) -> None:
+    """Launch ``kernel`` over the tiles of ``like [B, N]``; ``inner [B, depth]`` is the product's
+    left factor."""
+    num_rows, num_columns = like.shape
+    tiling = _tiling(num_rows, inner.dtype)
+    depth = inner.shape[1]
+    tiles = triton.cdiv(num_rows, tiling.block_rows) * triton.cdiv(
+        num_columns, tiling.block_columns
+    )
+    if tiles == 0:
+        return
+    with torch.cuda.device_of(inner):
+        kernel[(tiles,)](
+            *arguments,
+            num_rows,
+            num_columns,
+            **flags,
+            DEPTH=depth,
+            INDEX=index_type(like),
+            BLOCK_ROWS=tiling.block_rows,
+            BLOCK_COLUMNS=tiling.block_columns,
+            BLOCK_DEPTH=min(tiling.block_depth, max(16, triton.next_power_of_2(depth))),
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            maxnreg=tiling.max_registers,
+        )
+
+
+def launch_low_rank_cross_forward(
+    x0: Tensor, h: Tensor, u: Tensor, bias: Tensor, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``torchembed::low_rank_cross_forward``; see
+    :func:`torchembed.ops.cross.low_rank_cross_network`."""
+    out, z = torch.empty_like(x0), torch.empty_like(x0)
+    is_first = x.data_ptr() == x0.data_ptr()
+    factors = (h @ u.t(), None) if h.dtype is torch.float32 else (h, u)
+    _launch(
+        _low_rank_cross_forward_kernel,
+        x0,
+        h,
+        x0,
+        *factors,
+        bias,
+        None if is_first else x,
+        out,
+        z,
+    )
+    return out, z
+
+
+def launch_low_rank_cross_scale(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> Tensor:
+    """``torchembed::low_rank_cross_scale``."""
+    grad_z = torch.empty_like(grad)
+    multiply_and_sum(grad, x0, grad_z, grad_bias)
+    return grad_z
+
+
+def _backward_factors(grad_h: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (grad_h @ v, None) if grad_h.dtype is torch.float32 else (grad_h, v)
+
+
+def launch_low_rank_cross_backward(
+    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``torchembed::low_rank_cross_backward``."""
+    grad_x, grad_z = torch.empty_like(grad), torch.empty_like(grad)
+    num_rows, num_columns = grad.shape
+    num_partials = triton.cdiv(num_rows, _tiling(num_rows, grad_h.dtype).block_rows)
+    partials = torch.empty(num_partials, num_columns, device=grad.device, dtype=torch.float32)
+    _launch(
+        _low_rank_cross_backward_kernel,
+        grad,
+        grad_h,
+        grad,
+        *_backward_factors(grad_h, v),
+        x0,
+        grad_x,
+        grad_z,
+        partials,
+    )
+    if grad.numel():
+        sum_partials(partials, grad_bias)
+    else:
+        grad_bias.zero_()
+    return grad_x, grad_z
+
+
+def launch_low_rank_cross_input_backward(
+    grad_h: Tensor, v: Tensor, grads: Sequence[Tensor], z: Sequence[Tensor]
+) -> Tensor:
+    """``torchembed::low_rank_cross_input_backward``."""
+    grad_x0 = torch.empty_like(grads[0])
+    _launch(
+        _low_rank_cross_input_backward_kernel,
+        grad_x0,
+        grad_h,
+        *_backward_factors(grad_h, v),
+        tuple(grads),
+        tuple(z),
+        grad_x0,
+        NUM_LAYERS=len(z),
+    )
+    return grad_x0
