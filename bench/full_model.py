@@ -30,7 +30,7 @@ from torchembed import (
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
-from torchembed.training import CheckpointFolder, TrainingRun, train_step
+from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline
 
 DIM, NUM_DENSE = 128, 13
 KEYS = tuple(f"cat_{number}" for number in range(len(MLPERF_TABLE_SIZES)))
@@ -83,6 +83,9 @@ class Run:
             torch.optim.Adagrad(dense, lr=0.004, eps=1e-8),
         ]
         self.state = TrainingRun(model=model, optimizers=self.optimizers)
+        self._pipeline = TrainPipeline(
+            model, F.binary_cross_entropy_with_logits, self.optimizers, device=device
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -93,9 +96,9 @@ class Run:
 
     def steps(self, first: int, num_steps: int) -> list[float]:
         """Train on batches that depend on step and rank alone; the losses."""
-        batches = [self._batch(step) for step in range(first, first + num_steps)]
-        loss_fn = F.binary_cross_entropy_with_logits
-        losses = [train_step(self.model, loss_fn, self.optimizers, batch) for batch in batches]
+        batches = iter([self._batch(step) for step in range(first, first + num_steps)])
+        losses = [self._pipeline.progress(batches).loss.clone() for _ in range(num_steps)]
+        self._pipeline.check_ids()
         return torch.stack(losses).tolist()
 
     def _batch(self, step: int) -> Batch:

@@ -14,7 +14,7 @@ from torchembed import optim, shard_embeddings
 from torchembed.data import Batch
 from torchembed.sharding import Planner, WirePrecision
 from torchembed.tables import table_of
-from torchembed.training import train_step
+from torchembed.training import TrainPipeline
 
 TABLE_OPTIMIZERS = {
     "adagrad": optim.Adagrad,
@@ -51,11 +51,16 @@ class TorchembedStep:
         dense = [p for p in self.model.parameters() if table_of(p) is None]
         eps = {} if setting.optimizer == "sgd" else {"eps": setting.eps}
         make = TABLE_OPTIMIZERS[setting.optimizer]
-        self._optimizers: list[torch.optim.Optimizer] = [
-            make(of_tables or [{"params": []}], lr=setting.lr, **eps),
-            setting.dense_optimizer(dense),
-        ]
-        self._device, self._setting = device, setting
+        self._pipeline = TrainPipeline(
+            self.model,
+            F.binary_cross_entropy_with_logits,
+            [
+                make(of_tables or [{"params": []}], lr=setting.lr, **eps),
+                setting.dense_optimizer(dense),
+            ],
+            device=device,
+            autocast=torch.bfloat16 if setting.precision == "bf16" else None,
+        )
 
     @staticmethod
     def batch(batch: Batch, device: torch.device) -> Batch:
@@ -64,10 +69,4 @@ class TorchembedStep:
 
     def step(self, batches: Iterator[Batch]) -> Tensor:
         """The loss of one step, on the device."""
-        batch = next(batches).to(self._device, non_blocking=True)
-        with torch.autocast(
-            self._device.type, torch.bfloat16, enabled=self._setting.precision == "bf16"
-        ):
-            return train_step(
-                self.model, F.binary_cross_entropy_with_logits, self._optimizers, batch
-            )
+        return self._pipeline.progress(batches).loss
