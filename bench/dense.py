@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -275,69 +275,76 @@ def write_profile(system: System, path: Path) -> None:
     path.write_text(table)
 
 
-OPTIMIZERS = {
-    "Adagrad": (DenseAdagrad, torch.optim.Adagrad, {"lr": 0.004, "eps": 1e-8}, 20),
-    "SGD": (DenseSGD, torch.optim.SGD, {"lr": 0.01}, 12),
-    "Adam": (DenseAdam, torch.optim.Adam, {"lr": 0.001, "capturable": True}, 28),
-}
-"""Ours, torch's, their arguments, and the bytes of an element that an update moves in float32; our
-bfloat16 parameters and gradients over float32 masters move as many."""
+class OptimizerCase(NamedTuple):
+    """An optimizer of ours and torch's counterpart."""
+
+    name: str
+    ours: Any
+    torchs: Any
+    arguments: dict[str, Any]
+    bytes_per_element: int
+    """That an update moves in float32; our bfloat16 parameters and gradients over float32 masters
+    move as many."""
 
 
-def optimizer_steps(config: Config) -> list[dict[str, Any]]:
-    """A step of each optimizer over the parameters of the dense part, which have gradients."""
-    rows = []
-    for name, (make, theirs, arguments, num_bytes) in OPTIMIZERS.items():
-        kept, found, replays = [], {}, []
-        own = {key: value for key, value in arguments.items() if key != "capturable"}
-        for system, precision in (
-            ("torch", "fp32"),
-            ("torchembed", "fp32"),
-            ("torchembed", "bf16"),
-        ):
-            torch.manual_seed(0)
-            model = ours().cuda()
-            if system == "torch":
-                optimizer = theirs(model.parameters(), foreach=True, **arguments)
-            else:
-                dtype = torch.bfloat16 if precision == "bf16" else None
-                optimizer = make(model.parameters(), dtype=dtype, **own)
-            generator = torch.Generator("cuda").manual_seed(1)
-            for parameter in model.parameters():
-                grad = torch.randn(parameter.shape, device="cuda", generator=generator)
-                parameter.grad = grad.to(parameter.dtype)
-            optimizer.step()
-            kept.append((model, optimizer))  # whose memory the graph changes
-            found[system, precision] = [p.detach().clone() for p in model.parameters()]
-            replays.append(captured(optimizer.step))
-        for key, parameters in found.items():
-            eps = torch.finfo(parameters[0].dtype).eps
-            for parameter, expected in zip(parameters, found["torch", "fp32"], strict=True):
-                error = float((parameter.float() - expected).abs().max())
-                assert error <= 2 * eps * float(expected.abs().max()), (name, key, error)
-        count = sum(parameter.numel() for parameter in kept[0][0].parameters())
-        floor = 1e3 * count * num_bytes / MEMORY_BYTES_PER_SECOND
+OPTIMIZERS = (
+    OptimizerCase("Adagrad", DenseAdagrad, torch.optim.Adagrad, {"lr": 0.004, "eps": 1e-8}, 20),
+    OptimizerCase("SGD", DenseSGD, torch.optim.SGD, {"lr": 0.01}, 12),
+    OptimizerCase("Adam", DenseAdam, torch.optim.Adam, {"lr": 0.001}, 28),
+)
+
+
+def after_one_step(dtype: torch.dtype, optimizer_of: Callable[..., Any]) -> tuple[Any, Any]:
+    """The dense part and its optimizer, after a step with gradients that are always the same."""
+    torch.manual_seed(0)
+    model = ours().cuda().to(dtype)
+    optimizer = optimizer_of(model.parameters())
+    generator = torch.Generator("cuda").manual_seed(1)
+    for parameter in model.parameters():
+        grad = torch.randn(parameter.shape, device="cuda", generator=generator)
+        parameter.grad = grad.bfloat16().to(parameter.dtype)
+    optimizer.step()
+    return model, optimizer
+
+
+def optimizer_steps(config: Config, case: OptimizerCase) -> list[dict[str, Any]]:
+    """A row for each optimizer that is right: its step over the parameters of the dense part."""
+    arguments = case.arguments
+    capturable = {"capturable": True} if case.name == "Adam" else {}
+    exact, _ = after_one_step(torch.float64, lambda p: case.torchs(p, **arguments))
+    runs = {
+        ("torch", "fp32"): lambda p: case.torchs(p, foreach=True, **arguments, **capturable),
+        ("torchembed", "fp32"): lambda p: case.ours(p, **arguments),
+        ("torchembed", "bf16"): lambda p: case.ours(p, dtype=torch.bfloat16, **arguments),
+    }
+    right = {}
+    for key, run in runs.items():
+        model, optimizer = after_one_step(torch.float32, run)
+        error = max(
+            float((found.detach().double() - true.detach()).abs().max() / true.detach().abs().max())
+            for found, true in zip(model.parameters(), exact.parameters(), strict=True)
+        )
+        # Torch's capturable Adam loses some of its corrections to float32.
+        if error <= (1e-4 if key[1] == "fp32" else torch.finfo(torch.bfloat16).eps):
+            right[key] = optimizer
+        else:
+            print(f"{case.name} of {key} is wrong: error {error}")
+    num_bytes = case.bytes_per_element * sum(p.numel() for p in exact.parameters())
+    floor = 1e3 * num_bytes / MEMORY_BYTES_PER_SECOND
+    what = {"bench": "dense", "part": "optimizer", "optimizer": case.name}
+    what |= {"gpu": torch.cuda.get_device_name(), "num_gpus": 1}
+    replays = [captured(optimizer.step) for optimizer in right.values()]
+    return [
+        row(times, floor, system=system, precision=precision, **what)
         for (system, precision), times in zip(
-            found, milliseconds(replays, config.num_rounds), strict=True
-        ):
-            what = {"bench": "dense", "part": "optimizer", "optimizer": name}
-            rows.append(
-                row(
-                    times,
-                    floor,
-                    system=system,
-                    precision=precision,
-                    gpu=torch.cuda.get_device_name(),
-                    num_gpus=1,
-                    **what,
-                )
-            )
-    return rows
+            right, milliseconds(replays, config.num_rounds), strict=True
+        )
+    ]
 
 
 def main(config: Config) -> None:
     """Measure, print and write."""
-    rows = optimizer_steps(config)
+    rows = [entry for case in OPTIMIZERS for entry in optimizer_steps(config, case)]
     for precision in config.precisions:
         for batch_size in config.batch_sizes:
             rows += forward_backward(config, batch_size, precision)

@@ -113,7 +113,8 @@ class FbgemmTables:
             output_dtype=SparseType.BF16,
             bounds_check_mode=BoundsCheckMode.NONE,
         )
-        self.weight = self._tables.weights_dev.detach().view(-1, workload.dim)
+        weights: Any = self._tables.weights_dev
+        self.weight = weights.detach().view(-1, workload.dim)
         self.states = [state for (state, *_) in self._tables.split_optimizer_states()]
 
     def stages(self, workload: Workload, batch: Batch) -> Stages:

@@ -116,35 +116,42 @@ class With:
 
 FWD, RB = pl._pooled_lookup_forward_kernel, pl.row_block
 UPD = ru._rowwise_update_kernel
-fwd_variants = {
-    "w1 u8 r4": (1, 8, 4, {}),
-    "w1 u4 r4": (1, 4, 4, {}),
-    "w1 u16 r4": (1, 16, 4, {}),
-    "w1 u8 r8": (1, 8, 8, {}),
-    "w1 u8 r2": (1, 8, 2, {}),
-    "w1 u16 r8": (1, 16, 8, {}),
-    "w2 u8 r4": (2, 8, 4, {}),
-    "w4 u8 r4": (4, 8, 4, {}),
-    "w4 u4 r4": (4, 4, 4, {}),
-    "w4 u16 r4": (4, 16, 4, {}),
-    "w2 u8 r4 nreg64": (2, 8, 4, dict(maxnreg=64)),
-    "w4 u8 r4 nreg64": (4, 8, 4, dict(maxnreg=64)),
-}
-upd_variants = {
-    "e512 u4 p32": (1, 512, 4, 32, "evict_first", {}),
-    "e512 u2 p32": (1, 512, 2, 32, "evict_first", {}),
-    "e512 u4 p32 noevict": (1, 512, 4, 32, "", {}),
-    "e512 u4 p16": (1, 512, 4, 16, "evict_first", {}),
-    "e512 u4 p128": (1, 512, 4, 128, "evict_first", {}),
-    "e512 u4 pinf": (1, 512, 4, 10**6, "evict_first", {}),
-    "e256 u4 p32": (1, 256, 4, 32, "evict_first", {}),
-    "e256 u8 pinf": (1, 256, 8, 10**6, "evict_first", {}),
-    "e128 u8 pinf": (1, 128, 8, 10**6, "evict_first", {}),
-    "e1024 u2 p32": (1, 1024, 2, 32, "evict_first", {}),
-    "w4 e1024 u4 pinf": (4, 1024, 4, 10**6, "evict_first", {}),
-    "w2 e512 u4 pinf": (2, 512, 4, 10**6, "evict_first", {}),
-    "e512 u2 p32 nreg80": (1, 512, 2, 32, "evict_first", dict(maxnreg=80)),
-}
+fwd_variants = {}
+for w, u, nreg in (
+    (4, 4, None),
+    (4, 8, 64),
+    (4, 8, 48),
+    (4, 4, 40),
+    (8, 4, None),
+    (8, 8, 64),
+    (2, 4, None),
+    (8, 4, 40),
+):
+    for sm in (0, 1):
+        kw = {"SAMPLE_MAJOR": sm}
+        if nreg:
+            kw["maxnreg"] = nreg
+        fwd_variants[f"w{w} u{u} n{nreg} s{sm}"] = (w, u, 4, kw)
+fwd_variants["w4 u4 s1 evict"] = (4, 4, 4, {"SAMPLE_MAJOR": 1, "EVICT": "evict_first"})
+fwd_variants["w4 u4 s0 evict"] = (4, 4, 4, {"SAMPLE_MAJOR": 0, "EVICT": "evict_first"})
+fwd_variants["w4 u4 r2 s1"] = (4, 4, 2, {"SAMPLE_MAJOR": 1})
+upd_variants = {}
+for w, e, u, ps in (
+    (1, 256, 4, (24, 32)),
+    (1, 256, 2, (32, 10**6)),
+    (1, 512, 2, (16, 32)),
+    (1, 512, 4, (12,)),
+    (1, 128, 4, (32,)),
+    (2, 512, 2, (12, 16)),
+    (4, 512, 4, (8, 12)),
+    (4, 1024, 2, (4, 6)),
+    (4, 1024, 1, (6, 10**6)),
+    (8, 1024, 2, (4,)),
+):
+    for p in ps:
+        upd_variants[f"w{w} e{e} u{u} p{p}"] = (w, e, u, p, "evict_first", {})
+upd_variants["w1 e256 u2 p32 n64"] = (1, 256, 2, 32, "evict_first", dict(maxnreg=64))
+upd_variants["w1 e256 u2 p32 noevict"] = (1, 256, 2, 32, "", {})
 results = []
 for B in (512, 2048, 8192):
     for ids in ("uniform", "zipf"):
@@ -162,15 +169,13 @@ for B in (512, 2048, 8192):
         )
         line = []
         for name, (w, u, r, kw) in fwd_variants.items():
-            if B != 8192 and ids == "zipf" and "nreg" in name:
-                continue
             pl._FORWARD_WARPS, pl._UNROLL, pl._UNROLL_REST = w, u, r
             pl._pooled_lookup_forward_kernel = With(FWD, **kw)
             try:
                 line.append((graph_us([lambda rows=rows: forward(rows) for rows in sets]), name))
             except Exception as e:
                 say("fwd", name, repr(e)[:200])
-        pl._FORWARD_WARPS, pl._UNROLL, pl._UNROLL_REST = 1, 8, 4
+        pl._FORWARD_WARPS, pl._UNROLL, pl._UNROLL_REST = 4, 4, 4
         pl._pooled_lookup_forward_kernel = FWD
         say("  fwd " + "  ".join(f"[{n_}] {t:.1f}" for t, n_ in sorted(line)))
         lin = graph_us(
@@ -222,14 +227,20 @@ for B in (512, 2048, 8192):
                     say("upd", name, repr(ex)[:200])
             ru._NUM_WARPS, ru._BLOCK_ELEMENTS, ru._UNROLL, ru._PROGRAMS_PER_SM, ru._EVICT = (
                 1,
-                512,
-                4,
+                256,
+                2,
                 32,
                 "evict_first",
             )
             ru._rowwise_update_kernel = UPD
             say(f"  {kind.name} " + "  ".join(f"[{n_}] {t:.1f}" for t, n_ in sorted(line)))
+            runs_kept = runs[1]
             say("     ", profiled(lambda: update(runs[1])))
+        if ids == "zipf" or B == 8192:
+            for cw in (1, 4, 8):
+                run_sums._CHUNK_WARPS = cw
+                say("      chunk warps", cw, profiled(lambda: update(runs_kept)))
+            run_sums._CHUNK_WARPS = 4
         say("      find_runs", profiled(lambda: find_runs(sets[1], R)))
         del sets, runs, grad, gr
 say("done", time.time() - t0)

@@ -264,7 +264,7 @@ def main() -> None:
                 now = dataclasses.replace(workload, batch_size=batch_size, ids=ids)
                 setting = Setting(workload=now, rule=rule, weight=weight, states=states)
                 rows += measure(setting, ours, theirs, copy_rate)
-        del weight, state, states, ours, theirs, setting
+        del weight, state, states, ours, theirs
         gc.collect()
         torch.cuda.empty_cache()
     if arguments.json is not None:

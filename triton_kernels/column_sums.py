@@ -33,6 +33,7 @@ def _multiply_and_sum_kernel(
     sums_ptr,
     num_rows,
     num_columns,
+    matrix_stride,
     RECTIFY: tl.constexpr,
     INDEX: tl.constexpr,
     ROWS_PER_PROGRAM: tl.constexpr,
@@ -54,7 +55,8 @@ def _multiply_and_sum_kernel(
             rows = first_row + step + tl.arange(0, BLOCK_ROWS)
             at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
             mask = (rows < num_rows)[:, None] & column_mask[None, :]
-            value = as_float32(tl.load(matrix_ptr + at, mask=mask, other=0.0))
+            matrix_at = rows[:, None].to(INDEX) * matrix_stride + columns[None, :]
+            value = as_float32(tl.load(matrix_ptr + matrix_at, mask=mask, other=0.0))
             if factor_ptr is not None:
                 factor = as_float32(tl.load(factor_ptr + at, mask=mask, other=0.0))
                 if RECTIFY:
@@ -77,7 +79,10 @@ def multiply_and_sum(
     rectify: bool = False,
 ) -> None:
     """Write ``matrix * factor`` to ``product``, or ``matrix * (factor > 0)``, all ``[B, N]``, and
-    its sum over rows, before it is rounded, to ``total [N]``; without a factor only the sum."""
+    its sum over rows, before it is rounded, to ``total [N]``; without a factor only the sum.
+
+    All are contiguous, but that rows of ``matrix`` may be apart, as those of a slice are.
+    """
     num_rows, num_columns = matrix.shape
     if num_rows == 0 or num_columns == 0:
         total.zero_()
@@ -96,8 +101,9 @@ def multiply_and_sum(
             sums,
             num_rows,
             num_columns,
+            matrix.stride(0),
             RECTIFY=rectify,
-            INDEX=index_type(matrix),
+            INDEX=index_type(matrix) if matrix.is_contiguous() else tl.int64,
             ROWS_PER_PROGRAM=tiling.rows_per_program,
             BLOCK_ROWS=tiling.block_rows,
             BLOCK_COLUMNS=tiling.block_columns,

@@ -28,13 +28,15 @@ class _Tiling(NamedTuple):
     block_depth: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
 
 
-def _tiling(num_rows: int, dtype: torch.dtype) -> _Tiling:
+def _tiling(num_rows: int, dtype: torch.dtype, num_read: int) -> _Tiling:
+    """For an epilogue that reads ``num_read`` matrices: two programs fit on a multiprocessor, or
+    three smaller ones where they read much, so that one computes where others read and write."""
     if dtype is torch.float32:
         return _Tiling(32, 128, 16, 4, 1)
-    # Two programs fit on a multiprocessor, so that one computes where the other reads and writes.
+    if num_rows > 1024 and num_read > 2:
+        return _Tiling(64, 128, 64, 4, 3)
     return _Tiling(128, 128, 64, 8, 3)
 
 
@@ -282,12 +284,16 @@ def _low_rank_cross_input_backward_kernel(
 
 
 def _launch(
-    kernel: triton.JITFunction, like: Tensor, inner: Tensor, *arguments: object, **flags: int
+    kernel: triton.JITFunction,
+    tiling: _Tiling,
+    like: Tensor,
+    inner: Tensor,
+    *arguments: object,
+    **flags: int,
 ) -> None:
     """Launch ``kernel`` over the tiles of ``like [B, N]``; ``inner [B, depth]`` is the product's
     left factor."""
     num_rows, num_columns = like.shape
-    tiling = _tiling(num_rows, inner.dtype)
     depth = inner.shape[1]
     tiles = triton.cdiv(num_rows, tiling.block_rows) * triton.cdiv(
         num_columns, tiling.block_columns
@@ -307,7 +313,6 @@ def _launch(
             BLOCK_DEPTH=min(tiling.block_depth, max(16, triton.next_power_of_2(depth))),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
-            maxnreg=tiling.max_registers,
         )
 
 
@@ -321,6 +326,7 @@ def launch_low_rank_cross_forward(
     factors = (h @ u.t(), None) if h.dtype is torch.float32 else (h, u)
     _launch(
         _low_rank_cross_forward_kernel,
+        _tiling(x0.shape[0], x0.dtype, num_read=2),
         x0,
         h,
         x0,
@@ -350,10 +356,12 @@ def launch_low_rank_cross_backward(
     """``torchembed::low_rank_cross_backward``."""
     grad_x, grad_z = torch.empty_like(grad), torch.empty_like(grad)
     num_rows, num_columns = grad.shape
-    num_partials = triton.cdiv(num_rows, _tiling(num_rows, grad_h.dtype).block_rows)
+    tiling = _tiling(num_rows, grad.dtype, num_read=2)
+    num_partials = triton.cdiv(num_rows, tiling.block_rows)
     partials = torch.empty(num_partials, num_columns, device=grad.device, dtype=torch.float32)
     _launch(
         _low_rank_cross_backward_kernel,
+        tiling,
         grad,
         grad_h,
         grad,
@@ -377,6 +385,7 @@ def launch_low_rank_cross_input_backward(
     grad_x0 = torch.empty_like(grads[0])
     _launch(
         _low_rank_cross_input_backward_kernel,
+        _tiling(grad_x0.shape[0], grad_x0.dtype, num_read=2 * len(z)),
         grad_x0,
         grad_h,
         *_backward_factors(grad_h, v),

@@ -22,8 +22,8 @@ from torchembed.triton_kernels.row_blocks import (
 from torchembed.triton_kernels.searching import count_not_above
 
 _BLOCK = 1024
-_FORWARD_WARPS = 1
-_UNROLL = 8
+_FORWARD_WARPS = 4
+_UNROLL = 4
 _UNROLL_REST = 4
 
 
@@ -41,14 +41,15 @@ def _add_rows(
     NUM_STEPS: tl.constexpr,
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
-    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on; their loads are in
-    flight together, and they are added in the order of the positions."""
+    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on, whose loads are in
+    flight together; added in the order of the positions."""
     for step in tl.static_range(NUM_STEPS):
         in_bag = inside & (first + step < length)
         position = start + first + step
         row = tl.load(rows_ptr + position, mask=in_bag, other=-1)
-        vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX)
+        vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX, EVICT)
         if per_id_weights_ptr is not None:
             weights = tl.load(per_id_weights_ptr + position, mask=in_bag, other=0.0)
             vectors *= as_float32(weights)[:, None]
@@ -74,6 +75,8 @@ def _pooled_lookup_forward_kernel(
     UNROLL: tl.constexpr,
     UNROLL_REST: tl.constexpr,
     INDEX: tl.constexpr,
+    SAMPLE_MAJOR: tl.constexpr = 0,
+    EVICT: tl.constexpr = tl.constexpr(""),
 ):
     """``out[b, f] = sum over p of bag (f, b) of per_id_weights[p] * weight[rows[p]]``.
 
@@ -85,8 +88,12 @@ def _pooled_lookup_forward_kernel(
     MEAN ``[[20, 30], [0, 10]]``.
     """
     program = tl.program_id(0)
-    feature = feature_at(bounds_ptr, program // blocks_per_feature, num_features, FIXED)
-    sample = (program % blocks_per_feature) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
+    if SAMPLE_MAJOR:
+        place, sample_block = program % num_features, program // num_features
+    else:
+        place, sample_block = program // blocks_per_feature, program % blocks_per_feature
+    feature = feature_at(bounds_ptr, place, num_features, FIXED)
+    sample = sample_block * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = sample < batch_size
     start, length = bag_extent(bounds_ptr, feature, sample, batch_size, inside, FIXED, INDEX)
@@ -108,6 +115,7 @@ def _pooled_lookup_forward_kernel(
             UNROLL,
             DIM,
             INDEX,
+            EVICT,
         )
     for first in range(rest, longest, UNROLL_REST):
         total = _add_rows(
@@ -123,6 +131,7 @@ def _pooled_lookup_forward_kernel(
             UNROLL_REST,
             DIM,
             INDEX,
+            EVICT,
         )
     if MEAN:
         count = tl.zeros([BLOCK_BAGS], tl.float32) + tl.maximum(length, 1).to(tl.float32)

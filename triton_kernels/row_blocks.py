@@ -15,6 +15,8 @@ computes before it masks it off: no block reaches 2**20 elements past the end.""
 
 NUM_WARPS = 4
 
+_NO_POLICY = tl.constexpr("")
+
 
 def index_type(*tensors: Tensor | None) -> tl.dtype:
     """The integer type that addresses every element of ``tensors``: int32, or int64 where one is
@@ -59,7 +61,7 @@ def load_rows(
     columns,
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
-    EVICT: tl.constexpr = tl.constexpr(""),
+    EVICT: tl.constexpr = _NO_POLICY,
 ):
     """Float32 ``[N, C]``: ``columns [C]`` of each ``row [N]`` of a matrix of width DIM.
 
@@ -80,7 +82,7 @@ def store_rows(
     value,
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
-    EVICT: tl.constexpr = tl.constexpr(""),
+    EVICT: tl.constexpr = _NO_POLICY,
 ):
     """Write ``value [N, C]``, already of the matrix's dtype, where :func:`load_rows` reads."""
     offset = row.to(INDEX)[:, None] * DIM + columns[None, :]

@@ -22,18 +22,13 @@ from torchembed.triton_kernels.row_blocks import (
     load_rows,
     store_rows,
 )
-from torchembed.triton_kernels.run_sums import (
-    CHUNK,
-    empty_chunk_sums,
-    run_gradients,
-    sum_chunks,
-)
+from torchembed.triton_kernels.run_sums import CHUNK, add_chunks, sort_gradients, sum_occurrences
 from torchembed.triton_kernels.searching import count_not_above
 
 _NUM_WARPS = 1
-_BLOCK_ELEMENTS = 512
+_BLOCK_ELEMENTS = 256
 _PROGRAMS_PER_SM = 32
-_UNROLL = 4
+_UNROLL = 2
 _EVICT = "evict_first"
 
 _SGD = tl.constexpr(int(OptimizerKind.SGD))
@@ -71,13 +66,101 @@ def _rounding_bits(
 
 
 @triton.jit
+def _next_runs(
+    unique_rows_ptr, starts_ptr, num_runs, block, BLOCK_RUNS: tl.constexpr, INDEX: tl.constexpr
+):
+    """Row, start and length of each run of a ``block``; zeros past the last run."""
+    run = block * BLOCK_RUNS + tl.arange(0, BLOCK_RUNS)
+    inside = run < num_runs
+    row = tl.load(unique_rows_ptr + run, mask=inside, other=0)
+    start = tl.load(starts_ptr + run, mask=inside, other=0)
+    length = tl.load(starts_ptr + run + 1, mask=inside, other=0) - start
+    return row, start.to(INDEX), length.to(INDEX)
+
+
+@triton.jit
+def _rest_of_run(start, length, HAS_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """Start and length of what is left of runs after their whole chunks."""
+    if HAS_CHUNKS:
+        rest = length % CHUNK
+        start += length - rest
+        length = rest
+    return start, length
+
+
+@triton.jit
+def _run_gradients(
+    start,
+    length,
+    gradient_row,
+    scale,
+    chunk_sums_ptr,
+    group_sums_ptr,
+    grad_ptr,
+    gradient_rows_ptr,
+    scales_ptr,
+    grad_multiplier_ptr,
+    max_gradient,
+    columns,
+    HAS_MAX: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """Float32 ``[BLOCK_RUNS, BLOCK_D]``: the gradient of each run, scaled and clipped.
+
+    ``gradient_row`` and ``scale`` are those of the first occurrence after the chunks.
+    """
+    rest_start, rest = _rest_of_run(start, length, chunk_sums_ptr is not None, CHUNK)
+    first = load_rows(grad_ptr, gradient_row, rest > 0, columns, DIM, INDEX)
+    if scales_ptr is not None:
+        first *= scale[:, None]
+    total = tl.zeros([BLOCK_RUNS, BLOCK_D], tl.float32)
+    if chunk_sums_ptr is not None:
+        total = add_chunks(
+            total,
+            start,
+            length,
+            chunk_sums_ptr,
+            group_sums_ptr,
+            columns,
+            CHUNK,
+            DIM,
+            UNROLL,
+            INDEX,
+        )
+    total += first
+    total = sum_occurrences(
+        total,
+        rest_start + 1,
+        rest - 1,
+        grad_ptr,
+        gradient_rows_ptr,
+        scales_ptr,
+        columns,
+        DIM,
+        UNROLL,
+        INDEX,
+    )
+    if grad_multiplier_ptr is not None:
+        total *= tl.load(grad_multiplier_ptr)
+    if HAS_MAX:
+        # By comparisons, so that NaN stays NaN.
+        total = tl.where(total > max_gradient, max_gradient, total)
+        total = tl.where(total < -max_gradient, -max_gradient, total)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tables"])
 def _rowwise_update_kernel(
     weight_ptr,
     state0_ptr,
     state1_ptr,
     unique_rows_ptr,
     starts_ptr,
-    order_ptr,
     num_runs_ptr,
     chunk_sums_ptr,
     group_sums_ptr,
@@ -112,11 +195,12 @@ def _rowwise_update_kernel(
     """``g`` = sum of a run's gradients, then ``w = update(w, g)`` by the rules of
     :class:`torchembed.ops.rowwise_update.UpdateRule`. Under Adam, ``lr`` is the corrected step.
 
-    A program takes BLOCK_RUNS runs at a time. Their rows and state do not wait for the gradients,
-    so they are read first.
+    A program takes BLOCK_RUNS runs at a time, and knows ahead where they are: while it waits for
+    rows and gradients, it reads which gradients the next runs have, and where the runs after those
+    start. So nothing but rows and gradients is waited for.
 
     Example: SGD, D = 1, ``weight = [[10], [20]]``, ``unique_rows = [1, -1]``,
-    ``starts = [0, 2, 2]``, ``order = [0, 1]``, ``grad = [[3], [4]]``, lr 2:
+    ``starts = [0, 2, 2]``, ``gradient_rows = [0, 1]``, ``grad = [[3], [4]]``, lr 2:
     ``weight[1] = 20 - 2 * (3 + 4) = 6``.
     """
     num_runs = tl.load(num_runs_ptr)
@@ -124,26 +208,46 @@ def _rowwise_update_kernel(
         if tl.load(skip_ptr) != 0:
             num_runs = 0
     lr = tl.load(lr_ptr)
-    for block in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS), tl.num_programs(0)):
-        run = block * BLOCK_RUNS + tl.arange(0, BLOCK_RUNS)
-        inside = run < num_runs
-        row = tl.load(unique_rows_ptr + run, mask=inside, other=0)
-        start = tl.load(starts_ptr + run, mask=inside, other=0).to(INDEX)
-        length = tl.load(starts_ptr + run + 1, mask=inside, other=0).to(INDEX) - start
+    stride = tl.num_programs(0)
+    first_block = tl.program_id(0)
+    HAS_CHUNKS: tl.constexpr = chunk_sums_ptr is not None
+    row, start, length = _next_runs(
+        unique_rows_ptr, starts_ptr, num_runs, first_block, BLOCK_RUNS, INDEX
+    )
+    next_row, next_start, next_length = _next_runs(
+        unique_rows_ptr, starts_ptr, num_runs, first_block + stride, BLOCK_RUNS, INDEX
+    )
+    rest_start, rest = _rest_of_run(start, length, HAS_CHUNKS, CHUNK)
+    gradient_row = tl.load(gradient_rows_ptr + rest_start, mask=rest > 0, other=0)
+    scale = tl.zeros([BLOCK_RUNS], tl.float32)
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + rest_start, mask=rest > 0, other=0.0)
+
+    for block in range(first_block, tl.cdiv(num_runs, BLOCK_RUNS), stride):
+        inside = length > 0
+        rest_start, rest = _rest_of_run(next_start, next_length, HAS_CHUNKS, CHUNK)
+        next_gradient_row = tl.load(gradient_rows_ptr + rest_start, mask=rest > 0, other=0)
+        next_scale = scale
+        if scales_ptr is not None:
+            next_scale = tl.load(scales_ptr + rest_start, mask=rest > 0, other=0.0)
+        later_row, later_start, later_length = _next_runs(
+            unique_rows_ptr, starts_ptr, num_runs, block + 2 * stride, BLOCK_RUNS, INDEX
+        )
+
         if OPTIMIZER == _ROWWISE_ADAGRAD:
             row_total = tl.load(state0_ptr + row, mask=inside, other=0.0)
-
         if OPTIMIZER == _ROWWISE_ADAGRAD and DIM > BLOCK_D:
             # A row that takes several parts is summed twice: its step needs the mean of all.
             squares = tl.zeros([BLOCK_RUNS], tl.float32)
             for first_column in range(0, DIM, BLOCK_D):
                 columns = first_column + column_block(BLOCK_D, VECTOR)
-                gradient = run_gradients(
+                gradient = _run_gradients(
                     start,
                     length,
+                    gradient_row,
+                    scale,
                     chunk_sums_ptr,
                     group_sums_ptr,
-                    order_ptr,
                     grad_ptr,
                     gradient_rows_ptr,
                     scales_ptr,
@@ -171,12 +275,13 @@ def _rowwise_update_kernel(
                 state0 = load_rows(state0_ptr, row, inside, columns, DIM, INDEX, EVICT)
                 if OPTIMIZER != _ADAGRAD:
                     state1 = load_rows(state1_ptr, row, inside, columns, DIM, INDEX, EVICT)
-            gradient = run_gradients(
+            gradient = _run_gradients(
                 start,
                 length,
+                gradient_row,
+                scale,
                 chunk_sums_ptr,
                 group_sums_ptr,
-                order_ptr,
                 grad_ptr,
                 gradient_rows_ptr,
                 scales_ptr,
@@ -224,9 +329,19 @@ def _rowwise_update_kernel(
             store_rows(weight_ptr, row, inside, columns, rounded, DIM, INDEX, EVICT)
 
         if OPTIMIZER == _ROWWISE_ADAGRAD:
-            # Every thread that holds a part of the row has read its state, and one writes it.
-            tl.debug_barrier()
-            tl.store(state0_ptr + row, row_total, mask=inside)
+            # Every thread that holds a part of the row has read its state, and one writes it: the
+            # thread of the first column, so that totals need not change hands.
+            if BLOCK_D > 32 * VECTOR:
+                tl.debug_barrier()
+            columns = column_block(BLOCK_D, VECTOR)
+            state_at = row[:, None] + columns[None, :]
+            is_first = inside[:, None] & (columns == 0)[None, :]
+            totals = tl.broadcast_to(row_total[:, None], [BLOCK_RUNS, BLOCK_D])
+            tl.store(state0_ptr + state_at, totals, mask=is_first)
+
+        row, start, length = next_row, next_start, next_length
+        gradient_row, scale = next_gradient_row, next_scale
+        next_row, next_start, next_length = later_row, later_start, later_length
 
 
 def _run_block(dim: int) -> RowBlock:
@@ -275,10 +390,8 @@ def launch_rowwise_update(
     num_ids, dim = order.numel(), weight.shape[1]
     if num_ids == 0 or weight.numel() == 0:
         return
-    sums = empty_chunk_sums(num_ids, dim, weight.device)
-    index = index_type(weight, grad, order, sums.chunks)
     with torch.cuda.device_of(weight):
-        sum_chunks(sums, starts, order, num_runs, grad, gradient_rows, scales, index)
+        gradients = sort_gradients(starts, order, num_runs, grad, gradient_rows, scales)
         if optimizer == OptimizerKind.ADAM:
             step_size = torch.empty_like(lr)
             _rowwise_update_adam_step_kernel[(1,)](
@@ -295,12 +408,8 @@ def launch_rowwise_update(
             state1,
             unique_rows,
             starts,
-            order,
             num_runs,
-            *sums,
-            grad,
-            gradient_rows,
-            scales,
+            *gradients,
             lr,
             step,
             grad_multiplier,
@@ -323,7 +432,7 @@ def launch_rowwise_update(
             BLOCK_D=block.columns,
             UNROLL=_UNROLL,
             VECTOR=16 // max(weight.itemsize, 4 * has_row_state),
-            INDEX=index,
+            INDEX=index_type(weight, grad, order, gradients.chunk_sums),
             EVICT=_EVICT,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,

@@ -23,7 +23,7 @@ from torchembed.triton_kernels.row_blocks import index_type
 # other's counts would cost.
 _BLOCK = 1024
 _LARGE_BLOCK = 4096
-_MANY_IDS = 2**20
+_MANY_IDS = 2**22
 
 
 @triton.jit

@@ -209,4 +209,4 @@ def build_optimizers(config: CtrConfig, model: nn.Module) -> list[torch.optim.Op
         )
     else:
         of_tables = torchembed.optim.Adam(tables, lr=lr)
-    return [of_tables, torch.optim.Adam(dense, lr=lr)]
+    return [of_tables, torchembed.optim.DenseAdam(dense, lr=lr)]

@@ -191,5 +191,5 @@ def build_optimizers(config: DlrmConfig, model: nn.Module) -> list[torch.optim.O
     lr, eps = config.learning_rate, config.eps
     return [
         torchembed.optim.Adagrad(tables, lr=lr, eps=eps),
-        torch.optim.Adagrad(dense, lr=lr, eps=eps),
+        torchembed.optim.DenseAdagrad(dense, lr=lr, eps=eps),
     ]

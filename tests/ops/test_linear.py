@@ -19,6 +19,7 @@ from torchembed.optim import DenseSGD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = {"one": (1, 1, 1), "odd": (9, 13, 5), "none": (0, 4, 3), "several_blocks": (1200, 3, 150)}
+SHAPES |= {"to_one": (9, 300, 1), "many_to_one": (1200, 70, 1), "none_to_one": (0, 4, 1)}
 
 
 def relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -116,6 +117,22 @@ def test_inputs_need_not_be_contiguous(device: torch.device) -> None:
         torch.testing.assert_close(actual, same)
 
 
+def test_a_part_of_a_concatenation(device: torch.device) -> None:
+    x, weight, bias = inputs((7, 6, 5), torch.float32, device)
+    other, grad = normal(7, 3, seed=6, device=device), normal(7, 8, seed=7, device=device)
+    for first in (False, True):
+
+        def concatenated(*leaves: Tensor, first: bool = first) -> Tensor:
+            parts = [linear_relu(*leaves), other]
+            return torch.cat(parts if first else parts[::-1], dim=1)
+
+        found = results(concatenated, [x, weight, bias], grad)[1:]
+        part = grad[:, :5] if first else grad[:, 3:]
+        expected = results(relu, [x, weight, bias], part.contiguous())[1:]
+        for actual, same in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, same)
+
+
 def test_only_what_is_asked_for(device: torch.device) -> None:
     x, weight, bias = inputs((4, 3, 2), torch.float32, device)
     for function in (linear, linear_relu):
@@ -149,6 +166,10 @@ def test_opcheck(device: torch.device) -> None:
     ops = torch.ops.torchembed
     torch.library.opcheck(ops.linear_relu_backward.default, (grad, output, total))
     torch.library.opcheck(ops.sum_rows.default, (grad, total))
+    weight, bias = normal(1, 5, seed=2, device=device), total[:1]
+    torch.library.opcheck(ops.linear_to_one_forward.default, (output, weight, bias))
+    arguments = (grad[:, :1].contiguous(), output, weight, weight.clone(), bias)
+    torch.library.opcheck(ops.linear_to_one_backward.default, arguments)
 
 
 def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
@@ -198,7 +219,9 @@ class Deferrable(nn.Module):
         return self.last(self.cross(self.between(self.first(x))))
 
     def deferred(self) -> list[nn.Parameter]:
-        weights = [p for m in (self.first, self.last) for p in m.parameters() if p.dim() == 2]
+        mlps = (self.first, self.last)
+        # A weight of one row is never deferred.
+        weights = [p for mlp in mlps for p in mlp.parameters() if p.dim() == 2 and len(p) > 1]
         return [*weights, *self.cross.v, *self.cross.u]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import torchembed
 from tests.training.models import TinyModel, make_batches, make_optimizers
+from torchembed.optim import DenseAdam
 from torchembed.training import (
     CheckpointFolder,
     TrainingRun,
@@ -76,6 +77,26 @@ def test_state_of_an_ordinary_optimizer_over_tables(optimizer: type, tmp_path: P
     for run in runs:
         train_run(run, 2, seed=1)
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_masters_of_flat_parameters(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    runs = []
+    for _ in range(2):
+        model = TinyModel(is_deep=True)
+        tables, _ = make_optimizers(model)
+        if dtype is not None:
+            model.dense.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
+        dense = DenseAdam(model.dense.parameters(), lr=0.125, dtype=dtype)
+        model.dense[1].to(dtype)
+        runs.append(TrainingRun(model=model, optimizers=[tables, dense]))
+    train_run(runs[0], 3)
+    CheckpointFolder(tmp_path).save(3, runs[0])
+    CheckpointFolder(tmp_path).load(runs[1])
+    for run in runs:
+        train_run(run, 2, seed=1)
+    for ours, theirs in zip(*(run.model.parameters() for run in runs), strict=True):
         assert torch.equal(ours, theirs)
 
 

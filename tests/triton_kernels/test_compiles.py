@@ -164,6 +164,8 @@ def launch_linear(num_rows: int) -> None:
     x = torch.zeros(num_rows, 24, dtype=torch.bfloat16)
     linear.launch_linear_relu_backward(x, x, x[0])
     linear.launch_sum_rows(x, x[0])
+    grad = linear.launch_linear_to_one_forward(x, x[:1], x[0, :1])
+    linear.launch_linear_to_one_backward(grad, x, x[:1], x[:1], x[0, :1])
 
 
 def launch_dense_update(kind: OptimizerKind, options: bool) -> None:

@@ -13,6 +13,7 @@ from torchembed.triton_kernels import (
     binary_cross_entropy,
     column_sums,
     dense_update,
+    linear,
     low_rank_cross,
     row_blocks,
 )
@@ -66,6 +67,22 @@ def test_multiply_and_sum(
     assert sums.item() == total
     column_sums.multiply_and_sum(matrix, None, None, sums)
     assert sums.item() == 7
+
+
+def test_linear_to_one(device: torch.device, addresses: str) -> None:
+    x, weight, bias = (
+        torch.tensor(values, device=device) for values in ([[2.0, 3.0]], [[4.0, 5.0]], [1.0])
+    )
+    assert linear.launch_linear_to_one_forward(x, weight, bias).tolist() == [[24]]
+    grad, x, weight = (
+        torch.tensor(values, device=device) for values in ([[3.0], [1.0]], [[2.0], [5.0]], [[4.0]])
+    )
+    total = torch.empty_like(bias)
+    grad_x = linear.launch_linear_to_one_backward(
+        grad, x, weight, weight_total := weight * 0, total
+    )
+    assert grad_x.tolist() == [[12], [4]]
+    assert (weight_total.item(), total.item()) == (11, 4)
 
 
 def test_sum_partials(device: torch.device) -> None:

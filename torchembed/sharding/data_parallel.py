@@ -53,7 +53,8 @@ def row_gradient_mean(group: Any) -> Callable[[Tensor, RowGradients, Tensor], An
         num_rows, dim = weight.shape
         dense = weight_gradient(rows, gradients, weight.shape, torch.float32, WeightGradient.DENSE)
         touched = torch.zeros(num_rows + 1, device=weight.device)
-        touched[torch.where(rows >= 0, rows, num_rows).long()] = 1.0
+        # By scatter_, since setting by index copies the number from the host.
+        touched.scatter_(0, torch.where(rows >= 0, rows, num_rows).long(), 1.0)
         flat = torch.cat([dense.reshape(-1), touched[:num_rows]])
         all_reduce(flat, group)
         dense = flat[: num_rows * dim].view(num_rows, dim) / dist.get_world_size(group)

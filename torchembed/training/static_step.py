@@ -103,7 +103,9 @@ class StaticStep:
         self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
         self._calls: list[_Call] | None = None
         self._prepared: list[_PreparedBatch | None] = [None, None]
-        self._prepared_suspects: list[Suspect] = []
+        self._prepared_suspects: list[list[Suspect]] = [[], []]
+        self._has_captured = False
+        """From the first capture on, what is prepared stays where it is."""
         self._is_cuda = device.type == "cuda"
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = None
@@ -132,6 +134,7 @@ class StaticStep:
     def capture(self, turn: int) -> None:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
         self._before_replay()  # what a graph does itself, it does at each replay
+        self._has_captured = True
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -190,7 +193,7 @@ class StaticStep:
         state.suspects = suspects
         if prepared is not None:
             verdict = either(prepared.verdict, verdict)
-            state.suspects = [*self._prepared_suspects, *suspects]
+            state.suspects = [*self._prepared_suspects[turn], *suspects]
         # After forward, so that its exchange of ids delays none of this step's vectors.
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
@@ -269,10 +272,10 @@ class StaticStep:
             lookups = [call.prepare(self._batches[turn]) for call in self._calls]
         found = _PreparedBatch(lookups, judge(suspects, self._group))
         known = self._prepared[turn]
-        if known is None:
-            self._prepared[turn], self._prepared_suspects = found, suspects
-        else:
+        if known is not None and self._has_captured:
             _copy_tree(found, known)
+        else:
+            self._prepared[turn], self._prepared_suspects[turn] = found, suspects
 
     def _update(self, optimizers: Sequence[torch.optim.Optimizer], verdict: Verdict | None) -> None:
         for optimizer in optimizers:

@@ -7,7 +7,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
-from torchembed.ops.linear.schema import linear_relu_backward_op, sum_rows_op
+from torchembed.ops.linear.schema import (
+    linear_relu_backward_op,
+    linear_to_one_backward_op,
+    linear_to_one_forward_op,
+    sum_rows_op,
+)
 from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
 
 
@@ -28,7 +33,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, output = ctx.saved_tensors
-        grad, grad_x, grad_weight, grad_bias = grad.contiguous(), None, None, None
+        grad_x, grad_weight, grad_bias = None, None, None
+        # Rows that are apart, as those of a concatenation's gradient, need no copy.
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if output is not None:
             grad_bias = gradient_memory(bias)
             grad = linear_relu_backward_op(grad, output, grad_bias)
@@ -40,6 +47,22 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
         return grad_x, grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
+
+
+class _LinearToOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return linear_to_one_forward_op(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        grad_weight = gradient_memory(weight)
+        grad_bias = gradient_memory(bias) if ctx.needs_input_grad[2] else None
+        grad_x = linear_to_one_backward_op(grad.contiguous(), x, weight, grad_weight, grad_bias)
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, grad_bias
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -64,7 +87,11 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
         checks.check_numel("bias", bias, weight.shape[0], "one for each row of weight")
     checks.check_same_device("x", x, weight=weight, bias=bias)
     rows = x.reshape(-1, weight.shape[1])
-    return _Linear.apply(rows, weight, bias, relu).view(*x.shape[:-1], weight.shape[0])
+    if weight.shape[0] == 1 and not relu:
+        out = _LinearToOne.apply(rows.contiguous(), weight.contiguous(), bias)
+    else:
+        out = _Linear.apply(rows, weight, bias, relu)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,7 +99,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Backward computes the gradient of ``x`` first; those of the parameters go to where an optimizer
     wants them, and that of ``weight`` may be deferred
-    (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`).
+    (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`), unless it has one row: then
+    all are made in one pass.
     The sum over samples for ``bias`` is float32, in an order that the shape fixes. Never
     synchronizes. Under ``torch.autocast`` everything is cast.
 

@@ -1,4 +1,4 @@
-"""The specification of ``linear_relu_backward`` and ``sum_rows`` in eager torch."""
+"""The specification of the operations behind ``linear`` and ``linear_relu`` in eager torch."""
 
 import torch
 from torch import Tensor
@@ -12,3 +12,17 @@ def linear_relu_backward_reference(grad: Tensor, output: Tensor, grad_bias: Tens
 
 def sum_rows_reference(grad: Tensor, total: Tensor) -> None:
     total.copy_(grad.sum(0, dtype=torch.float32))
+
+
+def linear_to_one_forward_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.float() @ weight.float().t()
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def linear_to_one_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, grad_weight: Tensor, grad_bias: Tensor | None
+) -> Tensor:
+    grad_weight.copy_(grad.float().t() @ x.float())
+    if grad_bias is not None:
+        sum_rows_reference(grad, grad_bias)
+    return (grad.float() * weight.float()).to(x.dtype)

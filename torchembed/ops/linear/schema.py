@@ -1,20 +1,35 @@
-"""Defines ``torchembed::linear_relu_backward`` and ``sum_rows``, and picks their kernels."""
+"""Defines the operations behind ``linear`` and ``linear_relu``, and picks their kernels."""
 
 import torch
 from torch import Tensor
 
 from torchembed.core.dispatch import define_op
-from torchembed.ops.linear.reference import linear_relu_backward_reference, sum_rows_reference
+from torchembed.ops.linear.reference import (
+    linear_relu_backward_reference,
+    linear_to_one_backward_reference,
+    linear_to_one_forward_reference,
+    sum_rows_reference,
+)
 
 _TRITON = "torchembed.triton_kernels.linear"
 
 
 def _linear_relu_backward_fake(grad: Tensor, output: Tensor, grad_bias: Tensor) -> Tensor:
-    return torch.empty_like(grad)
+    return torch.empty_like(output)
 
 
 def _sum_rows_fake(grad: Tensor, total: Tensor) -> None:
     return None
+
+
+def _linear_to_one_forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], 1)
+
+
+def _linear_to_one_backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor, grad_weight: Tensor, grad_bias: Tensor | None
+) -> Tensor:
+    return torch.empty_like(x)
 
 
 linear_relu_backward_op = define_op(
@@ -28,4 +43,17 @@ sum_rows_op = define_op(
     reference=sum_rows_reference,
     fake=_sum_rows_fake,
     triton=f"{_TRITON}:launch_sum_rows",
+)
+linear_to_one_forward_op = define_op(
+    "linear_to_one_forward(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    reference=linear_to_one_forward_reference,
+    fake=_linear_to_one_forward_fake,
+    triton=f"{_TRITON}:launch_linear_to_one_forward",
+)
+linear_to_one_backward_op = define_op(
+    "linear_to_one_backward(Tensor grad, Tensor x, Tensor weight, Tensor(a!) grad_weight,"
+    " Tensor(b!)? grad_bias) -> Tensor",
+    reference=linear_to_one_backward_reference,
+    fake=_linear_to_one_backward_fake,
+    triton=f"{_TRITON}:launch_linear_to_one_backward",
 )
