@@ -84,7 +84,7 @@ def train_once(
         F.binary_cross_entropy_with_logits,
         [
             optim.Adagrad(tables, lr=lr, eps=eps),
-            torch.optim.Adagrad(workload.dense_parameters(model), lr=lr, eps=eps),
+            optim.DenseAdagrad(workload.dense_parameters(model), lr=lr, eps=eps, dtype=dtype),
         ],
         autocast=autocast,
     )

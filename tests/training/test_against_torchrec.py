@@ -99,7 +99,16 @@ def distances(one: Trained, other: Trained) -> Distances:
     return Distances(*(float((a - b).norm()) for a, b in zip(one, other, strict=True)))
 
 
-def dense_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+def our_optimizers(
+    name: str, tables: Sequence[Tensor], dense: Sequence[Tensor]
+) -> list[torch.optim.Optimizer]:
+    if name == "sgd":
+        return [optim.SGD(tables, lr=LR[name]), optim.DenseSGD(dense, lr=LR[name])]
+    settings: Any = {"lr": LR[name], "eps": EPS}
+    return [optim.Adagrad(tables, **settings), optim.DenseAdagrad(dense, **settings)]
+
+
+def their_dense_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=LR[name])
     return torch.optim.Adagrad(parameters, lr=LR[name], eps=EPS)
@@ -121,12 +130,7 @@ def train_ours(shape: Shape, name: str, device: torch.device) -> tuple[Trained, 
     shard_embeddings(model, init_device_mesh(device.type, (NUM_RANKS,)), plan=plan)
     of_tables = [p for p in model.parameters() if table_of(p) is not None]
     dense = mlperf.dense_parameters(model)
-    optimizers = [
-        optim.SGD(of_tables, lr=LR[name])
-        if name == "sgd"
-        else optim.Adagrad(of_tables, lr=LR[name], eps=EPS),
-        dense_optimizer(name, dense),
-    ]
+    optimizers = our_optimizers(name, of_tables, dense)
     pieces = Pieces(model)
     names = {key: f"embedding_bag_collection.embedding_bags.{key}.weight" for key in shape.keys}
 
@@ -169,7 +173,7 @@ def train_torchrec(
         seed=SEED,
         optimizer=name,
         fused_params={"learning_rate": LR[name], "eps": EPS},
-        dense_optimizer=functools.partial(dense_optimizer, name),
+        dense_optimizer=functools.partial(their_dense_optimizer, name),
         batch_size=shape.batch_size,
         constraints={
             key: ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
