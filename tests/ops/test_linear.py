@@ -263,21 +263,43 @@ def test_deferred_gradients_are_the_same(is_flat: bool, device: torch.device) ->
         torch.testing.assert_close(parameter.grad, 2 * same)
 
 
-def test_what_cannot_be_deferred(device: torch.device) -> None:
+def test_deferred_gradients_of_a_shared_weight_are_added_up(device: torch.device) -> None:
+    layer = MLP(4, [4], device=device)
+    x = normal(3, 4, seed=0, device=device)
+    weight = layer[0].weight
+
+    def loss() -> Tensor:
+        return layer(layer(x)).sum() + weight.square().sum()
+
+    loss().backward()
+    expected, weight.grad = weight.grad, None
+    with DeferredWeightGradients():
+        loss().backward()
+    # Sums of three parts, in another order.
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(weight.grad, expected, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.gpu
+def test_a_stream_takes_one_gradient_of_a_weight(device: torch.device) -> None:
     layer = MLP(4, [4], device=device)
     x = normal(3, 4, seed=0, device=device)
     with (
         pytest.raises(RuntimeError, match=r"weight of shape \(4, 4\) has two gradients within one"),
-        DeferredWeightGradients(),
+        DeferredWeightGradients(torch.cuda.Stream()),
     ):
         layer(layer(x)).sum().backward()
-    layer.zero_grad()
+
+
+def test_what_cannot_be_deferred(device: torch.device) -> None:
+    layer = MLP(4, [4], device=device)
+    x = normal(3, 4, seed=0, device=device)
     with (
         DeferredWeightGradients(),
         pytest.raises(RuntimeError, match="gradients of weights are deferred already; leave"),
         DeferredWeightGradients(),
     ):
         pass
-    # Neither left anything behind.
+    # It left nothing behind.
     layer(x).sum().backward()
     assert layer[0].weight.grad is not None

@@ -29,13 +29,16 @@ class Model(nn.Module):
         self.first = MLP(6, [5, 8], dtype=dtype)
         self.between = nn.Linear(8, 8, dtype=dtype)
         self.cross = LowRankCross(8, 2, 3, dtype=dtype)
+        self.twice = MLP(8, [8], dtype=dtype)
         self.sometimes = nn.Linear(8, 8, dtype=dtype)
         self.frozen = nn.Linear(8, 8, dtype=dtype).requires_grad_(False)
         self.last = MLP(8, [4, 1], activation_on_last=False, dtype=dtype)
 
     def forward(self, x: Tensor, uses_all: bool) -> Tensor:
-        x = self.cross(self.frozen(self.between(self.first(x))))
-        return self.last(self.sometimes(x) if uses_all else x)
+        x = self.twice(self.twice(self.cross(self.frozen(self.between(self.first(x))))))
+        # One use of a weight is deferred, another is not.
+        penalty = self.last[0].weight.square().mean()
+        return self.last(self.sometimes(x) if uses_all else x) + penalty
 
 
 def model(dtype: torch.dtype) -> Model:

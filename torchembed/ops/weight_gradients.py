@@ -26,8 +26,9 @@ class DeferredWeightGradients:
 
     With a ``stream``, each gradient is computed there as soon as backward comes by its layer, and
     on leaving the current stream waits for it; without one, on leaving or in :meth:`run`, on the
-    current stream. Both can be captured in a CUDA graph. Hooks of
-    ``register_post_accumulate_grad_hook`` run when the gradient is there, and torch may have run
+    current stream, and where layers share a weight its gradients are added up. Both can be captured
+    in a CUDA graph. Hooks of ``register_post_accumulate_grad_hook`` run when the gradient is there,
+    and torch may have run
     them before; those of ``register_hook`` see nothing. ``torch.autograd.grad`` gives no gradients
     of weights meanwhile.
 
@@ -79,16 +80,16 @@ class DeferredWeightGradients:
         self._held.clear()
 
     def _defer(self, weight: Tensor, compute: Compute) -> None:
-        if id(weight) in self._seen:
-            raise RuntimeError(
-                f"a weight of shape {tuple(weight.shape)} has two gradients within one "
-                "DeferredWeightGradients, which adds none up; use it for one backward, and not "
-                "for layers that share weights"
-            )
-        self._seen.add(id(weight))
         if self.stream is None:
             self._waiting.append((weight, compute))
             return
+        if id(weight) in self._seen:
+            raise RuntimeError(
+                f"a weight of shape {tuple(weight.shape)} has two gradients within one "
+                "DeferredWeightGradients with a stream, which adds none up; use it for one "
+                "backward, and not for layers that share weights, or leave the stream out"
+            )
+        self._seen.add(id(weight))
         self._held.append(compute)
         with on_gradient_stream():
             _accumulate(weight, compute)
