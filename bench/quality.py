@@ -79,18 +79,13 @@ def train_once(
     )
     tables = [p for p in model.parameters() if table_of(p) is not None]
     lr, eps = config.learning_rate, 1e-8
-    pipeline = TrainPipeline(
-        model,
-        F.binary_cross_entropy_with_logits,
-        [
-            optim.Adagrad(tables, lr=lr, eps=eps),
-            optim.DenseAdagrad(workload.dense_parameters(model), lr=lr, eps=eps, dtype=dtype),
-        ],
-        autocast=autocast,
-    )
-    stream = iter(batches)
-    losses = [pipeline.progress(stream).loss.clone() for _ in batches]
-    pipeline.check_ids()
+    optimizers = [
+        optim.Adagrad(tables, lr=lr, eps=eps),
+        optim.DenseAdagrad(workload.dense_parameters(model), lr=lr, eps=eps, dtype=dtype),
+    ]
+    stream, loss_fn = iter(batches), F.binary_cross_entropy_with_logits
+    with TrainPipeline(model, loss_fn, optimizers, autocast=autocast) as pipeline:
+        losses = [pipeline.progress(stream).loss.clone() for _ in batches]
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         result: Evaluation = evaluate(model, held_out)
     last = torch.stack(losses[-100:]).mean()

@@ -90,12 +90,6 @@ def run_seed(
     """
     model = build_model(config, splits.rows, seed, device)
     optimizers = build_optimizers(config, model)
-    pipeline = TrainPipeline(
-        model,
-        F.binary_cross_entropy_with_logits,
-        optimizers,
-        autocast=config.precision.autocast,
-    )
     # Dropout differs from rank to rank; all else that is random is drawn the same on each.
     torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
 
@@ -121,6 +115,12 @@ def run_seed(
         StopSignal() as stop,
         Progress(done=history.num_steps, label=f"seed {seed}") as progress,
         MetricsWriter(output, after_step=history.num_steps) as metrics,
+        TrainPipeline(
+            model,
+            F.binary_cross_entropy_with_logits,
+            optimizers,
+            autocast=config.precision.autocast,
+        ) as pipeline,
     ):
         for epoch in epochs if early_stop.reason is None else ():
             shuffled = splits.train[torch.randperm(len(splits.train), generator=order)]

@@ -85,6 +85,7 @@ class TrainLoop:
                 tensorboard=self.config.tensorboard,
                 after_step=self.history.num_steps,
             ) as metrics,
+            self.pipeline,
         ):
             if self._saved_step is not None:
                 progress.note(f"step {self._saved_step}: goes on from its checkpoint")

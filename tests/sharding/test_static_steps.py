@@ -96,15 +96,17 @@ def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
         pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
         batches = (static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS))
         errors = []
-        while True:
-            try:
-                pipeline.progress(batches)
-            except IndexError as error:
-                errors.append(str(error))
-            except StopIteration:
-                break
-        static = pipeline._static
-        captured = static is not None and all(map(static.is_captured, (0, 1)))
+        # Graphs are destroyed before the process group, which would wait for them.
+        with pipeline:
+            while True:
+                try:
+                    pipeline.progress(batches)
+                except IndexError as error:
+                    errors.append(str(error))
+                except StopIteration:
+                    break
+            static = pipeline._static
+            captured = static is not None and all(map(static.is_captured, (0, 1)))
         results.append({"rows": held_rows(model), "errors": errors, "captured": captured})
     return results
 

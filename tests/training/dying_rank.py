@@ -58,14 +58,16 @@ def main() -> None:
     model.dense.to(device)
     placements = {f"tables.embedding_bags.f{n}": "row_wise" for n in (0, 1)}
     torchembed.shard_embeddings(model, mesh, plan=placements)
-    pipeline = TrainPipeline(
-        model,
-        F.binary_cross_entropy_with_logits,
-        make_optimizers(model),
-        device=device,
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-    with StopSignal() as stop:
+    with (
+        StopSignal() as stop,
+        TrainPipeline(
+            model,
+            F.binary_cross_entropy_with_logits,
+            make_optimizers(model),
+            device=device,
+            timeout_seconds=TIMEOUT_SECONDS,
+        ) as pipeline,
+    ):
         train(pipeline, batches(how, pipeline), stop=stop)
 
 

@@ -142,13 +142,12 @@ def train_ours(shape: Shape, name: str, device: torch.device) -> tuple[Trained, 
         return as_trained(losses, rows, dense)
 
     before = weights([])
-    pipeline = TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers)
     stream = batches(shape)
-    losses = [pipeline.progress(stream).loss.clone() for _ in range(NUM_STEPS)]
-    pipeline.check_ids()
-    if device.type == "cuda":
-        static = pipeline._static
-        assert static is not None and all(map(static.is_captured, (0, 1)))
+    with TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers) as pipeline:
+        losses = [pipeline.progress(stream).loss.clone() for _ in range(NUM_STEPS)]
+        if device.type == "cuda":
+            static = pipeline._static
+            assert static is not None and all(map(static.is_captured, (0, 1)))
     return before, weights(losses)
 
 

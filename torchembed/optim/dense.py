@@ -230,7 +230,7 @@ class _Buffer:
         parts = flat.gather_gradients()
         if not parts:
             return
-        self.step += 1.0 if skip is None else (skip[0] == 0).float()
+        self.step += 1.0 if skip is None else skip[0] == 0
         lr = self.current_lr(group)
         for part in parts:
             dense_update(

@@ -248,7 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         weight, group = table_group.weight, self.param_groups[index]
         multiplier = None if multiplier is None else multiplier.to(weight.device)
         skip = None if skip is None else skip.to(weight.device)
-        table_group.step += 1.0 if skip is None else (skip == 0).float()
+        table_group.step += 1.0 if skip is None else skip == 0
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
         runs, gradients = entry.runs(table_group.num_rows), entry.gradients
         rule, lr = self._rule(group), self._lr(index, group, table_group)

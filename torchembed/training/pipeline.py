@@ -1,28 +1,28 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
 import collections
-import dataclasses
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchembed.core.features import SparseFeatures
 from torchembed.core.trees import layout_of, map_tensors
-from torchembed.data.batch import Batch, as_batch
+from torchembed.data.batch import as_batch
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.training import ranks
 from torchembed.training.bad_batches import judge, raise_for
+from torchembed.training.batch_layout import has_fixed_shape, to_device
+from torchembed.training.ending import end_within
 from torchembed.training.guarded_update import step_unless
+from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
 from torchembed.training.static_step import StaticStep, StepResult
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""``(logits [B], labels [B])`` to their mean loss ``[]``; never called with ``B = 0``."""
 
 _WARM_UP_STEPS = 3
 """Before the first capture: the first finds out what is prepared ahead, the next two do it once for
@@ -30,6 +30,8 @@ each turn; kernels are compiled and communicators made on the way."""
 _STEPS_AHEAD = 2
 """So many steps the host may be ahead of the device."""
 _POLL_SECONDS = 2e-5
+_GRACE_SECONDS = 10.0
+"""For a program to say why it ends."""
 
 
 class _Upcoming(NamedTuple):
@@ -99,7 +101,13 @@ class TrainPipeline:
     ) -> None:
         self.model, self.loss_fn, self.optimizers = model, loss_fn, list(optimizers)
         self.device = torch.device(next(model.parameters()).device if device is None else device)
-        self.autocast, self.timeout_seconds = autocast, timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        # No method: graphs should go with the pipeline, not with the next garbage collection.
+        self._compute_loss: ComputeLoss = functools.partial(
+            loss_and_output,
+            loss_fn=loss_fn,
+            autocast=torch.autocast(self.device.type, autocast, enabled=autocast is not None),
+        )
         self._group = _group_of(model)
         self._captures = capture and self.device.type == "cuda"
         self._upcoming: collections.deque[_Upcoming] = collections.deque()
@@ -127,7 +135,8 @@ class TrainPipeline:
         Raises:
             StopIteration: after the last batch.
             IndexError: for a bad id of this batch on the CPU, of an earlier one on a GPU.
-            TimeoutError: where the device has not finished a step in ``timeout_seconds``.
+            TimeoutError: where the device has not finished a step in ``timeout_seconds``. One of
+                several ranks then ends soon, also where closing it hangs.
         """
         while len(self._in_flight) >= _STEPS_AHEAD:
             self._finish_oldest()
@@ -147,6 +156,39 @@ class TrainPipeline:
             with record_function("torchembed: copy"):
                 self._read(batches)
         return result
+
+    def close(self) -> None:
+        """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
+
+        ``torch.distributed.destroy_process_group`` waits for ever for graphs that hold collectives,
+        so close the pipeline, or let it go, before. Further steps would be captured anew.
+
+        Raises:
+            IndexError, TimeoutError: as :meth:`progress`.
+        """
+        try:
+            self.check_ids()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._static is not None:
+            self._static.release()
+        self._static, self._prepared = None, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._release()
 
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
@@ -171,7 +213,7 @@ class TrainPipeline:
     def _fits(self, batch: Any) -> bool:
         """Whether ``batch`` has the layout of the static step, which the first that could sets."""
         layout = layout_of(batch)
-        if self._layout is None and layout is not None and _has_fixed_shape(batch):
+        if self._layout is None and layout is not None and has_fixed_shape(batch):
             self._layout = layout
         return layout is not None and layout == self._layout
 
@@ -181,18 +223,18 @@ class TrainPipeline:
                 self.model, self._compute_loss, self.optimizers, example, self.device, self._group
             )
             self._num_static_steps = 0
+            for upcoming in self._upcoming:
+                if layout_of(upcoming.batch) == self._layout:
+                    self._static.slots.fill(upcoming.turn, upcoming.batch)
         return self._static
 
     def _is_ready(self, now: _Upcoming) -> bool:
         """Make the static step ready for ``now``; False where there is none any more."""
-        assert self._static is not None
-        if self._static.is_stale:
-            self._static, self._prepared = None, None
-            for upcoming in (now, *self._upcoming):
-                if layout_of(upcoming.batch) == self._layout:
-                    self._static_for(upcoming.batch).slots.fill(upcoming.turn, upcoming.batch)
-        static = self._static
-        assert static is not None
+        if self._static is not None and self._static.is_stale:
+            self._release()
+        is_new, static = self._static is None, self._static_for(now.batch)
+        if is_new:
+            static.slots.fill(now.turn, now.batch)
         static.slots.wait_until_filled(now.turn)
         static.slots.wait_until_filled(1 - now.turn)
         if self._prepared != now.number:
@@ -211,7 +253,8 @@ class TrainPipeline:
             f"for the host: {_reason(error)}",
             stacklevel=3,
         )
-        self._captures, self._static = False, None
+        self._captures = False
+        self._release()
         return False
 
     def _static_step(self, now: _Upcoming) -> StepResult:
@@ -228,7 +271,7 @@ class TrainPipeline:
 
     def _eager_step(self, host_batch: Any) -> StepResult:
         self._prepared = None
-        batch = _to_device(host_batch, self.device)
+        batch = to_device(host_batch, self.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         if self.device.type != "cuda":
@@ -246,17 +289,6 @@ class TrainPipeline:
         self._track(None if verdict is None else verdict.to_host(), suspects)
         return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
 
-    def _compute_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        is_on = self.autocast is not None
-        with torch.autocast(self.device.type, self.autocast, enabled=is_on):
-            if self.loss_fn is None:
-                result = model(batch)
-                return result if isinstance(result, tuple) else (result, None)
-            logits = logits_of(model, batch)
-            if len(batch.labels):
-                return self.loss_fn(logits, batch.labels), logits
-            return logits.sum(), logits
-
     def _track(self, report: Tensor | None, suspects: list[Suspect]) -> None:
         done = torch.cuda.Event()
         done.record()
@@ -268,6 +300,8 @@ class TrainPipeline:
         deadline = time.monotonic() + self.timeout_seconds
         while not oldest.done.query():
             if time.monotonic() > deadline:
+                if ranks.world_size() > 1:
+                    end_within(_GRACE_SECONDS)
                 raise TimeoutError(
                     f"the GPU has not finished a step in {self.timeout_seconds:g} s; where several "
                     "ranks train, look for one that died or is stuck"
@@ -277,11 +311,6 @@ class TrainPipeline:
         if oldest.report is not None:
             skip, *found = oldest.report.tolist()
             raise_for(skip, found, oldest.suspects)
-
-
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """``model(dense, sparse)`` as ``[B]``."""
-    return model(batch.dense, batch.sparse).reshape(len(batch.labels))
 
 
 def _never() -> bool:
@@ -294,28 +323,6 @@ def _group_of(model: nn.Module) -> Any:
         if isinstance(module, ShardedCollection):
             return module._ranks.group
     return None
-
-
-def _has_fixed_shape(batch: Any) -> bool:
-    """Whether batches of the layout of ``batch`` have their shapes in common, and samples."""
-    if isinstance(batch, Tensor):
-        return batch.numel() > 0
-    if isinstance(batch, SparseFeatures):
-        return batch.hotness is not None and batch.batch_size > 0
-    if isinstance(batch, (tuple, list)):
-        return all(map(_has_fixed_shape, batch))
-    if isinstance(batch, dict):
-        return all(map(_has_fixed_shape, batch.values()))
-    if dataclasses.is_dataclass(batch):
-        return all(_has_fixed_shape(getattr(batch, f.name)) for f in dataclasses.fields(batch))
-    return True
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    """A batch of any kind on ``device``; copies from pinned memory do not block."""
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device, non_blocking=True)
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def _reason(error: Exception | None) -> str:

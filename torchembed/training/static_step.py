@@ -7,27 +7,25 @@ copied between steps, and both share one memory pool, since they never run at th
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.modules.preparing import Prepared, PreparingModule, is_same_batch
+from torchembed.modules.preparing import Prepared, PreparingModule
 from torchembed.modules.table_module import TableModule
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import FusedOptimizer
 from torchembed.tables import RecordedGradients
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
+from torchembed.training.collection_calls import CollectionCall, observed_calls
 from torchembed.training.guarded_update import before_replay, follows_replays, step_unless
-
-ComputeLoss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
-"""A model and a batch on its device to the loss ``[]`` and the model's output."""
+from torchembed.training.loss import ComputeLoss
 
 
 class StepResult(NamedTuple):
@@ -39,25 +37,6 @@ class StepResult(NamedTuple):
     """The model's, a tree of tensors: logits, where there is a loss function."""
     batch: Any
     """What was trained."""
-
-
-class _Call(NamedTuple):
-    """A collection's use of a batch: which of the batch's tensors its features are made of."""
-
-    collection: PreparingModule
-    features: SparseFeatures
-    tensors: list[int]
-    """For each tensor of ``features`` its number in the batch."""
-
-    def is_same(self, other: "_Call") -> bool:
-        same = is_same_batch(self.features, other.features)
-        return self.collection is other.collection and same
-
-    def prepare(self, batch: Any) -> Prepared:
-        of_batch, numbers = tensors_in(batch), iter(self.tensors)
-        return self.collection.prepare(
-            map_tensors(lambda _: of_batch[next(numbers)], self.features)
-        )
 
 
 class _PreparedBatch(NamedTuple):
@@ -101,11 +80,12 @@ class StaticStep:
         self._dense_optimizers = [o for o in captured if not isinstance(o, FusedOptimizer)]
         self._other_optimizers = [o for o in optimizers if not follows_replays(o)]
         self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
-        self._calls: list[_Call] | None = None
+        self._calls: list[CollectionCall] | None = None
         self._prepared: list[_PreparedBatch | None] = [None, None]
         self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
+        self._states: list[int] = []
         self._is_cuda = device.type == "cuda"
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = None
@@ -121,10 +101,23 @@ class StaticStep:
         groups = [list(table_set.current_groups()) for table_set in self._table_sets]
         return groups, [(p.data_ptr(), p.requires_grad) for p in self._parameters]
 
+    def _states_now(self) -> list[int]:
+        """Where the states of torch's own captured optimizers are: loading them moves them."""
+        states = [
+            state
+            for optimizer in self._dense_optimizers
+            if not hasattr(optimizer, "before_replay")
+            for of_parameter in optimizer.state.values()
+            for state in of_parameter.values()
+        ]
+        return [state.data_ptr() for state in states if isinstance(state, Tensor)]
+
     @property
     def is_stale(self) -> bool:
-        """Whether tables were regrouped since, or parameters frozen or given other memory."""
-        return self._memory != self._memory_now()
+        """Whether tables were regrouped since, parameters frozen or given other memory, or states
+        that a capture knows replaced."""
+        moved = self._has_captured and self._states != self._states_now()
+        return moved or self._memory != self._memory_now()
 
     def prepare(self, turn: int) -> None:
         """Prepare the batch in slot ``turn`` by itself, where no step before did it."""
@@ -134,7 +127,7 @@ class StaticStep:
     def capture(self, turn: int) -> None:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
         self._before_replay()  # what a graph does itself, it does at each replay
-        self._has_captured = True
+        self._has_captured, self._states = True, self._states_now()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -146,6 +139,13 @@ class StaticStep:
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
         return self._turns[turn].graph is not None
+
+    def release(self) -> None:
+        """Destroy the graphs, which keep the ranks' communicators from being destroyed."""
+        for state in self._turns:
+            if state.graph is not None:
+                state.graph.reset()
+                state.graph = None
 
     def run(self, turn: int) -> StepResult:
         """Train the batch of ``turn``, and prepare what lies in the other slot.
@@ -185,7 +185,8 @@ class StaticStep:
         batch, prepared = self._batches[turn], self._prepared[turn]
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
-                loss, output = self._observed_forward(batch)
+                with observed_calls(self._model, batch) as self._calls:
+                    loss, output = self._compute_loss(self._model, batch)
             else:
                 with self._handing_over(self._looked_up(prepared)):
                     loss, output = self._compute_loss(self._model, batch)
@@ -208,29 +209,6 @@ class StaticStep:
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
-
-    def _observed_forward(self, batch: Any) -> tuple[Tensor, Any]:
-        """A forward that finds out which collections use which tensors of the batch."""
-        places = {id(tensor): number for number, tensor in enumerate(tensors_in(batch))}
-        calls: list[_Call] = []
-
-        def note(collection: nn.Module, arguments: tuple[Any, ...]) -> None:
-            assert isinstance(collection, PreparingModule)
-            features = as_sparse_features(arguments[0])
-            tensors = [places.get(id(tensor)) for tensor in tensors_in(features)]
-            known = [number for number in tensors if number is not None]
-            call = _Call(collection, features, known)
-            if len(known) == len(tensors) and not any(map(call.is_same, calls)):
-                calls.append(call)
-
-        collections = [m for m in self._model.modules() if isinstance(m, PreparingModule)]
-        hooks = [module.register_forward_pre_hook(note) for module in collections]
-        try:
-            return self._compute_loss(self._model, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._calls = calls
 
     def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
         """What is prepared, with its vectors, which come while the model begins its forward."""
