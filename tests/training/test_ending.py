@@ -17,7 +17,7 @@ class Hangs:
         self.pause()
 
 kept = Hangs()
-end_within(0.5)
+end_within(1)
 raise TimeoutError("the GPU hangs")
 """
 
@@ -32,6 +32,6 @@ def test_a_process_that_hangs_while_it_closes_is_ended() -> None:
         check=False,
     )
     assert run.returncode == 1
-    said, _, dumped = run.stderr.partition("Timeout (0:00:00.500000)!")
-    assert "TimeoutError: the GPU hangs" in said
-    assert "__del__" in dumped, run.stderr
+    assert "TimeoutError: the GPU hangs" in run.stderr
+    # Without it the process would wait for ever.
+    assert "Timeout (0:00:01)!" in run.stderr

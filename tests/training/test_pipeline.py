@@ -477,33 +477,27 @@ class TestGraphs:
             pipeline.close()
 
     def test_ten_thousand_steps_leak_nothing(self, device: torch.device) -> None:
-        model = make_model(device)
-        batches = itertools.cycle([batch.pin_memory() for batch in fixed_batches(5)])
-
-        def device_and_pinned() -> tuple[int, ...]:
+        def on_device() -> tuple[int, ...]:
             pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
             return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), pinned
 
-        def resident_and_objects() -> tuple[int, int]:
+        def on_host() -> tuple[int, int]:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             return pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects())
 
+        model = make_model(device)
+        batches = itertools.cycle([batch.pin_memory() for batch in fixed_batches(5)])
+        found = []
         with TrainPipeline(model, LOSS, self.optimizers(model)) as pipeline:
-            on_host = []
             for _ in range(6):
                 for _ in range(2_000):
                     pipeline.progress(batches)
                 pipeline.check_ids()
                 gc.collect()
-                on_host.append(resident_and_objects())
-                if len(on_host) == 1:
-                    before = device_and_pinned()
-            assert device_and_pinned() == before
-        # What is allocated once may come at any time; a leak grows in each part. The least that a
-        # step could leak in C++, an event or a tensor, is more than 64 bytes.
-        grown, made = zip(
-            *((b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(on_host)),
-            strict=True,
-        )
-        assert min(grown) < 2_000 * 64, on_host
-        assert min(made) < 20, on_host
+                found.append((on_device(), *on_host()))
+        assert {device_bytes for device_bytes, _, _ in found} == {found[0][0]}
+        # What is made once may come at any time, so a leak is what grows in each part. The least
+        # that a step could leak in C++, an event or a tensor, is more than 64 bytes.
+        parts = list(itertools.pairwise(found))
+        assert min(after[1] - before[1] for before, after in parts) < 2_000 * 64, found
+        assert min(after[2] - before[2] for before, after in parts) < 20, found
