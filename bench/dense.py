@@ -58,8 +58,8 @@ class PlainCross(nn.Module):
         self.u = nn.ParameterList(torch.empty(WIDTH, RANK) for _ in range(NUM_CROSS_LAYERS))
         self.bias = nn.ParameterList(torch.empty(WIDTH) for _ in range(NUM_CROSS_LAYERS))
 
-    def forward(self, x0: Tensor) -> Tensor:
-        x = x0
+    def forward(self, *parts: Tensor) -> Tensor:
+        x0 = x = torch.cat(parts, dim=1)
         for v, u, bias in zip(self.v, self.u, self.bias, strict=True):
             x = x0 * F.linear(F.linear(x, v), u, bias) + x
         return x
@@ -82,8 +82,8 @@ class DensePart(nn.Module):
         self.bottom, self.cross, self.top, self.loss = bottom, cross, top, loss
 
     def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor) -> Tensor:
-        x = torch.cat([self.bottom(dense), pooled], dim=1)
-        return self.loss(self.top(self.cross(x)).squeeze(1), labels)
+        crossed = self.cross(self.bottom(dense), pooled)
+        return self.loss(self.top(crossed).squeeze(1), labels)
 
 
 def ours() -> DensePart:

@@ -211,7 +211,10 @@ for B in (512, 2048, 8192):
         ):
             rule = UpdateRule(kind=kind)
             update = lambda r: rowwise_update(weight, (st,), r, RowGradients(grad, gr), rule, lr)
-            line = []
+            line = [(graph_us([lambda r=r: update(r) for r in runs], 9), "CUDA")]
+            say("     ", profiled(lambda: update(runs[1])))
+            engine = ru._copy_engine_update
+            ru._copy_engine_update = lambda: None
             for name, (w, e, u, p, ev, kw) in upd_variants.items():
                 ru._NUM_WARPS, ru._BLOCK_ELEMENTS, ru._UNROLL, ru._PROGRAMS_PER_SM, ru._EVICT = (
                     w,
@@ -235,6 +238,7 @@ for B in (512, 2048, 8192):
             ru._rowwise_update_kernel = UPD
             say(f"  {kind.name} " + "  ".join(f"[{n_}] {t:.1f}" for t, n_ in sorted(line)))
             runs_kept = runs[1]
+            ru._copy_engine_update = engine
             say("     ", profiled(lambda: update(runs[1])))
         if ids == "zipf" or B == 8192:
             for cw in (1, 4, 8):

@@ -16,13 +16,16 @@ class _Tiling(NamedTuple):
     rows_per_program: int
     block_rows: int
     block_columns: int
+    num_warps: int
 
 
 def _tiling(num_rows: int) -> _Tiling:
-    """Of few rows one program sums whole columns, so that no second kernel adds partial sums."""
+    """Of few rows one program sums whole columns at once, so that no second kernel adds partial
+    sums."""
     if num_rows <= 1024:
-        return _Tiling(1024, 256, 16)
-    return _Tiling(128, 32, 128)
+        rows = max(64, triton.next_power_of_2(num_rows))
+        return _Tiling(rows, rows, 16, max(4, rows // 64))
+    return _Tiling(128, 32, 128, 4)
 
 
 @triton.jit
@@ -107,7 +110,7 @@ def multiply_and_sum(
             ROWS_PER_PROGRAM=tiling.rows_per_program,
             BLOCK_ROWS=tiling.block_rows,
             BLOCK_COLUMNS=tiling.block_columns,
-            num_warps=4,
+            num_warps=tiling.num_warps,
         )
     if num_partials > 1:
         sum_partials(sums, total)

@@ -6,6 +6,7 @@ Byte floor of a layer of ``B`` samples and ``N`` columns, in passes over ``[B, N
 x0 and x and writes z and the output; backward reads the gradient and x0 and writes two gradients.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -232,22 +233,42 @@ def _low_rank_cross_backward_kernel(
 
 
 @triton.jit
+def _store_part(
+    part_ptr,
+    value,
+    rows,
+    columns,
+    mask,
+    START: tl.constexpr,
+    END: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """Write what of a tile is in columns START to END of the whole."""
+    inside = ((columns >= START) & (columns < END))[None, :] & mask
+    at = rows[:, None].to(INDEX) * (END - START) + (columns - START)[None, :]
+    tl.store(part_ptr + at, round_to_nearest(value, part_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _low_rank_cross_input_backward_kernel(
     grad_h_ptr,
     v_ptr,
     grad_ptrs,
     z_ptrs,
-    grad_x0_ptr,
+    part_ptrs,
     num_rows,
     num_columns,
     NUM_LAYERS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PART_STARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """``grad_x0 = grad_h @ v + grad[0] + sum(grad[l] * z[l])`` over all layers l.
+    """``grad_x0 = grad_h @ v + grad[0] + sum(grad[l] * z[l])`` over all layers l, and part p of it
+    is columns PART_STARTS[p] to PART_STARTS[p + 1].
 
     With ``grad_h = 2``, ``v = 1``, ``grad = (3, 5)``, ``z = (4, 6)``: ``2 + 3 + 12 + 30 = 47``.
     """
@@ -279,8 +300,17 @@ def _low_rank_cross_input_backward_kernel(
                 total += grad
             total += grad * as_float32(tl.load(z_ptrs[layer] + at, mask=mask, other=0.0))
             tl.debug_barrier()
-        rounded = round_to_nearest(total, grad_x0_ptr.dtype.element_ty)
-        tl.store(grad_x0_ptr + at, rounded, mask=mask)
+        for part in tl.static_range(NUM_PARTS):
+            _store_part(
+                part_ptrs[part],
+                total,
+                rows,
+                columns,
+                mask,
+                PART_STARTS[part],
+                PART_STARTS[part + 1],
+                INDEX,
+            )
 
 
 def _launch(
@@ -289,7 +319,7 @@ def _launch(
     like: Tensor,
     inner: Tensor,
     *arguments: object,
-    **flags: int,
+    **flags: object,
 ) -> None:
     """Launch ``kernel`` over the tiles of ``like [B, N]``; ``inner [B, depth]`` is the product's
     left factor."""
@@ -379,19 +409,22 @@ def launch_low_rank_cross_backward(
 
 
 def launch_low_rank_cross_input_backward(
-    grad_h: Tensor, v: Tensor, grads: Sequence[Tensor], z: Sequence[Tensor]
-) -> Tensor:
+    grad_h: Tensor, v: Tensor, grads: Sequence[Tensor], z: Sequence[Tensor], widths: Sequence[int]
+) -> list[Tensor]:
     """``torchembed::low_rank_cross_input_backward``."""
-    grad_x0 = torch.empty_like(grads[0])
+    num_rows = grads[0].shape[0]
+    parts = [grad_h.new_empty(num_rows, width) for width in widths]
     _launch(
         _low_rank_cross_input_backward_kernel,
-        _tiling(grad_x0.shape[0], grad_x0.dtype, num_read=2 * len(z)),
-        grad_x0,
+        _tiling(num_rows, grad_h.dtype, num_read=2 * len(z)),
+        grads[0],
         grad_h,
         *_backward_factors(grad_h, v),
         tuple(grads),
         tuple(z),
-        grad_x0,
+        tuple(parts),
         NUM_LAYERS=len(z),
+        NUM_PARTS=len(parts),
+        PART_STARTS=tuple(itertools.accumulate(widths, initial=0)),
     )
-    return grad_x0
+    return parts

@@ -5,7 +5,10 @@ that the batch has (each read once, as far as the cache reaches), and ``2 * U * 
 4 * states)`` for rows and their state, read and written.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +31,7 @@ from torchembed.triton_kernels.searching import count_not_above
 _NUM_WARPS = 1
 _BLOCK_ELEMENTS = 256
 _PROGRAMS_PER_SM = 32
+_MAX_COPY_DIM = 256
 _UNROLL = 2
 _EVICT = "evict_first"
 
@@ -357,6 +361,28 @@ def _max_programs(device: torch.device) -> int:
     return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _copy_engine_update() -> Callable[..., Any] | None:
+    """The library's update; None where it was built without CUDA or is not loaded."""
+    return getattr(torch.ops.torchembed_native, "update_rows", None)
+
+
+def _suits_copy_engine(weight: Tensor, state: Tensor | None, grad: Tensor, optimizer: int) -> bool:
+    """Whether the library's update takes these rows: on an H100 or later, in float32, of a middling
+    length that 16 bytes divide."""
+    dim = weight.shape[1]
+    rows = [weight, grad, *([state] if state is not None and state.dim() == 2 else [])]
+    return (
+        weight.is_cuda
+        and _copy_engine_update() is not None
+        and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+        and optimizer != OptimizerKind.ADAM
+        and weight.dtype == torch.float32
+        and 32 <= dim <= _MAX_COPY_DIM
+        and all(dim * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 for t in rows)
+    )
+
+
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
@@ -392,6 +418,26 @@ def launch_rowwise_update(
         return
     with torch.cuda.device_of(weight):
         gradients = sort_gradients(starts, order, num_runs, grad, gradient_rows, scales)
+        if _suits_copy_engine(weight, state0, grad, optimizer):
+            update = _copy_engine_update()
+            assert update is not None
+            update(
+                weight,
+                state0,
+                unique_rows,
+                starts,
+                num_runs,
+                *gradients,
+                lr,
+                grad_multiplier,
+                skip,
+                optimizer,
+                eps,
+                weight_decay,
+                max_gradient,
+                torch.cuda.current_stream(weight.device).cuda_stream,
+            )
+            return
         if optimizer == OptimizerKind.ADAM:
             step_size = torch.empty_like(lr)
             _rowwise_update_adam_step_kernel[(1,)](

@@ -203,6 +203,28 @@ def test_the_low_rank_network_follows_its_formula(
     check_products(network, formula_network, network_inputs(shape, rank, num_layers, dtype, device))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("widths", [(20,), (4, 16), (1, 140, 0, 9)], ids=str)
+def test_the_input_may_come_in_parts(
+    widths: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    x0, *parameters = network_inputs((9, sum(widths)), 8, 2, dtype, device)
+    grad = normal(9, sum(widths), seed=5, dtype=dtype, device=device)
+    whole = results(network, [x0, *parameters], grad)
+    count = len(widths)
+
+    def of_parts(*tensors: Tensor) -> Tensor:
+        layers = tensors[count:]
+        v, u, bias = layers[:2], layers[2:4], layers[4:]
+        return low_rank_cross_network(tensors[:count], v, u, bias)
+
+    output, *grads = results(of_parts, [*x0.split(widths, dim=1), *parameters], grad)
+    assert all(part.is_contiguous() for part in grads[:count])
+    joined = [output, torch.cat(grads[:count], dim=1), *grads[count:]]
+    for actual, same in zip(joined, whole, strict=True):
+        assert_same_bits(actual, same)
+
+
 def test_many_samples_share_the_sum_of_a_bias(device: torch.device) -> None:
     # So many that several programs sum parts of a column.
     check_products(network, formula_network, network_inputs((1300, 3), 2, 2, torch.float32, device))
@@ -273,7 +295,8 @@ def test_opcheck_of_the_low_rank_operations(device: torch.device) -> None:
     torch.library.opcheck(ops.low_rank_cross_forward.default, (x0, h, u, bias, grad))
     torch.library.opcheck(ops.low_rank_cross_scale.default, (grad, x0, total))
     torch.library.opcheck(ops.low_rank_cross_backward.default, (grad, h, v, x0, total))
-    torch.library.opcheck(ops.low_rank_cross_input_backward.default, (h, v, [grad, x0], [x0, grad]))
+    arguments = (h, v, [grad, x0], [x0, grad], [3, 7])
+    torch.library.opcheck(ops.low_rank_cross_input_backward.default, arguments)
 
 
 def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
@@ -322,3 +345,9 @@ def test_bad_layers_are_named(device: torch.device) -> None:
         low_rank_cross_network(x0, [v], [u], [bias.to("meta")])
     with pytest.raises(TypeError, match="x0 must be float32 or float16 or bfloat16, got float64"):
         low_rank_cross_network(x0.double(), [v], [u], [bias])
+    with pytest.raises(ValueError, match="x0 must be a tensor or one part or more, got none"):
+        low_rank_cross_network([], [v], [u], [bias])
+    with pytest.raises(ValueError, match="x0 must have parts of one batch size, got 4 and 3"):
+        low_rank_cross_network([x0[:, :5], x0[:3, 5:]], [v], [u], [bias])
+    with pytest.raises(TypeError, match="x0 must be float32, got bfloat16; cast its parts"):
+        low_rank_cross_network([x0[:, :5], x0[:, 5:].bfloat16()], [v], [u], [bias])

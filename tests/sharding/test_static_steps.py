@@ -15,12 +15,15 @@ from tests.sharding.cases import (
     assert_equal_rows,
     exact_loss,
     held_rows,
+    made_mesh,
     make_batch,
     make_model,
     make_optimizer,
     vectors_of,
     whole_rows,
 )
+from torchembed.data import Batch
+from torchembed.modules import MLP
 from torchembed.training import TrainPipeline
 from torchembed.training.static_step import StaticStep
 
@@ -85,6 +88,72 @@ def train_in_static_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
     return results
 
 
+class WithDense(nn.Module):
+    """A model of our layers over two tables, one of them on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        configs = [
+            torchembed.EmbeddingBagConfig(
+                name=name, num_embeddings=20, embedding_dim=4, feature_names=(name,)
+            )
+            for name in ("f0", "f1")
+        ]
+        self.tables = torchembed.EmbeddingBagCollection(configs, device="meta")
+        self.dense, self.over = MLP(3, [4]), MLP(12, [8, 1], activation_on_last=False)
+
+    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+        vectors = self.tables(sparse).values()
+        return self.over(torch.cat([self.dense(dense), vectors], dim=1))
+
+
+def train_dense(steps_are_static: bool) -> list[Any]:
+    """On a rank of gloo: losses, then parameters, of a model with a dense part."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = WithDense()
+    plan = {"tables.embedding_bags.f0": "row_wise", "tables.embedding_bags.f1": "data_parallel"}
+    torchembed.shard_embeddings(model, made_mesh("cpu", 1), plan)
+    optimizers = [
+        torchembed.optim.Adagrad(model.tables.parameters(), lr=0.125),
+        torchembed.optim.DenseAdagrad([*model.dense.parameters(), *model.over.parameters()]),
+    ]
+    pipeline = TrainPipeline(model, nn.functional.binary_cross_entropy_with_logits, optimizers)
+    batches = []
+    for number in range(6):
+        generator = torch.Generator().manual_seed(num_ranks * number + rank)
+        ids = torch.randint(20, (4 * 3,), generator=generator)
+        sparse = torchembed.SparseFeatures(
+            keys=("f0", "f1"), values=ids, batch_size=4, hotness=(1, 2)
+        )
+        labels = torch.randint(2, (4,), generator=generator).float()
+        batches.append(Batch(torch.rand(4, 3, generator=generator), sparse, labels))
+    losses = []
+    if steps_are_static:
+        step = StaticStep(
+            model,
+            pipeline._compute_loss,
+            optimizers,
+            batches[0],
+            torch.device("cpu"),
+            dist.group.WORLD,
+        )
+        step.slots.fill(0, batches[0])
+        step.prepare(0)
+        for number in range(5):
+            step.slots.fill((number + 1) % 2, batches[number + 1])
+            losses.append(step.run(number % 2).loss.item())
+    else:
+        iterator = iter(batches)
+        losses = [pipeline.progress(iterator).loss.item() for _ in range(5)]
+    return [losses, *(parameter.tolist() for parameter in model.parameters())]
+
+
+def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """All that gloo's ranks do, in one launch."""
+    return train_in_static_steps(runs), [train_dense(static) for static in (False, True)]
+
+
 def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
     """On a rank of NCCL: its rows after training, what was raised, and whether graphs ran."""
     rank, results = dist.get_rank(), []
@@ -132,7 +201,9 @@ def train_plainly(
 
 def test_static_steps_equal_plain_ones() -> None:
     runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
-    results = run_on_ranks(2, train_in_static_steps, runs)
+    results, of_dense = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
+    for plain, static in of_dense:
+        assert static == plain
     for number, (case, bad_rank) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
         expected = train_plainly(case, 2, bad_rank)

@@ -157,7 +157,8 @@ def launch_low_rank_cross(dtype: torch.dtype, num_columns: int, rank: int, num_r
     low_rank_cross.launch_low_rank_cross_scale(x, x0, bias)
     v = u.t().contiguous()
     low_rank_cross.launch_low_rank_cross_backward(x, h, v, x0, bias)
-    low_rank_cross.launch_low_rank_cross_input_backward(h, v, [x] * 3, [x0] * 3)
+    widths = [24, num_columns - 24]
+    low_rank_cross.launch_low_rank_cross_input_backward(h, v, [x] * 3, [x0] * 3, widths)
 
 
 def launch_linear(num_rows: int) -> None:

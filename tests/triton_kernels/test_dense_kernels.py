@@ -48,8 +48,8 @@ def test_low_rank_cross_input_backward(
     dtype: torch.dtype, device: torch.device, addresses: str
 ) -> None:
     grad_h, v, first, second, z_first, z_second = full(device, dtype, 2, 1, 3, 5, 4, 6)
-    grad_x0 = low_rank_cross.launch_low_rank_cross_input_backward(
-        grad_h, v, [first, second], [z_first, z_second]
+    (grad_x0,) = low_rank_cross.launch_low_rank_cross_input_backward(
+        grad_h, v, [first, second], [z_first, z_second], [1]
     )
     assert grad_x0.item() == 47
 
@@ -131,7 +131,7 @@ def test_wide_addresses_change_nothing(
             *low_rank_cross.launch_low_rank_cross_forward(x0, h, u, x0[0], z),
             *low_rank_cross.launch_low_rank_cross_backward(grad, h, v, x0, bias),
             bias.clone(),
-            low_rank_cross.launch_low_rank_cross_input_backward(h, v, [grad], [z]),
+            *low_rank_cross.launch_low_rank_cross_input_backward(h, v, [grad], [z], [50, 100]),
             low_rank_cross.launch_low_rank_cross_scale(grad, x0, bias),
         ]
 

@@ -129,4 +129,4 @@ class DLRM_DCNv2(nn.Module):
         """
         dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features).values()
-        return self.over_arch(self.cross(torch.cat([dense, pooled], dim=1)))
+        return self.over_arch(self.cross(dense, pooled))

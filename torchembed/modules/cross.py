@@ -55,7 +55,8 @@ class LowRankCross(nn.Module):
             nn.init.xavier_normal_(u)
             nn.init.zeros_(bias)
 
-    def forward(self, x0: Tensor) -> Tensor:
+    def forward(self, *x0: Tensor) -> Tensor:
+        """``x0`` is ``[B, in_features]``, or several tensors that are it side by side."""
         return low_rank_cross_network(x0, list(self.v), list(self.u), list(self.bias))
 
 

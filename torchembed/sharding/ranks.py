@@ -87,7 +87,9 @@ class Ranks:
         """``all_hold_tables``: every rank has others than those of ``plans``."""
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
-        self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=True)
+        # A mesh of some processes is made by these alone.
+        is_part = mesh.size() < dist.get_world_size()
+        self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=is_part)
         self.rank = mesh.get_local_rank()
         self.row_gradient_mean = row_gradient_mean(self.group)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -64,10 +65,11 @@ class TrainPipeline:
     batch after that, on a stream of its own; it never waits for the step under way. The first steps
     run without a graph (they train as well, and compile what there is to compile).
 
-    What can be captured must not wait for the GPU nor depend on values on the host: batches of one
-    layout, with fixed hotness. Batches of other layouts (the last one of an epoch; jagged ids) run
-    eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
-    warning says why, and steps are eager from then on.
+    What can be captured must not wait for the GPU nor depend on values on the host: batches with
+    fixed hotness, of one layout, that of the first of them. Others (a smaller last one; jagged ids)
+    run eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
+    warning says why, and steps are eager from then on. Use it in a ``with``, or :meth:`close` it,
+    before the process group is destroyed.
 
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
     ``lr`` are captured, others step right after the graph. Hyperparameters but ``lr`` must stay as
@@ -82,7 +84,7 @@ class TrainPipeline:
             ``[B, 1]``; where ``loss_fn`` is None, ``model(batch)``, gives its loss, or a tuple of
             the loss and what else there is, as TorchRec's models for training do.
         loss_fn: ``(logits [B], labels [B])`` to their mean loss.
-        optimizers: of all parameters, in the order in which they step.
+        optimizers: of all parameters; where steps are captured, tables are updated first.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
         capture: False for eager steps only.
@@ -320,11 +322,12 @@ def _never() -> bool:
 
 
 def _group_of(model: nn.Module) -> Any:
-    """The ranks over which tables of ``model`` are sharded; None where they are not."""
+    """The ranks that train ``model`` together: those over which its tables are sharded, else all;
+    None where there is one."""
     for module in model.modules():
         if isinstance(module, ShardedCollection):
             return module._ranks.group
-    return None
+    return dist.group.WORLD if ranks.world_size() > 1 else None
 
 
 def _reason(error: Exception | None) -> str:

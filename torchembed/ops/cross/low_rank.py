@@ -19,7 +19,9 @@ from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
 
 class _LowRankCrossNetwork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x0: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, num_parts: int, *tensors: Tensor) -> Tensor:
+        parts, parameters = tensors[:num_parts], tensors[num_parts:]
+        x0 = parts[0].contiguous() if num_parts == 1 else torch.cat(parts, dim=1)
         num_layers = len(parameters) // 3
         xs, hs, zs = [x0], [], []
         for layer in range(num_layers):
@@ -30,7 +32,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
             hs.append(h)
             zs.append(z)
         ctx.save_for_backward(*xs[:-1], *hs, *zs, *parameters)
-        ctx.num_layers = num_layers
+        ctx.num_layers, ctx.widths = num_layers, [part.shape[1] for part in parts]
         return xs[-1]
 
     @staticmethod
@@ -42,7 +44,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         )
         grads, grads_v, grads_u = [], [], []
         grads_bias = [gradient_memory(parameter) for parameter in bias]
-        grad = grad.contiguous()
+        grad, grad_parts = grad.contiguous(), []
         next_grad_z = low_rank_cross_scale_op(grad, xs[0], grads_bias[-1])
         for layer in reversed(range(num_layers)):
             grads.insert(0, grad)
@@ -53,10 +55,12 @@ class _LowRankCrossNetwork(torch.autograd.Function):
                     grad, grad_h, v[layer], xs[0], grads_bias[layer - 1]
                 )
             else:
-                grad = low_rank_cross_input_backward_op(grad_h, v[0], grads, list(zs))
+                grad_parts = low_rank_cross_input_backward_op(
+                    grad_h, v[0], grads, list(zs), ctx.widths
+                )
             grads_u.insert(0, _product_gradient(u[layer], grad_z, hs[layer]))
             grads_v.insert(0, _product_gradient(v[layer], grad_h, xs[layer]))
-        return grad, *grads_v, *grads_u, *grads_bias
+        return None, *grad_parts, *grads_v, *grads_u, *grads_bias
 
 
 def _product_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -64,7 +68,10 @@ def _product_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 
 def low_rank_cross_network(
-    x0: Tensor, v: Sequence[Tensor], u: Sequence[Tensor], bias: Sequence[Tensor]
+    x0: Tensor | Sequence[Tensor],
+    v: Sequence[Tensor],
+    u: Sequence[Tensor],
+    bias: Sequence[Tensor],
 ) -> Tensor:
     """Low-rank cross layers of DCN-V2: ``x[l+1] = x0 * (u[l] @ (v[l] @ x[l]) + bias[l]) + x[l]``.
 
@@ -76,7 +83,8 @@ def low_rank_cross_network(
     deferred (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`).
 
     Args:
-        x0: ``[B, N]``, float32, float16 or bfloat16.
+        x0: ``[B, N]``, float32, float16 or bfloat16; or parts of it, ``[B, N1]``, ``[B, N2]`` and
+            so on, that are to be concatenated: their gradients come out apart, without a copy.
         v: ``[rank, N]`` for each layer, of the dtype of ``x0``.
         u: ``[N, rank]`` for each layer, likewise.
         bias: ``[N]`` for each layer, likewise.
@@ -87,26 +95,44 @@ def low_rank_cross_network(
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
+    parts = [x0] if isinstance(x0, Tensor) else list(x0)
+    if not parts:
+        raise ValueError("x0 must be a tensor or one part or more, got none")
     if not len(v) == len(u) == len(bias):
         raise ValueError(
             f"v, u and bias must hold one tensor a layer, got {len(v)}, {len(u)} and {len(bias)}"
         )
     parameters = [*v, *u, *bias]
-    if torch.is_autocast_enabled(x0.device.type):
-        dtype = torch.get_autocast_dtype(x0.device.type)
-        x0, parameters = x0.to(dtype), [parameter.to(dtype) for parameter in parameters]
-    checks.check_float("x0", x0)
-    checks.check_dim("x0", x0, 2)
-    num_layers, width = len(v), x0.shape[1]
+    device = parts[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        parts, parameters = ([t.to(dtype) for t in tensors] for tensors in (parts, parameters))
+    _check(parts, parameters)
+    if not parameters:
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return _LowRankCrossNetwork.apply(len(parts), *parts, *parameters)
+
+
+def _check(parts: list[Tensor], parameters: list[Tensor]) -> None:
+    first = parts[0]
+    checks.check_float("x0", first)
+    for part in parts:
+        checks.check_dim("x0", part, 2)
+        checks.check_dtype("x0", part, (first.dtype,), "cast its parts to one dtype")
+        if part.shape[0] != first.shape[0]:
+            raise ValueError(
+                f"x0 must have parts of one batch size, got {first.shape[0]} and {part.shape[0]}"
+            )
+        checks.check_same_device("x0", first, part=part)
+    num_layers, width = len(parameters) // 3, sum(part.shape[1] for part in parts)
     for position, parameter in enumerate(parameters):
         kind, layer = divmod(position, num_layers)
         name = f"{('v', 'u', 'bias')[kind]}[{layer}]"
         rank = parameters[layer].shape[0]
         expected = ((rank, width), (width, rank), (width,))[kind]
-        checks.check_dtype(name, parameter, (x0.dtype,), "cast it to x0's, or use torch.autocast")
+        checks.check_dtype(
+            name, parameter, (first.dtype,), "cast it to x0's, or use torch.autocast"
+        )
         if tuple(parameter.shape) != expected:
             raise ValueError(f"{name} must have shape {expected}, got {tuple(parameter.shape)}")
-        checks.check_same_device("x0", x0, **{name: parameter})
-    if not num_layers:
-        return x0
-    return _LowRankCrossNetwork.apply(x0.contiguous(), *parameters)
+        checks.check_same_device("x0", first, **{name: parameter})

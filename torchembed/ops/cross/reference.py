@@ -48,9 +48,10 @@ def low_rank_cross_backward_reference(
 
 
 def low_rank_cross_input_backward_reference(
-    grad_h: Tensor, v: Tensor, grads: list[Tensor], z: list[Tensor]
-) -> Tensor:
+    grad_h: Tensor, v: Tensor, grads: list[Tensor], z: list[Tensor], widths: list[int]
+) -> list[Tensor]:
     total = grad_h.float() @ v.float() + grads[0].float()
     for grad, factor in zip(grads, z, strict=True):
         total = total + grad.float() * factor.float()
-    return total.to(grad_h.dtype)
+    # No result may share the memory of another.
+    return [part.clone() for part in total.to(grad_h.dtype).split(widths, dim=1)]

@@ -46,9 +46,9 @@ def _low_rank_backward_fake(
 
 
 def _low_rank_input_backward_fake(
-    grad_h: Tensor, v: Tensor, grads: list[Tensor], z: list[Tensor]
-) -> Tensor:
-    return torch.empty_like(grads[0])
+    grad_h: Tensor, v: Tensor, grads: list[Tensor], z: list[Tensor], widths: list[int]
+) -> list[Tensor]:
+    return [grad_h.new_empty(grad_h.shape[0], width) for width in widths]
 
 
 cross_epilogue_forward_op = define_op(
@@ -85,7 +85,8 @@ low_rank_cross_backward_op = define_op(
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_backward",
 )
 low_rank_cross_input_backward_op = define_op(
-    "low_rank_cross_input_backward(Tensor grad_h, Tensor v, Tensor[] grads, Tensor[] z) -> Tensor",
+    "low_rank_cross_input_backward(Tensor grad_h, Tensor v, Tensor[] grads, Tensor[] z,"
+    " int[] widths) -> Tensor[]",
     reference=low_rank_cross_input_backward_reference,
     fake=_low_rank_input_backward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_input_backward",
