@@ -52,10 +52,10 @@ def parse(arguments: Sequence[str]) -> Command:
     chooser.add_argument("recipe", choices=RECIPES, metavar="RECIPE", help="one of the below")
     name = chooser.parse_args(arguments[:1]).recipe
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--resume", type=Path, nargs="?", const=Path(), default=None)
+    finder.add_argument("--resume", type=Path, nargs="?", const=True, default=None)
     found, options = finder.parse_known_args(arguments[1:])
     if found.resume is not None:
-        folder = newest_run(name) if found.resume == Path() else found.resume
+        folder = newest_run(name) if found.resume is True else found.resume
         options = [*earlier_arguments(folder, name), *options, "--output", str(folder)]
     finder.add_argument("--data", type=Path)
     data = finder.parse_known_args(options)[0].data

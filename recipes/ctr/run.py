@@ -154,7 +154,7 @@ def run_seed(
                 break
     if early_stop.best_auc is None:
         raise ValueError("the validation rows must have labels of both kinds, or there is no AUC")
-    best.load(TrainingRun(model=model))
+    best.load(TrainingRun(model=model), early_stop.best_step)
     if ranks.rank() == 0:
         plot_history(history, output / "training.png", title=f"DCNv2, seed {seed}")
     with config.precision.context(device):

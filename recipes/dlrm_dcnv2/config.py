@@ -65,7 +65,8 @@ class DlrmConfig:
     keep_best: bool = False
     """Keep the checkpoint of the best evaluation too, in the folder best, and test that model."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; without it one, at the end or where a signal ends the run."""
+    """Steps between checkpoints, written from a copy in the machine's memory while training goes
+    on; without it one, at the end or where a signal ends the run."""
     tensorboard: bool = False
     """Write metrics for TensorBoard too."""
     mlperf_log: Literal["closed", "open"] | None = None

@@ -64,14 +64,27 @@ class TrainLoop:
             },
         )
         self._saved_step = self.checkpoints.load(self.state)
+        self._check_optimizers()
+
+    def _check_optimizers(self) -> None:
+        """They have what the checkpoint says, whatever the config does."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for name, key in (("learning_rate", "initial_lr"), ("eps", "eps")):
+                wanted, found = getattr(self.config, name), float(group[key])
+                if wanted != found:
+                    raise ValueError(
+                        f"{name} must stay as it was where a run goes on, {found}, got {wanted}; "
+                        "begin another run for it"
+                    )
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing left to train."""
+        most = self.config.max_steps
         return (
             self.epochs.is_done
             or self.early_stop.reason is not None
-            or self.history.num_steps == self.config.max_steps
+            or (most is not None and self.history.num_steps >= most)
         )
 
     def run(self) -> bool:
@@ -91,12 +104,14 @@ class TrainLoop:
                 progress.note(f"step {self._saved_step}: goes on from its checkpoint")
             if self.mlperf_log is not None:
                 self.mlperf_log.start_run(self._epoch())
-            while True:
+            while not stop.is_agreed:
                 evaluate_is_due, checkpoint_is_due = map(self._is_due, every)
                 if (evaluate_is_due or self.is_done) and not self._is_evaluated():
-                    self._evaluate(progress, metrics)
+                    self._evaluate(progress, metrics, stop)
+                if stop.is_agreed:
+                    break
                 if checkpoint_is_due or self.is_done:
-                    self._save()
+                    self._save(wait=self.is_done)
                 if self.is_done:
                     break
                 train(
@@ -109,10 +124,9 @@ class TrainLoop:
                     metrics=metrics,
                     stop=stop,
                 )
-                if stop.is_agreed:
-                    self._save()
-                    progress.note(f"step {self.history.num_steps}: saved, and stopped by a signal")
-                    break
+            if stop.is_agreed:
+                self._save(wait=True)
+                progress.note(f"step {self.history.num_steps}: saved, and stopped by a signal")
         if self.mlperf_log is not None:
             is_short = self.config.target_auc is not None and not self.early_stop.has_reached_target
             self.mlperf_log.stop_run(self._epoch(), is_success=self.is_done and not is_short)
@@ -143,15 +157,19 @@ class TrainLoop:
         held_out = self.history.held_out
         return bool(held_out) and held_out[-1].step == self.history.num_steps
 
-    def _evaluate(self, progress: Progress, metrics: MetricsWriter) -> None:
+    def _evaluate(self, progress: Progress, metrics: MetricsWriter, stop: StopSignal) -> None:
+        """Not to the end where a signal comes: the run that goes on does it again."""
         if self.mlperf_log is not None:
             self.mlperf_log.start_evaluation(self._epoch())
         with self.config.precision.context(self.pipeline.device):
-            now = evaluate(self.model, self.validation)
+            now = evaluate(self.model, self.validation, stop=stop)
+        if now is None:
+            return
         if self.mlperf_log is not None:
             self.mlperf_log.stop_evaluation(self._epoch(), now.auc)
         step = self.history.num_steps
         self.history.add_evaluation(now)
+        self._saved_step = None  # what may be saved of this step lacks it
         metrics.write(step, validation_auc=now.auc, validation_logloss=now.logloss)
         progress.note(
             f"step {step}: training loss {self.history.losses[-1].loss:.4f}, "
@@ -162,10 +180,12 @@ class TrainLoop:
         if self.early_stop.reason is not None:
             progress.note(f"step {step}: stopped, {self.early_stop.reason}")
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool) -> None:
         if self._saved_step != self.history.num_steps:
-            self.checkpoints.save(self.history.num_steps, self.state)
+            self.checkpoints.save(self.history.num_steps, self.state, wait=wait)
             self._saved_step = self.history.num_steps
+        if wait:
+            self.checkpoints.wait()
 
     def _epoch(self) -> float:
         """Passes over the training rows so far."""

@@ -68,8 +68,8 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
         )
         if not loop.run():
             return Stopped(num_steps=loop.history.num_steps)
-    if config.keep_best:
-        loop.best.load(TrainingRun(model=model))
+    if config.keep_best and loop.early_stop.best_auc is not None:
+        loop.best.load(TrainingRun(model=model), loop.early_stop.best_step)
     with config.precision.context(device):
         final = evaluate(model, test)
     if ranks.rank() == 0:
@@ -138,7 +138,8 @@ def _capped(table_sizes: Sequence[int], most: int | None) -> tuple[int, ...]:
 
 def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -> DLRM_DCNv2:
     """The model for the features of ``source``, its tables spread over the ranks."""
-    check_memory(sum(source.table_sizes) * config.embedding_dim, device)
+    num_elements = sum(source.table_sizes) * config.embedding_dim
+    check_memory(num_elements, device, is_copied=config.checkpoint_every is not None)
     torch.manual_seed(config.seed)
     tables = torchembed.EmbeddingBagCollection(
         [
@@ -167,20 +168,28 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
     return model
 
 
-def check_memory(num_elements: int, device: torch.device) -> None:
+def check_memory(num_elements: int, device: torch.device, *, is_copied: bool) -> None:
     """Raise ``MemoryError`` where tables and Adagrad's state exceed the machine's or the GPUs'.
 
     On the CPU the system would end the process without a word.
+
+    Args:
+        is_copied: whether checkpoints are written from a copy, on the CPU.
     """
+    what, advice = "tables and their optimizer state", "lower max_table_rows"
     needed = num_elements * 2 * torch.float32.itemsize
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[1] * ranks.world_size()
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if is_copied:
+            what = f"{what}, and a copy of both for checkpoints,"
+            advice = f"leave out checkpoint_every, {advice}"
+            needed *= 2
     if needed > there:
         raise MemoryError(
-            f"tables and their optimizer state take {needed / 1e9:.0f} GB, and there are "
-            f"{there / 1e9:.0f} GB; lower max_table_rows or embedding_dim"
+            f"{what} take {needed / 1e9:.0f} GB, and there are {there / 1e9:.0f} GB; {advice} or "
+            "embedding_dim"
         )
 
 

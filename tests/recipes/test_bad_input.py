@@ -1,10 +1,13 @@
 """What is wrong with a run is said before it trains."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.data_folder import find_data
+from recipes.dlrm_dcnv2.run import check_memory
 from recipes.registry import RECIPES
 from recipes.result import Result, result_line
 from recipes.train import main, parse
@@ -48,6 +51,10 @@ def test_tables_larger_than_memory(tmp_path: Path) -> None:
     arguments = ("--data", str(data), "--output", str(tmp_path / "out"))
     with pytest.raises(MemoryError, match=r"take \d+ GB, .* lower max_table_rows"):
         main(["dlrm_dcnv2.mlperf", *arguments, "--embedding-dim", "1280"])
+    num_elements = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10
+    check_memory(num_elements, torch.device("cpu"), is_copied=False)
+    with pytest.raises(MemoryError, match=r"a copy of both .* take .*; leave out checkpoint_every"):
+        check_memory(num_elements, torch.device("cpu"), is_copied=True)
 
 
 def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:

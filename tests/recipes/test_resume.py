@@ -7,17 +7,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from recipes.dlrm_dcnv2.loop import TrainLoop
+from recipes.dlrm_dcnv2.run import build_model, build_optimizers, open_split
 from recipes.train import main, parse
 from tests.ranks import run_on_ranks
 from tests.recipes import made_data
 from tests.recipes.test_recipes import SMALL_CTR
+from torchembed.data import BackgroundLoader, Batch, Split
 from torchembed.training import CheckpointFolder, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,8 +152,49 @@ def test_one_process_goes_on_from_two(folder: Path, capsys: pytest.CaptureFixtur
     result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
     assert result["num_steps"] == num_steps + 4
     assert result["num_ranks"] == 1
+    # Fewer steps than are done already: there is nothing to do.
+    main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--max-steps", str(num_steps)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    assert result["num_steps"] == num_steps + 4
+    with pytest.raises(ValueError, match=r"learning_rate must stay .*, 0\.02, got 0\.5; begin"):
+        main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--learning-rate", "0.5"])
     with pytest.raises(ValueError, match=r"mlperf_log must be left out where a run goes on"):
         main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--mlperf-log", "open"])
+
+
+def test_a_signal_during_an_evaluation_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "stopped").mkdir()
+    (tmp_path / "whole").mkdir()
+    config = parse(["dlrm_dcnv2", *SMALL, "--max-steps", "8"]).config
+    cpu, is_killing = torch.device("cpu"), True
+    rows, validation = (open_split(config, split) for split in (Split.TRAIN, Split.VALIDATION))
+
+    class Validation:
+        def __iter__(self) -> Iterator[Batch]:
+            for batch in validation:
+                if is_killing:
+                    signal.raise_signal(signal.SIGTERM)
+                yield batch
+
+    def new_loop(name: str, validation: Any) -> TrainLoop:
+        model = build_model(config, rows, cpu)
+        return TrainLoop(
+            config=config,
+            model=model,
+            optimizers=build_optimizers(config, model),
+            loader=BackgroundLoader(rows),
+            validation=validation,
+            steps_per_epoch=len(rows),
+            output=tmp_path / name,
+        )
+
+    assert not new_loop("stopped", Validation()).run()
+    assert CheckpointFolder(tmp_path / "stopped" / "checkpoint").steps() == [4]
+    assert "validation_auc" not in metrics(tmp_path / "stopped")[-1]
+    is_killing = False
+    assert new_loop("stopped", Validation()).run()
+    assert new_loop("whole", validation).run()
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
 
 
 def test_what_to_resume_is_found(
@@ -167,6 +212,8 @@ def test_what_to_resume_is_found(
     assert command.is_resumed
     assert command.config.output == Path("runs/dlrm_dcnv2-20260102-000000")
     assert (command.config.seed, command.config.warmup_steps) == (7, 5)
+    monkeypatch.chdir(folder / "parts")
+    assert parse(["dlrm_dcnv2", "--resume", "."]).config.output == Path()
     with pytest.raises(ValueError, match=r"a run of dlrm_dcnv2, and ctr-ml1m is to go on; name"):
         parse(["ctr-ml1m", "--resume", str(folder / "parts")])
 
@@ -211,3 +258,10 @@ def test_the_best_model_is_kept_and_tested(
     assert result["checkpoint"] == str(tmp_path / "out" / "best")
     assert CheckpointFolder(tmp_path / "out" / "best").steps() == [best]
     assert CheckpointFolder(tmp_path / "out" / "checkpoint").steps() == [best + 12]
+    # A later best of a run that died before it saved itself is not this run's.
+    files = tmp_path / "out" / "best"
+    shutil.copytree(files / f"step-{best:09d}", files / f"step-{best + 1:09d}")
+    (files / f"step-{best + 1:09d}" / "__0_0.distcp").write_bytes(b"")
+    main(["dlrm_dcnv2", "--resume", str(tmp_path / "out")])
+    again = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    assert again["test_auc"] == result["test_auc"]

@@ -114,6 +114,35 @@ def test_what_others_keep_there_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["notes.txt", "step-000000003", "step-7x", "step-by-step"]
 
 
+class Intruder:
+    """While it is pickled, another run saves in the folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        CheckpointFolder(self.path).save(2, run_of(7.0))
+        return Intruder, (self.path,)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_run_that_another_one_disturbs_spoils_nothing(is_local: bool, tmp_path: Path) -> None:
+    path = str(tmp_path) if is_local else f"memory://{tmp_path.name}"
+
+    class Disturbed(OneNumber):
+        def get_extra_state(self) -> Intruder:
+            return Intruder(path)
+
+    run = TrainingRun(model=Disturbed(1.0))
+    with pytest.raises(
+        FileNotFoundError if is_local else RuntimeError,
+        match=r"step-000000002/\.metadata" if is_local else "one run at a time may save in memory",
+    ):
+        CheckpointFolder(path).save(2, run)
+    assert CheckpointFolder(path).steps() == [2]
+    assert loaded(path) == 7.0
+
+
 def test_no_checkpoint_of_a_step_is_named(tmp_path: Path) -> None:
     CheckpointFolder(tmp_path).save(4, run_of(0.0))
     with pytest.raises(
@@ -126,8 +155,8 @@ def damaged(path: Path, damage: str) -> str:
     """Damage a checkpoint; what the error says."""
     file = path / "__0_0.distcp"
     whole = bytearray(file.read_bytes())
-    if damage == "marker":
-        (path / "complete.json").write_text("{")
+    if damage in ("marker", "empty marker"):
+        (path / "complete.json").write_text("{" if damage == "marker" else "{}")
         return r"ValueError: file .*complete\.json is corrupt: load an earlier step"
     if damage == "missing":
         file.unlink()
@@ -145,7 +174,9 @@ def damaged(path: Path, damage: str) -> str:
     return rf"ValueError: .* {len(whole)} bytes and CRC-32 \w+ as it was written, got {len(whole)}"
 
 
-@pytest.mark.parametrize("damage", ["marker", "missing", "metadata", "cut off", "one bit"])
+@pytest.mark.parametrize(
+    "damage", ["marker", "empty marker", "missing", "metadata", "cut off", "one bit"]
+)
 def test_damage_is_named_and_nothing_is_changed(damage: str, tmp_path: Path) -> None:
     for step in (1, 2):
         CheckpointFolder(tmp_path).save(step, run_of(float(step)))
@@ -162,6 +193,8 @@ def test_damage_is_named_and_nothing_is_changed(damage: str, tmp_path: Path) -> 
 def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         CheckpointFolder(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        CheckpointFolder(tmp_path).save(-1, run_of(0.0))
     with pytest.raises(ValueError, match=r"path must be .* that fsspec knows, got 'nowhere://x'"):
         CheckpointFolder("nowhere://x")
     with pytest.raises(ImportError, match=r"path 'dropbox://x' needs a package .*: "):

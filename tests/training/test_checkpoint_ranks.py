@@ -280,7 +280,7 @@ def test_a_full_disk_of_one_rank_ends_the_save_of_all(on_two: list[dict[str, Any
         ("one has no folder", "ValueError: path must be one folder that all ranks see", 1),
         ("one has another", "ValueError: path must be one folder that all ranks see", 1),
         ("one optimizer is strange", "ValueError: optimizers must hold parameters of the", 1),
-        ("one bit", "ValueError: file ", 0),
+        ("one bit", "ValueError: file ", 1),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all(

@@ -261,12 +261,17 @@ def test_files_that_are_no_tensors_are_named(tmp_path: Path) -> None:
     whole = (tmp_path / "out" / "model.safetensors").read_bytes()
     file = tmp_path / "damaged.safetensors"
     unknown = json.dumps({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    lying = [  # of a range that the shape does not fill, or that begins before the data
+        json.dumps({"x": {"dtype": "F32", "shape": [size], "data_offsets": [start, 8]}}).encode()
+        for size, start in ((1, 0), (3, 0), (3, -4))
+    ]
     for content, message in (
         (whole[:-1], rf"must have {len(whole)} bytes as its header says, got {len(whole) - 1}"),
         (whole[:20], "must be a safetensors file of dtypes"),
         (b"", "must be a safetensors file of dtypes"),
         (struct.pack("<Q", 2) + b"[]", "must be a safetensors file of dtypes"),
         (struct.pack("<Q", len(unknown)) + unknown + b"x", "of dtypes .*'F64'"),
+        *((struct.pack("<Q", len(bad)) + bad + bytes(8), "its header is not") for bad in lying),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.training.models import TinyModel, make_batches, make_optimizers
 from torchembed.data import Batch
-from torchembed.training import History, StopSignal, TrainPipeline, train
+from torchembed.training import History, StopSignal, TrainPipeline, evaluate, train
 
 LOSS = F.binary_cross_entropy_with_logits
 
@@ -66,6 +66,20 @@ def test_where_the_last_step_was_due_anyway_the_loss_is_read() -> None:
         )
         assert stop.is_agreed
     assert [point.step for point in history.losses] == [3, 4]
+
+
+def test_an_evaluation_ends_after_a_batch_without_a_result() -> None:
+    model = TinyModel()
+    batches = killing_batches([4] * 9, 3, signal.SIGTERM)
+    with StopSignal() as stop:
+        assert evaluate(model, batches, stop=stop) is None
+        assert stop.is_agreed
+    assert model.training
+    assert len(list(batches)) == 5
+    with StopSignal() as stop:
+        expected = evaluate(model, make_batches([4] * 9))
+        assert evaluate(model, make_batches([4] * 9), stop=stop) == expected
+        assert not stop.is_agreed
 
 
 def test_a_second_interrupt_interrupts() -> None:

@@ -25,6 +25,11 @@ from torchembed.training.checkpoint import (
     on_cpu,
     state_of,
 )
+from torchembed.training.checkpoint_files import (
+    CheckpointReader,
+    CheckpointWriter,
+    in_threads,
+)
 from torchembed.training.checkpoint_storage import FileDigest, Storage
 from torchembed.training.save_planner import ChunkedSavePlanner
 from torchembed.training.together import first_rank_decides, ordinary_errors, together
@@ -34,6 +39,8 @@ MARKER = "complete.json"
 UNFINISHED_MARKER = f"{MARKER}.partial"
 METADATA = ".metadata"
 """Where ``torch.distributed.checkpoint`` keeps what it knows of the others."""
+_DATA_FILE = re.compile(r"__(\d+)_")
+"""Of the rank of this number."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
@@ -109,6 +116,9 @@ class CheckpointFolder:
     def save(self, step: int, run: TrainingRun, *, wait: bool = True) -> None:
         """Write the state of ``run`` after ``step`` steps, then remove what need not be kept.
 
+        A rank writes several files at once. Of a state on a GPU each of these threads holds some
+        megabytes on the CPU at a time; of one on the CPU nothing is copied.
+
         Waits for an earlier save first, and raises what that one raised. A checkpoint of the same
         step is replaced. Collective.
 
@@ -119,9 +129,11 @@ class CheckpointFolder:
 
         Raises:
             OSError, RuntimeError: where writing fails, on every rank.
-            ValueError: where an optimizer holds parameters that are not the model's, or the ranks'
-                steps or optimizers differ.
+            ValueError: where an optimizer holds parameters that are not the model's, the ranks'
+                steps or optimizers differ, or ``step`` is negative.
         """
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step}")
         self.wait()
         group, what = self._cpu_group(), f"save a checkpoint of step {step} in {self}"
         check_agreement(step, run, group)
@@ -150,24 +162,25 @@ class CheckpointFolder:
         with _one_process_is_fine(), ordinary_errors(what):
             save(
                 state,
-                storage_writer=self._storage.writer(path),
+                storage_writer=CheckpointWriter(self._storage, path),
                 planner=ChunkedSavePlanner(),
                 process_group=group,
                 no_dist=group is None,
             )
         written = ranks.gather_objects(self._storage.written, group)
         files = {name.rsplit("/", 1)[-1]: d for part in written for name, d in part.items()}
-        first_rank_decides(lambda: self._complete_one(step, path, files), what, group)
+        first_rank_decides(lambda: self._complete_one(step, path, token, files), what, group)
         first_rank_decides(lambda: self._remove_old(checkpoint), what, group)
 
     def _begin(self, step: int) -> tuple[_Checkpoint, str]:
         """Make the folder of a new checkpoint, with a token that the other ranks must see there."""
         attempts = []
         for found in self._found():
+            if found.step == step:
+                # Of what is removed too: another run might still be writing there.
+                attempts.append(found.attempt)
             if not self._is_complete(found):
                 self._storage.remove(self._storage.path(found.name))
-            elif found.step == step:
-                attempts.append(found.attempt)
         checkpoint = _Checkpoint(step, max(attempts, default=-1) + 1)
         token = secrets.token_hex(8)
         path = self._storage.path(checkpoint.name)
@@ -175,18 +188,25 @@ class CheckpointFolder:
         self._storage.write(f"{path}/{UNFINISHED_MARKER}", token.encode())
         return checkpoint, token
 
-    def _check_token(self, path: str, token: str) -> None:
+    def _has_token(self, path: str, token: str) -> bool:
         try:
-            seen = self._storage.read(f"{path}/{UNFINISHED_MARKER}")
+            return self._storage.read(f"{path}/{UNFINISHED_MARKER}") == token.encode()
         except FileNotFoundError:
-            seen = b""
-        if seen != token.encode():
+            return False
+
+    def _check_token(self, path: str, token: str) -> None:
+        if not self._has_token(path, token):
             raise ValueError(
                 f"path must be one folder that all ranks see, and rank {ranks.rank()} does not see "
                 f"in {self} what rank 0 wrote there"
             )
 
-    def _complete_one(self, step: int, path: str, files: dict[str, FileDigest]) -> None:
+    def _complete_one(self, step: int, path: str, token: str, files: dict[str, FileDigest]) -> None:
+        if not self._has_token(path, token):
+            raise RuntimeError(
+                f"one run at a time may save in {self}, and another one has removed or replaced "
+                f"{path} while it was written; end one of them, or give it another folder"
+            )
         marker = {"step": step, "num_ranks": ranks.world_size(), "files": files}
         unfinished = f"{path}/{UNFINISHED_MARKER}"
         self._storage.write(unfinished, json.dumps(marker).encode())
@@ -232,7 +252,7 @@ class CheckpointFolder:
         written = first_rank_decides(lambda: self._storage.read(f"{path}/{MARKER}"), what, group)
         marker = together(lambda: self._read_marker(path, written), what, group)
         together(lambda: self._check_files(path, marker["files"]), what, group)
-        reader = self._storage.reader(path)
+        reader = CheckpointReader(self._storage, path)
         metadata = together(reader.read_metadata, what, group)
 
         def read(state: dict[str, Any]) -> None:
@@ -279,13 +299,15 @@ class CheckpointFolder:
                 f"the {path}/{MARKER} that rank 0 sees"
             )
         try:
-            return json.loads(seen)
-        except ValueError:
+            marker = json.loads(seen)
+            return {"num_ranks": int(marker["num_ranks"]), "files": dict(marker["files"])}
+        except (KeyError, TypeError, ValueError):
             raise ValueError(f"file {path}/{MARKER} is corrupt: load an earlier step") from None
 
     def _check_files(self, path: str, files: dict[str, list[int]]) -> None:
-        """Each rank reads a share of them whole."""
-        for name in sorted(files)[ranks.rank() :: ranks.world_size()]:
+        """Each rank reads a share of them whole, before anything is loaded."""
+
+        def check(name: str) -> None:
             file = f"{path}/{name}"
             if not self._storage.exists(file):
                 raise FileNotFoundError(f"checkpoint {path} lacks its file {name}")
@@ -296,6 +318,15 @@ class CheckpointFolder:
                     f"as it was written, got {found.num_bytes} and {found.crc32:08x}; it is "
                     "corrupt: load an earlier step"
                 )
+
+        in_threads(check, [name for name in sorted(files) if _checker(name) == ranks.rank()])
+
+
+def _checker(name: str) -> int:
+    """The rank that checks a file: where it can, the one that wrote it, and is likely to load it
+    next, from its machine's memory."""
+    writer = _DATA_FILE.match(name)
+    return int(writer[1]) % ranks.world_size() if writer else 0
 
 
 @contextlib.contextmanager

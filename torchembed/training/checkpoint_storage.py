@@ -6,13 +6,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemBase,
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 CHUNK_BYTES = 1 << 24
 """Read at once for a checksum."""
@@ -155,20 +151,6 @@ class Storage(FileSystemBase):
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         self._fs.rm_file(os.fspath(path))
-
-    def writer(self, path: str) -> FileSystemWriter:
-        """Of one checkpoint, into the folder ``path``."""
-        # create_stream brings local files to the disk itself; nothing is copied ahead, for which a
-        # thread would need the rank's device.
-        writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-        writer.fs, writer.path = cast(Any, self), path
-        return writer
-
-    def reader(self, path: str) -> FileSystemReader:
-        """Of the checkpoint in the folder ``path``."""
-        reader = FileSystemReader(path)
-        reader.fs, reader.path = cast(Any, self), path
-        return reader
 
 
 def _open_filesystem(url: str | Path) -> tuple[Any, str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchembed.training import ranks
 from torchembed.training.batches import in_step
+from torchembed.training.stop import StopSignal
 
 
 class Evaluation(NamedTuple):
@@ -22,12 +23,30 @@ class Evaluation(NamedTuple):
     num_rows: int
 
 
+@overload
+def evaluate(model: nn.Module, batches: Iterable[Any]) -> Evaluation: ...
+
+
+@overload
+def evaluate(
+    model: nn.Module, batches: Iterable[Any], *, stop: StopSignal
+) -> Evaluation | None: ...
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Any]) -> Evaluation:
+def evaluate(
+    model: nn.Module, batches: Iterable[Any], *, stop: StopSignal | None = None
+) -> Evaluation | None:
     """AUC and log loss of ``model`` over the batches of all ranks; every rank gets the result.
 
     Dropout and batch norm are in evaluation mode meanwhile. Logits and labels of all rows are kept
     on the device, then on the CPU of rank 0.
+
+    Args:
+        model: as for :func:`train`.
+        batches: as for :func:`in_step`.
+        stop: where a rank was asked to stop, all of them end after the batch that they are at, and
+            the result is None.
 
     Raises:
         FloatingPointError: where a logit is not finite.
@@ -37,10 +56,12 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> Evaluation:
     model.eval()
     logits, labels = [], []
     device = next(model.parameters()).device
-    for batch in in_step(batches, device):
+    for batch in in_step(batches, device, stop=stop):
         logits.append(model(batch.dense, batch.sparse).reshape(-1).float())
         labels.append(batch.labels)
     model.train(was_training)
+    if stop is not None and stop.is_agreed:
+        return None
     empty = torch.empty(0, device=device)
     local = torch.stack([torch.cat([empty, *logits]), torch.cat([empty, *labels])], dim=1).cpu()
     rows = ranks.gather_on_first_rank(local)

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-CHUNK_BYTES = 1 << 28
-"""A chunk is copied whole when it is written, and read whole by a rank that needs some of it."""
+CHUNK_BYTES = 1 << 26
+"""A chunk is copied whole from a device, and read whole by a rank that needs some of it."""
 
 
 class ChunkedSavePlanner(DefaultSavePlanner):

@@ -9,8 +9,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Takes note of SIGTERM and SIGINT while it is entered; :func:`train` then ends after a step,
-    the same one on every rank, whichever rank got the signal.
+    """Takes note of SIGTERM and SIGINT while it is entered; :func:`train` and :func:`evaluate` then
+    end after a batch, the same one on every rank, whichever rank got the signal.
 
     The ranks learn of it with what they tell each other before each step anyway. ``torchrun`` ends
     what still runs 30 seconds after a signal (its ``--shutdown-timeout``, or
@@ -23,7 +23,7 @@ class StopSignal:
         self.is_requested = False
         """Whether this rank was asked to stop."""
         self.is_agreed = False
-        """Whether all ranks know: there is no further step."""
+        """Whether all ranks know: there is no further batch."""
         self._replaced: dict[signal.Signals, Any] = {}
 
     def request(self) -> None:

@@ -83,8 +83,7 @@ def open_safetensors(path: str | Path) -> dict[str, Tensor]:
 
 def _open_file(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
-        start = file.read(8)
-        num_header_bytes = int.from_bytes(start, "little")
+        num_header_bytes = int.from_bytes(file.read(8), "little")
         num_bytes = path.stat().st_size
         text = file.read(min(num_header_bytes, num_bytes))
         try:
@@ -92,6 +91,10 @@ def _open_file(path: Path) -> dict[str, Tensor]:
             entries = {k: entry for k, entry in header.items() if k != "__metadata__"}
             ends = [entry["data_offsets"][1] for entry in entries.values()]
             dtypes = {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
+            for name, entry in entries.items():
+                start, end = entry["data_offsets"]
+                if start < 0 or end - start != math.prod(entry["shape"]) * dtypes[name].itemsize:
+                    raise ValueError(name)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(
                 f"{path} must be a safetensors file of dtypes {list(DTYPES)}, and its header is not"
