@@ -88,7 +88,11 @@ class Trained(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """Euclidean norms of the differences of two runs."""
+    """Means of the absolute differences of two runs' numbers.
+
+    Not their squares': where gradients nearly cancel, Adagrad's first step makes a rounding error
+    large, and a few such elements would stand for all.
+    """
 
     losses: float
     tables: float
@@ -96,7 +100,7 @@ class Distances(NamedTuple):
 
 
 def distances(one: Trained, other: Trained) -> Distances:
-    return Distances(*(float((a - b).norm()) for a, b in zip(one, other, strict=True)))
+    return Distances(*(float((a - b).abs().mean()) for a, b in zip(one, other, strict=True)))
 
 
 def our_optimizers(
@@ -249,5 +253,9 @@ def test_twenty_steps_are_torchrecs(device: torch.device) -> None:
         assert 3 * drift.tables < 1e-4 * moved.tables, (name, runs)
         assert 3 * drift.dense < 1e-4 * moved.dense, (name, runs)
         for sharding in ("to_table_wise", "to_row_wise"):
-            for ours, theirs in zip(runs[sharding], drift, strict=True):
-                assert ours <= 3 * theirs, (name, sharding, runs)
+            ours = runs[sharding]
+            # Most losses are the same float32, so their drift is less than one unit of rounding.
+            rounding = torch.finfo(torch.float32).eps
+            assert ours.losses <= 3 * drift.losses + rounding, (name, sharding, runs)
+            assert ours.tables <= 3 * drift.tables, (name, sharding, runs)
+            assert ours.dense <= 3 * drift.dense, (name, sharding, runs)
