@@ -112,9 +112,12 @@ class BuildNative(build_ext):
         objects = []
         for source in sorted(Path("csrc/cuda").glob("*.cu")):
             objects.append(str(Path(self.build_temp, f"{source.stem}.cu.o")))
-            # As on the CPU: no fused multiply-adds.
-            options = ["-std=c++17", "-O3", "-fmad=false", "-arch=all-major"]
-            options.append("-Xcompiler=-fPIC,-fvisibility=hidden")
+            options = (
+                "-std=c++20",
+                "-O3",
+                "-arch=all-major",
+                "-Xcompiler=-fPIC,-fvisibility=hidden",
+            )
             command = [str(cuda_folder / CUDA_PARTS[0]), "-c", str(source), "-o", objects[-1]]
             self.spawn([*command, *options, "-ccbin", shlex.split(os.environ["CXX"])[0]])
         return objects

@@ -8,30 +8,22 @@ float64, no more than three times as wrong as plain PyTorch in the same precisio
 
 import contextlib
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchembed.modules import MLP, LowRankCross
-from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from bench.dense_part import ours, plain
+from bench.dlrm_dcnv2 import DIM, FLOPS_PER_SAMPLE, NUM_DENSE, WIDTH
+from bench.result_file import write_results
+from bench.step_floor import RATES
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseAdagrad, DenseAdam, DenseSGD
 
-NUM_DENSE, NUM_EMBEDDINGS, DIM = 13, 26, 128
-BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
-NUM_CROSS_LAYERS, RANK, WIDTH = 3, 512, DIM * (NUM_EMBEDDINGS + 1)
-FLOPS_PER_SAMPLE = 96.2e6
-PEAK_FLOPS = 790e12
-"""Of bfloat16 products on an H100, measured."""
-MEMORY_BYTES_PER_SECOND = 3.0e12
+PEAK = RATES["H100"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,63 +39,6 @@ class Config:
     output: Path = Path("bench/results/dense.json")
     profile: Path | None = None
     """Where to write each system's kernels and their times."""
-
-
-class PlainCross(nn.Module):
-    """The cross network by its formula."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.ParameterList(torch.empty(RANK, WIDTH) for _ in range(NUM_CROSS_LAYERS))
-        self.u = nn.ParameterList(torch.empty(WIDTH, RANK) for _ in range(NUM_CROSS_LAYERS))
-        self.bias = nn.ParameterList(torch.empty(WIDTH) for _ in range(NUM_CROSS_LAYERS))
-
-    def forward(self, *parts: Tensor) -> Tensor:
-        x0 = x = torch.cat(parts, dim=1)
-        for v, u, bias in zip(self.v, self.u, self.bias, strict=True):
-            x = x0 * F.linear(F.linear(x, v), u, bias) + x
-        return x
-
-
-def plain_mlp(width: int, sizes: Sequence[int], *, activation_on_last: bool) -> nn.Sequential:
-    """``nn.Linear`` and ``nn.ReLU``, with the names of our :class:`MLP`."""
-    layers: list[nn.Module] = []
-    for size in sizes:
-        layers += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    return nn.Sequential(*(layers if activation_on_last else layers[:-1]))
-
-
-class DensePart(nn.Module):
-    """Dense features and pooled embeddings to the loss."""
-
-    def __init__(self, bottom: nn.Module, cross: nn.Module, top: nn.Module, loss: Any) -> None:
-        super().__init__()
-        self.bottom, self.cross, self.top, self.loss = bottom, cross, top, loss
-
-    def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor) -> Tensor:
-        crossed = self.cross(self.bottom(dense), pooled)
-        return self.loss(self.top(crossed).squeeze(1), labels)
-
-
-def ours() -> DensePart:
-    """The dense part from torchembed's modules."""
-    return DensePart(
-        MLP(NUM_DENSE, BOTTOM),
-        LowRankCross(WIDTH, NUM_CROSS_LAYERS, RANK),
-        MLP(WIDTH, TOP, activation_on_last=False),
-        binary_cross_entropy,
-    )
-
-
-def plain() -> DensePart:
-    """The dense part from torch's modules."""
-    return DensePart(
-        plain_mlp(NUM_DENSE, BOTTOM, activation_on_last=True),
-        PlainCross(),
-        plain_mlp(WIDTH, TOP, activation_on_last=False),
-        F.binary_cross_entropy_with_logits,
-    )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -251,7 +186,7 @@ def forward_backward(config: Config, batch_size: int, precision: str) -> list[di
         "batch_per_gpu": batch_size,
         "precision": precision,
     }
-    floor = 1e3 * batch_size * FLOPS_PER_SAMPLE / PEAK_FLOPS
+    floor = 1e3 * batch_size * FLOPS_PER_SAMPLE / PEAK.flops
     return [
         row(times, floor, system=system.name, max_relative_error=error, **what)
         for system, error, times in zip(
@@ -330,7 +265,7 @@ def optimizer_steps(config: Config, case: OptimizerCase) -> list[dict[str, Any]]
         else:
             print(f"{case.name} of {key} is wrong: error {error}")
     num_bytes = case.bytes_per_element * sum(p.numel() for p in exact.parameters())
-    floor = 1e3 * num_bytes / MEMORY_BYTES_PER_SECOND
+    floor = 1e3 * num_bytes / PEAK.bytes
     what = {"bench": "dense", "part": "optimizer", "optimizer": case.name}
     what |= {"gpu": torch.cuda.get_device_name(), "num_gpus": 1}
     replays = [captured(optimizer.step) for optimizer in right.values()]
@@ -355,21 +290,7 @@ def main(config: Config) -> None:
             f"{entry['ms_median']:9.4f} ms ({entry['ms_min']:.4f} to {entry['ms_max']:.4f}), "
             f"{entry['floor_fraction']:.0%} of the floor's speed"
         )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(
-        json.dumps(
-            {
-                "hardware": torch.cuda.get_device_name(),
-                "commit": commit,
-                "command": " ".join(["python", "-m", "bench.dense", *sys.argv[1:]]),
-                "rows": rows,
-            },
-            indent=1,
-        )
-    )
+    write_results(config.output, rows)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bench.workload import EXPONENTS
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from torchembed.core.random_bits import name_key
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
-from torchembed.data.counter_bits import counter_bits
-from torchembed.data.skewed_ids import PowerLaw
+from torchembed.data.skewed_ids import skewed_ids
 from torchembed.models import DLRM_DCNv2
 
 
@@ -28,8 +26,14 @@ class DenseSizes(NamedTuple):
 DIM, NUM_DENSE = 128, 13
 HOTNESS = MLPERF_HOTNESS
 KEYS = tuple(f"cat_{number}" for number in range(len(HOTNESS)))
-DENSE_SIZES = DenseSizes(NUM_DENSE, (512, 256, DIM), (1024, 1024, 512, 256, 1), 3, 512)
-EXPONENTS = {"uniform": 0.0, "zipf": 1.05}
+DENSE_ARCH, OVER_ARCH = (512, 256, DIM), (1024, 1024, 512, 256, 1)
+NUM_CROSS_LAYERS, LOW_RANK = 3, 512
+DENSE_SIZES = DenseSizes(NUM_DENSE, DENSE_ARCH, OVER_ARCH, NUM_CROSS_LAYERS, LOW_RANK)
+WIDTH = DIM * (1 + len(KEYS))
+"""Of the cross network."""
+NUM_DENSE_PARAMETERS = 16.04e6
+FLOPS_PER_SAMPLE = 96.2e6
+"""Of the dense part, forward and backward."""
 
 
 def table_sizes(max_rows: int | None) -> tuple[int, ...]:
@@ -79,29 +83,29 @@ def dense_parameters(model: nn.Module) -> list[Tensor]:
     return [p for part in parts for name, p in parameters.items() if name.startswith(part)]
 
 
-class BatchMaker:
-    """Batches on the host, each a function of its number alone.
+def make_batch(ids: str, batch_size: int, max_rows: int | None, number: int) -> Batch:
+    """A batch on the host that depends on its number alone; labels follow the first dense feature.
 
     Args:
         ids: ``"uniform"``, or ``"zipf"`` of exponent 1.05 with the hot ids scattered.
-        batch_size: samples of a batch.
+        batch_size: samples.
         max_rows: as for :func:`table_sizes`.
+        number: of all numbers, each table has the same hot ids.
     """
-
-    def __init__(self, ids: str, batch_size: int, max_rows: int | None) -> None:
-        self.batch_size = batch_size
-        self._laws = [PowerLaw(size, EXPONENTS[ids]) for size in table_sizes(max_rows)]
-
-    def make(self, number: int) -> Batch:
-        """The batch of a number, with int64 ids; labels follow the first dense feature."""
-        size = self.batch_size
-        ids = [
-            law.draw(counter_bits(name_key(number, key), np.arange(size * count)))
-            for law, key, count in zip(self._laws, KEYS, HOTNESS, strict=True)
-        ]
-        generator = torch.Generator().manual_seed(number)
-        dense = torch.rand(size, NUM_DENSE, generator=generator)
-        labels = (dense[:, 0] > 0.5).float()
-        values = torch.from_numpy(np.concatenate(ids))
-        sparse = SparseFeatures(keys=KEYS, values=values, batch_size=size, hotness=HOTNESS)
-        return Batch(dense, sparse, labels)
+    values = [
+        skewed_ids(
+            size,
+            count * batch_size,
+            exponent=EXPONENTS[ids],
+            seed=table,
+            first=number * count * batch_size,
+        )
+        for table, (size, count) in enumerate(zip(table_sizes(max_rows), HOTNESS, strict=True))
+    ]
+    generator = torch.Generator().manual_seed(number)
+    dense = torch.rand(batch_size, NUM_DENSE, generator=generator)
+    labels = (dense[:, 0] > 0.5).float()
+    sparse = SparseFeatures(
+        keys=KEYS, values=torch.cat(values), batch_size=batch_size, hotness=HOTNESS
+    )
+    return Batch(dense, sparse, labels)

@@ -20,20 +20,12 @@ import torch.nn.functional as F
 import tyro
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchembed import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    SparseFeatures,
-    optim,
-    shard_embeddings,
-)
-from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
+from bench import dlrm_dcnv2 as workload
+from torchembed import EmbeddingBagCollection, optim, shard_embeddings
+from torchembed.data import Batch
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
 from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline
-
-DIM, NUM_DENSE = 128, 13
-KEYS = tuple(f"cat_{number}" for number in range(len(MLPERF_TABLE_SIZES)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,60 +52,43 @@ class Run:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config, self._device = config, device
         torch.manual_seed(0)
-        self._sizes = tuple(min(size, config.max_rows or size) for size in MLPERF_TABLE_SIZES)
-        tables = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(
-                    name=key, num_embeddings=size, embedding_dim=DIM, feature_names=(key,)
-                )
-                for key, size in zip(KEYS, self._sizes, strict=True)
-            ],
-            device="meta",
-        )
         model = DLRM_DCNv2(
-            tables, NUM_DENSE, (512, 256, DIM), (1024, 1024, 512, 256, 1), 3, 512,
+            EmbeddingBagCollection(workload.table_configs(config.max_rows), device="meta"),
+            workload.NUM_DENSE,
+            workload.DENSE_ARCH,
+            workload.OVER_ARCH,
+            workload.NUM_CROSS_LAYERS,
+            workload.LOW_RANK,
             dense_device=device,
-        )  # fmt: skip
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.model = shard_embeddings(model, mesh, plan="auto")
-        of_tables = [p for p in model.parameters() if table_of(p) is not None]
-        dense = [p for p in model.parameters() if table_of(p) is None]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            getattr(optim, config.optimizer)(of_tables or [{"params": []}], lr=0.004),
-            torch.optim.Adagrad(dense, lr=0.004, eps=1e-8),
-        ]
-        self.state = TrainingRun(model=model, optimizers=self.optimizers)
-        self._pipeline = TrainPipeline(
-            model, F.binary_cross_entropy_with_logits, self.optimizers, device=device
         )
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        shard_embeddings(model, mesh, plan="auto")
+        tables = [p for p in model.parameters() if table_of(p) is not None]
+        dense = [p for p in model.parameters() if table_of(p) is None]
+        optimizers: list[torch.optim.Optimizer] = [
+            getattr(optim, config.optimizer)(tables or [{"params": []}], lr=0.004),
+            optim.DenseAdagrad(dense, lr=0.004, eps=1e-8),
+        ]
+        self._pipeline = TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers)
+        self.state = TrainingRun(model=model, optimizers=optimizers)
 
     @property
     def num_bytes(self) -> int:
         """Of rows and their state, over all ranks."""
-        num_rows = sum(self._sizes)
-        states = num_rows * (1 if self._config.optimizer == "RowwiseAdagrad" else DIM)
-        return (num_rows * DIM + states) * torch.float32.itemsize
+        num_rows = sum(workload.table_sizes(self._config.max_rows))
+        states = num_rows * (1 if self._config.optimizer == "RowwiseAdagrad" else workload.DIM)
+        return (num_rows * workload.DIM + states) * torch.float32.itemsize
 
     def steps(self, first: int, num_steps: int) -> list[float]:
         """Train on batches that depend on step and rank alone; the losses."""
         batches = iter([self._batch(step) for step in range(first, first + num_steps)])
-        losses = [self._pipeline.progress(batches).loss.clone() for _ in range(num_steps)]
-        self._pipeline.check_ids()
-        return torch.stack(losses).tolist()
+        return [float(self._pipeline.progress(batches).loss) for _ in range(num_steps)]
 
     def _batch(self, step: int) -> Batch:
-        generator = torch.Generator(self._device)
-        generator.manual_seed(step * dist.get_world_size() + dist.get_rank())
-        size = self._config.batch_size
-        uniform = torch.rand(size * sum(MLPERF_HOTNESS), generator=generator, device=self._device)
-        counts = torch.tensor([size * count for count in MLPERF_HOTNESS])
-        num_rows = torch.tensor(self._sizes).repeat_interleave(counts).to(self._device)
-        # A float32 below 1 can round up to a table's number of rows.
-        ids = (uniform * num_rows).long().minimum(num_rows - 1)
-        dense = torch.rand(size, NUM_DENSE, generator=generator, device=self._device)
-        labels = (dense[:, 0] > 0.5).float()
-        sparse = SparseFeatures(keys=KEYS, values=ids, batch_size=size, hotness=MLPERF_HOTNESS)
-        return Batch(dense, sparse, labels)
+        number = step * dist.get_world_size() + dist.get_rank()
+        config = self._config
+        batch = workload.make_batch("uniform", config.batch_size, config.max_rows, number)
+        return batch.pin_memory() if self._device.type == "cuda" else batch
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Results as JSON: what was measured, of which commit, by which command, on which hardware."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ def write_results(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             "cuda": torch.version.cuda,
         },
         "commit": _commit(),
-        "command": " ".join(["python", "-m", *_module_and_arguments()]),
+        "command": " ".join([*_launcher(), "-m", *_module_and_arguments()]),
         "rows": list(rows),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +36,11 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
+
+
+def _launcher() -> list[str]:
+    num_ranks = os.environ.get("WORLD_SIZE")
+    return ["python"] if num_ranks is None else ["torchrun", "--nproc-per-node", num_ranks]
 
 
 def _module_and_arguments() -> list[str]:

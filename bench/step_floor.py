@@ -12,9 +12,6 @@ import torch
 from bench import dlrm_dcnv2 as workload
 from torchembed.data import Batch
 
-DENSE_PARAMETERS = 16.04e6
-DENSE_FLOPS = 96.2e6
-"""A sample's, forward and backward."""
 STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
 """Of a row's optimizer state."""
 
@@ -46,6 +43,7 @@ def floor_seconds(
         optimizer, precision, wire: as in :class:`bench.step_setting.StepSetting`.
     """
     num_ranks, size = len(batches), len(batches[0].labels)
+    num_dense = workload.NUM_DENSE_PARAMETERS
     act_bytes = 2 if precision == "bf16" else 4
     wire_bytes = 2 if wire == "bf16" else 4
     num_unique = 0
@@ -60,11 +58,13 @@ def floor_seconds(
     state_bytes = 4 * STATE_ELEMENTS[optimizer]
     update = num_unique / num_ranks * 2 * (row_bytes + state_bytes) + vectors * act_bytes
     flops_rate = rates.flops if precision == "bf16" else rates.flops / 2
-    dense = max(size * DENSE_FLOPS / flops_rate, 3 * DENSE_PARAMETERS * act_bytes / rates.bytes)
+    dense = max(
+        size * workload.FLOPS_PER_SAMPLE / flops_rate, 3 * num_dense * act_bytes / rates.bytes
+    )
     shadow_bytes = 2 if precision == "bf16" else 0
     states = 0 if optimizer == "sgd" else 2
-    dense_update = DENSE_PARAMETERS * (8 + 4 * states + act_bytes + shadow_bytes)
+    dense_update = num_dense * (8 + 4 * states + act_bytes + shadow_bytes)
     on_gpu = dense + (lookup + update + dense_update) / rates.bytes
     away = (num_ranks - 1) / num_ranks
-    travelling = away * (2 * vectors * wire_bytes + 2 * DENSE_PARAMETERS * act_bytes)
+    travelling = away * (2 * vectors * wire_bytes + 2 * num_dense * act_bytes)
     return max(on_gpu, travelling / rates.wire_bytes)

@@ -16,11 +16,12 @@ from torchembed.sharding import Planner, WirePrecision
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
-TABLE_OPTIMIZERS = {
-    "adagrad": optim.Adagrad,
-    "rowwise_adagrad": optim.RowwiseAdagrad,
-    "sgd": optim.SGD,
+OPTIMIZERS = {
+    "adagrad": (optim.Adagrad, optim.DenseAdagrad),
+    "rowwise_adagrad": (optim.RowwiseAdagrad, optim.DenseAdagrad),
+    "sgd": (optim.SGD, optim.DenseSGD),
 }
+"""Of tables, and of the dense part."""
 
 
 class TorchembedStep:
@@ -38,28 +39,28 @@ class TorchembedStep:
         )
         self.initial_dense = [p.detach().clone() for p in workload.dense_parameters(self.model)]
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        of_tables, of_dense = OPTIMIZERS[setting.optimizer]
         planner = Planner(
             batch_size=setting.batch_size,
             hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
-            optimizer=TABLE_OPTIMIZERS[setting.optimizer],
+            optimizer=of_tables,
             fixed_hotness=True,
         )
         wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
         precision = WirePrecision(forward=wire, backward=wire)
         shard_embeddings(self.model, mesh, plan=planner, wire=precision)
-        of_tables = [p for p in self.model.parameters() if table_of(p) is not None]
+        tables = [p for p in self.model.parameters() if table_of(p) is not None]
         dense = [p for p in self.model.parameters() if table_of(p) is None]
-        eps = {} if setting.optimizer == "sgd" else {"eps": setting.eps}
-        make = TABLE_OPTIMIZERS[setting.optimizer]
+        numbers = {"lr": setting.lr}
+        if setting.optimizer != "sgd":
+            numbers["eps"] = setting.eps
+        half = torch.bfloat16 if setting.precision == "bf16" else None
+        optimizers = [
+            of_tables(tables or [{"params": []}], **numbers),
+            of_dense(dense, **numbers, dtype=half),
+        ]
         self._pipeline = TrainPipeline(
-            self.model,
-            F.binary_cross_entropy_with_logits,
-            [
-                make(of_tables or [{"params": []}], lr=setting.lr, **eps),
-                setting.dense_optimizer(dense),
-            ],
-            device=device,
-            autocast=torch.bfloat16 if setting.precision == "bf16" else None,
+            self.model, F.binary_cross_entropy_with_logits, optimizers, autocast=half
         )
 
     @staticmethod

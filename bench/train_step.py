@@ -8,12 +8,8 @@ first steps are the same, as far as their precisions go.
 import dataclasses
 import gc
 import itertools
-import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +20,7 @@ import torch.distributed as dist
 import tyro
 
 from bench import dlrm_dcnv2 as workload
+from bench.result_file import write_results
 from bench.step_floor import RATES, floor_seconds
 from bench.step_profile import profile_steps
 from bench.step_setting import StepSetting
@@ -31,7 +28,7 @@ from bench.torchembed_step import TorchembedStep
 from torchembed.data import Batch
 
 SYSTEMS = ("torchembed", "torchrec", "torchrec_tuned")
-MAX_LOSS_DIFFERENCE = {"bf16": 2e-2, "tf32": 5e-3, "fp32": 5e-3}
+MAX_LOSS_DIFFERENCE = {"bf16": 5e-2, "tf32": 2e-2, "fp32": 2e-2}
 """Of the losses (about 0.7 at first) of two passes over the batches, between the systems, of which
 the peer runs in tf32. In the second pass they are what the updates of the first one made them."""
 
@@ -99,9 +96,10 @@ class Bench:
 
     def _measure_setting(self, setting: StepSetting) -> None:
         rank, num_ranks, count = dist.get_rank(), dist.get_world_size(), self._config.num_batches
-        maker = workload.BatchMaker(setting.ids, setting.batch_size, setting.max_rows)
-        batches = [maker.make(step * num_ranks + rank) for step in range(count)]
-        of_ranks = [maker.make(other) for other in range(num_ranks)] if rank == 0 else []
+        shape = setting.ids, setting.batch_size, setting.max_rows
+        batches = [workload.make_batch(*shape, step * num_ranks + rank) for step in range(count)]
+        others = range(num_ranks) if rank == 0 else ()
+        of_ranks = [workload.make_batch(*shape, other) for other in others]
         outcomes: dict[str, list[float]] = {}
         # The dense part's initial values are torchembed's, whichever system is measured.
         ours = TorchembedStep(setting)
@@ -271,14 +269,6 @@ def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     print(line, flush=True)
 
 
-def commit() -> str:
-    """The commit that is checked out, where git knows."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or os.environ.get("COMMIT", "unknown")
-
-
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     on_gpu = torch.cuda.is_available()
@@ -291,16 +281,7 @@ def main() -> None:
     bench = Bench(config, device)
     bench.run()
     if dist.get_rank() == 0 and config.output is not None:
-        gpu = f"{dist.get_world_size()} {torch.cuda.get_device_name()}, " if on_gpu else ""
-        written = {
-            "hardware": f"{gpu}{os.cpu_count()} cores, {platform.processor()}, torch "
-            f"{torch.__version__}",
-            "commit": commit(),
-            "command": f"torchrun --nproc-per-node {dist.get_world_size()} -m bench.train_step "
-            + " ".join(sys.argv[1:]),
-            "rows": bench.rows,
-        }
-        config.output.write_text(json.dumps(written, indent=1) + "\n")
+        write_results(config.output, bench.rows)
     dist.destroy_process_group()
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from torchembed.data.skewed_ids import skewed_ids
 
-ZIPF_EXPONENT = 1.05
+EXPONENTS = {"uniform": 0.0, "zipf": 1.05}
+"""Of the laws by which ids are drawn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Batch(NamedTuple):
 
 def make_batch(workload: Workload, number: int) -> Batch:
     """The batch of that ``number``: of all, each table has the same hot ids."""
-    exponent = 0.0 if workload.ids == "uniform" else ZIPF_EXPONENT
+    exponent = EXPONENTS[workload.ids]
     ids = []
     for table, (num_rows, hotness) in enumerate(
         zip(workload.num_rows, workload.hotness, strict=True)

@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core import environment
 from torchembed.triton_kernels.column_sums import multiply_and_sum, sum_partials
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import index_type
-
-_INTERPRETED = tl.constexpr(environment.triton_interpreted())
+from torchembed.triton_kernels.tile_product import half_columns, product_halves, tile
 
 
 class _Tiling(NamedTuple):
@@ -39,84 +37,6 @@ def _tiling(num_rows: int, dtype: torch.dtype, num_read: int) -> _Tiling:
     if num_rows > 1024 and num_read > 2:
         return _Tiling(64, 128, 64, 4, 3)
     return _Tiling(128, 128, 64, 8, 3)
-
-
-@triton.jit
-def _product(
-    a_ptr,
-    b_ptr,
-    rows,
-    columns,
-    num_rows,
-    num_columns,
-    B_BY_COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    INDEX: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-):
-    """A tile of ``a [B, DEPTH] @ b``, float32, in halves of its columns; b is ``[DEPTH, N]``, or
-    ``[N, DEPTH]`` under B_BY_COLUMNS."""
-    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
-    row_mask = (rows < num_rows)[:, None]
-    column_mask = (columns < num_columns)[None, :]
-    for first in range(0, DEPTH, BLOCK_DEPTH):
-        depth = first + tl.arange(0, BLOCK_DEPTH)
-        a_mask, b_mask = row_mask, column_mask
-        if DEPTH % BLOCK_DEPTH != 0:
-            a_mask = row_mask & (depth < DEPTH)[None, :]
-            b_mask = column_mask & (depth < DEPTH)[:, None]
-        a_at = rows[:, None].to(INDEX) * DEPTH + depth[None, :]
-        a = tl.load(a_ptr + a_at, mask=a_mask, other=0.0)
-        if B_BY_COLUMNS:
-            b_at = columns[None, :].to(INDEX) * DEPTH + depth[:, None]
-        else:
-            b_at = depth[:, None].to(INDEX) * num_columns + columns[None, :]
-        b = tl.load(b_ptr + b_at, mask=b_mask, other=0.0)
-        if _INTERPRETED:
-            total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
-        else:
-            total = tl.dot(a, b, total)
-    halves = tl.reshape(total, (BLOCK_ROWS, 2, BLOCK_COLUMNS // 2))
-    return tl.split(tl.permute(halves, (0, 2, 1)))
-
-
-@triton.jit
-def _loaded_product(
-    product_ptr,
-    rows,
-    num_rows,
-    num_columns,
-    INDEX: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """A tile of a product that is there already, in the same halves."""
-    row_at, row_mask = rows[:, None].to(INDEX) * num_columns, (rows < num_rows)[:, None]
-    left = _half_columns(num_columns, 0, BLOCK_COLUMNS)[None, :]
-    right = _half_columns(num_columns, 1, BLOCK_COLUMNS)[None, :]
-    return (
-        tl.load(product_ptr + row_at + left, mask=row_mask & (left < num_columns), other=0.0),
-        tl.load(product_ptr + row_at + right, mask=row_mask & (right < num_columns), other=0.0),
-    )
-
-
-@triton.jit
-def _tile(num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """The number of this program's tile among rows, and its rows and columns."""
-    num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    row_tile = tl.program_id(0) // num_tiles
-    column_tile = tl.program_id(0) % num_tiles
-    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    return row_tile, rows, column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-
-
-@triton.jit
-def _half_columns(num_columns, half: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """The columns of one half of this program's tile."""
-    column_tile = tl.program_id(0) % tl.cdiv(num_columns, BLOCK_COLUMNS)
-    first = column_tile * BLOCK_COLUMNS + half * (BLOCK_COLUMNS // 2)
-    return first + tl.arange(0, BLOCK_COLUMNS // 2)
 
 
 @triton.jit
@@ -141,26 +61,23 @@ def _low_rank_cross_forward_kernel(
     With ``h = 3``, ``u = 1``, ``bias = 1``, ``x0 = 2``, ``x = 7``: ``z = 4`` and
     ``out = 2 * 4 + 7 = 15``.
     """
-    _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    if u_ptr is None:
-        halves = _loaded_product(h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
-    else:
-        halves = _product(
-            h_ptr,
-            u_ptr,
-            rows,
-            columns,
-            num_rows,
-            num_columns,
-            True,
-            DEPTH,
-            INDEX,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            BLOCK_DEPTH,
-        )
+    _, rows, columns = tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    halves = product_halves(
+        h_ptr,
+        u_ptr,
+        rows,
+        columns,
+        num_rows,
+        num_columns,
+        True,
+        DEPTH,
+        INDEX,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_DEPTH,
+    )
     for half in tl.static_range(2):
-        z, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        z, columns = halves[half], half_columns(num_columns, half, BLOCK_COLUMNS)
         column_mask = columns < num_columns
         z += as_float32(tl.load(bias_ptr + columns, mask=column_mask, other=0.0))[None, :]
         at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
@@ -197,26 +114,23 @@ def _low_rank_cross_backward_kernel(
 
     With ``grad = 3``, ``grad_h = 2``, ``v = 1``, ``x0 = 4``: ``grad_x = 5`` and ``grad_z = 20``.
     """
-    row_tile, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    if v_ptr is None:
-        halves = _loaded_product(grad_h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
-    else:
-        halves = _product(
-            grad_h_ptr,
-            v_ptr,
-            rows,
-            columns,
-            num_rows,
-            num_columns,
-            False,
-            DEPTH,
-            INDEX,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            BLOCK_DEPTH,
-        )
+    row_tile, rows, columns = tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    halves = product_halves(
+        grad_h_ptr,
+        v_ptr,
+        rows,
+        columns,
+        num_rows,
+        num_columns,
+        False,
+        DEPTH,
+        INDEX,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_DEPTH,
+    )
     for half in tl.static_range(2):
-        grad_x, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        grad_x, columns = halves[half], half_columns(num_columns, half, BLOCK_COLUMNS)
         column_mask = columns < num_columns
         at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
         mask = (rows < num_rows)[:, None] & column_mask[None, :]
@@ -272,26 +186,23 @@ def _low_rank_cross_input_backward_kernel(
 
     With ``grad_h = 2``, ``v = 1``, ``grad = (3, 5)``, ``z = (4, 6)``: ``2 + 3 + 12 + 30 = 47``.
     """
-    _, rows, columns = _tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    if v_ptr is None:
-        halves = _loaded_product(grad_h_ptr, rows, num_rows, num_columns, INDEX, BLOCK_COLUMNS)
-    else:
-        halves = _product(
-            grad_h_ptr,
-            v_ptr,
-            rows,
-            columns,
-            num_rows,
-            num_columns,
-            False,
-            DEPTH,
-            INDEX,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            BLOCK_DEPTH,
-        )
+    _, rows, columns = tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    halves = product_halves(
+        grad_h_ptr,
+        v_ptr,
+        rows,
+        columns,
+        num_rows,
+        num_columns,
+        False,
+        DEPTH,
+        INDEX,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_DEPTH,
+    )
     for half in tl.static_range(2):
-        total, columns = halves[half], _half_columns(num_columns, half, BLOCK_COLUMNS)
+        total, columns = halves[half], half_columns(num_columns, half, BLOCK_COLUMNS)
         at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
         mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
         for layer in tl.static_range(NUM_LAYERS):

@@ -22,9 +22,11 @@ from torchembed.triton_kernels.row_blocks import (
 from torchembed.triton_kernels.searching import count_not_above
 
 _BLOCK = 1024
-_FORWARD_WARPS = 4
 _UNROLL = 4
-_UNROLL_REST = 4
+# So few bags do not fill a GPU. Each may then have more registers, and more rows in flight.
+_FEW_BAGS = 2**15
+_UNROLL_OF_FEW = 8
+_REGISTERS_OF_FEW = 64
 
 
 @triton.jit
@@ -41,15 +43,14 @@ def _add_rows(
     NUM_STEPS: tl.constexpr,
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
-    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on, whose loads are in
-    flight together; added in the order of the positions."""
+    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on: on their way all
+    together, added in the order of the positions."""
     for step in tl.static_range(NUM_STEPS):
         in_bag = inside & (first + step < length)
         position = start + first + step
         row = tl.load(rows_ptr + position, mask=in_bag, other=-1)
-        vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX, EVICT)
+        vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX)
         if per_id_weights_ptr is not None:
             weights = tl.load(per_id_weights_ptr + position, mask=in_bag, other=0.0)
             vectors *= as_float32(weights)[:, None]
@@ -73,27 +74,21 @@ def _pooled_lookup_forward_kernel(
     BLOCK_BAGS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
-    UNROLL_REST: tl.constexpr,
+    UNROLL_OF_REST: tl.constexpr,
     INDEX: tl.constexpr,
-    SAMPLE_MAJOR: tl.constexpr = 0,
-    EVICT: tl.constexpr = tl.constexpr(""),
 ):
     """``out[b, f] = sum over p of bag (f, b) of per_id_weights[p] * weight[rows[p]]``.
 
     A program takes BLOCK_BAGS bags of a feature, all at once, and goes through them UNROLL ids at a
-    time, then UNROLL_REST ids at a time.
+    time, then UNROLL_OF_REST ids at a time.
 
     Example: D = 1, ``weight = [[10], [20], [30]]``, two features and a batch of 2,
     ``rows = [0, 2, 2, 1, -1]``, ``offsets = [0, 2, 2, 3, 5]``: ``out = [[40, 30], [0, 20]]``; under
     MEAN ``[[20, 30], [0, 10]]``.
     """
     program = tl.program_id(0)
-    if SAMPLE_MAJOR:
-        place, sample_block = program % num_features, program // num_features
-    else:
-        place, sample_block = program // blocks_per_feature, program % blocks_per_feature
-    feature = feature_at(bounds_ptr, place, num_features, FIXED)
-    sample = sample_block * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
+    feature = feature_at(bounds_ptr, program // blocks_per_feature, num_features, FIXED)
+    sample = (program % blocks_per_feature) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = sample < batch_size
     start, length = bag_extent(bounds_ptr, feature, sample, batch_size, inside, FIXED, INDEX)
@@ -115,9 +110,8 @@ def _pooled_lookup_forward_kernel(
             UNROLL,
             DIM,
             INDEX,
-            EVICT,
         )
-    for first in range(rest, longest, UNROLL_REST):
+    for first in range(rest, longest, UNROLL_OF_REST):
         total = _add_rows(
             total,
             weight_ptr,
@@ -128,10 +122,9 @@ def _pooled_lookup_forward_kernel(
             length,
             inside,
             columns,
-            UNROLL_REST,
+            UNROLL_OF_REST,
             DIM,
             INDEX,
-            EVICT,
         )
     if MEAN:
         count = tl.zeros([BLOCK_BAGS], tl.float32) + tl.maximum(length, 1).to(tl.float32)
@@ -159,7 +152,8 @@ def launch_pooled_lookup_forward(
     out = torch.empty(shape, dtype=output_dtype, device=weight.device)
     if out.numel() == 0:
         return out
-    block = row_block(dim, weight.dtype, num_warps=_FORWARD_WARPS)
+    block = row_block(dim, weight.dtype)
+    has_few = num_features * batch_size < _FEW_BAGS
     blocks_per_feature = triton.cdiv(batch_size, block.rows)
     grid = (num_features * blocks_per_feature, triton.cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
@@ -178,10 +172,11 @@ def launch_pooled_lookup_forward(
             DIM=dim,
             BLOCK_BAGS=block.rows,
             BLOCK_D=block.columns,
-            UNROLL=_UNROLL,
-            UNROLL_REST=_UNROLL_REST,
+            UNROLL=_UNROLL_OF_FEW if has_few else _UNROLL,
+            UNROLL_OF_REST=_UNROLL,
             INDEX=index_type(weight, rows, out),
-            num_warps=_FORWARD_WARPS,
+            num_warps=NUM_WARPS,
+            maxnreg=_REGISTERS_OF_FEW if has_few else None,
         )
     return out
 

@@ -14,19 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.triton_kernels.row_blocks import (
-    index_type,
-    load_rows,
-    row_block,
-    store_rows,
-)
+from torchembed.triton_kernels.row_blocks import load_rows, row_block, store_rows
 from torchembed.triton_kernels.searching import count_not_above
 
 CHUNK = 32
 _UNROLL = 16
-_CHUNK_WARPS = 4
 _BLOCK = 128
-_BLOCK_POSITIONS = 1024
 
 
 @triton.jit
@@ -34,6 +27,7 @@ def sum_occurrences(
     total,
     start,
     length,
+    order_ptr,
     grad_ptr,
     gradient_rows_ptr,
     scales_ptr,
@@ -45,13 +39,14 @@ def sum_occurrences(
     """``total [N, C]`` plus the gradients of the ``length [N]`` sorted positions from ``start [N]``
     on, added in their order; UNROLL rows of each are in flight together.
 
-    Sorted position p has the gradient ``scales[p] * grad[gradient_rows[p]]``; where these are None,
-    ``grad[p]``.
+    Where ``order_ptr`` is None, position p has row p of ``grad``.
     """
     for first in range(0, tl.max(length, axis=0), UNROLL):
         for step in tl.static_range(UNROLL):
             inside = first + step < length
             position = start + first + step
+            if order_ptr is not None:
+                position = tl.load(order_ptr + position, mask=inside, other=0)
             gradient_row = position
             if gradient_rows_ptr is not None:
                 gradient_row = tl.load(gradient_rows_ptr + position, mask=inside, other=0)
@@ -62,9 +57,8 @@ def sum_occurrences(
     return total
 
 
-@triton.jit
-def _find_chunks(
-    program,
+@triton.jit(do_not_specialize=["num_chunks", "num_groups"])
+def _rowwise_update_find_chunks_kernel(
     chunk_starts_ptr,
     group_starts_ptr,
     starts_ptr,
@@ -81,8 +75,11 @@ def _find_chunks(
 
     The chunks of run u start at ``starts[u] + k * CHUNK``, so no two of them share a slot j; and a
     chunk of slot j holds the slot's last position, which tells its run. The same goes for groups.
+
+    Example: CHUNK = 2, ``starts = [1, 6, 7]``: run 0 has the chunks [1, 3) and [3, 5) and a rest of
+    one, run 1 is a rest alone. ``chunk_starts = [1, 3, -1]``, ``group_starts = [0]``.
     """
-    slot = program.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
     last = slot * CHUNK + (CHUNK - 1)
     run = count_not_above(starts_ptr, tl.load(num_runs_ptr), last, 1, 1) - 1
     in_run = (slot < num_chunks) & (run >= 0)
@@ -103,64 +100,11 @@ def _find_chunks(
     tl.store(group_starts_ptr + group, found, mask=is_last)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_chunks", "num_groups", "num_chunk_programs"])
-def _rowwise_update_prepare_kernel(
-    chunk_starts_ptr,
-    group_starts_ptr,
-    sorted_gradient_rows_ptr,
-    sorted_scales_ptr,
-    starts_ptr,
-    order_ptr,
-    num_runs_ptr,
-    gradient_rows_ptr,
-    scales_ptr,
-    num_ids,
-    num_chunks,
-    num_groups,
-    num_chunk_programs,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_POSITIONS: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """The first programs find chunks and groups. The others put what belongs to positions into
-    sorted order: ``sorted_gradient_rows[p] = gradient_rows[order[p]]``, and scales likewise.
-
-    Example: CHUNK = 2, ``starts = [1, 6, 7]``: run 0 has the chunks [1, 3) and [3, 5) and a rest of
-    one, run 1 is a rest alone. ``chunk_starts = [1, 3, -1]``, ``group_starts = [0]``. With
-    ``order = [2, 0, 1]`` the gradient rows 5 6 7 become 7 5 6.
-    """
-    program = tl.program_id(0)
-    if program < num_chunk_programs:
-        _find_chunks(
-            program,
-            chunk_starts_ptr,
-            group_starts_ptr,
-            starts_ptr,
-            num_runs_ptr,
-            num_chunks,
-            num_groups,
-            CHUNK,
-            BLOCK,
-            INDEX,
-        )
-    else:
-        block = (program - num_chunk_programs).to(INDEX)
-        place = block * BLOCK_POSITIONS + tl.arange(0, BLOCK_POSITIONS)
-        inside = place < num_ids
-        position = tl.load(order_ptr + place, mask=inside, other=0)
-        if gradient_rows_ptr is not None:
-            gradient_row = tl.load(gradient_rows_ptr + position, mask=inside, other=0)
-            tl.store(sorted_gradient_rows_ptr + place, gradient_row.to(tl.int32), mask=inside)
-        if scales_ptr is not None:
-            scale = tl.load(scales_ptr + position, mask=inside, other=0.0)
-            tl.store(sorted_scales_ptr + place, scale, mask=inside)
-
-
 @triton.jit(do_not_specialize=["num_slots"])
 def _rowwise_update_chunks_kernel(
     sums_ptr,
     chunk_starts_ptr,
+    order_ptr,
     grad_ptr,
     gradient_rows_ptr,
     scales_ptr,
@@ -185,6 +129,7 @@ def _rowwise_update_chunks_kernel(
         tl.zeros([BLOCK_SLOTS, BLOCK_D], tl.float32),
         start,
         tl.where(is_whole, CHUNK, 0),
+        order_ptr,
         grad_ptr,
         gradient_rows_ptr,
         scales_ptr,
@@ -197,117 +142,160 @@ def _rowwise_update_chunks_kernel(
 
 
 @triton.jit
-def add_chunks(
-    total,
+def run_gradients(
     start,
     length,
     chunk_sums_ptr,
     group_sums_ptr,
+    order_ptr,
+    grad_ptr,
+    gradient_rows_ptr,
+    scales_ptr,
+    grad_multiplier_ptr,
+    max_gradient,
     columns,
+    HAS_MAX: tl.constexpr,
     CHUNK: tl.constexpr,
     DIM: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """``total [N, C]`` plus the groups, then the chunks that are left, of runs."""
+    """Float32 ``[BLOCK_RUNS, BLOCK_D]``: the gradient of each run, scaled and clipped."""
+    total = tl.zeros([BLOCK_RUNS, BLOCK_D], tl.float32)
     slot, num_chunks = start // CHUNK, length // CHUNK
     if group_sums_ptr is not None:
         num_groups = num_chunks // CHUNK
-        group = slot // CHUNK
         total = sum_occurrences(
-            total, group, num_groups, group_sums_ptr, None, None, columns, DIM, UNROLL, INDEX
+            total,
+            slot // CHUNK,
+            num_groups,
+            None,
+            group_sums_ptr,
+            None,
+            None,
+            columns,
+            DIM,
+            UNROLL,
+            INDEX,
         )
         slot += num_groups * CHUNK
         num_chunks -= num_groups * CHUNK
-    return sum_occurrences(
-        total, slot, num_chunks, chunk_sums_ptr, None, None, columns, DIM, UNROLL, INDEX
+    if chunk_sums_ptr is not None:
+        total = sum_occurrences(
+            total, slot, num_chunks, None, chunk_sums_ptr, None, None, columns, DIM, UNROLL, INDEX
+        )
+        start += length // CHUNK * CHUNK
+        length %= CHUNK
+    # Most runs are one occurrence long: the first of each is taken by itself.
+    total = sum_occurrences(
+        total,
+        start,
+        tl.minimum(length, 1),
+        order_ptr,
+        grad_ptr,
+        gradient_rows_ptr,
+        scales_ptr,
+        columns,
+        DIM,
+        1,
+        INDEX,
     )
+    total = sum_occurrences(
+        total,
+        start + 1,
+        length - 1,
+        order_ptr,
+        grad_ptr,
+        gradient_rows_ptr,
+        scales_ptr,
+        columns,
+        DIM,
+        UNROLL,
+        INDEX,
+    )
+    if grad_multiplier_ptr is not None:
+        total *= tl.load(grad_multiplier_ptr)
+    if HAS_MAX:
+        # By comparisons, so that NaN stays NaN.
+        total = tl.where(total > max_gradient, max_gradient, total)
+        total = tl.where(total < -max_gradient, -max_gradient, total)
+    return total
 
 
-class SortedGradients(NamedTuple):
-    """A batch's gradients in the order of its sorted positions, and the sums of chunks of them.
+class ChunkSums(NamedTuple):
+    """Scratch for :func:`sum_chunks`; None where the batch has no room for a chunk or a group.
 
     The k-th chunk of run u is at ``starts[u] // CHUNK + k``, the k-th group of chunks that start at
     slot j is at ``j // CHUNK + k``.
     """
 
-    chunk_sums: Tensor | None
-    """Float32 ``[L // CHUNK, D]``; None where the batch has no room for a chunk."""
-    group_sums: Tensor | None
-    """Float32 ``[L // CHUNK**2, D]``; likewise."""
-    grad: Tensor
-    """``[G, D]``."""
-    gradient_rows: Tensor
-    """``[L]``, int32 or int64, into ``grad``."""
-    scales: Tensor | None
-    """``[L]``, float32; None: all ones."""
+    chunks: Tensor | None
+    """Float32 ``[L // CHUNK, D]``."""
+    groups: Tensor | None
+    """Float32 ``[L // CHUNK**2, D]``."""
 
 
-def sort_gradients(
+def empty_chunk_sums(num_ids: int, dim: int, device: torch.device) -> ChunkSums:
+    sizes = num_ids // CHUNK, num_ids // CHUNK**2
+    return ChunkSums(
+        *(
+            torch.empty(size, dim, dtype=torch.float32, device=device) if size else None
+            for size in sizes
+        )
+    )
+
+
+def sum_chunks(
+    sums: ChunkSums,
     starts: Tensor,
     order: Tensor,
     num_runs: Tensor,
     grad: Tensor,
     gradient_rows: Tensor | None,
     scales: Tensor | None,
-) -> SortedGradients:
-    """Put the gradients of a batch's positions into sorted order, and sum their whole chunks."""
-    num_ids, dim, device = order.numel(), grad.shape[1], grad.device
-    num_chunks, num_groups = num_ids // CHUNK, num_ids // CHUNK**2
-    chunk_starts, group_starts = (
-        torch.empty(size, dtype=torch.int32, device=device) for size in (num_chunks, num_groups)
+    index: tl.dtype,
+) -> None:
+    """Write the sum of each whole chunk and group of a run to its slot; other slots stay."""
+    chunks, groups = sums
+    if chunks is None:
+        return
+    num_chunks, num_groups = chunks.shape[0], 0 if groups is None else groups.shape[0]
+    chunk_starts = torch.empty(num_chunks, dtype=torch.int32, device=grad.device)
+    group_starts = torch.empty(num_groups, dtype=torch.int32, device=grad.device)
+    _rowwise_update_find_chunks_kernel[(triton.cdiv(num_chunks, _BLOCK),)](
+        chunk_starts,
+        group_starts,
+        starts,
+        num_runs,
+        num_chunks,
+        num_groups,
+        CHUNK=CHUNK,
+        BLOCK=_BLOCK,
+        INDEX=index,
     )
-    chunk_sums, group_sums = (
-        torch.empty(size, dim, dtype=torch.float32, device=device) if size else None
-        for size in (num_chunks, num_groups)
-    )
-    sorted_rows = order if gradient_rows is None else torch.empty_like(gradient_rows)
-    sorted_scales = None if scales is None else torch.empty_like(scales)
-    index = index_type(grad, order, chunk_sums)
-    has_none_to_sort = gradient_rows is None and scales is None
-    num_chunk_programs = triton.cdiv(num_chunks, _BLOCK)
-    num_sort_programs = 0 if has_none_to_sort else triton.cdiv(num_ids, _BLOCK_POSITIONS)
-    if num_chunk_programs + num_sort_programs:
-        _rowwise_update_prepare_kernel[(num_chunk_programs + num_sort_programs,)](
-            chunk_starts,
-            group_starts,
-            sorted_rows,
-            sorted_scales,
-            starts,
-            order,
-            num_runs,
-            gradient_rows,
-            scales,
-            num_ids,
-            num_chunks,
-            num_groups,
-            num_chunk_programs,
-            CHUNK=CHUNK,
-            BLOCK=_BLOCK,
-            BLOCK_POSITIONS=_BLOCK_POSITIONS,
-            INDEX=index,
-        )
-    if chunk_sums is not None:
-        _sum_slots(chunk_sums, chunk_starts, grad, sorted_rows, sorted_scales, index)
-        if group_sums is not None:
-            _sum_slots(group_sums, group_starts, chunk_sums, None, None, index)
-    return SortedGradients(chunk_sums, group_sums, grad, sorted_rows, sorted_scales)
+    _sum_slots(chunks, chunk_starts, order, grad, gradient_rows, scales, index)
+    if groups is not None:
+        _sum_slots(groups, group_starts, None, chunks, None, None, index)
 
 
 def _sum_slots(
     sums: Tensor,
     chunk_starts: Tensor,
+    order: Tensor | None,
     grad: Tensor,
     gradient_rows: Tensor | None,
     scales: Tensor | None,
     index: tl.dtype,
 ) -> None:
     num_slots, dim = sums.shape
-    block = row_block(dim, torch.float32, num_warps=_CHUNK_WARPS)
+    block = row_block(dim, torch.float32, num_warps=1)
     grid = (triton.cdiv(num_slots, block.rows), triton.cdiv(dim, block.columns))
     _rowwise_update_chunks_kernel[grid](
         sums,
         chunk_starts,
+        order,
         grad,
         gradient_rows,
         scales,
@@ -318,6 +306,6 @@ def _sum_slots(
         BLOCK_D=block.columns,
         UNROLL=_UNROLL,
         INDEX=index,
-        num_warps=_CHUNK_WARPS,
+        num_warps=1,
         enable_fp_fusion=False,
     )

@@ -23,7 +23,7 @@ from torchembed.triton_kernels.row_blocks import index_type
 # other's counts would cost.
 _BLOCK = 1024
 _LARGE_BLOCK = 4096
-_MANY_IDS = 2**22
+_MANY_IDS = 2**20
 
 
 @triton.jit
@@ -125,15 +125,15 @@ def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
         return unique_rows, starts, torch.empty_like(unique_rows, dtype=torch.int32), starts.clone()
     starts = torch.empty(num_ids + 1, dtype=torch.int32, device=device)
     num_runs = torch.empty(1, dtype=torch.int32, device=device)
-    sorted_rows, sorted_order = _sort_rows(rows, num_rows)
-    is_narrow = sorted_order.dtype == torch.int32
-    order = sorted_order if is_narrow else torch.empty_like(sorted_order, dtype=torch.int32)
     # One block more where L fills its blocks: ``starts`` has L + 1 slots.
     block = _BLOCK if num_ids < _MANY_IDS else _LARGE_BLOCK
     num_blocks = triton.cdiv(num_ids + 1, block)
     counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
     index = index_type(rows)
     with torch.cuda.device_of(rows):
+        sorted_rows, sorted_order = _sort_rows(rows, num_rows)
+        is_narrow = sorted_order.dtype == torch.int32
+        order = sorted_order if is_narrow else torch.empty_like(sorted_order, dtype=torch.int32)
         _find_runs_count_kernel[(num_blocks,)](
             sorted_rows, counts, num_ids, BLOCK=block, INDEX=index
         )

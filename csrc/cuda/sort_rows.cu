@@ -254,9 +254,10 @@ int64_t sort_scratch_size(int64_t num_ids) {
 const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int64_t num_rows,
                       int32_t* sorted_rows, int32_t* order, int32_t* scratch, int device,
                       void* stream) {
-  int caller_device = device;
-  cudaError_t error = cudaGetDevice(&caller_device);
-  if (error == cudaSuccess && caller_device != device) error = cudaSetDevice(device);
+  // The caller has made the device torch's current one. The library has a CUDA runtime of its own.
+  int current = device;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   const Pairs sorted{sorted_rows, order}, spare{scratch, scratch + num_ids};
   uint32_t* const counts = reinterpret_cast<uint32_t*>(scratch + 2 * num_ids);
@@ -274,7 +275,6 @@ const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int
     launch(static_cast<const int32_t*>(rows));
   }
   error = cudaGetLastError();
-  if (caller_device != device) cudaSetDevice(caller_device);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

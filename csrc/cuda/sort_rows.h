@@ -11,7 +11,8 @@ int64_t sort_scratch_size(int64_t num_ids);
 
 // Writes rows, each in [-1, num_rows), to sorted_rows in stable ascending order, and the position
 // that each had to order. `rows` is int32, or int64 where rows_are_wide. Launches on `stream` of
-// `device` and returns the runtime's message where that failed, else nullptr.
+// `device`, which is the caller's current one, and returns the runtime's message where that failed,
+// else nullptr.
 const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int64_t num_rows,
                       int32_t* sorted_rows, int32_t* order, int32_t* scratch, int device,
                       void* stream);

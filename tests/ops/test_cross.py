@@ -349,5 +349,16 @@ def test_bad_layers_are_named(device: torch.device) -> None:
         low_rank_cross_network([], [v], [u], [bias])
     with pytest.raises(ValueError, match="x0 must have parts of one batch size, got 4 and 3"):
         low_rank_cross_network([x0[:, :5], x0[:3, 5:]], [v], [u], [bias])
-    with pytest.raises(TypeError, match="x0 must be float32, got bfloat16; cast its parts"):
-        low_rank_cross_network([x0[:, :5], x0[:, 5:].bfloat16()], [v], [u], [bias])
+    with pytest.raises(ValueError, match=r"part must be on .* as x0 is, got meta"):
+        low_rank_cross_network([x0[:, :5], x0[:, 5:].to("meta")], [v], [u], [bias])
+
+
+def test_parts_of_several_dtypes(device: torch.device) -> None:
+    x0, *parameters = network_inputs((4, 10), 3, 1, torch.float32, device)
+    low = x0[:, 5:].bfloat16().requires_grad_()
+    v, u, bias = ([parameter] for parameter in parameters)
+    output = low_rank_cross_network([x0[:, :5], low], v, u, bias)
+    joined = torch.cat([x0[:, :5], low.float()], dim=1)
+    assert_same_bits(output, low_rank_cross_network(joined, v, u, bias))
+    output.sum().backward()
+    assert low.grad is not None and low.grad.dtype == torch.bfloat16

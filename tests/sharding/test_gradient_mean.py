@@ -1,6 +1,7 @@
 """The mean of dense gradients over ranks: in buckets, flat or not, deferred or not."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,6 @@ from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
 from torchembed.sharding.gradient_mean import GradientMean
 from torchembed.sharding.wire import WirePrecision
-
-NUM_RANKS = 2
 
 
 class Model(nn.Module):
@@ -49,53 +48,57 @@ def model(dtype: torch.dtype) -> Model:
     return made
 
 
-def backward(module: nn.Module, rank: int, step: int, dtype: torch.dtype) -> None:
-    x = normal(4 + rank, 6, seed=10 * step + rank, dtype=dtype)
+def backward(module: nn.Module, rank: int, step: int) -> None:
+    parameter = next(module.parameters())
+    seed = 10 * step + rank
+    x = normal(4 + rank, 6, seed=seed, dtype=parameter.dtype, device=parameter.device)
     module(x, uses_all=rank == 0).float().square().mean().backward()
 
 
-def local_gradients(rank: int, dtype: torch.dtype) -> list[np.ndarray]:
+def local_gradients(rank: int, dtype: torch.dtype, device: str) -> list[np.ndarray]:
     """Of two backwards together, with nothing that reduces."""
-    module = model(dtype)
+    module = model(dtype).to(device)
     for step in range(2):
-        backward(module, rank, step, dtype)
+        backward(module, rank, step)
     return [
-        (torch.zeros_like(p) if p.grad is None else p.grad).float().numpy()
+        (torch.zeros_like(p) if p.grad is None else p.grad).float().cpu().numpy()
         for p in module.parameters()
         if p.requires_grad
     ]
 
 
-def reduced_gradients(cases: list[dict[str, Any]]) -> list[list[np.ndarray]]:
+def deferral(kind: str) -> Any:
+    if kind == "at once":
+        return contextlib.nullcontext()
+    return DeferredWeightGradients(torch.cuda.Stream() if kind == "on a stream" else None)
+
+
+def reduced_gradients(cases: list[dict[str, Any]], device: str) -> list[list[np.ndarray]]:
     """On one rank, the gradients of each case after two backwards."""
-    found = []
+    found, rank, group = [], dist.get_rank(), dist.new_group()
     for case in cases:
-        dtype, rank = case["dtype"], dist.get_rank()
-        module = model(dtype)
+        module = model(case["dtype"]).to(device)
         if case["flat"]:
             DenseSGD([p for p in module.parameters() if p.requires_grad])
         mean = GradientMean(
-            module.parameters(),
-            dist.new_group(),
-            dtype=case["wire"],
-            bucket_bytes=case["bucket_bytes"],
+            module.parameters(), group, dtype=case["wire"], bucket_bytes=case["bucket_bytes"]
         )
-        deferral = DeferredWeightGradients if case["deferred"] else contextlib.nullcontext
         for step in range(2):
-            with deferral():
-                backward(module, rank, step, dtype)
+            with deferral(case["deferral"]):
+                backward(module, rank, step)
         assert not mean._buckets
         if case["flat"]:
             assert joint_memory(list(module.last.parameters())) is not None
             assert all(slot_of(p).holds(p.grad) for p in module.parameters() if p.requires_grad)
-        found.append([p.grad.float().numpy() for p in module.parameters() if p.requires_grad])
+        found.append([p.grad.float().cpu().numpy() for p in module.parameters() if p.requires_grad])
         assert all(p.grad is None for p in module.frozen.parameters())
     return found
 
 
-def test_the_mean_of_all_ranks() -> None:
+def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend: str) -> None:
+    """Assert that ranks end up with the mean of their gradients, however it is reduced."""
     cases = [
-        {"dtype": dtype, "wire": wire, "flat": flat, "deferred": deferred, "bucket_bytes": size}
+        {"dtype": dtype, "wire": wire, "flat": flat, "deferral": kind, "bucket_bytes": size}
         for dtype, wire in (
             (torch.float32, None),
             (torch.float32, torch.bfloat16),
@@ -103,22 +106,27 @@ def test_the_mean_of_all_ranks() -> None:
             (torch.bfloat16, torch.float32),
         )
         for flat in (False, True)
-        for deferred in (False, True)
+        for kind in deferrals
         for size in (1, 200, 1 << 20)
     ]
-    by_rank = run_on_ranks(NUM_RANKS, reduced_gradients, cases)
+    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, backend=backend)
     for number, case in enumerate(cases):
-        mine, other = (results[number] for results in by_rank)
-        locals_ = [local_gradients(rank, case["dtype"]) for rank in range(NUM_RANKS)]
+        first, *others = (results[number] for results in by_rank)
+        locals_ = [local_gradients(rank, case["dtype"], device) for rank in range(num_ranks)]
         wires = {case["dtype"], case["wire"] or case["dtype"]}
-        # Each of two backwards rounds gradients, their sum and their mean.
-        steps = 8 if torch.bfloat16 in wires else 4
+        # Each of two backwards rounds gradients, the partial sums of ranks and their mean.
+        steps = 2 * (num_ranks + (2 if torch.bfloat16 in wires else 0))
         eps = torch.finfo(torch.bfloat16 if torch.bfloat16 in wires else torch.float32).eps
-        for found, same, *parts in zip(mine, other, *locals_, strict=True):
-            np.testing.assert_array_equal(found, same)
-            expected = sum(parts) / NUM_RANKS
+        for which, (found, *parts) in enumerate(zip(first, *locals_, strict=True)):
+            for other in others:
+                np.testing.assert_array_equal(found, other[which])
+            expected = sum(parts) / num_ranks
             largest = max(np.abs(part).max() for part in (*parts, expected))
             assert np.abs(found - expected).max() <= steps * eps * largest, case
+
+
+def test_the_mean_of_all_ranks() -> None:
+    assert_means(2, "cpu", ("at once", "at the end"), "gloo")
 
 
 def test_a_wire_is_float32_or_bfloat16() -> None:

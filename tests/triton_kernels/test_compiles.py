@@ -203,7 +203,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         OptimizerKind.ROWWISE_ADAGRAD, 128, torch.bfloat16, True
     ),
     "rowwise adagrad of long rows": lambda: launch_update(
-        OptimizerKind.ROWWISE_ADAGRAD, 1000, torch.float32, False
+        OptimizerKind.ROWWISE_ADAGRAD, 2000, torch.float32, False
     ),
     "adam": lambda: launch_update(OptimizerKind.ADAM, 100, torch.float16, True),
     "permute": lambda: launch_permute(ids(), torch.zeros(NUM_IDS, dtype=torch.bfloat16)),

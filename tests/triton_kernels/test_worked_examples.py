@@ -108,32 +108,21 @@ def test_pooled_lookup_weights_backward(device: torch.device) -> None:
     assert out.tolist() == [23, 39, 0]
 
 
-def test_rowwise_update_prepare(device: torch.device) -> None:
+def test_rowwise_update_find_chunks(device: torch.device) -> None:
     chunk_starts, group_starts = integers(device, -9, -9, -9), integers(device, -9)
-    sorted_rows, sorted_scales = integers(device, -9, -9, -9), column(device, -9, -9, -9)
-    run_sums._rowwise_update_prepare_kernel[(2,)](
+    run_sums._rowwise_update_find_chunks_kernel[(1,)](
         chunk_starts,
         group_starts,
-        sorted_rows,
-        sorted_scales,
         integers(device, 1, 6, 7),
-        integers(device, 2, 0, 1),
         integers(device, 2),
-        integers(device, 5, 6, 7),
-        column(device, 0.5, 0.25, 4),
         3,
-        3,
-        1,
         1,
         CHUNK=2,
         BLOCK=4,
-        BLOCK_POSITIONS=4,
         INDEX=tl.int32,
     )
     assert chunk_starts.tolist() == [1, 3, -1]
     assert group_starts.tolist() == [0]
-    assert sorted_rows.tolist() == [7, 5, 6]
-    assert sorted_scales.squeeze(1).tolist() == [4, 0.5, 0.25]
 
 
 def test_rowwise_update_chunks(device: torch.device) -> None:
@@ -141,6 +130,7 @@ def test_rowwise_update_chunks(device: torch.device) -> None:
     run_sums._rowwise_update_chunks_kernel[(1, 1)](
         chunk_sums,
         integers(device, 1, 3, -1),
+        torch.arange(7, dtype=torch.int32, device=device),
         column(device, 1, 2, 3, 4, 5, 6, 7),
         None,
         None,

@@ -61,6 +61,9 @@ class DeferredWeightGradients:
             if error is None:
                 self.run()
         finally:
+            if self.stream is not None:
+                # Before what is held there is freed, where backward failed too.
+                torch.cuda.current_stream().wait_stream(self.stream)
             self._waiting.clear()
             self._held.clear()
             self._seen.clear()

@@ -21,7 +21,8 @@ class DenseOptimizer(torch.optim.Optimizer):
     which are part of the state; one kernel updates the master and rounds it. Make the optimizer
     after moving or casting the module, and one at a time for a parameter.
 
-    What else writes to a parameter, as ``load_state_dict`` does, is taken up by the next step.
+    What else writes to a parameter, as ``load_state_dict`` does, is taken up by the next step; a
+    write to ``parameter.data`` of 16 bits is not seen, and lost.
     Parameters without a gradient are left alone; the step count is the group's. Gradients live in
     one buffer until the backward after the next ``zero_grad``: clone what should last.
 

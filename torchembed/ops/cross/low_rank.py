@@ -1,5 +1,6 @@
 """The public function ``low_rank_cross_network``."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,8 @@ def low_rank_cross_network(
 
     Args:
         x0: ``[B, N]``, float32, float16 or bfloat16; or parts of it, ``[B, N1]``, ``[B, N2]`` and
-            so on, that are to be concatenated: their gradients come out apart, without a copy.
+            so on, that are to be concatenated, as ``torch.cat`` does: their gradients come out
+            apart, without a copy.
         v: ``[rank, N]`` for each layer, of the dtype of ``x0``.
         u: ``[N, rank]`` for each layer, likewise.
         bias: ``[N]`` for each layer, likewise.
@@ -104,9 +106,11 @@ def low_rank_cross_network(
         )
     parameters = [*v, *u, *bias]
     device = parts[0].device.type
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        parts, parameters = ([t.to(dtype) for t in tensors] for tensors in (parts, parameters))
+        parameters = [parameter.to(dtype) for parameter in parameters]
+    parts = [part.to(dtype) for part in parts]
     _check(parts, parameters)
     if not parameters:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -118,7 +122,6 @@ def _check(parts: list[Tensor], parameters: list[Tensor]) -> None:
     checks.check_float("x0", first)
     for part in parts:
         checks.check_dim("x0", part, 2)
-        checks.check_dtype("x0", part, (first.dtype,), "cast its parts to one dtype")
         if part.shape[0] != first.shape[0]:
             raise ValueError(
                 f"x0 must have parts of one batch size, got {first.shape[0]} and {part.shape[0]}"

@@ -6,8 +6,47 @@ from torch import Tensor
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update.reference import root
 
+_BLOCK = 1 << 15
+"""Elements updated at once, so that what lies between is in a CPU's cache."""
+
 
 def dense_update_reference(
+    weight: Tensor,
+    state0: Tensor | None,
+    state1: Tensor | None,
+    rounded: Tensor | None,
+    grad: Tensor,
+    lr: Tensor,
+    step: Tensor | None,
+    grad_multiplier: Tensor | None,
+    skip: Tensor | None,
+    optimizer: int,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    for first in range(0, weight.numel(), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        _update_block(
+            weight[block],
+            None if state0 is None else state0[block],
+            None if state1 is None else state1[block],
+            None if rounded is None else rounded[block],
+            grad[block],
+            lr,
+            step,
+            grad_multiplier,
+            skip,
+            optimizer,
+            eps,
+            beta1,
+            beta2,
+            weight_decay,
+        )
+
+
+def _update_block(
     weight: Tensor,
     state0: Tensor | None,
     state1: Tensor | None,

@@ -1,0 +1,16 @@
+"""The mean of dense gradients over NCCL, under backward and with deferred gradients."""
+
+import pytest
+import torch
+
+from tests.sharding.test_gradient_mean import assert_means
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_the_mean_of_all_ranks(num_ranks: int) -> None:
+    if num_ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {num_ranks} GPUs, and {torch.cuda.device_count()} are here")
+    deferrals = ("at once", "at the end", "on a stream")
+    assert_means(num_ranks, "cuda", deferrals, "cpu:gloo,cuda:nccl")
