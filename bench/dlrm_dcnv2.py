@@ -1,17 +1,34 @@
 """MLPerf's DLRM-DCNv2 for the benches: its sizes, its tables, batches of skewed or uniform ids."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
+from torch import Tensor, nn
 
 from bench.workload import EXPONENTS
-from torchembed import EmbeddingBagConfig, SparseFeatures
+from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
 from torchembed.data.skewed_ids import skewed_ids
+from torchembed.models import DLRM_DCNv2
+
+
+class DenseSizes(NamedTuple):
+    """Of a DLRM-DCNv2's dense part, in the order of its arguments."""
+
+    num_dense: int
+    dense_arch: tuple[int, ...]
+    over_arch: tuple[int, ...]
+    num_cross_layers: int
+    low_rank: int
+
 
 DIM, NUM_DENSE = 128, 13
 HOTNESS = MLPERF_HOTNESS
 KEYS = tuple(f"cat_{number}" for number in range(len(HOTNESS)))
 DENSE_ARCH, OVER_ARCH = (512, 256, DIM), (1024, 1024, 512, 256, 1)
 NUM_CROSS_LAYERS, LOW_RANK = 3, 512
+DENSE_SIZES = DenseSizes(NUM_DENSE, DENSE_ARCH, OVER_ARCH, NUM_CROSS_LAYERS, LOW_RANK)
 WIDTH = DIM * (1 + len(KEYS))
 """Of the cross network."""
 NUM_DENSE_PARAMETERS = 16.04e6
@@ -30,6 +47,40 @@ def table_configs(max_rows: int | None) -> list[EmbeddingBagConfig]:
         EmbeddingBagConfig(name=key, num_embeddings=size, embedding_dim=DIM, feature_names=(key,))
         for key, size in zip(KEYS, table_sizes(max_rows), strict=True)
     ]
+
+
+def make_model(
+    configs: Sequence[EmbeddingBagConfig],
+    sizes: DenseSizes,
+    *,
+    table_device: torch.device | str,
+    device: torch.device,
+    seed: int,
+    output_dtype: torch.dtype = torch.float32,
+) -> DLRM_DCNv2:
+    """torchembed's model.
+
+    Args:
+        configs: the tables.
+        sizes: of the dense part.
+        table_device: the meta device for tables that are made when they are sharded.
+        device: of the dense part.
+        seed: of all initial values.
+        output_dtype: of the pooled vectors.
+    """
+    torch.manual_seed(seed)
+    tables = EmbeddingBagCollection(
+        configs, device=table_device, seed=seed, output_dtype=output_dtype
+    )
+    return DLRM_DCNv2(tables, *sizes, dense_device=device)
+
+
+def dense_parameters(model: nn.Module) -> list[Tensor]:
+    """The dense parameters of torchembed's DLRM-DCNv2: bottom MLP, then all ``v``, ``u`` and biases
+    of the cross layers, then the top MLP."""
+    parameters = dict(model.named_parameters())
+    parts = ("dense_arch.", "cross.v.", "cross.u.", "cross.bias.", "over_arch.")
+    return [p for part in parts for name, p in parameters.items() if name.startswith(part)]
 
 
 def make_batch(ids: str, batch_size: int, max_rows: int | None, number: int) -> Batch:

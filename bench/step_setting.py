@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,11 +30,3 @@ class StepSetting:
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.lr)
         return torch.optim.Adagrad(parameters, lr=self.lr, eps=self.eps)
-
-
-def dense_parameters(model: nn.Module) -> list[Tensor]:
-    """The dense parameters of torchembed's DLRM-DCNv2: bottom MLP, then all ``v``, ``u`` and biases
-    of the cross layers, then the top MLP."""
-    parameters = dict(model.named_parameters())
-    parts = ("dense_arch.", "cross.v.", "cross.u.", "cross.bias.", "over_arch.")
-    return [p for part in parts for name, p in parameters.items() if name.startswith(part)]

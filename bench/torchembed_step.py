@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import dlrm_dcnv2 as workload
-from bench.step_setting import StepSetting, dense_parameters
-from torchembed import EmbeddingBagCollection, optim, shard_embeddings
+from bench.step_setting import StepSetting
+from torchembed import optim, shard_embeddings
 from torchembed.data import Batch
-from torchembed.models import DLRM_DCNv2
 from torchembed.sharding import Planner, WirePrecision
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
@@ -30,24 +29,15 @@ class TorchembedStep:
 
     def __init__(self, setting: StepSetting) -> None:
         device = setting.device
-        torch.manual_seed(setting.seed)
-        vectors = torch.bfloat16 if setting.precision == "bf16" else torch.float32
-        tables = EmbeddingBagCollection(
+        self.model = workload.make_model(
             workload.table_configs(setting.max_rows),
-            device="meta",
+            workload.DENSE_SIZES,
+            table_device="meta",
+            device=device,
             seed=setting.seed,
-            output_dtype=vectors,
+            output_dtype=torch.bfloat16 if setting.precision == "bf16" else torch.float32,
         )
-        self.model = DLRM_DCNv2(
-            tables,
-            workload.NUM_DENSE,
-            workload.DENSE_ARCH,
-            workload.OVER_ARCH,
-            workload.NUM_CROSS_LAYERS,
-            workload.LOW_RANK,
-            dense_device=device,
-        )
-        self.initial_dense = [p.detach().clone() for p in dense_parameters(self.model)]
+        self.initial_dense = [p.detach().clone() for p in workload.dense_parameters(self.model)]
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         of_tables, of_dense = OPTIMIZERS[setting.optimizer]
         planner = Planner(

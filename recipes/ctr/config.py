@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from recipes.precision import Precision
 from torchembed.sharding import Placement
 
 
@@ -27,6 +28,8 @@ class CtrConfig:
     batch_norm: bool = False
     placement: Placement | None = None
     """Of every table over several ranks; without it the plan chooses."""
+    precision: Precision = Precision.FP32
+    """Of all but weights and losses, which are float32."""
     batch_size: int = 4096
     """Samples a step, over all ranks."""
     learning_rate: float = 0.001

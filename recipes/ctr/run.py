@@ -115,7 +115,12 @@ def run_seed(
         StopSignal() as stop,
         Progress(done=history.num_steps, label=f"seed {seed}") as progress,
         MetricsWriter(output, after_step=history.num_steps) as metrics,
-        TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers) as pipeline,
+        TrainPipeline(
+            model,
+            F.binary_cross_entropy_with_logits,
+            optimizers,
+            autocast=config.precision.autocast,
+        ) as pipeline,
     ):
         for epoch in epochs if early_stop.reason is None else ():
             shuffled = splits.train[torch.randperm(len(splits.train), generator=order)]
@@ -130,7 +135,8 @@ def run_seed(
             if stop.is_agreed:
                 return Stopped(num_steps=history.num_steps)
             average_buffers(model)
-            now = evaluate(model, batches(splits.validation))
+            with config.precision.context(device):
+                now = evaluate(model, batches(splits.validation))
             history.add_evaluation(now)
             metrics.write(history.num_steps, validation_auc=now.auc, validation_logloss=now.logloss)
             progress.note(
@@ -151,7 +157,8 @@ def run_seed(
     best.load(TrainingRun(model=model), early_stop.best_step)
     if ranks.rank() == 0:
         plot_history(history, output / "training.png", title=f"DCNv2, seed {seed}")
-    test = evaluate(model, batches(splits.test))
+    with config.precision.context(device):
+        test = evaluate(model, batches(splits.test))
     return SeedRun(early_stop.best_auc, test, history, output / "checkpoint")
 
 
@@ -172,6 +179,7 @@ def build_model(config: CtrConfig, rows: Rows, seed: int, device: torch.device) 
         ],
         device=table_device(device),
         seed=seed,
+        output_dtype=config.precision.value,
     )
     model = DCNv2(
         tables,

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from recipes.precision import Precision
 from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
 from torchembed.data.mlperf import mlperf_days
 from torchembed.sharding import Placement
@@ -36,6 +37,8 @@ class DlrmConfig:
     """Of each cross layer."""
     placement: Placement | None = None
     """Of every table; without it the plan chooses."""
+    precision: Precision = Precision.FP32
+    """Of all but weights and losses, which are float32."""
     batch_size: int = 65_536
     """Samples a step, over all ranks."""
     learning_rate: float = 0.004

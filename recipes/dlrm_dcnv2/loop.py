@@ -42,7 +42,10 @@ class TrainLoop:
     def __post_init__(self) -> None:
         config, output = self.config, self.output
         self.pipeline = TrainPipeline(
-            self.model, F.binary_cross_entropy_with_logits, self.optimizers
+            self.model,
+            F.binary_cross_entropy_with_logits,
+            self.optimizers,
+            autocast=config.precision.autocast,
         )
         self.history = History(read_loss_every=config.read_loss_every)
         self.epochs = Epochs(self.loader, config.epochs)
@@ -158,7 +161,8 @@ class TrainLoop:
         """Not to the end where a signal comes: the run that goes on does it again."""
         if self.mlperf_log is not None:
             self.mlperf_log.start_evaluation(self._epoch())
-        now = evaluate(self.model, self.validation, stop=stop)
+        with self.config.precision.context(self.pipeline.device):
+            now = evaluate(self.model, self.validation, stop=stop)
         if now is None:
             return
         if self.mlperf_log is not None:

@@ -70,7 +70,8 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
             return Stopped(num_steps=loop.history.num_steps)
     if config.keep_best and loop.early_stop.best_auc is not None:
         loop.best.load(TrainingRun(model=model), loop.early_stop.best_step)
-    final = evaluate(model, test)
+    with config.precision.context(device):
+        final = evaluate(model, test)
     if ranks.rank() == 0:
         best = validation.bayes_auc() if isinstance(validation, ClickLog) else None
         plot_history(loop.history, output / "training.png", title="DLRM-DCNv2", bayes_auc=best)
@@ -152,6 +153,7 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         ],
         device=table_device(device),
         seed=config.seed,
+        output_dtype=config.precision.value,
     )
     model = DLRM_DCNv2(
         tables,

@@ -102,6 +102,36 @@ def test_ctr(recipe: str, write: Any, tmp_path: Path, capsys: pytest.CaptureFixt
     assert Path(result["checkpoint"]).parent.parent == output
 
 
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        ("ctr-frappe", [*SMALL_CTR, "--learning-rate", 0.02]),
+        ("ctr-ml1m", [*SMALL_CTR, "--learning-rate", 0.02]),
+        (
+            "dlrm_dcnv2",
+            [*SMALL_DLRM, "--batch-size", 32, "--epochs", 3, "--learning-rate", 0.02],
+        ),
+    ],
+)
+def test_bf16_is_another_computation(
+    recipe: str, arguments: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = {"ctr-frappe": made_data.write_frappe, "ctr-ml1m": made_data.write_ml1m}
+    data = tmp_path / "data"
+    data.mkdir()
+    written = write.get(recipe, made_data.write_criteo_text)(data)
+    losses = set()
+    for precision in ("FP32", "BF16"):
+        output = tmp_path / precision
+        result = result_of(
+            *(capsys, recipe, "--data", written if recipe == "dlrm_dcnv2" else data),
+            *("--output", output, *arguments, "--precision", precision),
+        )
+        assert f"Precision.{precision}" in (output / "config.txt").read_text()
+        losses.add(result["test_logloss"])
+    assert len(losses) == 2
+
+
 def test_frappe_ids_begin_at_zero_in_each_field(tmp_path: Path) -> None:
     splits = frappe.read(made_data.write_frappe(tmp_path))
     assert [len(part) for part in splits[1:]] == [400, 100, 100]

@@ -1,41 +1,74 @@
-"""A script for ``torchrun``: two ranks train a tiny model, and one fails as its argument says."""
+"""A script for ``torchrun``: two ranks train a tiny model, and one fails as its arguments say.
+
+``raises``, ``is-killed`` or ``stalls`` (its GPU does, for minutes), on
+``cpu`` or ``cuda``. There it happens once the steps are CUDA graphs.
+"""
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchembed
-from tests.training.models import TinyModel, make_batches, make_optimizers
+from tests.training.models import TinyModel, make_optimizers
+from tests.training.test_pipeline import fixed_batch
 from torchembed.data import Batch
 from torchembed.training import StopSignal, TrainPipeline, train
 
+LAST_STEP = {"cpu": 3, "cuda": 20}
+TIMEOUT_SECONDS = 5.0
 
-def batches(how: str) -> Iterator[Batch]:
-    for step, batch in enumerate(make_batches([8] * 100_000, seed=dist.get_rank())):
-        if step == 3 and dist.get_rank() == 1:
-            if how == "raises":
-                raise RuntimeError("the third batch is bad")
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield batch
+
+def fail(how: str) -> None:
+    if how == "raises":
+        raise RuntimeError("the third batch is bad")
+    if how == "is-killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert how == "stalls"
+    torch.cuda._sleep(1 << 40)  # cycles: minutes
+
+
+def batches(how: str, pipeline: TrainPipeline) -> Iterator[Batch]:
+    rank, device = dist.get_rank(), pipeline.device.type
+    for step in range(100_000):
+        if step == LAST_STEP[device] and rank == 1:
+            static = pipeline._static
+            is_captured = static is not None and all(map(static.is_captured, (0, 1)))
+            assert is_captured == (device == "cuda")
+            fail(how)
+        yield fixed_batch(8, seed=2 * step + rank)
 
 
 @record
 def main() -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = torchembed.shard_embeddings(TinyModel(device="meta"), mesh)
-    with StopSignal() as stop:
-        train(
-            TrainPipeline(model, F.binary_cross_entropy_with_logits, make_optimizers(model)),
-            batches(sys.argv[1]),
-            stop=stop,
-        )
+    how, device_type = sys.argv[1:]
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    model = TinyModel(device="meta")
+    model.dense.to(device)
+    placements = {f"tables.embedding_bags.f{n}": "row_wise" for n in (0, 1)}
+    torchembed.shard_embeddings(model, mesh, plan=placements)
+    with (
+        StopSignal() as stop,
+        TrainPipeline(
+            model,
+            F.binary_cross_entropy_with_logits,
+            make_optimizers(model),
+            device=device,
+            timeout_seconds=TIMEOUT_SECONDS,
+        ) as pipeline,
+    ):
+        train(pipeline, batches(how, pipeline), stop=stop)
 
 
 if __name__ == "__main__":

@@ -8,37 +8,66 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60
+CAUSES = {
+    "raises": r"exitcode +: 1 .*\n(.*\n)* +RuntimeError: the third batch is bad",
+    "is-killed": r"exitcode +: -9 .*\(SIGKILL\)",
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "cause"),
-    [
-        ("raises", r"exitcode +: 1 .*\n(.*\n)* +RuntimeError: the third batch is bad"),
-        ("is-killed", r"exitcode +: -9 .*\(SIGKILL\)"),
-    ],
-    ids=["raises", "is-killed"],
-)
-def test_a_rank_that_dies_ends_the_run(how: str, cause: str) -> None:
+def run_until_a_rank_fails(how: str, device: str) -> str:
+    """What ``torchrun`` says of the failures, within the limit."""
+    hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     start = time.monotonic()
     run = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "tests.training.dying_rank", how),
+            *("--nproc-per-node", "2", "-m", "tests.training.dying_rank", how, device),
         ],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | hidden,
         capture_output=True,
         text=True,
         timeout=2 * LIMIT_SECONDS,
         check=False,
     )
-    assert time.monotonic() - start < LIMIT_SECONDS
+    assert time.monotonic() - start < LIMIT_SECONDS, run.stderr
     assert run.returncode == 1
-    root_cause = run.stderr.partition("Root Cause (first observed failure)")[2]
-    assert re.search(rf"rank +: 1 .*\n +{cause}", root_cause), run.stderr
+    return run.stderr
+
+
+def check_failures(printed: str, cause: str) -> None:
+    root_cause = printed.partition("Root Cause (first observed failure)")[2]
+    assert re.search(rf"rank +: 1 .*\n +{cause}", root_cause), printed
     # The other rank does not wait for the limit of torchrun: its next collective fails.
-    others = run.stderr.partition("Failures:")[2].partition("Root Cause")[0]
-    assert re.search(r"rank +: 0 .*\n(.*\n)*.*any_rank_each", others), run.stderr
+    others = printed.partition("Failures:")[2].partition("Root Cause")[0]
+    assert re.search(r"rank +: 0 .*\n(.*\n)*.*any_rank_each", others), printed
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_a_rank_that_dies_ends_the_run(how: str) -> None:
+    check_failures(run_until_a_rank_fails(how, "cpu"), CAUSES[how])
+
+
+def needs_two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and {torch.cuda.device_count()} is here")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", CAUSES)
+def test_a_rank_that_dies_ends_captured_steps(how: str) -> None:
+    """The other GPU waits, inside a graph, for what never comes."""
+    needs_two_gpus()
+    check_failures(run_until_a_rank_fails(how, "cuda"), CAUSES[how])
+
+
+@pytest.mark.gpu
+def test_a_stalled_gpu_ends_the_run() -> None:
+    """No process is gone, and no watchdog sees collectives inside a graph: the deadline does."""
+    needs_two_gpus()
+    printed = run_until_a_rank_fails("stalls", "cuda")
+    assert re.search("TimeoutError: the GPU has not finished a step in 5 s", printed), printed

@@ -20,6 +20,7 @@ from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.training import ranks
 from torchembed.training.bad_batches import judge, raise_for
 from torchembed.training.batch_layout import has_fixed_shape, to_device
+from torchembed.training.ending import end_within
 from torchembed.training.guarded_update import step_unless
 from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
 from torchembed.training.static_step import StaticStep, StepResult
@@ -30,6 +31,10 @@ each turn; kernels are compiled and communicators made on the way."""
 _STEPS_AHEAD = 2
 """So many steps the host may be ahead of the device."""
 _POLL_SECONDS = 2e-5
+_GRACE_SECONDS = 10.0
+"""For a program to say why it ends."""
+_RELEASE_SECONDS = 2.0
+"""For the steps under way to end, where graphs are to be destroyed."""
 
 
 class _Upcoming(NamedTuple):
@@ -134,7 +139,8 @@ class TrainPipeline:
         Raises:
             StopIteration: after the last batch.
             IndexError: for a bad id of this batch on the CPU, of an earlier one on a GPU.
-            TimeoutError: where the device has not finished a step in ``timeout_seconds``.
+            TimeoutError: where the device has not finished a step in ``timeout_seconds``. One of
+                several ranks then ends soon, also where closing it hangs.
         """
         while len(self._in_flight) >= _STEPS_AHEAD:
             self._finish_oldest()
@@ -170,8 +176,11 @@ class TrainPipeline:
             self._release()
 
     def _release(self) -> None:
-        if self._static is not None:
-            self._static.release()
+        """Destroy the graphs, but one that hangs: that might wait for it, and the error be lost."""
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        if self._static is None or not all(_wait(s.done, deadline) for s in self._in_flight):
+            return
+        self._static.release()
         self._static, self._prepared = None, None
 
     def __enter__(self) -> Self:
@@ -295,14 +304,13 @@ class TrainPipeline:
     def _finish_oldest(self) -> None:
         """Wait for the oldest step in flight, and raise where it was skipped."""
         oldest = self._in_flight[0]
-        deadline = time.monotonic() + self.timeout_seconds
-        while not oldest.done.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the GPU has not finished a step in {self.timeout_seconds:g} s; where several "
-                    "ranks train, look for one that died or is stuck"
-                )
-            time.sleep(_POLL_SECONDS)
+        if not _wait(oldest.done, time.monotonic() + self.timeout_seconds):
+            if ranks.world_size() > 1:
+                end_within(_GRACE_SECONDS)
+            raise TimeoutError(
+                f"the GPU has not finished a step in {self.timeout_seconds:g} s; where several "
+                "ranks train, look for one that died or is stuck"
+            )
         self._in_flight.popleft()
         if oldest.report is not None:
             skip, *found = oldest.report.tolist()
@@ -331,3 +339,12 @@ def _reason(error: Exception | None) -> str:
         first = first.__context__
     lines = str(first).splitlines()
     return f"{type(first).__name__}: {lines[0] if lines else ''}"
+
+
+def _wait(done: torch.cuda.Event, deadline: float) -> bool:
+    """Whether ``done`` comes before the ``deadline`` of the monotonic clock."""
+    while not done.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
