@@ -1,5 +1,6 @@
 """``linear`` and ``linear_relu`` against torch's, and their gradients deferred."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -278,6 +279,18 @@ def test_deferred_gradients_of_a_shared_weight_are_added_up(device: torch.device
     # Sums of three parts, in another order.
     eps = torch.finfo(torch.float32).eps
     torch.testing.assert_close(weight.grad, expected, rtol=4 * eps, atol=4 * eps)
+
+
+def test_frozen_parameters_get_no_gradients(device: torch.device) -> None:
+    module = Deferrable(device)
+    frozen = [*module.first.parameters(), *module.cross.parameters(), module.last[2].weight]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for manager in (contextlib.nullcontext(), DeferredWeightGradients()):
+        with manager:
+            module(normal(7, 6, seed=0, device=device)).sum().backward()
+        assert all(parameter.grad is None for parameter in frozen)
+    assert module.last[0].weight.grad is not None
 
 
 @pytest.mark.gpu

@@ -43,6 +43,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         xs, hs, zs, v, u, bias = (
             saved[part * num_layers : (part + 1) * num_layers] for part in range(6)
         )
+        is_needed = ctx.needs_input_grad[1 + len(ctx.widths) :]
         grads, grads_v, grads_u = [], [], []
         grads_bias = [gradient_memory(parameter) for parameter in bias]
         grad, grad_parts = grad.contiguous(), []
@@ -59,8 +60,13 @@ class _LowRankCrossNetwork(torch.autograd.Function):
                 grad_parts = low_rank_cross_input_backward_op(
                     grad_h, v[0], grads, list(zs), ctx.widths
                 )
-            grads_u.insert(0, _product_gradient(u[layer], grad_z, hs[layer]))
-            grads_v.insert(0, _product_gradient(v[layer], grad_h, xs[layer]))
+            grad_u, grad_v = None, None
+            if is_needed[num_layers + layer]:
+                grad_u = _product_gradient(u[layer], grad_z, hs[layer])
+            if is_needed[layer]:
+                grad_v = _product_gradient(v[layer], grad_h, xs[layer])
+            grads_u.insert(0, grad_u)
+            grads_v.insert(0, grad_v)
         return None, *grad_parts, *grads_v, *grads_u, *grads_bias
 
 
