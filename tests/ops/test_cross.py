@@ -225,6 +225,19 @@ def test_the_input_may_come_in_parts(
         assert_same_bits(actual, same)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_parameters_need_not_be_contiguous(dtype: torch.dtype, device: torch.device) -> None:
+    inputs = network_inputs((9, 21), 5, 2, dtype, device)
+    grad = normal(9, 21, seed=9, dtype=dtype, device=device)
+
+    def strided(*leaves: Tensor) -> Tensor:
+        return network(leaves[0], *(not_contiguous(leaf) for leaf in leaves[1:]))
+
+    expected = results(network, inputs, grad)
+    for actual, same in zip(results(strided, inputs, grad), expected, strict=True):
+        assert_same_bits(actual, same)
+
+
 def test_many_samples_share_the_sum_of_a_bias(device: torch.device) -> None:
     # So many that several programs sum parts of a column.
     check_products(network, formula_network, network_inputs((1300, 3), 2, 2, torch.float32, device))

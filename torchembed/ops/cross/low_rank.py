@@ -120,7 +120,8 @@ def low_rank_cross_network(
     _check(parts, parameters)
     if not parameters:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return _LowRankCrossNetwork.apply(len(parts), *parts, *parameters)
+    contiguous = [parameter.contiguous() for parameter in parameters]
+    return _LowRankCrossNetwork.apply(len(parts), *parts, *contiguous)
 
 
 def _check(parts: list[Tensor], parameters: list[Tensor]) -> None:
