@@ -203,6 +203,25 @@ def test_state_goes_to_torchs_and_back(name: str, device: torch.device) -> None:
         torch.testing.assert_close(parameter, same)
 
 
+def test_frozen_parameters_stay_until_they_are_freed(device: torch.device) -> None:
+    module, expected = model(device), model(device)
+    for layers in (module, expected):
+        layers[0].requires_grad_(False)
+    optimizer = DenseAdagrad(module.parameters(), lr=0.1)
+    torchs = torch.optim.Adagrad(expected.parameters(), lr=0.1)
+    frozen = [parameter.requires_grad for parameter in module.parameters()]
+    assert frozen == [False] * 4 + [True] * 2
+    for step in range(4):
+        if step == 2:
+            for layers in (module, expected):
+                layers[0].requires_grad_(True)
+        train(module, optimizer, [step])
+        train(expected, torchs, [step])
+        for parameter, same in zip(module.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter, same)
+    assert all(slot_of(p).holds(p.grad) for p in module.parameters())
+
+
 def test_values_written_by_others_are_taken_up(device: torch.device) -> None:
     module = model(device)
     optimizer = DenseSGD(module.parameters(), lr=1.0, dtype=torch.bfloat16)

@@ -29,16 +29,23 @@ class GradientSlot:
         self._flat, self._start, self._stop = flat, start, stop
         self._is_claimed = False
         # Until the engine has accumulated what was written, a second use of the parameter in the
-        # same backward must not write there.
+        # same backward must not write there. A frozen parameter may be freed later, but torch takes
+        # no hook of it meanwhile.
+        is_frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)
         self._hook = parameter.register_post_accumulate_grad_hook(self._release)
+        parameter.requires_grad_(not is_frozen)
         parameter.torchembed_gradient_slot = self  # type: ignore[attr-defined]
 
     def _release(self, _: Tensor) -> None:
         self._is_claimed = False
 
     def claim(self, parameter: Tensor) -> Tensor | None:
-        """Memory for the gradient of ``parameter``, or None where it holds another already."""
+        """Memory for the gradient of ``parameter``; None where it holds another already, or the
+        parameter was moved or cast since."""
         if parameter.grad is not None or self._is_claimed:
+            return None
+        if parameter.dtype is not self.memory.dtype or parameter.device != self.memory.device:
             return None
         self._is_claimed = True
         # A tensor of its own: the engine makes no copy of a gradient that nobody else holds.
