@@ -291,6 +291,16 @@ def test_schedulers_and_tensor_rates(device: torch.device) -> None:
             torch.testing.assert_close(parameter, same)
 
 
+def test_a_captured_tensor_rate_survives_loading(device: torch.device) -> None:
+    module, rate = model(device), torch.tensor(0.1, device=device)
+    optimizer = DenseSGD(module.parameters(), lr=rate)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = torch.tensor(0.3)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize(
     ("unscaled", "dtype"),
     [(False, torch.float32), (True, torch.float32), (False, torch.float16)],
@@ -366,8 +376,19 @@ def test_what_it_cannot_load(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"parameter 1 must hold \['step', 'sum'\], got \['step'"):
         optimizer.load_state_dict(without)
     wrong = {**state["state"][0], "sum": torch.zeros(3)}
-    with pytest.raises(ValueError, match=r"state sum of parameter 0 must have shape \(7, 5\), got"):
-        optimizer.load_state_dict({**state, "state": {**state["state"], 0: wrong}})
+    turned = {**state["state"][0], "sum": torch.zeros(5, 7)}
+    for entry in (wrong, turned):
+        with pytest.raises(ValueError, match=r"sum of parameter 0 must have shape \(7, 5\), got"):
+            optimizer.load_state_dict({**state, "state": {**state["state"], 0: entry}})
+
+
+def test_a_module_that_was_cast_later_is_an_error(device: torch.device) -> None:
+    module = model(device)
+    optimizer = DenseSGD(module.parameters(), lr=0.1)
+    module.bfloat16()
+    backward(module, 0)
+    with pytest.raises(RuntimeError, match=r"was moved, cast or replaced after its optimizer"):
+        optimizer.step()
 
 
 def test_a_parameter_that_was_replaced_is_an_error(device: torch.device) -> None:

@@ -177,12 +177,17 @@ class DenseOptimizer(torch.optim.Optimizer):
                     f"state of parameter {number} must hold {sorted(own)}, got {sorted(entry)}"
                 )
             for key, tensor in own.items():
-                if key in entry and entry[key].numel() != tensor.numel():
+                # Some of torch's versions count steps in a tensor of one dimension.
+                if key in entry and entry[key].squeeze().shape != tensor.squeeze().shape:
                     raise ValueError(
                         f"state {key} of parameter {number} must have shape "
                         f"{tuple(tensor.shape)}, got {tuple(entry[key].shape)}"
                     )
+        rates = [group["lr"] for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):  # that a CUDA graph may have captured
+                group["lr"] = rate.fill_(float(group["lr"]))
         self._publish_state()
         for number, parameter in enumerate(parameters):
             entry, own = loaded[number], self.state[parameter]
@@ -245,6 +250,7 @@ class _Buffer:
                 grad_multiplier=multiplier,
                 skip=skip,
             )
+        flat.values_were_updated()
 
     def current_lr(self, group: dict[str, Any]) -> Tensor:
         """The learning rate as a float32 tensor on the parameters' device."""
