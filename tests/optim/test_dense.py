@@ -126,6 +126,16 @@ def test_gradients_accumulate(device: torch.device) -> None:
         torch.testing.assert_close(parameter, same)
 
 
+def test_backward_through_values_before_the_step_is_an_error(device: torch.device) -> None:
+    module = model(device)
+    optimizer = DenseSGD(module.parameters(), lr=0.1)
+    loss = module(normal(6, 5, seed=0, device=device)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_weight_may_be_used_twice(device: torch.device) -> None:
     shared, expected = MLP(4, [4], device=device), MLP(4, [4], device=device)
     expected.load_state_dict(shared.state_dict())

@@ -71,6 +71,13 @@ class FlatParameters:
         # Whoever writes to a parameter, also through load_state_dict, counts its version up.
         self._versions = [parameter._version for parameter in self.parameters]
 
+    def values_were_updated(self) -> None:
+        """Note that ``values`` and ``master`` have changed where there are gradients, so that a
+        backward which needs what was there before is an error."""
+        updated = [parameter for parameter in self.parameters if parameter.grad is not None]
+        torch.autograd.graph.increment_version(updated)
+        self.values_are_current()
+
     def take_changed_values(self) -> None:
         """Take the values of parameters that something else has written into ``master``.
 
