@@ -13,7 +13,7 @@ from tests.tolerance import assert_same_bits
 from tests.tracing import compiled_once
 from tests.values import normal, not_contiguous
 from torchembed.core.gradient_slots import slot_of
-from torchembed.modules import MLP, LowRankCross
+from torchembed.modules import MLP, Cross, LowRankCross
 from torchembed.ops.linear import linear, linear_relu
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
@@ -214,16 +214,17 @@ class Deferrable(nn.Module):
         self.first = MLP(6, [5, 8], device=device)
         self.between = nn.Linear(8, 8, device=device)
         self.cross = LowRankCross(8, 2, 3, device=device)
+        self.full_cross = Cross(8, 1, device=device)
         self.last = MLP(8, [4, 1], activation_on_last=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.cross(self.between(self.first(x))))
+        return self.last(self.full_cross(self.cross(self.between(self.first(x)))))
 
     def deferred(self) -> list[nn.Parameter]:
         mlps = (self.first, self.last)
         # A weight of one row is never deferred.
         weights = [p for mlp in mlps for p in mlp.parameters() if p.dim() == 2 and len(p) > 1]
-        return [*weights, *self.cross.v, *self.cross.u]
+        return [*weights, *self.cross.v, *self.cross.u, *self.full_cross.weight]
 
 
 @pytest.mark.parametrize("is_flat", [False, True])
@@ -254,10 +255,11 @@ def test_deferred_gradients_are_the_same(is_flat: bool, device: torch.device) ->
         assert not hooked & late
         deferred.run()
         assert hooked == {id(parameter) for parameter in module.parameters()}
+    elsewhere = {*module.between.parameters(), *module.full_cross.bias}
     for parameter, same in zip(module.parameters(), expected, strict=True):
         assert_same_bits(parameter.grad, same)
         in_place = is_flat and slot_of(parameter).holds(parameter.grad)
-        assert in_place == (is_flat and parameter not in set(module.between.parameters()))
+        assert in_place == (is_flat and parameter not in elsewhere)
     with DeferredWeightGradients():
         module(x).sum().backward()
     for parameter, same in zip(module.parameters(), expected, strict=True):
