@@ -94,18 +94,19 @@ def launch_cross_epilogue_forward(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor
     num_rows, num_columns = x0.shape
     if out.numel():
         grid = (triton.cdiv(num_rows, _BLOCK_ROWS), triton.cdiv(num_columns, _BLOCK_COLUMNS))
-        _cross_epilogue_forward_kernel[grid](
-            x0,
-            z,
-            bias,
-            x,
-            out,
-            num_rows,
-            num_columns,
-            INDEX=index_type(x0),
-            BLOCK_ROWS=_BLOCK_ROWS,
-            BLOCK_COLUMNS=_BLOCK_COLUMNS,
-        )
+        with torch.cuda.device_of(x0):
+            _cross_epilogue_forward_kernel[grid](
+                x0,
+                z,
+                bias,
+                x,
+                out,
+                num_rows,
+                num_columns,
+                INDEX=index_type(x0),
+                BLOCK_ROWS=_BLOCK_ROWS,
+                BLOCK_COLUMNS=_BLOCK_COLUMNS,
+            )
     return out
 
 
@@ -117,20 +118,22 @@ def launch_cross_epilogue_backward(
     num_partials = triton.cdiv(num_rows, _ROWS_PER_PROGRAM)
     partial_bias = torch.empty(num_partials, num_columns, device=x0.device, dtype=torch.float32)
     if grad.numel():
-        _cross_epilogue_backward_kernel[(num_partials, triton.cdiv(num_columns, _BLOCK_COLUMNS))](
-            grad,
-            x0,
-            z,
-            bias,
-            grad_x0,
-            grad_z,
-            partial_bias,
-            num_rows,
-            num_columns,
-            X_IS_X0=x_is_x0,
-            INDEX=index_type(x0),
-            ROWS_PER_PROGRAM=_ROWS_PER_PROGRAM,
-            BLOCK_ROWS=_BLOCK_ROWS,
-            BLOCK_COLUMNS=_BLOCK_COLUMNS,
-        )
+        grid = (num_partials, triton.cdiv(num_columns, _BLOCK_COLUMNS))
+        with torch.cuda.device_of(x0):
+            _cross_epilogue_backward_kernel[grid](
+                grad,
+                x0,
+                z,
+                bias,
+                grad_x0,
+                grad_z,
+                partial_bias,
+                num_rows,
+                num_columns,
+                X_IS_X0=x_is_x0,
+                INDEX=index_type(x0),
+                ROWS_PER_PROGRAM=_ROWS_PER_PROGRAM,
+                BLOCK_ROWS=_BLOCK_ROWS,
+                BLOCK_COLUMNS=_BLOCK_COLUMNS,
+            )
     return grad_x0, grad_z, partial_bias.sum(0).to(bias.dtype)

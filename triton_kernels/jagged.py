@@ -249,19 +249,20 @@ def _sum_features(
 ) -> Tensor:
     out = values.new_empty(num_values)
     if num_values:
-        _sum_features_kernel[(triton.cdiv(num_values, _BLOCK_IDS),)](
-            values,
-            source_offsets,
-            ranges,
-            sources,
-            out,
-            out_offsets,
-            num_values,
-            ranges.numel() - 1,
-            batch_size,
-            FLOATING=values.is_floating_point(),
-            BLOCK=_BLOCK_IDS,
-        )
+        with torch.cuda.device_of(values):
+            _sum_features_kernel[(triton.cdiv(num_values, _BLOCK_IDS),)](
+                values,
+                source_offsets,
+                ranges,
+                sources,
+                out,
+                out_offsets,
+                num_values,
+                ranges.numel() - 1,
+                batch_size,
+                FLOATING=values.is_floating_point(),
+                BLOCK=_BLOCK_IDS,
+            )
     return out
 
 
@@ -318,36 +319,38 @@ def launch_bucketize_rows(
     local = torch.empty_like(values)
     lengths = torch.zeros(num_buckets * num_bags, device=device, dtype=torch.int32)
     tile_counts = torch.empty((num_buckets + 1) * num_tiles, device=device, dtype=torch.int32)
-    _bucketize_rows_count_kernel[(num_tiles,)](
-        values,
-        offsets,
-        boundaries,
-        buckets,
-        local,
-        lengths,
-        tile_counts,
-        num_ids,
-        num_bags,
-        batch_size,
-        num_buckets,
-        BLOCK=_BLOCK_IDS,
-    )
+    with torch.cuda.device_of(values):
+        _bucketize_rows_count_kernel[(num_tiles,)](
+            values,
+            offsets,
+            boundaries,
+            buckets,
+            local,
+            lengths,
+            tile_counts,
+            num_ids,
+            num_bags,
+            batch_size,
+            num_buckets,
+            BLOCK=_BLOCK_IDS,
+        )
     new_values = torch.empty_like(values)
     new_weights = values.new_empty(0) if weights is None else torch.empty_like(weights)
     positions = torch.empty_like(buckets)
-    _bucketize_rows_place_kernel[(num_tiles,)](
-        buckets,
-        local,
-        weights,
-        _offsets_of(tile_counts, torch.int32),
-        new_values,
-        new_weights,
-        positions,
-        num_ids,
-        num_buckets,
-        HAS_WEIGHTS=weights is not None,
-        BLOCK=_BLOCK_IDS,
-    )
+    with torch.cuda.device_of(values):
+        _bucketize_rows_place_kernel[(num_tiles,)](
+            buckets,
+            local,
+            weights,
+            _offsets_of(tile_counts, torch.int32),
+            new_values,
+            new_weights,
+            positions,
+            num_ids,
+            num_buckets,
+            HAS_WEIGHTS=weights is not None,
+            BLOCK=_BLOCK_IDS,
+        )
     return new_values, _offsets_of(lengths, offsets.dtype), new_weights, positions
 
 
@@ -367,9 +370,10 @@ def launch_pad_jagged_forward(
     padded = values.new_empty(offsets.numel() - 1, max_length, *values.shape[1:])
     if padded.numel():
         grid, shape = _slot_grid(padded)
-        _pad_jagged_forward_kernel[grid](
-            values, offsets, padded, padding, INDEX=index_type(values, padded), **shape
-        )
+        with torch.cuda.device_of(values):
+            _pad_jagged_forward_kernel[grid](
+                values, offsets, padded, padding, INDEX=index_type(values, padded), **shape
+            )
     return padded
 
 
@@ -377,7 +381,8 @@ def launch_pad_jagged_backward(grad: Tensor, offsets: Tensor, num_values: int) -
     grad_values = grad.new_zeros(num_values, *grad.shape[2:])
     if grad.numel() and num_values:
         grid, shape = _slot_grid(grad)
-        _pad_jagged_backward_kernel[grid](
-            grad, offsets, grad_values, INDEX=index_type(grad, grad_values), **shape
-        )
+        with torch.cuda.device_of(grad):
+            _pad_jagged_backward_kernel[grid](
+                grad, offsets, grad_values, INDEX=index_type(grad, grad_values), **shape
+            )
     return grad_values

@@ -248,7 +248,7 @@ def _launch(
             num_columns,
             **flags,
             DEPTH=depth,
-            INDEX=index_type(like),
+            INDEX=index_type(like, inner),
             BLOCK_ROWS=tiling.block_rows,
             BLOCK_COLUMNS=tiling.block_columns,
             BLOCK_DEPTH=min(tiling.block_depth, max(16, triton.next_power_of_2(depth))),
