@@ -28,9 +28,8 @@ class DeferredWeightGradients:
     on leaving the current stream waits for it; without one, on leaving or in :meth:`run`, on the
     current stream, and where layers share a weight its gradients are added up. Both can be captured
     in a CUDA graph. Hooks of ``register_post_accumulate_grad_hook`` run when the gradient is there,
-    and torch may have run
-    them before; those of ``register_hook`` see nothing. ``torch.autograd.grad`` gives no gradients
-    of weights meanwhile.
+    and torch may have run them before; those of ``register_hook`` see nothing.
+    ``torch.autograd.grad`` gives no gradients of weights meanwhile.
 
     Args:
         stream: a CUDA stream.

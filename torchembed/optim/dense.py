@@ -24,7 +24,8 @@ class DenseOptimizer(torch.optim.Optimizer):
     What else writes to a parameter, as ``load_state_dict`` does, is taken up by the next step; a
     write to ``parameter.data`` of 16 bits is not seen, and lost.
     Parameters without a gradient are left alone; the step count is the group's. Gradients live in
-    one buffer until the backward after the next ``zero_grad``: clone what should last.
+    one buffer until the backward after the next ``zero_grad``, and those that
+    ``torch.autograd.grad`` returns may until the next step: clone what should last.
 
     :meth:`step` never synchronizes and can be captured in a CUDA graph; call :meth:`before_replay`
     before each replay.
