@@ -186,7 +186,8 @@ def forward_backward(config: Config, batch_size: int, precision: str) -> list[di
         "batch_per_gpu": batch_size,
         "precision": precision,
     }
-    floor = 1e3 * batch_size * FLOPS_PER_SAMPLE / PEAK.flops
+    flops_rate = PEAK.flops if dtype.itemsize == 2 else PEAK.flops / 2
+    floor = 1e3 * batch_size * FLOPS_PER_SAMPLE / flops_rate
     return [
         row(times, floor, system=system.name, max_relative_error=error, **what)
         for system, error, times in zip(
