@@ -392,6 +392,15 @@ def test_what_it_cannot_load(device: torch.device) -> None:
             optimizer.load_state_dict({**state, "state": {**state["state"], 0: entry}})
 
 
+def test_the_state_of_another_rule_is_refused(device: torch.device) -> None:
+    module, twin = model(device), model(device)
+    torchs = torch.optim.AdamW(twin.parameters())
+    train(twin, torchs, [0])
+    optimizer = DenseAdam(module.parameters())
+    with pytest.raises(ValueError, match=r"decoupled_weight_decay of .* got True; DenseAdam has"):
+        optimizer.load_state_dict(torchs.state_dict())
+
+
 def test_a_module_that_was_cast_later_is_an_error(device: torch.device) -> None:
     module = model(device)
     optimizer = DenseSGD(module.parameters(), lr=0.1)

@@ -166,9 +166,16 @@ class DenseOptimizer(torch.optim.Optimizer):
         one of ``torch.optim`` has none, masters become the parameters.
 
         Raises:
-            ValueError: where parameter groups, state names or shapes do not match; nothing is
-                changed then.
+            ValueError: where parameter groups, state names or shapes do not match, or the state is
+                of another rule, as AdamW's; nothing is changed then.
         """
+        for group in state_dict["param_groups"]:
+            for name in ("amsgrad", "decoupled_weight_decay", "maximize"):
+                if group.get(name):
+                    raise ValueError(
+                        f"{name} of the loaded param_groups must be False, got {group[name]}; "
+                        f"{type(self).__name__} has no such rule"
+                    )
         parameters = [p for group in self.param_groups for p in group["params"]]
         loaded = state_dict["state"]
         for number, parameter in enumerate(parameters):
