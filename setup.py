@@ -18,6 +18,7 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import ExecError
 
 TORCH_TARGET = (2, 11)
 """The oldest torch that the library runs on; its headers show no symbol newer than that."""
@@ -64,20 +65,16 @@ def find_cuda() -> Path | None:
     return None
 
 
-def native_library(torch: Path, cuda: Path | None) -> Extension:
+def native_library(torch: Path) -> Extension:
     major, minor = TORCH_TARGET
-    sources = [*Path("csrc").glob("*.cpp"), *(Path("csrc/cuda").glob("*.cpp") if cuda else [])]
-    cuda_sources = [*Path("csrc/cuda").glob("*.cu")] if cuda else []
+    depends = [*Path("csrc").rglob("*.h"), *Path("csrc/cuda").glob("*.c*")]
     return Extension(
         "torchembed._C",
-        sources=sorted(map(str, sources)),
-        depends=["setup.py", *sorted(map(str, [*Path("csrc").rglob("*.h"), *cuda_sources]))],
+        sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
+        depends=["setup.py", *sorted(map(str, depends))],
         include_dirs=["csrc"],
         library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu"],
-        # The runtime is linked statically: without a driver it stays idle, so the library loads on
-        # machines without a GPU too.
-        extra_link_args=[str(cuda / CUDA_PARTS[1]), "-ldl", "-lrt", "-lpthread"] if cuda else [],
         define_macros=[("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000")],
         extra_compile_args=[
             *("-isystem", str(torch / "include")),
@@ -101,13 +98,28 @@ class BuildNative(build_ext):
 
         self.compiler.compile = compile_side_by_side
         for extension in self.extensions:
-            extension.extra_objects += self.compile_cuda()
+            if cuda_folder is not None:
+                self.add_cuda(extension, cuda_folder)
         super().build_extensions()
 
-    def compile_cuda(self) -> list[str]:
+    def add_cuda(self, extension: Extension, cuda: Path) -> None:
+        """Add the kernels for GPUs, or warn where the toolkit in ``cuda`` does not compile them."""
+        try:
+            extension.extra_objects += self.compile_cuda(cuda)
+        except ExecError as error:
+            warnings.warn(
+                f"the CUDA compiler failed, so the library is built without its kernels for GPUs, "
+                f"and torch's sort takes their place: {error}",
+                stacklevel=1,
+            )
+            return
+        extension.sources += sorted(map(str, Path("csrc/cuda").glob("*.cpp")))
+        # The runtime is linked statically: without a driver it stays idle, so the library loads on
+        # machines without a GPU too.
+        extension.extra_link_args += [str(cuda / CUDA_PARTS[1]), "-ldl", "-lrt", "-lpthread"]
+
+    def compile_cuda(self, cuda: Path) -> list[str]:
         """The objects of the kernels for GPUs: machine code of each generation."""
-        if cuda_folder is None:
-            return []
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         objects = []
         for source in sorted(Path("csrc/cuda").glob("*.cu")):
@@ -118,7 +130,7 @@ class BuildNative(build_ext):
                 "-arch=all-major",
                 "-Xcompiler=-fPIC,-fvisibility=hidden",
             )
-            command = [str(cuda_folder / CUDA_PARTS[0]), "-c", str(source), "-o", objects[-1]]
+            command = [str(cuda / CUDA_PARTS[0]), "-c", str(source), "-o", objects[-1]]
             self.spawn([*command, *options, "-ccbin", shlex.split(os.environ["CXX"])[0]])
         return objects
 
@@ -143,7 +155,7 @@ if compiler is None:
     )
 elif torch_folder is not None and any(Path("csrc").glob("*.cpp")):
     os.environ["CXX"] = compiler
-    extensions = [native_library(torch_folder, cuda_folder)]
+    extensions = [native_library(torch_folder)]
 
 setup(
     ext_modules=extensions,
