@@ -21,6 +21,7 @@ from tests.training.models import (
     KEYS,
     NUM_ROWS,
     TinyModel,
+    linear_loss,
     make_batch,
     make_optimizers,
     step_by_hand,
@@ -92,8 +93,10 @@ def run_static(step: StaticStep, batches: Sequence[Batch]) -> Iterator[tuple[flo
         yield loss, step.verdict(number % 2)
 
 
-def static_step(model: nn.Module, optimizers: Sequence[Any], example: Batch) -> StaticStep:
-    pipeline = TrainPipeline(model, LOSS, optimizers)
+def static_step(
+    model: nn.Module, optimizers: Sequence[Any], example: Batch, loss_fn: Any = LOSS
+) -> StaticStep:
+    pipeline = TrainPipeline(model, loss_fn, optimizers)
     return StaticStep(model, pipeline._compute_loss, optimizers, example, CPU, None)
 
 
@@ -137,6 +140,28 @@ def test_static_steps_equal_the_loop_by_hand() -> None:
         assert prepared is not None
         (lookups,) = prepared.lookups
         assert lookups.lookups.groups[0].runs.num_runs > 0
+
+
+class CallsTwice(TinyModel):
+    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+        return super().forward(dense, sparse) + super().forward(dense, sparse)
+
+
+class LooksUpWithoutGradients(TinyModel):
+    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+        with torch.no_grad():
+            vectors = self.tables(sparse).values()
+        return self.dense(dense) + vectors.sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [CallsTwice, LooksUpWithoutGradients])
+def test_static_steps_of_a_model_equal_its_plain_ones(kind: type[TinyModel]) -> None:
+    batches, models = fixed_batches(5), [kind() for _ in range(2)]
+    optimizers = make_optimizers(models[0])
+    losses = [step_by_hand(models[0], linear_loss, optimizers, batch).item() for batch in batches]
+    step = static_step(models[1], make_optimizers(models[1]), batches[0], linear_loss)
+    assert [loss for loss, _ in run_static(step, batches)] == losses
+    assert_same_state(models[1], state_of(models[0]))
 
 
 @pytest.mark.parametrize("dense", ["Adam", "Adagrad", "fused"])

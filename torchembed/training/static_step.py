@@ -307,7 +307,9 @@ class _Turn:
         """Take the ``verdict``, and copy it to the host's memory without waiting."""
         self.verdict = verdict
         if verdict is not None:
-            self.report = verdict.to_host(self.report)
+            # The first step may look the same ids up twice, that are prepared once from then on.
+            is_alike = self.report is not None and len(self.report) == 1 + len(verdict.found)
+            self.report = verdict.to_host(self.report if is_alike else None)
 
 
 def _copy_tree(source: Any, target: Any) -> None:
