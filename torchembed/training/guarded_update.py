@@ -10,12 +10,16 @@ def follows_replays(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a replay of a captured ``optimizer.step()`` does what a call would.
 
     torchembed's optimizers do, and torch's where every parameter group has ``capturable=True`` and
-    a tensor for its ``lr``, which schedulers then change in place.
+    a tensor on its parameters' device for its ``lr``, which schedulers then change in place. One on
+    the CPU would be read when the step is captured, and never again.
     """
     if hasattr(optimizer, "before_replay"):
         return True
-    groups = optimizer.param_groups
-    return all(group.get("capturable") and isinstance(group["lr"], Tensor) for group in groups)
+    return all(
+        group.get("capturable") and isinstance(lr := group["lr"], Tensor) and lr.device == p.device
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
 
 
 def before_replay(optimizer: torch.optim.Optimizer) -> None:
@@ -35,8 +39,10 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
         optimizer.step()
     elif hasattr(optimizer, "before_replay"):
         optimizer.skip = skip  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.skip = None  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.skip = None  # type: ignore[attr-defined]
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
         of_scaler: Any = optimizer
         of_scaler.found_inf, of_scaler.grad_scale = skip[0], None
