@@ -142,6 +142,31 @@ def test_static_steps_equal_the_loop_by_hand() -> None:
         assert lookups.lookups.groups[0].runs.num_runs > 0
 
 
+def test_a_static_step_knows_when_the_model_has_changed() -> None:
+    model = make_model(CPU)
+    optimizers = make_optimizers(model)
+    step = static_step(model, optimizers, fixed_batch(8, 0))
+    assert not step.is_stale
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    norm.eval()
+    assert step.is_stale
+    norm.train()
+    assert not step.is_stale
+    norm.weight.requires_grad_(False)
+    assert step.is_stale
+    norm.weight.requires_grad_(True)
+    assert not step.is_stale
+    (group,) = optimizers[0].param_groups
+    group["lr"] = torch.tensor(0.125)
+    known = step._states_now()
+    group["lr"].fill_(0.5)
+    assert step._states_now() == known
+    before, group["lr"] = group["lr"], torch.tensor(0.25)
+    assert step._states_now() != known
+    group["lr"] = before
+    assert step._states_now() == known
+
+
 class CallsTwice(TinyModel):
     def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
         return super().forward(dense, sparse) + super().forward(dense, sparse)
