@@ -129,6 +129,44 @@ def test_the_mean_of_all_ranks() -> None:
     assert_means(2, "cpu", ("at once", "at the end"), "gloo")
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise ArithmeticError("on its way back")
+
+
+def gradients_after_trouble() -> list[list[float]]:
+    """On one rank: after a backward that failed, at once or deferred, and of what was frozen."""
+    found, x = [], torch.full((1, 1), 1.0 + dist.get_rank())
+    for kind in ("at once", "at the end"):
+        first, last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        parameters = [first.weight, last.weight]
+        GradientMean(parameters, dist.group.WORLD, bucket_bytes=1)
+        for parameter in parameters:
+            parameter.data.fill_(1.0)
+        with pytest.raises(ArithmeticError, match="on its way back"), deferral(kind):
+            last(Fails.apply(first(x))).sum().backward()
+        for parameter in parameters:
+            parameter.grad = None
+        with deferral(kind):
+            last(first(x)).sum().backward()
+        found.append([p.grad.item() for p in parameters])
+    frozen = nn.Linear(1, 1, bias=False).requires_grad_(False)
+    GradientMean(frozen.parameters(), dist.group.WORLD)
+    assert not frozen.weight.requires_grad
+    frozen.requires_grad_(True)(x).sum().backward()
+    return [*found, [frozen.weight.grad.item()]]
+
+
+def test_the_mean_after_a_failed_backward_and_of_what_was_frozen() -> None:
+    for found in run_on_ranks(2, gradients_after_trouble, backend="gloo"):
+        assert found == [[1.5, 1.5], [1.5, 1.5], [1.5]]
+
+
 def test_a_wire_is_float32_or_bfloat16() -> None:
     with pytest.raises(TypeError, match="dense of the wire must be float32, bfloat16 or None, got"):
         WirePrecision(dense=torch.float16)

@@ -146,6 +146,16 @@ def points_of_one_ranks_history() -> list[Any]:
     return points
 
 
+def test_a_loaded_history_forgets_what_was_on_its_way() -> None:
+    history = History(4)
+    state = history.state_dict()
+    history.add_step(torch.tensor(3.0), 1)
+    history._begin_reading()
+    history.load_state_dict(state)
+    assert not history.read_begun()
+    assert history.losses == []
+
+
 def error_of_disagreement(**texts: Any) -> str:
     try:
         check_ranks_agree(**texts)

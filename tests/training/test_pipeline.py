@@ -21,6 +21,7 @@ from tests.training.models import (
     KEYS,
     NUM_ROWS,
     TinyModel,
+    linear_loss,
     make_batch,
     make_optimizers,
     step_by_hand,
@@ -92,8 +93,10 @@ def run_static(step: StaticStep, batches: Sequence[Batch]) -> Iterator[tuple[flo
         yield loss, step.verdict(number % 2)
 
 
-def static_step(model: nn.Module, optimizers: Sequence[Any], example: Batch) -> StaticStep:
-    pipeline = TrainPipeline(model, LOSS, optimizers)
+def static_step(
+    model: nn.Module, optimizers: Sequence[Any], example: Batch, loss_fn: Any = LOSS
+) -> StaticStep:
+    pipeline = TrainPipeline(model, loss_fn, optimizers)
     return StaticStep(model, pipeline._compute_loss, optimizers, example, CPU, None)
 
 
@@ -137,6 +140,53 @@ def test_static_steps_equal_the_loop_by_hand() -> None:
         assert prepared is not None
         (lookups,) = prepared.lookups
         assert lookups.lookups.groups[0].runs.num_runs > 0
+
+
+def test_a_static_step_knows_when_the_model_has_changed() -> None:
+    model = make_model(CPU)
+    optimizers = make_optimizers(model)
+    step = static_step(model, optimizers, fixed_batch(8, 0))
+    assert not step.is_stale
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    norm.eval()
+    assert step.is_stale
+    norm.train()
+    assert not step.is_stale
+    norm.weight.requires_grad_(False)
+    assert step.is_stale
+    norm.weight.requires_grad_(True)
+    assert not step.is_stale
+    (group,) = optimizers[0].param_groups
+    group["lr"] = torch.tensor(0.125)
+    known = step._states_now()
+    group["lr"].fill_(0.5)
+    assert step._states_now() == known
+    before, group["lr"] = group["lr"], torch.tensor(0.25)
+    assert step._states_now() != known
+    group["lr"] = before
+    assert step._states_now() == known
+
+
+class CallsTwice(TinyModel):
+    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+        return super().forward(dense, sparse) + super().forward(dense, sparse)
+
+
+class LooksUpWithoutGradients(TinyModel):
+    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+        with torch.no_grad():
+            vectors = self.tables(sparse).values()
+        return self.dense(dense) + vectors.sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [CallsTwice, LooksUpWithoutGradients])
+def test_static_steps_of_a_model_equal_its_plain_ones(kind: type[TinyModel]) -> None:
+    batches, models = fixed_batches(5), [kind() for _ in range(2)]
+    optimizers = make_optimizers(models[0])
+    losses = [step_by_hand(models[0], linear_loss, optimizers, batch).item() for batch in batches]
+    step = static_step(models[1], make_optimizers(models[1]), batches[0], linear_loss)
+    assert [loss for loss, _ in run_static(step, batches)] == losses
+    assert_same_state(models[1], state_of(models[0]))
 
 
 @pytest.mark.parametrize("dense", ["Adam", "Adagrad", "fused"])

@@ -80,7 +80,8 @@ class PreparingModule(TableModule):
         for prepared in self._handed_over:
             if not is_same_batch(prepared.features, batch):
                 continue
-            if prepared.output is None:
+            # What was looked up ahead has a gradient, also for what comes after ``no_grad``.
+            if prepared.output is None or not torch.is_grad_enabled():
                 return self._look_up(features, prepared.lookups)
             if prepared.is_there is not None:
                 stream = torch.cuda.current_stream()

@@ -10,6 +10,7 @@ from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
+from torchembed.optim.learning_rate import learning_rate
 
 
 class DenseOptimizer(torch.optim.Optimizer):
@@ -87,7 +88,8 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     def before_replay(self) -> None:
         """Show what was set since, learning rates and values of parameters, to CUDA graphs that
-        hold :meth:`step`; call it before one is replayed. A tensor ``lr`` is seen anyway."""
+        hold :meth:`step`; call it before one is replayed. A tensor ``lr`` on the parameters' device
+        is seen anyway."""
         for group, buffers in zip(self.param_groups, self._buffers, strict=True):
             for buffer in buffers:
                 buffer.flat.take_changed_values()
@@ -262,7 +264,7 @@ class _Buffer:
 
     def current_lr(self, group: dict[str, Any]) -> Tensor:
         """The learning rate as a float32 tensor on the parameters' device."""
-        lr = group["lr"]
+        lr = learning_rate(group, self.step.device)
         if isinstance(lr, Tensor):
             tensor = lr.to(self.step.device, torch.float32, non_blocking=True)
         else:

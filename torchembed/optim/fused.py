@@ -9,6 +9,7 @@ from torch import Tensor
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
+from torchembed.optim.learning_rate import learning_rate
 from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
 
@@ -22,7 +23,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     optimizer.
 
     ``param_groups`` holds the usual hyperparameters, so learning-rate schedulers work; a tensor
-    ``lr`` stays on its device. ``state_dict`` holds one entry of state for each table.
+    ``lr`` on the tables' device is read there. ``state_dict`` holds one entry of state for each
+    table.
 
     With ``torch.amp.GradScaler``, ``scaler.step(optimizer)`` unscales inside the update and skips
     it on the device where a gradient is not finite; ``scaler.unscale_`` is for other optimizers
@@ -150,7 +152,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _lr(self, index: int, group: dict[str, Any], table_group: TableGroup) -> Tensor:
         """The learning rate as a float32 ``[1]`` on the tables' device; never synchronizes."""
         device = table_group.weight.device
-        lr = group["lr"]
+        lr = learning_rate(group, device)
         if isinstance(lr, Tensor):
             tensor = lr.to(device, torch.float32, non_blocking=True).reshape(1)
         else:
@@ -172,9 +174,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def before_replay(self) -> None:
         """Show learning rates that were set since to CUDA graphs that hold :meth:`step`; call it
-        before one is replayed. A tensor ``lr`` is seen anyway."""
+        before one is replayed. A tensor ``lr`` on the tables' device is seen anyway."""
         for (index, device), (known, tensor) in self._lr_tensors.items():
-            lr = self.param_groups[index]["lr"]
+            lr = learning_rate(self.param_groups[index], device)
             if not isinstance(lr, Tensor) and lr != known:
                 tensor.fill_(lr)
                 self._lr_tensors[index, device] = (lr, tensor)

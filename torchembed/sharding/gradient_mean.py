@@ -1,6 +1,8 @@
 """Gradients of dense parameters: their mean over ranks, the rule of DDP, under backward."""
 
-from collections.abc import Iterable
+import functools
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,17 +67,25 @@ class GradientMean:
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
-        """Of the backward that runs, in their order; none between backwards."""
+        """Of the backward that runs, in their order; none between them, unless one failed."""
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._reductions: list[_Reduction] = []
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._finishing: Callable[[], Any] = _nothing
+        """Gives what is to be called at the end of the backward; None where that failed."""
+        for parameter in filter(torch.is_floating_point, self._parameters):
+            # Torch takes no hooks of what is frozen, which may train later.
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.requires_grad_(is_trained)
 
     def _on_gradient(self, parameter: Tensor) -> None:
+        if self._buckets and self._finishing() is None:
+            self._discard()
         if not self._buckets:
             self._fill_buckets()
-            when_gradients_are_complete(self._finish)
+            finish = functools.partial(self._finish)
+            self._finishing = weakref.ref(finish)
+            when_gradients_are_complete(finish)
         bucket = self._bucket_of.get(parameter)
         # The engine also calls for a gradient that is deferred; that one is not there yet.
         if bucket is not None and not is_waiting(parameter):
@@ -143,6 +153,21 @@ class GradientMean:
             parts = memory.split([gradient.numel() for gradient in gradients]) if gradients else ()
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view(gradient.shape))
+        self._clear()
+
+    def _discard(self) -> None:
+        """What a backward that failed has left."""
+        for work, memory, _ in self._reductions:
+            # On a GPU it may be of a capture that failed, and not to be waited for.
+            if not memory.is_cuda:
+                wait_for(work)
+        self._clear()
+
+    def _clear(self) -> None:
         self._reductions.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+
+
+def _nothing() -> None:
+    return None

@@ -23,7 +23,11 @@ class BatchSlots:
         ]
         self._tensors = [tensors_in(batch) for batch in self.batches]
         self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._stream = None
+        if self._is_cuda:
+            self._stream = torch.cuda.Stream(device)
+            # The current stream may still use what was in this memory before.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._filled: list[torch.cuda.Event | None] = [None, None]
         self._used: list[torch.cuda.Event | None] = [None, None]
         self._pinned: list[dict[int, Tensor]] = [{}, {}]

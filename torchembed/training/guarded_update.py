@@ -39,8 +39,10 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
         optimizer.step()
     elif hasattr(optimizer, "before_replay"):
         optimizer.skip = skip  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.skip = None  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.skip = None  # type: ignore[attr-defined]
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
         of_scaler: Any = optimizer
         of_scaler.found_inf, of_scaler.grad_scale = skip[0], None

@@ -182,6 +182,7 @@ class History:
             HeldOutPoint(step, Evaluation(*evaluation))
             for step, *evaluation in state_dict["held_out"]
         ]
+        self._readings.clear()
         self._loss_sum, self._unread_samples = None, 0
         self._unread_steps = state_dict["unread_steps"]
         if rank() == 0 or state_dict["num_ranks"] == world_size():

@@ -72,8 +72,10 @@ class TrainPipeline:
     before the process group is destroyed.
 
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
-    ``lr`` are captured, others step right after the graph. Hyperparameters but ``lr`` must stay as
-    they are.
+    ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
+    must stay as they are. Parameters may be frozen, moved or loaded between steps, and modules set
+    to training or evaluation: steps are captured anew. Where that concerns tables of some ranks
+    only, :meth:`close` the pipeline on every rank then, so that all of them do.
 
     A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
     as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
@@ -130,7 +132,9 @@ class TrainPipeline:
         Args:
             batches: what :func:`~torchembed.data.batch.as_batch` takes; without ``loss_fn`` any
                 nested tuples, lists, dicts and dataclasses of tensors. Each call is given the same
-                iterator, which is read two batches ahead. Every rank's gives equally many.
+                iterator, which is read two batches ahead on a GPU: a position in the data that is
+                to be saved, :class:`Epochs` too, is right once the iterator has ended, as it has
+                after each :func:`train`. Every rank's gives equally many.
 
         Returns:
             The loss, the model's output and the batch; the next step but one may overwrite them.
@@ -144,6 +148,8 @@ class TrainPipeline:
         """
         while len(self._in_flight) >= _STEPS_AHEAD:
             self._finish_oldest()
+        if self._static is not None and self._static.is_stale:
+            self.close()
         if not self._upcoming:
             self._read(batches)
         if self._captures and len(self._upcoming) == 1:
@@ -237,8 +243,6 @@ class TrainPipeline:
 
     def _is_ready(self, now: _Upcoming) -> bool:
         """Make the static step ready for ``now``; False where there is none any more."""
-        if self._static is not None and self._static.is_stale:
-            self._release()
         is_new, static = self._static is None, self._static_for(now.batch)
         if is_new:
             static.slots.fill(now.turn, now.batch)

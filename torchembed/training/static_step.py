@@ -72,8 +72,9 @@ class StaticStep:
         self._model, self._compute_loss, self._group = model, compute_loss, group
         modules = [module for module in model.modules() if isinstance(module, TableModule)]
         self._table_sets = [module._table_set for module in modules]
-        self._parameters = list(model.parameters())
-        self._memory = self._memory_now()
+        self._parameters, self._modules = list(model.parameters()), list(model.modules())
+        self._is_cuda = device.type == "cuda"
+        self._model_before = self._model_now()
         self._optimizers = list(optimizers)
         self._table_optimizers = [o for o in optimizers if isinstance(o, FusedOptimizer)]
         captured = [o for o in optimizers if follows_replays(o)]
@@ -86,7 +87,6 @@ class StaticStep:
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
         self._states: list[int] = []
-        self._is_cuda = device.type == "cuda"
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = None
         if self._is_cuda:
@@ -97,12 +97,14 @@ class StaticStep:
             self._ids_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
 
-    def _memory_now(self) -> Any:
+    def _model_now(self) -> Any:
         groups = [list(table_set.current_groups()) for table_set in self._table_sets]
-        return groups, [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+        parameters = [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+        return groups, parameters, [module.training for module in self._modules]
 
     def _states_now(self) -> list[int]:
-        """Where the states of torch's own captured optimizers are: loading them moves them."""
+        """Where the states of torch's own captured optimizers are, since loading moves them, and
+        the learning rates that captured steps read."""
         states = [
             state
             for optimizer in self._dense_optimizers
@@ -110,14 +112,17 @@ class StaticStep:
             for of_parameter in optimizer.state.values()
             for state in of_parameter.values()
         ]
-        return [state.data_ptr() for state in states if isinstance(state, Tensor)]
+        captured = (*self._table_optimizers, *self._dense_optimizers)
+        rates = [group["lr"] for optimizer in captured for group in optimizer.param_groups]
+        rates = [r for r in rates if isinstance(r, Tensor) and r.is_cuda == self._is_cuda]
+        return [tensor.data_ptr() for tensor in (*states, *rates) if isinstance(tensor, Tensor)]
 
     @property
     def is_stale(self) -> bool:
-        """Whether tables were regrouped since, parameters frozen or given other memory, or states
-        that a capture knows replaced."""
+        """Whether tables were regrouped since, parameters frozen or given other memory, modules set
+        to training or evaluation, or states or learning rates that a capture knows replaced."""
         moved = self._has_captured and self._states != self._states_now()
-        return moved or self._memory != self._memory_now()
+        return moved or self._model_before != self._model_now()
 
     def prepare(self, turn: int) -> None:
         """Prepare the batch in slot ``turn`` by itself, where no step before did it."""
@@ -146,6 +151,9 @@ class StaticStep:
             if state.graph is not None:
                 state.graph.reset()
                 state.graph = None
+        # Before the slots' memory is used for something else.
+        for slot in (0, 1):
+            self.slots.wait_until_filled(slot)
 
     def run(self, turn: int) -> StepResult:
         """Train the batch of ``turn``, and prepare what lies in the other slot.
@@ -307,7 +315,9 @@ class _Turn:
         """Take the ``verdict``, and copy it to the host's memory without waiting."""
         self.verdict = verdict
         if verdict is not None:
-            self.report = verdict.to_host(self.report)
+            # The first step may look the same ids up twice, that are prepared once from then on.
+            is_alike = self.report is not None and len(self.report) == 1 + len(verdict.found)
+            self.report = verdict.to_host(self.report if is_alike else None)
 
 
 def _copy_tree(source: Any, target: Any) -> None:
