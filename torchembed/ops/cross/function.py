@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from torchembed.core import checks
 from torchembed.ops.cross.schema import cross_epilogue_backward_op, cross_epilogue_forward_op
+from torchembed.ops.linear import linear
 
 
 class _CrossEpilogue(torch.autograd.Function):
@@ -89,4 +89,4 @@ def full_rank_cross(x0: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tens
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    return cross_epilogue(x0, functional.linear(x, weight), bias, x)
+    return cross_epilogue(x0, linear(x, weight), bias, x)
