@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests import lanes
 from tests.repeats import assert_repeats
 from tests.tolerance import assert_follows
 from tests.tracing import compiled_once
@@ -129,3 +130,11 @@ def test_bad_arguments_are_named(device: torch.device) -> None:
         binary_cross_entropy(logits, labels.long())
     with pytest.raises(ValueError, match=r"labels must be on .* as logits is, got meta"):
         binary_cross_entropy(logits, labels.to("meta"))
+
+
+@pytest.mark.parametrize("op", ["binary_cross_entropy_forward", "binary_cross_entropy_backward"])
+def test_the_lane_runs_its_kernels(op: str, device: torch.device) -> None:
+    lane = lanes.required_lane()
+    if lane is None:
+        pytest.skip("TORCHEMBED_LANE requires no lane, so any kernel will do")
+    assert lanes.picked_kernel(op, device) == ("reference" if lane == "native" else lane)

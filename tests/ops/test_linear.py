@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests import lanes
 from tests.repeats import assert_repeats
 from tests.tolerance import assert_same_bits
 from tests.tracing import compiled_once
@@ -318,3 +319,11 @@ def test_what_cannot_be_deferred(device: torch.device) -> None:
     # It left nothing behind.
     layer(x).sum().backward()
     assert layer[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("op", ["linear_relu_backward", "sum_rows"])
+def test_the_lane_runs_its_kernels(op: str, device: torch.device) -> None:
+    lane = lanes.required_lane()
+    if lane is None:
+        pytest.skip("TORCHEMBED_LANE requires no lane, so any kernel will do")
+    assert lanes.picked_kernel(op, device) == ("reference" if lane == "native" else lane)

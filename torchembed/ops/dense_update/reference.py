@@ -1,5 +1,7 @@
 """The specification of ``dense_update`` in eager torch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,40 +12,13 @@ _BLOCK = 1 << 15
 """Elements updated at once, so that what lies between is in a CPU's cache."""
 
 
-def dense_update_reference(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    rounded: Tensor | None,
-    grad: Tensor,
-    lr: Tensor,
-    step: Tensor | None,
-    grad_multiplier: Tensor | None,
-    skip: Tensor | None,
-    optimizer: int,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-) -> None:
-    for first in range(0, weight.numel(), _BLOCK):
+def dense_update_reference(*arguments: Any) -> None:
+    """The arguments are the schema's: five flat tensors, then what all of their blocks share."""
+    flat, shared = arguments[:5], arguments[5:]
+    for first in range(0, flat[0].numel(), _BLOCK):
         block = slice(first, first + _BLOCK)
-        _update_block(
-            weight[block],
-            None if state0 is None else state0[block],
-            None if state1 is None else state1[block],
-            None if rounded is None else rounded[block],
-            grad[block],
-            lr,
-            step,
-            grad_multiplier,
-            skip,
-            optimizer,
-            eps,
-            beta1,
-            beta2,
-            weight_decay,
-        )
+        blocks: list[Any] = [None if tensor is None else tensor[block] for tensor in flat]
+        _update_block(*blocks, *shared)
 
 
 def _update_block(
