@@ -10,6 +10,7 @@ from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
+from torchembed.optim.hyperparameters import check_hyperparameters
 from torchembed.optim.learning_rate import learning_rate
 
 
@@ -56,12 +57,7 @@ class DenseOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"dtype must be float32, float16 or bfloat16, got {checks.dtype_name(dtype)}"
             )
-        for name, value in defaults.items():
-            if name == "betas":
-                if not all(0.0 <= beta < 1.0 for beta in value):
-                    raise ValueError(f"betas must be in [0, 1), got {value}")
-            elif not isinstance(value, Tensor) and not value >= 0.0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+        check_hyperparameters(defaults)
         self._dtype = dtype
         self._buffers: list[list[_Buffer]] = []
         super().__init__(params, defaults)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
+from torchembed.optim.hyperparameters import check_hyperparameters
 from torchembed.optim.learning_rate import learning_rate
 from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
@@ -49,12 +50,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, stochastic_rounding: bool
     ) -> None:
-        for name, value in defaults.items():
-            if name == "betas":
-                if not all(0.0 <= beta < 1.0 for beta in value):
-                    raise ValueError(f"betas must be in [0, 1), got {value}")
-            elif not isinstance(value, Tensor) and not value >= 0.0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+        check_hyperparameters(defaults)
         self._key: object | None = None
         super().__init__(params, defaults)
         self._key = object()
