@@ -43,6 +43,7 @@ def config(data: Path | None = None) -> CtrConfig:
         dropout=0.4,
         batch_norm=True,
         learning_rate=0.001,
+        min_improvement=1e-6,
     )
 
 
