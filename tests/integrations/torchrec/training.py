@@ -1,0 +1,203 @@
+"""A model in TorchRec's own style, trained with TorchRec's sharders or with ours."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchembed.integrations import torchrec as ours
+
+DIM = 16
+NUM_DENSE = 4
+BATCH_SIZE = 32
+TABLES = {"a": 50, "b": 200, "c": 1000, "d": 30}
+FEATURES = {"a": ["user"], "b": ["item"], "c": ["words", "tags"], "d": ["user"]}
+"""``user`` looks up two tables, and ``c`` is looked up by two features."""
+IDS = {"user": 30, "item": 200, "words": 1000, "tags": 1000}
+
+
+def sharder_of(kind: type, whose: str, **arguments: Any) -> Any:
+    if whose == "theirs":
+        return kind(**arguments)
+    return getattr(ours, kind.__name__)(**arguments)
+
+
+def placement(name: str, table: int) -> Any:
+    """A generator of a table's shards; tables take turns."""
+    num_ranks = dist.get_world_size()
+    rank = table % num_ranks
+    return {
+        "table_wise": lambda: table_wise(rank=rank),
+        "row_wise": row_wise,
+        "column_wise": lambda: column_wise(ranks=[rank, (rank + 1) % num_ranks]),
+        "data_parallel": data_parallel,
+        "table_row_wise": lambda: table_row_wise(host_index=table % max(num_ranks // 2, 1)),
+    }[name]()
+
+
+def plan_of(module: nn.Module, placements: Sequence[str], device_type: str) -> ShardingPlan:
+    """Tables take the placements in turns."""
+    num_ranks = dist.get_world_size()
+    plan = construct_module_sharding_plan(
+        module,
+        {
+            name: placement(placements[number % len(placements)], number)
+            for number, name in enumerate(TABLES)
+        },
+        local_size=2 if "table_row_wise" in placements else num_ranks,
+        world_size=num_ranks,
+        device_type=device_type,
+    )
+    return ShardingPlan(plan={"sparse": plan})
+
+
+class Bags(nn.Module):
+    """Pooled vectors and dense features to one logit."""
+
+    def __init__(self, *, is_weighted: bool, pooling: PoolingType, dims: Mapping[str, int]) -> None:
+        super().__init__()
+        self.sparse = torchrec.EmbeddingBagCollection(
+            device=torch.device("meta"),
+            is_weighted=is_weighted,
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=dims.get(name, DIM),
+                    feature_names=FEATURES[name],
+                    pooling=pooling,
+                )
+                for name, rows in TABLES.items()
+            ],
+        )
+        width = sum(dims.get(name, DIM) * len(FEATURES[name]) for name in TABLES)
+        self.over = nn.Sequential(nn.Linear(NUM_DENSE + width, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, dense: Tensor, features: Any) -> Tensor:
+        return self.over(torch.cat([dense, self.sparse(features).values()], dim=1)).squeeze(1)
+
+
+def batch(step: int, device: torch.device, *, weighted: bool) -> tuple[Tensor, Any, Tensor]:
+    """Dense features, sparse ones and labels of a step on this rank; bags may be empty."""
+    generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
+    lengths = torch.randint(0, 5, (len(IDS), BATCH_SIZE), generator=generator)
+    counts = lengths.sum(dim=1).tolist()
+    values = [
+        # Few ids often, so that rows repeat within a batch.
+        (torch.rand(count, generator=generator) ** 3 * rows).long()
+        for count, rows in zip(counts, IDS.values(), strict=True)
+    ]
+    weights = torch.rand(sum(counts), generator=generator) + 0.5 if weighted else None
+    features = torchrec.KeyedJaggedTensor(
+        keys=list(IDS), values=torch.cat(values), lengths=lengths.flatten().int(), weights=weights
+    )
+    dense = torch.randn(BATCH_SIZE, NUM_DENSE, generator=generator)
+    labels = (dense.sum(dim=1) + lengths[0] - 2 > 0).float()
+    return dense.to(device), features.to(device), labels.to(device)
+
+
+class Run(NamedTuple):
+    model: Any
+    optimizer: Any
+    device: torch.device
+    weighted: bool
+
+    def steps(self, first: int, last: int, after: Callable[[], None] | None = None) -> list[float]:
+        """The losses of steps ``[first, last)``."""
+        losses = []
+        for step in range(first, last):
+            dense, features, labels = batch(step, self.device, weighted=self.weighted)
+            self.optimizer.zero_grad()
+            logits = self.model(dense, features)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+            loss.backward()
+            self.optimizer.step()
+            if after is not None:
+                after()
+            losses.append(loss.item())
+        return losses
+
+
+def make_run(
+    whose: str,
+    device: torch.device,
+    placements: Sequence[str],
+    optimizer: type[torch.optim.Optimizer],
+    settings: Mapping[str, Any],
+    *,
+    weighted: bool = False,
+    pooling: PoolingType = PoolingType.SUM,
+    dims: Mapping[str, int] | None = None,
+    fused_params: Mapping[str, Any] | None = None,
+    codecs: Any = None,
+    env: ShardingEnv | None = None,
+) -> Run:
+    """A model that begins alike whosever sharders it has."""
+    torch.manual_seed(7)
+    model = Bags(is_weighted=weighted, pooling=pooling, dims=dims or {})
+    model.over.to(device)
+    _apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(settings))
+    sharder = sharder_of(
+        EmbeddingBagCollectionSharder,
+        whose,
+        fused_params=dict(fused_params or {}),
+        qcomm_codecs_registry=codecs,
+    )
+    sharded = DistributedModelParallel(
+        model,
+        env=env,
+        device=device,
+        plan=plan_of(model.sparse, placements, device.type),
+        sharders=[sharder],
+    )
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    of_dense = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05))
+    both = CombinedOptimizer([sharded.fused_optimizer, of_dense])
+    return Run(sharded, both, device, weighted)
+
+
+def whole(value: Any) -> Tensor:
+    """A sharded tensor's elements on every rank, float64; its own where it is not sharded."""
+    if hasattr(value, "to_local"):
+        local = value.to_local()
+        total = torch.zeros(value.size(), dtype=torch.float64)
+        for part, offsets in zip(local.local_shards(), local.local_offsets(), strict=True):
+            _place(total, part, offsets)
+    elif hasattr(value, "local_shards"):
+        total = torch.zeros(value.size(), dtype=torch.float64)
+        for shard in value.local_shards():
+            _place(total, shard.tensor, shard.metadata.shard_offsets)
+    else:
+        return value.detach().cpu().double()
+    dist.all_reduce(total)
+    return total
+
+
+def _place(total: Tensor, part: Tensor, offsets: Sequence[int]) -> None:
+    where = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+    total[where] = part.detach().cpu().double()
+
+
+def weights_of(run: Run) -> Tensor:
+    """All elements of all parameters."""
+    state = run.model.state_dict()
+    return torch.cat([whole(state[name]).flatten() for name in sorted(state)])

@@ -1,0 +1,1 @@
+"""Other projects' dialects over the rooms below, one package for each."""

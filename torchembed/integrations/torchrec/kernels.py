@@ -1,0 +1,169 @@
+"""TorchRec's four embedding kernels over our tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torch import Tensor
+from torchrec.distributed.batched_embedding_kernel import (
+    BaseBatchedEmbedding,
+    BaseBatchedEmbeddingBag,
+    BatchedDenseEmbedding,
+    BatchedDenseEmbeddingBag,
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+    EmbeddingFusedOptimizer,
+    _gen_named_parameters_by_table_dense,
+)
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import data_type_to_sparse_type
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchembed.core.types import Pooling
+from torchembed.integrations.torchrec.settings import output_dtype, update_settings
+from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
+from torchembed.tables import Table, TableSpec
+
+_POOLINGS = {
+    PoolingMode.SUM: Pooling.SUM,
+    PoolingMode.MEAN: Pooling.MEAN,
+    PoolingMode.NONE: None,
+}
+
+
+def _tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Table]:
+    """What ``config`` says that this rank holds."""
+    tables = []
+    for table in config.embedding_tables:
+        metadata: Any = table.local_metadata
+        row, column = (0, 0) if metadata is None else metadata.shard_offsets
+        spec = TableSpec(
+            name=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim, dtype=dtype
+        )
+        tables.append(
+            Table(
+                spec,
+                first_row=row,
+                num_rows=table.local_rows,
+                first_column=column,
+                num_columns=table.local_cols,
+            )
+        )
+    return tables
+
+
+def _shape(
+    config: GroupedEmbeddingConfig, pooling: PoolingMode, feature_tables: Sequence[int]
+) -> dict[str, Any]:
+    """What fused and dense tables are both made from."""
+    precision: SparseType = data_type_to_sparse_type(config.data_type)
+    return {
+        "tables": _tables(config, precision.as_dtype()),
+        "feature_tables": feature_tables,
+        "pooling": _POOLINGS[pooling],
+        "precision": precision,
+        "output_dtype": output_dtype(config.fused_params or {}),
+    }
+
+
+def _make_fused(
+    kernel: Any,
+    pg: dist.ProcessGroup | None,
+    device: torch.device,
+    pooling: PoolingMode,
+) -> None:
+    """The rest of a fused kernel's ``__init__``, where TorchRec's would make FBGEMM's tables."""
+    config = kernel.config
+    settings = update_settings(config.fused_params or {})
+    kernel._emb_module = FusedTables(
+        **_shape(config, pooling, kernel._feature_table_map), device=device, settings=settings
+    )
+    kernel._optim = EmbeddingFusedOptimizer(config, kernel._emb_module, pg)
+    kernel.init_parameters()
+
+
+def _make_dense(kernel: Any, device: torch.device, pooling: PoolingMode) -> None:
+    """As :func:`_make_fused`, of a kernel whose tables have ordinary gradients."""
+    config = kernel.config
+    kernel._emb_module = DenseTables(
+        **_shape(config, pooling, kernel._feature_table_map), device=device
+    )
+    counts = kernel.table_name_to_count.copy()
+    parameters = _gen_named_parameters_by_table_dense(kernel._emb_module, counts, config)
+    kernel._param_per_table = dict(parameters)
+    kernel.init_parameters()
+
+
+def _look_up(kernel: Any, features: KeyedJaggedTensor, *, weighted: bool) -> Tensor:
+    weights = features.weights_or_none() if weighted else None
+    if weights is not None:
+        # TorchRec keeps other things in weights that are no floating point numbers.
+        weights = weights.float() if weights.is_floating_point() else None
+    ids, offsets = features.values(), features.offsets()
+    return kernel._emb_module(
+        ids.to(kernel._embedding_table_index_type), offsets.to(ids.dtype), weights
+    )
+
+
+class FusedBags(BatchedFusedEmbeddingBag):
+    """Pooled vectors; backward updates the tables."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
+        _make_fused(self, pg, device, self._pooling)
+
+    def forward(self, features: KeyedJaggedTensor, *_: Any) -> Tensor:
+        return _look_up(self, features, weighted=True)
+
+
+class DenseBags(BatchedDenseEmbeddingBag):
+    """Pooled vectors; the tables have ordinary gradients."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
+        _make_dense(self, device, self._pooling)
+
+    def forward(self, features: KeyedJaggedTensor, *_: Any) -> Tensor:
+        return _look_up(self, features, weighted=True)
+
+
+class FusedSequences(BatchedFusedEmbedding):
+    """A vector for each id; backward updates the tables."""
+
+    def __init__(
+        self, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        BaseBatchedEmbedding.__init__(self, config, pg, device)
+        _make_fused(self, pg, device, PoolingMode.NONE)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return _look_up(self, features, weighted=False)
+
+
+class DenseSequences(BatchedDenseEmbedding):
+    """A vector for each id; the tables have ordinary gradients."""
+
+    def __init__(
+        self, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        BaseBatchedEmbedding.__init__(self, config, pg, device)
+        _make_dense(self, device, PoolingMode.NONE)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return _look_up(self, features, weighted=False)

@@ -1,0 +1,69 @@
+"""TorchRec's lookups with our kernels in them."""
+
+from typing import Any
+
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
+from torchrec.distributed.types import ShardingType
+
+from torchembed.integrations.torchrec.kernels import (
+    DenseBags,
+    DenseSequences,
+    FusedBags,
+    FusedSequences,
+)
+from torchembed.integrations.torchrec.versions import lookup_arguments
+
+_SHARDING_TYPES = {
+    RwPooledEmbeddingSharding: ShardingType.ROW_WISE,
+    TwRwPooledEmbeddingSharding: ShardingType.TABLE_ROW_WISE,
+}
+"""Of the shardings whose ranks hold parts of a bag, so that a mean is taken after the exchange."""
+
+
+class PooledLookup(GroupedPooledEmbeddingsLookup):
+    """Pooled vectors of the tables of one sharding on this rank."""
+
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        device: Any,
+        pg: Any,
+        sharding_type: ShardingType | None,
+        env: Any,
+    ) -> BaseEmbedding:
+        is_dense = config.compute_kernel is EmbeddingComputeKernel.DENSE
+        return (DenseBags if is_dense else FusedBags)(config, pg, device, sharding_type)
+
+
+class SequenceLookup(GroupedEmbeddingsLookup):
+    """A vector for each id, of the tables of one sharding on this rank."""
+
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
+    ) -> BaseEmbedding:
+        is_dense = config.compute_kernel is EmbeddingComputeKernel.DENSE
+        return (DenseSequences if is_dense else FusedSequences)(config, pg, device)
+
+
+def pooled_lookup_of(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> PooledLookup:
+    """What stands where ``sharding.create_lookup()`` would."""
+    return PooledLookup(
+        **lookup_arguments(sharding)._asdict(),
+        # The mean over ranks of data-parallel tables is DDP's, not the exchange's.
+        scale_weight_gradients=not isinstance(sharding, DpPooledEmbeddingSharding),
+        sharding_type=_SHARDING_TYPES.get(type(sharding)),
+    )
+
+
+def sequence_lookup_of(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> SequenceLookup:
+    """What stands where ``sharding.create_lookup()`` would."""
+    return SequenceLookup(**lookup_arguments(sharding)._asdict())

@@ -1,0 +1,154 @@
+"""TorchRec's settings in our terms, and which of them we have."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import DataType
+
+from torchembed.core.types import OptimizerKind
+from torchembed.integrations.torchrec.tables import UpdateSettings
+from torchembed.ops.rowwise_update import UpdateRule
+
+OPTIMIZERS = {
+    EmbOptimType.EXACT_SGD: OptimizerKind.SGD,
+    EmbOptimType.EXACT_ADAGRAD: OptimizerKind.ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: OptimizerKind.ROWWISE_ADAGRAD,
+    EmbOptimType.ADAM: OptimizerKind.ADAM,
+}
+
+SHARDING_TYPES = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.DATA_PARALLEL.value,
+)
+
+_DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
+_OUTPUT_TYPES = (SparseType.FP32, SparseType.FP16, SparseType.BF16)
+
+_USED = frozenset(
+    (
+        *("optimizer", "learning_rate", "eps", "beta1", "beta2", "weight_decay"),
+        *("weight_decay_mode", "stochastic_rounding", "output_dtype", "bounds_check_mode"),
+    )
+)
+_NOTHING_TO_DO = frozenset(
+    (
+        # Of FBGEMM's caches, which tables in device memory have none of.
+        *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory"),
+        *("cache_precision", "enforce_hbm", "prefetch_pipeline", "multipass_prefetch_config"),
+        *("uvm_non_rowwise_momentum", "uvm_host_mapped", "gather_uvm_cache_stats"),
+        *("record_cache_metrics", "table_names"),
+        # Of optimizers that are refused by name.
+        *("momentum", "eta"),
+        # The kernels see to it.
+        *("embedding_table_index_type", "embedding_table_offset_type"),
+    )
+)
+_ONLY_AS = {
+    "gradient_clipping": False,
+    "max_norm": 0.0,
+    "enable_raw_embedding_streaming": False,
+    "use_experimental_tbe": False,
+}
+"""Settings that we have in this value alone."""
+
+
+def output_dtype(fused_params: dict[str, Any]) -> torch.dtype:
+    """Of the looked up vectors."""
+    return fused_params.get("output_dtype", SparseType.FP32).as_dtype()
+
+
+def update_settings(fused_params: dict[str, Any]) -> UpdateSettings:
+    """FBGEMM's arguments in our terms, with its defaults."""
+    kind = OPTIMIZERS[fused_params.get("optimizer", EmbOptimType.EXACT_SGD)]
+    rule = UpdateRule(
+        kind=kind,
+        eps=fused_params.get("eps", 1.0e-8),
+        beta1=fused_params.get("beta1", 0.9),
+        beta2=fused_params.get("beta2", 0.999),
+        weight_decay=fused_params["weight_decay"] if _decays(fused_params) else 0.0,
+    )
+    return UpdateSettings(
+        rule=rule,
+        learning_rate=fused_params.get("learning_rate", 0.01),
+        stochastic_rounding=fused_params.get("stochastic_rounding", True),
+        bounds_check=fused_params.get("bounds_check_mode", BoundsCheckMode.WARNING),
+    )
+
+
+def _decays(fused_params: dict[str, Any]) -> bool:
+    """Whether FBGEMM heeds ``weight_decay``: SGD and Adagrad do not, row-wise Adagrad where a mode
+    is given, Adam always."""
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if not fused_params.get("weight_decay"):
+        return False
+    mode = fused_params.get("weight_decay_mode", WeightDecayMode.NONE)
+    return optimizer is EmbOptimType.ADAM or (
+        optimizer is EmbOptimType.EXACT_ROWWISE_ADAGRAD and mode is not WeightDecayMode.NONE
+    )
+
+
+def _unsupported_fused_params(fused_params: dict[str, Any]) -> str | None:
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if optimizer not in OPTIMIZERS:
+        return f"its optimizer is {optimizer}"
+    output = fused_params.get("output_dtype", SparseType.FP32)
+    if output not in _OUTPUT_TYPES:
+        return f"its output_dtype is {output}"
+    mode = fused_params.get("weight_decay_mode", WeightDecayMode.NONE)
+    if mode not in (WeightDecayMode.NONE, WeightDecayMode.L2):
+        return f"its weight_decay_mode is {mode}"
+    if optimizer is EmbOptimType.ADAM and _decays(fused_params):
+        return "FBGEMM's Adam decouples weight_decay"
+    for name, value in fused_params.items():
+        if name in _USED or name in _NOTHING_TO_DO or name == "max_gradient":
+            continue  # max_gradient counts under gradient_clipping alone
+        if name not in _ONLY_AS or value != _ONLY_AS[name]:
+            return f"its fused_params have {name} = {value}"
+    return None
+
+
+def unsupported(
+    params: dict[str, ParameterSharding],
+    infos: Iterable[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None,
+) -> str | None:
+    """Why a collection cannot be ours, or None where it can. The same on every rank.
+
+    Args:
+        params: the plan of its tables.
+        infos: what TorchRec makes of its tables, plan and optimizers.
+    """
+    if type(env) is not ShardingEnv:
+        return f"2-D parallelism ({type(env).__name__}) places it"
+    if env.process_group is None:
+        return "it has no process group"
+    if device is not None and device.type not in ("cpu", "cuda"):
+        return f"it is on {device}"
+    kernels = {EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value}
+    for name, sharding in params.items():
+        if sharding.sharding_type not in SHARDING_TYPES:
+            return f"table {name} is sharded {sharding.sharding_type}"
+        if sharding.compute_kernel not in kernels:
+            return f"table {name} has compute kernel {sharding.compute_kernel}"
+    for info in infos:
+        config = info.embedding_config
+        if config.data_type not in _DATA_TYPES:
+            return f"table {config.name} has data type {config.data_type}"
+        for feature in ("use_virtual_table", "enable_embedding_update", "stash_weights"):
+            if getattr(config, feature, False):
+                return f"table {config.name} has {feature}"
+        reason = _unsupported_fused_params(info.fused_params or {})
+        if reason is not None:
+            return f"table {config.name}: {reason}"
+    return None

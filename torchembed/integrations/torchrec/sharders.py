@@ -1,0 +1,146 @@
+"""Sharders for ``DistributedModelParallel``, and what TorchRec keeps for itself."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed import sharding_plan
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionSharder as TorchrecEmbeddingCollectionSharder,
+)
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder as TorchrecEmbeddingBagCollectionSharder,
+)
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from torchembed.integrations.torchrec.settings import unsupported
+from torchembed.integrations.torchrec.sharded import (
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+)
+
+_logger = logging.getLogger("torchembed.integrations.torchrec")
+
+# Taken on import, since install() replaces them.
+torchrec_shard_bags = TorchrecEmbeddingBagCollectionSharder.shard
+torchrec_shard_sequences = TorchrecEmbeddingCollectionSharder.shard
+
+
+def announce_fallback(env: ShardingEnv, module: nn.Module, name: str | None, reason: str) -> None:
+    """Say on one rank that TorchRec shards ``module``, and why."""
+    if env.rank == 0:
+        place = f" ({name})" if name else ""
+        _logger.warning(
+            "%s%s is sharded by TorchRec itself, since %s", type(module).__name__, place, reason
+        )
+
+
+def shard_bags(
+    sharder: Any,
+    module: EmbeddingBagCollection,
+    params: dict[str, ParameterSharding],
+    env: ShardingEnv,
+    device: torch.device | None = None,
+    module_fqn: str | None = None,
+) -> Any:
+    """``sharder.shard`` for an ``EmbeddingBagCollection``."""
+    groups = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
+        module, params, "embedding_bags.", sharder.fused_params
+    )
+    reason = unsupported(params, itertools.chain(*groups.values()), env, device)
+    if reason is not None:
+        announce_fallback(env, module, module_fqn, reason)
+        return torchrec_shard_bags(sharder, module, params, env, device, module_fqn)
+    return ShardedEmbeddingBagCollection(
+        module=module,
+        table_name_to_parameter_sharding=params,
+        env=env,
+        fused_params=sharder.fused_params,
+        device=device,
+        qcomm_codecs_registry=sharder.qcomm_codecs_registry,
+        module_fqn=module_fqn,
+        sharded_module_order_overwrite=sharder._sharded_module_order_overwrite,
+    )
+
+
+def shard_sequences(
+    sharder: Any,
+    module: EmbeddingCollection,
+    params: dict[str, ParameterSharding],
+    env: ShardingEnv,
+    device: torch.device | None = None,
+    module_fqn: str | None = None,
+) -> Any:
+    """``sharder.shard`` for an ``EmbeddingCollection``."""
+    groups = ShardedEmbeddingCollection.create_grouped_sharding_infos(
+        module, params, sharder.fused_params
+    )
+    reason = unsupported(params, itertools.chain(*groups.values()), env, device)
+    if reason is not None:
+        announce_fallback(env, module, module_fqn, reason)
+        return torchrec_shard_sequences(sharder, module, params, env, device, module_fqn)
+    return ShardedEmbeddingCollection(
+        module,
+        params,
+        env,
+        sharder.fused_params,
+        device,
+        qcomm_codecs_registry=sharder.qcomm_codecs_registry,
+        use_index_dedup=sharder._use_index_dedup,
+        module_fqn=module_fqn,
+    )
+
+
+class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
+    """Shards ``EmbeddingBagCollection`` over our tables, with TorchRec's plans and checkpoints.
+
+    Arguments are those of TorchRec's class of that name. A collection that has what we have not is
+    sharded by that one, as a whole; a line in the log says so, and why.
+    """
+
+    shard = shard_bags
+
+    @property
+    def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
+        return ShardedEmbeddingBagCollection
+
+
+class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
+    """Shards ``EmbeddingCollection``; otherwise as :class:`EmbeddingBagCollectionSharder`."""
+
+    shard = shard_sequences
+
+    @property
+    def sharded_module_type(self) -> type[ShardedEmbeddingCollection]:
+        return ShardedEmbeddingCollection
+
+
+def announcing(shard: Callable[..., Any]) -> Callable[..., Any]:
+    """``shard`` of another sharder of TorchRec's, bound, which says that it was used."""
+
+    def announced(
+        module: nn.Module, params: Any, env: ShardingEnv, *args: Any, **named: Any
+    ) -> Any:
+        reason = "only EmbeddingBagCollection and EmbeddingCollection are ours"
+        announce_fallback(env, module, named.get("module_fqn"), reason)
+        return shard(module, params, env, *args, **named)
+
+    return announced
+
+
+def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
+    """TorchRec's default sharders, ours in the place of two of them."""
+    ours: dict[Any, Any] = {
+        EmbeddingBagCollection: EmbeddingBagCollectionSharder(),
+        EmbeddingCollection: EmbeddingCollectionSharder(),
+    }
+    sharders = []
+    for sharder in sharding_plan.get_default_sharders():
+        if sharder.module_type not in ours:
+            sharder.shard = announcing(sharder.shard)  # type: ignore[method-assign]
+        sharders.append(ours.get(sharder.module_type, sharder))
+    return sharders

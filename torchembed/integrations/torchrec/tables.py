@@ -1,0 +1,334 @@
+"""Our tables where TorchRec's kernels hold FBGEMM's: the part of its interface that TorchRec uses.
+
+``embedding_specs``, ``weights_precision``, ``weights_dev``, ``weights_host``,
+``weights_physical_offsets``, ``split_embedding_weights``, ``get_optimizer_state``,
+``set_learning_rate`` and their like are FBGEMM's names and forms.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    EmbeddingLocation,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
+from torch import Tensor, nn
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.types import OnBadId, OptimizerKind, Pooling
+from torchembed.modules.slots import select_features
+from torchembed.ops.linearize_ids import linearize_ids
+from torchembed.ops.pooled_lookup import pooled_lookup
+from torchembed.ops.row_gradients import GradientSink
+from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
+from torchembed.ops.segments import find_runs
+from torchembed.ops.sequence_lookup import sequence_lookup
+from torchembed.tables import Table, TableGroup
+
+STATE_NAMES = {
+    OptimizerKind.SGD: (),
+    OptimizerKind.ADAGRAD: ("sum",),
+    OptimizerKind.ROWWISE_ADAGRAD: ("sum",),
+    OptimizerKind.ADAM: ("exp_avg", "exp_avg_sq"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How the rows of some tables change in backward, and how their ids are checked."""
+
+    rule: UpdateRule
+    learning_rate: float
+    stochastic_rounding: bool
+    bounds_check: BoundsCheckMode
+
+
+class Layout:
+    """Tables in one flat ``[elements]``, those of one width next to each other: a group.
+
+    Args:
+        tables: what this rank holds, in TorchRec's order.
+        feature_tables: for each feature, the number of its table.
+        flat: all their rows.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], feature_tables: Sequence[int], flat: Tensor
+    ) -> None:
+        self.groups: list[TableGroup] = []
+        self.features: list[list[int]] = []
+        """The features that each group serves."""
+        self.spans: list[tuple[int, int]] = []
+        """Where each group's elements are."""
+        self.offsets = [0] * len(tables)
+        """Where each table's elements begin."""
+        first_rows = [0] * len(tables)
+        begin = 0
+        for width in dict.fromkeys(table.num_columns for table in tables):
+            numbers = [n for n, table in enumerate(tables) if table.num_columns == width]
+            members = [tables[n] for n in numbers]
+            end = begin + width * sum(table.num_rows for table in members)
+            group = TableGroup(members, flat[begin:end].view(-1, width))
+            for number, first_row in zip(numbers, group.first_rows, strict=False):
+                first_rows[number] = first_row
+                self.offsets[number] = begin + first_row * width
+            self.groups.append(group)
+            self.features.append([f for f, table in enumerate(feature_tables) if table in numbers])
+            self.spans.append((begin, end))
+            begin = end
+        device = flat.device
+        # What linearize_ids needs of each feature's table, and FBGEMM's check of ids, too.
+        self.first_rows = torch.tensor([first_rows[t] for t in feature_tables], device=device)
+        self.num_rows = torch.tensor([tables[t].num_rows for t in feature_tables], device=device)
+        wide = any(group.rows_dtype is torch.int64 for group in self.groups)
+        self.rows_dtype = torch.int64 if wide else torch.int32
+
+    @property
+    def num_features(self) -> int:
+        return self.first_rows.numel()
+
+
+class BatchedTables(nn.Module):
+    """The tables of one of TorchRec's kernels, looked up in one call for each width.
+
+    Args:
+        tables, feature_tables: see :class:`Layout`.
+        flat: all rows, in the order of the layout.
+        pooling: None for a vector for each id.
+        precision: of the rows, as FBGEMM names it.
+        output_dtype: of the vectors.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        feature_tables: Sequence[int],
+        flat: Tensor,
+        pooling: Pooling | None,
+        precision: SparseType,
+        output_dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._tables = list(tables)
+        self._layout = Layout(tables, feature_tables, flat.detach())
+        self._pooling = pooling
+        self._output_dtype = output_dtype
+        self.weights_precision = precision
+        self.weights_physical_offsets = self._layout.offsets
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """The rows of each table, ``[num_rows, num_columns]``, views."""
+        split: list[Tensor] = [torch.empty(0)] * len(self._tables)
+        for group in self._layout.groups:
+            for table in group.tables:
+                split[self._tables.index(table)] = group.table_rows(group.weight, table)
+        return split
+
+    def _look_up(
+        self,
+        weights: Sequence[Tensor],
+        sinks: Sequence[GradientSink | None],
+        ids: Tensor,
+        offsets: Tensor,
+        per_id_weights: Tensor | None,
+    ) -> Tensor:
+        """``[B, sum of the features' columns]``, or ``[L, D]`` without pooling."""
+        layout = self._layout
+        num_features = layout.num_features
+        batch_size = (offsets.numel() - 1) // num_features
+        rows, _ = linearize_ids(
+            ids,
+            layout.first_rows,
+            layout.num_rows,
+            offsets=offsets,
+            batch_size=batch_size,
+            on_bad_id=OnBadId.ZERO,
+            rows_dtype=layout.rows_dtype,
+        )
+        if self._pooling is None:
+            (weight,), (sink,) = weights, sinks
+            return sequence_lookup(weight, rows, output_dtype=self._output_dtype, sink=sink)
+        features = SparseFeatures(
+            keys=tuple(map(str, range(num_features))),
+            values=rows,
+            batch_size=batch_size,
+            offsets=offsets,
+            weights=per_id_weights,
+        )
+        columns: list[Tensor] = [rows] * num_features
+        pooled = rows
+        for weight, sink, numbers in zip(weights, sinks, layout.features, strict=True):
+            selected = select_features(features, numbers)
+            pooled = pooled_lookup(
+                weight,
+                selected.values,
+                offsets=selected.offsets,
+                batch_size=batch_size,
+                num_features=len(numbers),
+                per_id_weights=selected.weights,
+                pooling=self._pooling,
+                output_dtype=self._output_dtype,
+                sink=sink,
+            )
+            for position, feature in enumerate(numbers):
+                columns[feature] = pooled[:, position]
+        return pooled.flatten(1) if len(weights) == 1 else torch.cat(columns, dim=1)
+
+    def flush(self) -> None:
+        """Nothing is cached."""
+
+    def reset_cache_states(self) -> None:
+        """Nothing is cached."""
+
+
+class FusedTables(BatchedTables):
+    """Tables that backward updates, as ``SplitTableBatchedEmbeddingBagsCodegen`` does.
+
+    The learning rate is that of the moment of backward; Adam counts forwards. See
+    :class:`BatchedTables` for the other arguments.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        feature_tables: Sequence[int],
+        pooling: Pooling | None,
+        precision: SparseType,
+        output_dtype: torch.dtype,
+        device: torch.device,
+        settings: UpdateSettings,
+    ) -> None:
+        num_elements = sum(table.num_rows * table.num_columns for table in tables)
+        flat = torch.empty(num_elements, dtype=precision.as_dtype(), device=device)
+        super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
+        self._rule = settings.rule
+        self._rounds = settings.stochastic_rounding and flat.dtype != torch.float32
+        self._bounds_check = settings.bounds_check
+        self._bounds_check_warning = torch.zeros(1, dtype=torch.int64, device=device)
+        self._learning_rate = settings.learning_rate
+        self._learning_rate_tensor = torch.full((1,), settings.learning_rate, device=device)
+        self._iteration = 0
+        self.weights_dev = self.weights_host = flat
+        is_cpu = device.type == "cpu"
+        place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
+        compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
+        self.embedding_specs = [(t.num_rows, t.num_columns, place, compute) for t in tables]
+        for group in self._layout.groups:
+            group.set_rule(settings.rule, 0.0)
+        # Autograd calls the lookup's backward for what requires a gradient; the sink then takes it.
+        self._leaves = [group.weight.detach().requires_grad_() for group in self._layout.groups]
+
+    def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
+        if self._bounds_check is not BoundsCheckMode.NONE:
+            torch.ops.fbgemm.bounds_check_indices(
+                self._layout.num_rows,
+                ids,
+                offsets,
+                self._bounds_check.value,
+                self._bounds_check_warning,
+                per_id_weights,
+            )
+        self._iteration += 1
+        sinks = [
+            functools.partial(self._update, group, self._iteration) for group in self._layout.groups
+        ]
+        return self._look_up(self._leaves, sinks, ids, offsets, per_id_weights)
+
+    def _update(
+        self, group: TableGroup, iteration: int, rows: Tensor, gradients: RowGradients
+    ) -> None:
+        rule, step = self._rule, None
+        if rule.kind is OptimizerKind.ADAM:
+            # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
+            rule = dataclasses.replace(rule, eps=rule.eps * math.sqrt(1 - rule.beta2**iteration))
+        if rule.kind is OptimizerKind.ADAM or self._rounds:
+            step = group.step.fill_(iteration)
+        rowwise_update(
+            group.weight,
+            group.states,
+            find_runs(rows, group.num_rows),
+            gradients,
+            rule,
+            self._learning_rate_tensor,
+            step=step,
+            rounding=group.rounding_keys if self._rounds else None,
+        )
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """The state of each table by torch's names, views; empty where there is none."""
+        names = STATE_NAMES[self._rule.kind]
+        if not names:
+            return []
+        by_table: list[dict[str, Tensor]] = [{} for _ in self._tables]
+        for group in self._layout.groups:
+            for table in group.tables:
+                states = (group.table_rows(state, table) for state in group.states)
+                by_table[self._tables.index(table)] = dict(zip(names, states, strict=True))
+        return by_table
+
+    def split_optimizer_states(self) -> list[list[Tensor]]:
+        """As :meth:`get_optimizer_state`, without names."""
+        return [list(states.values()) for states in self.get_optimizer_state()]
+
+    def get_learning_rate(self) -> float:
+        return self._learning_rate
+
+    def set_learning_rate(self, lr: float) -> None:
+        if lr != self._learning_rate:
+            self._learning_rate = lr
+            self._learning_rate_tensor.fill_(lr)
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Count forwards from ``step`` on."""
+        self._iteration = step
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Set ``lr``, ``eps``, ``beta1``, ``beta2`` or ``weight_decay``.
+
+        Raises:
+            NotImplementedError: for any other.
+        """
+        for name, value in params_dict.items():
+            if name == "lr":
+                self.set_learning_rate(value)
+            elif name in ("eps", "beta1", "beta2", "weight_decay"):
+                self._rule = dataclasses.replace(self._rule, **{name: value})
+            else:
+                raise NotImplementedError(
+                    f"params_dict may hold lr, eps, beta1, beta2 and weight_decay, got {name}"
+                )
+
+
+class DenseTables(BatchedTables):
+    """Tables with an ordinary gradient, as ``DenseTableBatchedEmbeddingBagsCodegen`` has them: the
+    parameter ``weights [elements]`` holds them all. See :class:`BatchedTables` for arguments.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        feature_tables: Sequence[int],
+        pooling: Pooling | None,
+        precision: SparseType,
+        output_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_elements = sum(table.num_rows * table.num_columns for table in tables)
+        # Drawn as FBGEMM draws it, so that what is drawn afterwards is the same.
+        flat = torch.randn(num_elements, dtype=precision.as_dtype(), device=device)
+        super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
+        self.weights = nn.Parameter(flat)
+        self.embedding_specs = [(table.num_rows, table.num_columns) for table in tables]
+
+    def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
+        parts = [
+            self.weights[begin:end].view(-1, group.weight.shape[1])
+            for (begin, end), group in zip(self._layout.spans, self._layout.groups, strict=True)
+        ]
+        return self._look_up(parts, [None] * len(parts), ids, offsets, per_id_weights)
