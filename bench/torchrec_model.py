@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from bench.dlrm_dcnv2 import DenseSizes
 from torchembed import EmbeddingBagConfig
 from torchembed.data import Batch
+from torchembed.integrations.torchrec import EmbeddingBagCollectionSharder as OurSharder
 
 OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -30,12 +31,20 @@ OPTIMIZERS = {
 }
 
 
-class _Sharder(EmbeddingBagCollectionSharder):
+class _RowWiseEverywhere:
     """Takes row-wise plans on the CPU too: TorchRec can run them there, but does not offer them."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        types = super().sharding_types(compute_device_type)
+        types = super().sharding_types(compute_device_type)  # type: ignore[misc]
         return list(dict.fromkeys([*types, ShardingType.ROW_WISE.value]))
+
+
+class _Sharder(_RowWiseEverywhere, EmbeddingBagCollectionSharder):
+    """TorchRec's."""
+
+
+class _OurSharder(_RowWiseEverywhere, OurSharder):
+    """The one line that is changed."""
 
 
 class TorchrecModel(NamedTuple):
@@ -58,6 +67,7 @@ def make_torchrec_model(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
     codecs: Any = None,
+    is_drop_in: bool = False,
 ) -> TorchrecModel:
     """TorchRec's model, as its planner places it over all ranks.
 
@@ -74,6 +84,7 @@ def make_torchrec_model(
         batch_size: samples of each rank.
         constraints: what the planner must keep to, by table.
         codecs: of the wires.
+        is_drop_in: with torchembed's sharder in the place of TorchRec's.
     """
     tables = [
         TorchrecConfig(
@@ -94,7 +105,7 @@ def make_torchrec_model(
         sizes.low_rank,
         dense_device=device,
     )
-    sharder: Any = _Sharder(
+    sharder: Any = (_OurSharder if is_drop_in else _Sharder)(
         fused_params={"optimizer": OPTIMIZERS[optimizer], **fused_params},
         qcomm_codecs_registry=codecs,
     )

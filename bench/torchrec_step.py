@@ -28,9 +28,17 @@ class TorchrecStep:
         dense: the initial values of all dense parameters, in the order of
             :func:`bench.dlrm_dcnv2.dense_parameters`.
         is_tuned: vectors and gradients travel in fp16, through ``TrainPipelineFusedSparseDist``.
+        is_drop_in: with torchembed's sharder in the place of TorchRec's.
     """
 
-    def __init__(self, setting: StepSetting, dense: Sequence[Tensor], *, is_tuned: bool) -> None:
+    def __init__(
+        self,
+        setting: StepSetting,
+        dense: Sequence[Tensor],
+        *,
+        is_tuned: bool = False,
+        is_drop_in: bool = False,
+    ) -> None:
         codecs = None
         if is_tuned:
             wire = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
@@ -50,6 +58,7 @@ class TorchrecStep:
                 for key, count in zip(workload.KEYS, workload.HOTNESS, strict=True)
             },
             codecs=codecs,
+            is_drop_in=is_drop_in,
         )
         pipeline = TrainPipelineFusedSparseDist if is_tuned else TrainPipelineSparseDist
         self._pipeline = pipeline(self.model, optimizer, setting.device)

@@ -27,7 +27,8 @@ from bench.step_setting import StepSetting
 from bench.torchembed_step import TorchembedStep
 from torchembed.data import Batch
 
-SYSTEMS = ("torchembed", "torchrec", "torchrec_tuned")
+SYSTEMS = ("torchembed", "torchrec", "torchrec_tuned", "drop_in", "drop_in_tuned")
+"""``drop_in`` is TorchRec with torchembed's sharder."""
 MAX_LOSS_DIFFERENCE = {"bf16": 5e-2, "tf32": 2e-2, "fp32": 2e-2}
 """Of the losses (about 0.7 at first) of two passes over the batches, between the systems, of which
 the peer runs in tf32. In the second pass they are what the updates of the first one made them."""
@@ -110,7 +111,9 @@ class Bench:
             else:
                 from bench.torchrec_step import TorchrecStep
 
-                system = TorchrecStep(setting, dense, is_tuned=name == "torchrec_tuned")
+                system = TorchrecStep(
+                    setting, dense, is_tuned="tuned" in name, is_drop_in="drop_in" in name
+                )
             row = self._measure(name, system, setting, batches, of_ranks, outcomes)
             del system
             free_memory()

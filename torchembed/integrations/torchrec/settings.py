@@ -97,7 +97,7 @@ def _decays(fused_params: dict[str, Any]) -> bool:
     )
 
 
-def _unsupported_fused_params(fused_params: dict[str, Any]) -> str | None:
+def _unsupported_fused_params(fused_params: dict[str, Any], on_cpu: bool) -> str | None:
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if optimizer not in OPTIMIZERS:
         return f"its optimizer is {optimizer}"
@@ -109,6 +109,8 @@ def _unsupported_fused_params(fused_params: dict[str, Any]) -> str | None:
         return f"its weight_decay_mode is {mode}"
     if optimizer is EmbOptimType.ADAM and _decays(fused_params):
         return "FBGEMM's Adam decouples weight_decay"
+    if on_cpu and _decays(fused_params):
+        return "FBGEMM forgets weight_decay on the CPU"
     for name, value in fused_params.items():
         if name in _USED or name in _NOTHING_TO_DO or name == "max_gradient":
             continue  # max_gradient counts under gradient_clipping alone
@@ -148,7 +150,9 @@ def unsupported(
         for feature in ("use_virtual_table", "enable_embedding_update", "stash_weights"):
             if getattr(config, feature, False):
                 return f"table {config.name} has {feature}"
-        reason = _unsupported_fused_params(info.fused_params or {})
+        reason = _unsupported_fused_params(
+            info.fused_params or {}, on_cpu=device is not None and device.type == "cpu"
+        )
         if reason is not None:
             return f"table {config.name}: {reason}"
     return None

@@ -63,6 +63,12 @@ class _PooledLookup(torch.autograd.Function):
         batch_size, num_features, dim = grad.shape
         grad = grad.contiguous()
         grad_weight = grad_per_id_weights = None
+        if ctx.needs_input_grad[4]:
+            # First, since a sink may update the rows.
+            assert per_id_weights is not None
+            grad_per_id_weights = pooled_lookup_weights_backward_op(
+                grad, weight, rows, offsets, ctx.hotness, ctx.mean
+            ).to(per_id_weights.dtype)
         if ctx.needs_input_grad[0]:
             gradient_rows, scales = pooled_lookup_gradient_map_op(
                 rows, offsets, ctx.hotness, per_id_weights, num_features, batch_size, ctx.mean
@@ -78,11 +84,6 @@ class _PooledLookup(torch.autograd.Function):
             else:
                 shape = torch.Size((rows_like.shape[0], dim))
                 grad_weight = weight_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
-        if ctx.needs_input_grad[4]:
-            assert per_id_weights is not None
-            grad_per_id_weights = pooled_lookup_weights_backward_op(
-                grad, weight, rows, offsets, ctx.hotness, ctx.mean
-            ).to(per_id_weights.dtype)
         return grad_weight, None, None, None, grad_per_id_weights, *[None] * 6
 
 

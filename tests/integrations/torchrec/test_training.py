@@ -1,0 +1,163 @@
+"""Training over our tables is TorchRec's, as far as two placements of its own tables agree."""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import run_on_ranks
+
+NUM_STEPS = 8
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = "sgd", "adagrad", "rowwise_adagrad", "adam"
+SETTINGS = {
+    SGD: {"lr": 0.1},
+    ADAGRAD: {"lr": 0.02, "eps": 1e-6},
+    ROWWISE_ADAGRAD: {"lr": 0.02, "eps": 1e-6},
+    ADAM: {"lr": 0.01, "eps": 1e-4},
+}
+
+
+class Trained(NamedTuple):
+    losses: Tensor
+    weights: Tensor
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    classes: dict[str, Any] = {
+        SGD: torch.optim.SGD,
+        ADAGRAD: torch.optim.Adagrad,
+        ROWWISE_ADAGRAD: RowWiseAdagrad,
+        ADAM: torch.optim.Adam,
+    }
+    return classes[name]
+
+
+def train(
+    whose: str,
+    optimizer: str,
+    placements: Sequence[str],
+    device: torch.device,
+    *,
+    with_scheduler: bool = False,
+    **arguments: Any,
+) -> Trained:
+    from tests.integrations.torchrec.training import make_run, weights_of
+
+    settings = {**SETTINGS[optimizer], **arguments.pop("settings", {})}
+    run = make_run(whose, device, placements, optimizer_class(optimizer), settings, **arguments)
+    after = None
+    if with_scheduler:
+        after = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.7).step
+    losses = run.steps(0, NUM_STEPS, after)
+    return Trained(torch.tensor(losses, dtype=torch.float64), weights_of(run))
+
+
+class Comparison(NamedTuple):
+    """Of one case: distances of ours from theirs, and between placements of theirs."""
+
+    losses: float
+    weights: float
+    losses_drift: float
+    weights_drift: float
+    moved: float
+    """How far their weights are from where row-wise SGD leaves them: what a tolerance must be
+    small beside."""
+
+
+def cases(device: torch.device, num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names, and the arguments of :func:`train` but ``whose``."""
+    placements = ["table_wise", "row_wise", "column_wise", "data_parallel"]
+    optimizers = [SGD, ADAGRAD, ROWWISE_ADAGRAD]
+    if num_ranks == 4:
+        placements, optimizers = ["table_row_wise", "column_wise"], [ROWWISE_ADAGRAD]
+    elif device.type == "cuda":
+        optimizers.append(ADAM)  # FBGEMM has it on GPUs only
+    for optimizer in optimizers:
+        for placement in placements:
+            yield f"{optimizer}, {placement}", {"optimizer": optimizer, "placements": [placement]}
+    if num_ranks == 4:
+        return
+    yield from ((name, {**MIXED, **rest}) for name, rest in variants(device).items())
+
+
+MIXED: dict[str, Any] = {
+    "optimizer": ROWWISE_ADAGRAD,
+    "placements": ["table_wise", "row_wise", "column_wise", "data_parallel"],
+}
+
+
+def variants(device: torch.device) -> dict[str, dict[str, Any]]:
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+    from torchrec.distributed.fbgemm_qcomm_codec import (
+        CommType,
+        QCommsConfig,
+        get_qcomm_codecs_registry,
+    )
+    from torchrec.modules.embedding_configs import DataType, PoolingType
+
+    half = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
+    found: dict[str, dict[str, Any]] = {
+        "scheduler": {"with_scheduler": True},
+        "weighted": {"weighted": True},
+        "mean": {"pooling": PoolingType.MEAN},
+        "widths": {"dims": {"a": 8, "c": 24}, "placements": ["table_wise", "row_wise"]},
+        "wire": {"codecs": get_qcomm_codecs_registry(half, device=device)},
+        # Not row-wise, where TorchRec's own run fails in gloo.
+        "half vectors": {
+            "fused_params": {"output_dtype": DataType.FP16},
+            "placements": ["table_wise"],
+        },
+    }
+    if device.type == "cuda":  # FBGEMM forgets it on the CPU
+        found["decay"] = {
+            "settings": {"weight_decay": 0.1},
+            "fused_params": {"weight_decay_mode": WeightDecayMode.L2},
+        }
+    return found
+
+
+def compare(device_type: str) -> dict[str, Comparison]:
+    """On a rank."""
+    num_ranks = dist.get_world_size()
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    theirs = functools.cache(
+        lambda optimizer, placement: train("theirs", optimizer, [placement], device)
+    )
+    start = theirs(SGD, "row_wise").weights
+    found = {}
+    for name, case in cases(device, num_ranks):
+        optimizer = case["optimizer"]
+        by_table, by_row = theirs(optimizer, "table_wise"), theirs(optimizer, "row_wise")
+        a, b = train("theirs", device=device, **case), train("ours", device=device, **case)
+        found[name] = Comparison(
+            losses=float((a.losses - b.losses).abs().max()),
+            weights=float((a.weights - b.weights).abs().mean()),
+            losses_drift=float((by_table.losses - by_row.losses).abs().max()),
+            weights_drift=float((by_table.weights - by_row.weights).abs().mean()),
+            moved=float((by_row.weights - start).abs().mean()),
+        )
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_training_is_torchrecs(device: torch.device, num_ranks: int) -> None:
+    if importlib.util.find_spec("torchrec") is None:
+        pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
+    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs, and {torch.cuda.device_count()} is here")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    for found in run_on_ranks(num_ranks, compare, device.type, backend=backend):
+        for name, case in found.items():
+            rounding = torch.finfo(torch.float32).eps
+            assert case.losses <= 3 * case.losses_drift + rounding, (name, case)
+            assert case.weights <= 3 * case.weights_drift, (name, case)
