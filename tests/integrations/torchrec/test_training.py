@@ -104,7 +104,16 @@ def variants(device: torch.device) -> dict[str, dict[str, Any]]:
     from torchrec.modules.embedding_configs import DataType, PoolingType
 
     half = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
+    # On the CPU TorchRec's own data-parallel sequences fail.
+    of_sequences = [*MIXED["placements"][: 4 if device.type == "cuda" else 3]]
     found: dict[str, dict[str, Any]] = {
+        "sequences": {"is_sequence": True, "placements": of_sequences},
+        "sequences, half wire": {
+            "is_sequence": True,
+            "placements": of_sequences,
+            "optimizer": SGD,
+            "codecs": get_qcomm_codecs_registry(half, device=device),
+        },
         "scheduler": {"with_scheduler": True},
         "weighted": {"weighted": True},
         "mean": {"pooling": PoolingType.MEAN},

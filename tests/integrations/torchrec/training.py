@@ -90,10 +90,39 @@ class Bags(nn.Module):
             ],
         )
         width = sum(dims.get(name, DIM) * len(FEATURES[name]) for name in TABLES)
-        self.over = nn.Sequential(nn.Linear(NUM_DENSE + width, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.over = over_arch(width)
 
     def forward(self, dense: Tensor, features: Any) -> Tensor:
         return self.over(torch.cat([dense, self.sparse(features).values()], dim=1)).squeeze(1)
+
+
+class Sequences(nn.Module):
+    """The same from a vector for each id, which are then summed."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.sparse = torchrec.EmbeddingCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingConfig(
+                    name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=FEATURES[name]
+                )
+                for name, rows in TABLES.items()
+            ],
+        )
+        self.over = over_arch(DIM * sum(map(len, FEATURES.values())))
+
+    def forward(self, dense: Tensor, features: Any) -> Tensor:
+        sums = [dense]
+        for jagged in self.sparse(features).values():
+            samples = torch.arange(BATCH_SIZE, device=dense.device)
+            samples = samples.repeat_interleave(jagged.lengths())
+            sums.append(dense.new_zeros(BATCH_SIZE, DIM).index_add(0, samples, jagged.values()))
+        return self.over(torch.cat(sums, dim=1)).squeeze(1)
+
+
+def over_arch(num_sparse: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(NUM_DENSE + num_sparse, 16), nn.ReLU(), nn.Linear(16, 1))
 
 
 def batch(step: int, device: torch.device, *, weighted: bool) -> tuple[Tensor, Any, Tensor]:
@@ -150,14 +179,16 @@ def make_run(
     fused_params: Mapping[str, Any] | None = None,
     codecs: Any = None,
     env: ShardingEnv | None = None,
+    is_sequence: bool = False,
 ) -> Run:
     """A model that begins alike whosever sharders it has."""
     torch.manual_seed(7)
-    model = Bags(is_weighted=weighted, pooling=pooling, dims=dims or {})
+    kind = Sequences if is_sequence else Bags
+    model = kind(is_weighted=weighted, pooling=pooling, dims=dims or {})
     model.over.to(device)
     _apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(settings))
     sharder = sharder_of(
-        EmbeddingBagCollectionSharder,
+        EmbeddingCollectionSharder if is_sequence else EmbeddingBagCollectionSharder,
         whose,
         fused_params=dict(fused_params or {}),
         qcomm_codecs_registry=codecs,

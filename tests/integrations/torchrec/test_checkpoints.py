@@ -1,0 +1,124 @@
+"""State dicts have TorchRec's names and forms, and either side loads what the other saved."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+
+BEFORE, AFTER = ["table_wise", "column_wise"], ["row_wise", "table_wise"]
+"""Placements of tables where a checkpoint is saved, and where it is loaded."""
+
+
+def make(whose: str, placements: list[str], *, as_dtensors: bool = False) -> Any:
+    from torchrec.distributed.types import ShardingEnv
+
+    from tests.integrations.torchrec.training import make_run
+
+    return make_run(
+        whose,
+        torch.device("cpu"),
+        placements,
+        torch.optim.Adagrad,
+        {"lr": 0.02, "eps": 1e-6},
+        env=ShardingEnv(
+            dist.get_world_size(), dist.get_rank(), dist.group.WORLD, output_dtensor=as_dtensors
+        ),
+    )
+
+
+def state_of(run: Any) -> dict[str, Any]:
+    return {"model": run.model.state_dict(), "optimizer": run.model.fused_optimizer.state_dict()}
+
+
+def described(value: Any) -> Any:
+    """A state dict with what its leaves are in place of them."""
+    if isinstance(value, dict):
+        return {name: described(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [described(part) for part in value]
+    form = tuple(value.size()) if hasattr(value, "size") else value
+    return type(value).__name__, str(getattr(value, "dtype", None)), str(form)
+
+
+def elements(state: Any, name: str = "") -> dict[str, dict[Any, float]]:
+    """What this rank holds of a state's tensors: by name, each element by where it is."""
+    if isinstance(state, dict):
+        found: dict[str, dict[Any, float]] = {}
+        for key, part in state.items():
+            found |= elements(part, f"{name}/{key}")
+        return found
+    if hasattr(state, "local_shards"):
+        parts = [(shard.metadata.shard_offsets, shard.tensor) for shard in state.local_shards()]
+    elif isinstance(state, torch.Tensor):
+        parts = [([0] * state.dim(), state)]
+    else:
+        return {}
+    return {
+        name: {
+            tuple(o + i for o, i in zip(offsets, index, strict=True)): float(part[tuple(index)])
+            for offsets, part in parts
+            for index in torch.ones(part.shape).nonzero().tolist()
+        }
+    }
+
+
+def whole_state(state: Any) -> dict[str, dict[Any, float]]:
+    """The elements that all ranks hold together; a rank knows the state of its own tables only."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, elements(state))
+    merged: dict[str, dict[Any, float]] = {}
+    for found in of_ranks:
+        for name, part in found.items():
+            merged.setdefault(name, {}).update(part)
+    return merged
+
+
+def across(folder: str) -> dict[str, Any]:
+    """On a rank: the losses that follow a checkpoint, by who saved and who loaded it."""
+    import torch.distributed.checkpoint as dcp
+
+    losses: dict[str, Any] = {}
+    states = {}
+    for saver in ("theirs", "ours"):
+        saved = make(saver, BEFORE)
+        saved.steps(0, 4)
+        states[saver] = described(state_of(saved))
+        dcp.save(state_of(saved), checkpoint_id=str(Path(folder) / saver))
+        for loader in ("theirs", "ours"):
+            loaded = make(loader, AFTER)
+            loaded.steps(9, 10)  # state that must go
+            state = state_of(loaded)
+            dcp.load(state, checkpoint_id=str(Path(folder) / saver))
+            loaded.model.load_state_dict(state["model"])
+            loaded.model.fused_optimizer.load_state_dict(state["optimizer"])
+            for part in ("model", "optimizer"):
+                mine, its = state_of(loaded)[part], state_of(saved)[part]
+                assert whole_state(mine) == whole_state(its), (saver, loader, part)
+            losses[f"{saver} to {loader}"] = loaded.steps(4, 8)
+        losses[f"{saver} on"] = saved.steps(4, 8)
+    assert states["theirs"] == states["ours"]
+    as_dtensors = [described(state_of(make(w, BEFORE, as_dtensors=True))) for w in ("theirs", "ours")]
+    assert as_dtensors[0] == as_dtensors[1]
+    assert "DTensor" in str(as_dtensors[0])
+    assert "DTensor" not in str(states)
+    return losses
+
+
+def test_either_side_loads_the_others_checkpoints() -> None:
+    if importlib.util.find_spec("torchrec") is None:
+        pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
+    with tempfile.TemporaryDirectory() as folder:
+        for losses in run_on_ranks(2, across, folder):
+            expected = losses.pop("theirs on")
+            drift = 3 * max(
+                abs(a - b) for a, b in zip(expected, losses["theirs to theirs"], strict=True)
+            )
+            for name, found in losses.items():
+                rounding = torch.finfo(torch.float32).eps
+                assert found == pytest.approx(expected, abs=drift + rounding, rel=0), name
