@@ -103,7 +103,9 @@ def across(folder: str) -> dict[str, Any]:
             losses[f"{saver} to {loader}"] = loaded.steps(4, 8)
         losses[f"{saver} on"] = saved.steps(4, 8)
     assert states["theirs"] == states["ours"]
-    as_dtensors = [described(state_of(make(w, BEFORE, as_dtensors=True))) for w in ("theirs", "ours")]
+    as_dtensors = [
+        described(state_of(make(w, BEFORE, as_dtensors=True))) for w in ("theirs", "ours")
+    ]
     assert as_dtensors[0] == as_dtensors[1]
     assert "DTensor" in str(as_dtensors[0])
     assert "DTensor" not in str(states)

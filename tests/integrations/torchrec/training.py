@@ -15,6 +15,7 @@ from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
+    grid_shard,
     row_wise,
     table_row_wise,
     table_wise,
@@ -50,6 +51,7 @@ def placement(name: str, table: int) -> Any:
         "row_wise": row_wise,
         "column_wise": lambda: column_wise(ranks=[rank, (rank + 1) % num_ranks]),
         "data_parallel": data_parallel,
+        "grid_shard": lambda: grid_shard(host_indexes=[0]),
         "table_row_wise": lambda: table_row_wise(host_index=table % max(num_ranks // 2, 1)),
     }[name]()
 

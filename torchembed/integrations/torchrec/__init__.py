@@ -5,6 +5,7 @@ Plans, planners, pipelines, metrics, optimizers and checkpoints stay TorchRec's.
 
 # First, so that a version that does not fit is named before anything of it fails.
 from torchembed.integrations.torchrec.versions import check_version  # isort: skip
+from torchembed.integrations.torchrec.install import install, uninstall
 from torchembed.integrations.torchrec.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
@@ -16,4 +17,6 @@ __all__ = [
     "EmbeddingCollectionSharder",
     "check_version",
     "get_default_sharders",
+    "install",
+    "uninstall",
 ]

@@ -79,22 +79,21 @@ def _make_fused(
     """The rest of a fused kernel's ``__init__``, where TorchRec's would make FBGEMM's tables."""
     config = kernel.config
     settings = update_settings(config.fused_params or {})
-    kernel._emb_module = FusedTables(
+    tables: Any = FusedTables(
         **_shape(config, pooling, kernel._feature_table_map), device=device, settings=settings
     )
-    kernel._optim = EmbeddingFusedOptimizer(config, kernel._emb_module, pg)
+    kernel._emb_module = tables
+    kernel._optim = EmbeddingFusedOptimizer(config, tables, pg)
     kernel.init_parameters()
 
 
 def _make_dense(kernel: Any, device: torch.device, pooling: PoolingMode) -> None:
     """As :func:`_make_fused`, of a kernel whose tables have ordinary gradients."""
     config = kernel.config
-    kernel._emb_module = DenseTables(
-        **_shape(config, pooling, kernel._feature_table_map), device=device
-    )
+    tables: Any = DenseTables(**_shape(config, pooling, kernel._feature_table_map), device=device)
     counts = kernel.table_name_to_count.copy()
-    parameters = _gen_named_parameters_by_table_dense(kernel._emb_module, counts, config)
-    kernel._param_per_table = dict(parameters)
+    kernel._emb_module = tables
+    kernel._param_per_table = dict(_gen_named_parameters_by_table_dense(tables, counts, config))
     kernel.init_parameters()
 
 

@@ -26,8 +26,8 @@ from torchembed.integrations.torchrec.sharded import (
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 
 # Taken on import, since install() replaces them.
-torchrec_shard_bags = TorchrecEmbeddingBagCollectionSharder.shard
-torchrec_shard_sequences = TorchrecEmbeddingCollectionSharder.shard
+_torchrec_shard_bags = TorchrecEmbeddingBagCollectionSharder.shard
+_torchrec_shard_sequences = TorchrecEmbeddingCollectionSharder.shard
 
 
 def announce_fallback(env: ShardingEnv, module: nn.Module, name: str | None, reason: str) -> None:
@@ -54,7 +54,7 @@ def shard_bags(
     reason = unsupported(params, itertools.chain(*groups.values()), env, device)
     if reason is not None:
         announce_fallback(env, module, module_fqn, reason)
-        return torchrec_shard_bags(sharder, module, params, env, device, module_fqn)
+        return _torchrec_shard_bags(sharder, module, params, env, device, module_fqn)
     return ShardedEmbeddingBagCollection(
         module=module,
         table_name_to_parameter_sharding=params,
@@ -82,7 +82,7 @@ def shard_sequences(
     reason = unsupported(params, itertools.chain(*groups.values()), env, device)
     if reason is not None:
         announce_fallback(env, module, module_fqn, reason)
-        return torchrec_shard_sequences(sharder, module, params, env, device, module_fqn)
+        return _torchrec_shard_sequences(sharder, module, params, env, device, module_fqn)
     return ShardedEmbeddingCollection(
         module,
         params,
@@ -102,7 +102,15 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
     sharded by that one, as a whole; a line in the log says so, and why.
     """
 
-    shard = shard_bags
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        return shard_bags(self, module, params, env, device, module_fqn)
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
@@ -112,7 +120,15 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
 class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
     """Shards ``EmbeddingCollection``; otherwise as :class:`EmbeddingBagCollectionSharder`."""
 
-    shard = shard_sequences
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        return shard_sequences(self, module, params, env, device, module_fqn)
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingCollection]:
@@ -123,11 +139,15 @@ def announcing(shard: Callable[..., Any]) -> Callable[..., Any]:
     """``shard`` of another sharder of TorchRec's, bound, which says that it was used."""
 
     def announced(
-        module: nn.Module, params: Any, env: ShardingEnv, *args: Any, **named: Any
+        module: nn.Module,
+        params: Any,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> Any:
         reason = "only EmbeddingBagCollection and EmbeddingCollection are ours"
-        announce_fallback(env, module, named.get("module_fqn"), reason)
-        return shard(module, params, env, *args, **named)
+        announce_fallback(env, module, module_fqn, reason)
+        return shard(module, params, env, device, module_fqn)
 
     return announced
 

@@ -1,0 +1,65 @@
+"""Our sharding wherever TorchRec's two sharders are used, without a changed line."""
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torchrec.distributed import sharding_plan
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+from torchembed.integrations.torchrec.sharders import announcing, shard_bags, shard_sequences
+
+_replaced: dict[type, Callable[..., Any]] = {}
+"""The sharders whose ``shard`` is not TorchRec's now, and what it was."""
+
+_within_torchrec = contextvars.ContextVar("_within_torchrec", default=False)
+"""True while TorchRec shards a module as a whole, the collections in it included."""
+
+
+def install() -> None:
+    """Let TorchRec's ``EmbeddingBagCollectionSharder`` and ``EmbeddingCollectionSharder`` shard
+    over our tables, those that exist already included.
+
+    TorchRec's other default sharders keep their modules whole; the log says so where one is used.
+    A second call does nothing.
+    """
+    if _replaced:
+        return
+    _replace(EmbeddingBagCollectionSharder, shard_bags)
+    _replace(EmbeddingCollectionSharder, shard_sequences)
+    for sharder in sharding_plan.get_default_sharders():
+        if type(sharder) not in _replaced:
+            _keep_whole(type(sharder))
+
+
+def uninstall() -> None:
+    """Give TorchRec its sharders back. What is sharded stays as it is."""
+    for kind, shard in _replaced.items():
+        kind.shard = shard  # type: ignore[attr-defined]
+    _replaced.clear()
+
+
+def _replace(kind: Any, ours: Callable[..., Any]) -> None:
+    theirs = _replaced[kind] = kind.shard
+
+    @functools.wraps(theirs)
+    def shard(self: Any, *args: Any, **named: Any) -> Any:
+        return (theirs if _within_torchrec.get() else ours)(self, *args, **named)
+
+    kind.shard = shard
+
+
+def _keep_whole(kind: Any) -> None:
+    theirs = _replaced[kind] = kind.shard
+
+    @functools.wraps(theirs)
+    def shard(self: Any, *args: Any, **named: Any) -> Any:
+        token = _within_torchrec.set(True)
+        try:
+            return announcing(functools.partial(theirs, self))(*args, **named)
+        finally:
+            _within_torchrec.reset(token)
+
+    kind.shard = shard

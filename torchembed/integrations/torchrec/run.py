@@ -1,0 +1,32 @@
+"""Runs a script of TorchRec's with our sharding installed.
+
+``torchrun ... -m torchembed.integrations.torchrec.run script.py arguments`` is
+``torchrun ... script.py arguments`` after :func:`install`; ``-m module`` runs a module.
+"""
+
+import os
+import runpy
+import sys
+
+from torchembed.integrations.torchrec.install import install
+
+USAGE = "usage: python -m torchembed.integrations.torchrec.run (script.py | -m module) [arguments]"
+
+
+def run(arguments: list[str]) -> None:
+    """Run ``arguments``: a script's path or ``-m`` and a module, then its own arguments."""
+    is_module = arguments[:1] == ["-m"]
+    sys.argv = arguments[1:] if is_module else arguments
+    if not sys.argv:
+        raise SystemExit(USAGE)
+    install()
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        # As the interpreter does, so that the script finds the modules beside it.
+        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
