@@ -33,21 +33,28 @@ def sharded(whose: str = "ours", placement: str = "table_wise", **arguments: Any
     """The sharded collection of a model."""
     from tests.integrations.torchrec.training import make_run
 
-    run = make_run(
-        whose, torch.device("cpu"), [placement], torch.optim.SGD, {"lr": 0.1}, **arguments
-    )
+    optimizer = arguments.pop("optimizer", torch.optim.SGD)
+    device = torch.device("cpu")
+    run = make_run(whose, device, [placement], optimizer, {"lr": 0.1}, **arguments)
     run.steps(0, 1)
     return run.model.module.sparse
 
 
 def what_falls_back() -> dict[str, tuple[str, list[str]]]:
     """On a rank: for each case, where the sharded module's class is from, and the log's lines."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+    from torchrec.modules.embedding_configs import PoolingType
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
     os.environ["LOCAL_WORLD_SIZE"] = "2"
+    decay = {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}
     cases: dict[str, dict[str, Any]] = {
         "nothing": {},
         "cache": {"fused_params": {"cache_load_factor": 0.5, "enforce_hbm": True}},
         "clipping": {"fused_params": {"gradient_clipping": True, "max_gradient": 0.5}},
         "placement": {"placement": "grid_shard"},
+        "decay": {"optimizer": RowWiseAdagrad, "fused_params": decay},
+        "weighted mean": {"weighted": True, "pooling": PoolingType.MEAN},
         "sequences": {"is_sequence": True},
         "sequences, clipping": {"is_sequence": True, "fused_params": {"gradient_clipping": True}},
     }
@@ -151,12 +158,16 @@ def ranks() -> list[Any]:
 def test_what_we_have_not_is_torchrecs_as_a_whole_and_one_rank_says_why(ranks: list[Any]) -> None:
     bags, sequences = "torchrec.distributed.embeddingbag", "torchrec.distributed.embedding"
     clipping = "since table a: its fused_params have gradient_clipping = True"
+    decay = "since table a: FBGEMM forgets weight_decay on the CPU"
+    mean = "since table a has a mean of weighted vectors"
     head = "Collection (sparse) is sharded by TorchRec itself, "
     expected = {
         "nothing": (OURS, []),
         "cache": (OURS, []),
         "clipping": (bags, [f"EmbeddingBag{head}{clipping}"]),
         "placement": (bags, [f"EmbeddingBag{head}since table a is sharded grid_shard"]),
+        "decay": (bags, [f"EmbeddingBag{head}{decay}"]),
+        "weighted mean": (bags, [f"EmbeddingBag{head}{mean}"]),
         "sequences": (OURS, []),
         "sequences, clipping": (sequences, [f"Embedding{head}{clipping}"]),
     }

@@ -10,7 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchembed.core.types import OptimizerKind
 from torchembed.integrations.torchrec.tables import UpdateSettings
@@ -147,6 +147,9 @@ def unsupported(
         config = info.embedding_config
         if config.data_type not in _DATA_TYPES:
             return f"table {config.name} has data type {config.data_type}"
+        if config.is_weighted and config.pooling is PoolingType.MEAN:
+            # FBGEMM's gradients of rows and weights are not those of its mean.
+            return f"table {config.name} has a mean of weighted vectors"
         for feature in ("use_virtual_table", "enable_embedding_update", "stash_weights"):
             if getattr(config, feature, False):
                 return f"table {config.name} has {feature}"
