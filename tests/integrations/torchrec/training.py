@@ -21,7 +21,12 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -50,6 +55,7 @@ def placement(name: str, table: int) -> Any:
         "table_wise": lambda: table_wise(rank=rank),
         "row_wise": row_wise,
         "column_wise": lambda: column_wise(ranks=[rank, (rank + 1) % num_ranks]),
+        "columns on one rank": lambda: column_wise(ranks=[rank, rank]),
         "data_parallel": data_parallel,
         "grid_shard": lambda: grid_shard(host_indexes=[0]),
         "table_row_wise": lambda: table_row_wise(host_index=table % max(num_ranks // 2, 1)),
@@ -75,7 +81,14 @@ def plan_of(module: nn.Module, placements: Sequence[str], device_type: str) -> S
 class Bags(nn.Module):
     """Pooled vectors and dense features to one logit."""
 
-    def __init__(self, *, is_weighted: bool, pooling: PoolingType, dims: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        *,
+        is_weighted: bool,
+        pooling: PoolingType,
+        dims: Mapping[str, int],
+        data_type: DataType,
+    ) -> None:
         super().__init__()
         self.sparse = torchrec.EmbeddingBagCollection(
             device=torch.device("meta"),
@@ -87,6 +100,7 @@ class Bags(nn.Module):
                     embedding_dim=dims.get(name, DIM),
                     feature_names=FEATURES[name],
                     pooling=pooling,
+                    data_type=data_type,
                 )
                 for name, rows in TABLES.items()
             ],
@@ -182,11 +196,12 @@ def make_run(
     codecs: Any = None,
     env: ShardingEnv | None = None,
     is_sequence: bool = False,
+    data_type: DataType = DataType.FP32,
 ) -> Run:
     """A model that begins alike whosever sharders it has."""
     torch.manual_seed(7)
     kind = Sequences if is_sequence else Bags
-    model = kind(is_weighted=weighted, pooling=pooling, dims=dims or {})
+    model = kind(is_weighted=weighted, pooling=pooling, dims=dims or {}, data_type=data_type)
     model.over.to(device)
     _apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(settings))
     sharder = sharder_of(

@@ -154,6 +154,22 @@ class BatchedTables(nn.Module):
         if self._pooling is None:
             (weight,), (sink,) = weights, sinks
             return sequence_lookup(weight, rows, output_dtype=self._output_dtype, sink=sink)
+        pool = functools.partial(
+            pooled_lookup,
+            batch_size=batch_size,
+            pooling=self._pooling,
+            output_dtype=self._output_dtype,
+        )
+        if len(weights) == 1:
+            pooled = pool(
+                weights[0],
+                rows,
+                offsets=offsets,
+                num_features=num_features,
+                per_id_weights=per_id_weights,
+                sink=sinks[0],
+            )
+            return pooled.flatten(1)
         features = SparseFeatures(
             keys=tuple(map(str, range(num_features))),
             values=rows,
@@ -162,23 +178,19 @@ class BatchedTables(nn.Module):
             weights=per_id_weights,
         )
         columns: list[Tensor] = [rows] * num_features
-        pooled = rows
         for weight, sink, numbers in zip(weights, sinks, layout.features, strict=True):
             selected = select_features(features, numbers)
-            pooled = pooled_lookup(
+            pooled = pool(
                 weight,
                 selected.values,
                 offsets=selected.offsets,
-                batch_size=batch_size,
                 num_features=len(numbers),
                 per_id_weights=selected.weights,
-                pooling=self._pooling,
-                output_dtype=self._output_dtype,
                 sink=sink,
             )
             for position, feature in enumerate(numbers):
                 columns[feature] = pooled[:, position]
-        return pooled.flatten(1) if len(weights) == 1 else torch.cat(columns, dim=1)
+        return torch.cat(columns, dim=1)
 
     def flush(self) -> None:
         """Nothing is cached."""
