@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import Tensor
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
@@ -13,6 +14,7 @@ from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.integrations.torchrec.kernels import (
     DenseBags,
@@ -42,6 +44,13 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     ) -> BaseEmbedding:
         is_dense = config.compute_kernel is EmbeddingComputeKernel.DENSE
         return (DenseBags if is_dense else FusedBags)(config, pg, device, sharding_type)
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        # Dividing the features between kernels, TorchRec reads their lengths.
+        is_plain = self.optim_state_tracker_fn is None and len(self._emb_modules) == 1
+        if is_plain and not self.grouped_configs[0].is_weighted:
+            return self._emb_modules[0](sparse_features)
+        return super().forward(sparse_features)
 
 
 class SequenceLookup(GroupedEmbeddingsLookup):

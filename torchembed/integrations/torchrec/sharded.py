@@ -2,13 +2,21 @@
 
 from typing import Any
 
+import torch
 from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection as TorchrecShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_sharding import (
+    EmbeddingShardingContext,
+    KJTListSplitsAwaitable,
 )
 from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection as TorchrecShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchembed.integrations.torchrec.features_dist import FeaturesDist
 from torchembed.integrations.torchrec.lookups import pooled_lookup_of, sequence_lookup_of
 
 
@@ -26,9 +34,65 @@ class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
     def _create_lookups(self) -> None:
         self._lookups.extend(map(pooled_lookup_of, self._embedding_shardings))
 
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        super()._create_input_dist(input_feature_names)
+        shardings: list[Any] = self._embedding_shardings
+        for number, sharding in enumerate(shardings):
+            if type(self._input_dists[number]) is TwSparseFeaturesDist:
+                ours = FeaturesDist(sharding._pg, sharding.features_per_rank())
+                self._input_dists[number] = ours
+
     def input_dist(self, ctx: Any, features: Any) -> Any:
         _refuse_variable_batches(features)
-        return super().input_dist(ctx, features)
+        if self._has_uninitialized_input_dist or not self._is_sent_whole(features):
+            return super().input_dist(ctx, features)
+        with torch.no_grad():
+            if self._has_features_permute:
+                features = _permuted(features, self._features_order, self._features_order_tensor)
+            (dist,) = self._input_dists
+            ctx.variable_batch_per_feature = False
+            ctx.inverse_indices = None
+            ctx.sharding_contexts.append(
+                EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key())
+            )
+            return KJTListSplitsAwaitable(
+                [dist(features)], ctx, self._module_fqn, self._sharding_types
+            )
+
+    def _is_sent_whole(self, features: Any) -> bool:
+        """Whether all of the features go through one of our exchanges, each once and whole.
+
+        Otherwise TorchRec divides them between several, for which it reads their lengths.
+        """
+        order = self._features_order
+        return (
+            len(self._input_dists) == 1
+            and isinstance(self._input_dists[0], FeaturesDist)
+            and isinstance(features, KeyedJaggedTensor)
+            and not self._has_mean_pooling_callback
+            and not getattr(self, "_free_features_storage_early", False)
+            and (not self._has_features_permute or sorted(order) == list(range(len(order))))
+            and (not self._has_features_permute or len(order) == len(features.keys()))
+        )
+
+
+def _permuted(features: KeyedJaggedTensor, order: list[int], tensor: Any) -> KeyedJaggedTensor:
+    """``features.permute``, which would read their lengths, of all features once."""
+    values = features.values()
+    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+        tensor,
+        features.lengths().view(len(order), -1),
+        values,
+        features.weights_or_none(),
+        values.numel(),
+    )
+    return KeyedJaggedTensor(
+        keys=[features.keys()[number] for number in order],
+        values=values,
+        weights=weights,
+        lengths=lengths.view(-1),
+        stride=features.stride(),
+    )
 
 
 class ShardedEmbeddingCollection(TorchrecShardedEmbeddingCollection):

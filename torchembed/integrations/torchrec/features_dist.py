@@ -1,0 +1,164 @@
+"""Ids to the ranks whose tables look them up, with one wait of the host for a batch.
+
+TorchRec's ``KJTAllToAll`` makes the host wait for the device to copy numbers there, and to read
+lengths before the exchange and after it. Here the sizes that both sides need come back through
+pinned memory behind one event, and what follows from batch sizes alone is made once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable, _get_recat
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
+    """Sends each rank its features, whole; for table-wise and column-wise placements.
+
+    Args:
+        pg: the ranks.
+        features_per_rank: how many of the features, which come in the order of ranks, each gets.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, features_per_rank: Sequence[int]) -> None:
+        super().__init__()
+        self.pg = pg
+        self.features_per_rank = list(features_per_rank)
+        self._sizes: tuple[int, Tensor, Tensor] | None = None
+        self._order: tuple[list[int], Tensor | None] | None = None
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> "_Sizes":
+        return _Sizes(self, sparse_features)
+
+    def size_tensors(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where each rank's bags begin, int64 ``[W + 1]``, and the batch size, int64 ``[W]``."""
+        if self._sizes is None or self._sizes[0] != batch_size:
+            counts = torch.tensor([0, *self.features_per_rank])
+            begins = (counts.cumsum(0) * batch_size).to(device)
+            sizes = torch.full((len(self.features_per_rank),), batch_size, device=device)
+            self._sizes = batch_size, begins, sizes
+        return self._sizes[1:]
+
+    def order(self, batch_sizes: list[int], device: torch.device) -> Tensor | None:
+        """The permutation from rank by rank to feature by feature."""
+        if self._order is None or self._order[0] != batch_sizes:
+            num_features = self.features_per_rank[self.pg.rank()]
+            num_ranks = len(batch_sizes)
+            made = _get_recat(num_features, num_ranks, 1, device, batch_sizes)
+            self._order = batch_sizes, made
+        return self._order[1]
+
+
+class _Sizes(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """The exchange of how many ids go where."""
+
+    def __init__(self, owner: FeaturesDist, features: KeyedJaggedTensor) -> None:
+        super().__init__()
+        self._owner, self._features = owner, features
+        self._event: torch.cuda.Event | None = None
+        if owner.pg.size() == 1:
+            return
+        begins, batch_sizes = owner.size_tensors(features.stride(), features.device())
+        counts = features.offsets()[begins].diff()
+        sent = torch.stack([counts.to(torch.int64), batch_sizes], dim=1)
+        received = torch.empty_like(sent)
+        work: Any = dist.all_to_all_single(received, sent, group=owner.pg, async_op=True)
+        if not sent.is_cuda:
+            self._work, self._both = work, (sent, received)
+            return
+        work.wait()  # the stream's wait, not the host's
+        self._both = torch.empty((2, *sent.shape), dtype=sent.dtype, pin_memory=True)
+        self._both.copy_(torch.stack([sent, received]), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def _wait_impl(self) -> "_Tensors":
+        if self._owner.pg.size() == 1:
+            return _Tensors(self._owner, self._features, [], [], [self._features.stride()])
+        if self._event is not None:
+            self._event.synchronize()
+        else:
+            self._work.wait()
+        sent, received = (part.tolist() for part in self._both)
+        return _Tensors(
+            self._owner,
+            self._features,
+            [count for count, _ in sent],
+            [count for count, _ in received],
+            [batch_size for _, batch_size in received],
+        )
+
+
+class _Tensors(KJTAllToAllTensorsAwaitable):
+    """The exchange of lengths, ids and weights. TorchRec reads the attributes of its class."""
+
+    def __init__(
+        self,
+        owner: FeaturesDist,
+        features: KeyedJaggedTensor,
+        sent: list[int],
+        received: list[int],
+        batch_sizes: list[int],
+    ) -> None:
+        Awaitable.__init__(self)
+        pg, device = owner.pg, features.device()
+        num_features, batch_size = owner.features_per_rank[pg.rank()], features.stride()
+        self._workers = pg.size()
+        self._input = features
+        self._stride_per_rank = batch_sizes
+        self._recat = None
+        self._input_splits, self._output_splits = {"values": sent}, {"values": received}
+        self._input_tensors: list[Tensor] = []
+        self._output_tensors: list[Tensor] = []
+        self._awaitables: list[Any] = []
+        if self._workers == 1:
+            return
+        first = sum(owner.features_per_rank[: pg.rank()])
+        self._keys = features.keys()[first : first + num_features]
+        self._recat = owner.order(batch_sizes, device)
+        lengths_sent = [count * batch_size for count in owner.features_per_rank]
+        self._exchange(
+            pg, features.lengths(), lengths_sent, [num_features * b for b in batch_sizes]
+        )
+        self._exchange(pg, features.values(), sent, received)
+        if features.weights_or_none() is not None:
+            self._exchange(pg, features.weights(), sent, received)
+
+    def _exchange(
+        self, pg: dist.ProcessGroup, tensor: Tensor, sent: list[int], received: list[int]
+    ) -> None:
+        output = torch.empty(sum(received), dtype=tensor.dtype, device=tensor.device)
+        self._awaitables.append(
+            dist.all_to_all_single(output, tensor, received, sent, group=pg, async_op=True)
+        )
+        self._input_tensors.append(tensor)
+        self._output_tensors.append(output)
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        if self._workers == 1:
+            return self._input
+        for work in self._awaitables:
+            work.wait()
+        lengths, values, *rest = self._output_tensors
+        weights = rest[0] if rest else None
+        batch_size, order = self._stride_per_rank[0], self._recat
+        if order is not None and any(b != batch_size for b in self._stride_per_rank):
+            lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+                order, lengths, values, weights, values.numel()
+            )
+        elif order is not None and batch_size:
+            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                order, lengths.view(-1, batch_size), values, weights, values.numel()
+            )
+        return KeyedJaggedTensor(
+            keys=self._keys,
+            values=values,
+            weights=weights,
+            lengths=lengths.view(-1),
+            stride=sum(self._stride_per_rank),
+        )
