@@ -8,7 +8,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
-from torchembed.ops.segments import find_runs
+from torchembed.ops.segments import Runs, find_runs
 from torchembed.ops.sequence_lookup import sequence_lookup
 from torchembed.tables import Table, TableGroup
 
@@ -133,7 +133,7 @@ class BatchedTables(nn.Module):
     def _look_up(
         self,
         weights: Sequence[Tensor],
-        sinks: Sequence[GradientSink | None],
+        sink_of: Callable[[TableGroup, Tensor], GradientSink | None],
         ids: Tensor,
         offsets: Tensor,
         per_id_weights: Tensor | None,
@@ -152,7 +152,8 @@ class BatchedTables(nn.Module):
             rows_dtype=layout.rows_dtype,
         )
         if self._pooling is None:
-            (weight,), (sink,) = weights, sinks
+            (weight,), (group,) = weights, layout.groups
+            sink = sink_of(group, rows)
             return sequence_lookup(weight, rows, output_dtype=self._output_dtype, sink=sink)
         pool = functools.partial(
             pooled_lookup,
@@ -167,7 +168,7 @@ class BatchedTables(nn.Module):
                 offsets=offsets,
                 num_features=num_features,
                 per_id_weights=per_id_weights,
-                sink=sinks[0],
+                sink=sink_of(layout.groups[0], rows),
             )
             return pooled.flatten(1)
         features = SparseFeatures(
@@ -178,7 +179,7 @@ class BatchedTables(nn.Module):
             weights=per_id_weights,
         )
         columns: list[Tensor] = [rows] * num_features
-        for weight, sink, numbers in zip(weights, sinks, layout.features, strict=True):
+        for weight, group, numbers in zip(weights, layout.groups, layout.features, strict=True):
             selected = select_features(features, numbers)
             pooled = pool(
                 weight,
@@ -186,7 +187,7 @@ class BatchedTables(nn.Module):
                 offsets=selected.offsets,
                 num_features=len(numbers),
                 per_id_weights=selected.weights,
-                sink=sink,
+                sink=sink_of(group, selected.values),
             )
             for position, feature in enumerate(numbers):
                 columns[feature] = pooled[:, position]
@@ -226,6 +227,9 @@ class FusedTables(BatchedTables):
         self._learning_rate = settings.learning_rate
         self._learning_rate_tensor = torch.full((1,), settings.learning_rate, device=device)
         self._iteration = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """Where runs of equal rows are found. What they are found in is used up before the next
+        forward waits for this stream, so their memory is not taken while it is read."""
         self.weights_dev = self.weights_host = flat
         is_cpu = device.type == "cpu"
         place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
@@ -247,14 +251,31 @@ class FusedTables(BatchedTables):
                 per_id_weights,
             )
         self._iteration += 1
-        sinks = [
-            functools.partial(self._update, group, self._iteration) for group in self._layout.groups
-        ]
-        return self._look_up(self._leaves, sinks, ids, offsets, per_id_weights)
+        return self._look_up(self._leaves, self._sink_of, ids, offsets, per_id_weights)
+
+    def _sink_of(self, group: TableGroup, rows: Tensor) -> GradientSink:
+        """Updates the group by the gradients of ``rows``, whose runs are found meanwhile."""
+        runs = None
+        if self._stream is not None and torch.is_grad_enabled():
+            self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+            rows.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                runs = find_runs(rows, group.num_rows)
+        return functools.partial(self._update, group, self._iteration, runs)
 
     def _update(
-        self, group: TableGroup, iteration: int, rows: Tensor, gradients: RowGradients
+        self,
+        group: TableGroup,
+        iteration: int,
+        runs: Runs | None,
+        rows: Tensor,
+        gradients: RowGradients,
     ) -> None:
+        if runs is None:
+            runs = find_runs(rows, group.num_rows)
+        else:
+            assert self._stream is not None
+            torch.cuda.current_stream(rows.device).wait_stream(self._stream)
         rule, step = self._rule, None
         if rule.kind is OptimizerKind.ADAM:
             # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
@@ -264,7 +285,7 @@ class FusedTables(BatchedTables):
         rowwise_update(
             group.weight,
             group.states,
-            find_runs(rows, group.num_rows),
+            runs,
             gradients,
             rule,
             self._learning_rate_tensor,
@@ -343,4 +364,4 @@ class DenseTables(BatchedTables):
             self.weights[begin:end].view(-1, group.weight.shape[1])
             for (begin, end), group in zip(self._layout.spans, self._layout.groups, strict=True)
         ]
-        return self._look_up(parts, [None] * len(parts), ids, offsets, per_id_weights)
+        return self._look_up(parts, lambda *_: None, ids, offsets, per_id_weights)
