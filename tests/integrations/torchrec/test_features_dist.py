@@ -43,9 +43,10 @@ def outcome(dist_module: Any, batch: Any) -> dict[str, Any]:
 
 def both(device_type: str) -> list[tuple[str, Any, Any]]:
     """On a rank: name, ours and theirs of each case."""
+    from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
     from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 
-    from torchembed.integrations.torchrec.features_dist import FeaturesDist
+    from torchembed.integrations.torchrec.features_dist import FeaturesDist, RowFeaturesDist
 
     rank = dist.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
@@ -69,6 +70,12 @@ def both(device_type: str) -> list[tuple[str, Any, Any]]:
             for batch_size in (batch_sizes[rank], batch_sizes[rank], batch_sizes[rank] + 1):
                 batch = features(batch_size, device, weighted=weighted, seed=seed)
                 found.append((name, outcome(ours, batch), outcome(theirs, batch)))
+    for seed, weighted in enumerate((False, True)):
+        theirs = RwSparseFeaturesDist(group, len(KEYS), [1000, 10, 999], device=device)
+        divided = RwSparseFeaturesDist(group, len(KEYS), [1000, 10, 999], device=device)
+        ours = RowFeaturesDist(group, divided)
+        batch = features(3 + rank, device, weighted=weighted, seed=seed)
+        found.append(("rows", outcome(ours, batch), outcome(theirs, batch)))
     return found
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable, _get_recat
 from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -52,6 +53,25 @@ class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             made = _get_recat(num_features, num_ranks, 1, device, batch_sizes)
             self._order = batch_sizes, made
         return self._order[1]
+
+
+class RowFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
+    """Divides each bag by the ranges of rows that ranks hold, as ``divided`` does, and sends every
+    rank its parts as :class:`FeaturesDist` does; for row-wise placements.
+
+    Args:
+        pg: the ranks.
+        divided: TorchRec's, whose exchange is replaced.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, divided: RwSparseFeaturesDist) -> None:
+        super().__init__()
+        divided._dist = FeaturesDist(pg, [divided._num_features] * pg.size())  # type: ignore[assignment]
+        # Not named as TorchRec names it, since its pipelines replace what has that name.
+        self.divided = divided
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
+        return self.divided(sparse_features)
 
 
 class _Sizes(Awaitable[Awaitable[KeyedJaggedTensor]]):

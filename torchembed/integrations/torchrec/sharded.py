@@ -13,10 +13,11 @@ from torchrec.distributed.embedding_sharding import (
 from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection as TorchrecShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchembed.integrations.torchrec.features_dist import FeaturesDist
+from torchembed.integrations.torchrec.features_dist import FeaturesDist, RowFeaturesDist
 from torchembed.integrations.torchrec.lookups import pooled_lookup_of, sequence_lookup_of
 
 
@@ -37,14 +38,16 @@ class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         super()._create_input_dist(input_feature_names)
         shardings: list[Any] = self._embedding_shardings
-        for number, sharding in enumerate(shardings):
-            if type(self._input_dists[number]) is TwSparseFeaturesDist:
+        for number, (sharding, theirs) in enumerate(zip(shardings, self._input_dists, strict=True)):
+            if type(theirs) is TwSparseFeaturesDist:
                 ours = FeaturesDist(sharding._pg, sharding.features_per_rank())
                 self._input_dists[number] = ours
+            elif type(theirs) is RwSparseFeaturesDist:
+                self._input_dists[number] = RowFeaturesDist(sharding._pg, theirs)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         _refuse_variable_batches(features)
-        if self._has_uninitialized_input_dist or not self._is_sent_whole(features):
+        if self._has_uninitialized_input_dist or not self._is_sent_at_once(features):
             return super().input_dist(ctx, features)
         with torch.no_grad():
             if self._has_features_permute:
@@ -59,15 +62,15 @@ class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
                 [dist(features)], ctx, self._module_fqn, self._sharding_types
             )
 
-    def _is_sent_whole(self, features: Any) -> bool:
-        """Whether all of the features go through one of our exchanges, each once and whole.
+    def _is_sent_at_once(self, features: Any) -> bool:
+        """Whether all of the features go through one of our exchanges, each once.
 
         Otherwise TorchRec divides them between several, for which it reads their lengths.
         """
         order = self._features_order
         return (
             len(self._input_dists) == 1
-            and isinstance(self._input_dists[0], FeaturesDist)
+            and isinstance(self._input_dists[0], (FeaturesDist, RowFeaturesDist))
             and isinstance(features, KeyedJaggedTensor)
             and not self._has_mean_pooling_callback
             and not getattr(self, "_free_features_storage_early", False)
