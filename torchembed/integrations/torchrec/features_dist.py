@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable, _get_recat
+from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
 from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchembed.integrations.torchrec.versions import exchange_order
 
 
 class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
@@ -50,7 +52,7 @@ class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         if self._order is None or self._order[0] != batch_sizes:
             num_features = self.features_per_rank[self.pg.rank()]
             num_ranks = len(batch_sizes)
-            made = _get_recat(num_features, num_ranks, 1, device, batch_sizes)
+            made = exchange_order(num_features, num_ranks, 1, device, batch_sizes)
             self._order = batch_sizes, made
         return self._order[1]
 

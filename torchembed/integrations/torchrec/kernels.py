@@ -16,7 +16,6 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
     EmbeddingFusedOptimizer,
-    _gen_named_parameters_by_table_dense,
 )
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
@@ -26,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchembed.core.types import Pooling
 from torchembed.integrations.torchrec.settings import output_dtype, update_settings
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
+from torchembed.integrations.torchrec.versions import dense_parameters_by_table
 from torchembed.tables import Table, TableSpec
 
 _POOLINGS = {
@@ -93,7 +93,7 @@ def _make_dense(kernel: Any, device: torch.device, pooling: PoolingMode) -> None
     tables: Any = DenseTables(**_shape(config, pooling, kernel._feature_table_map), device=device)
     counts = kernel.table_name_to_count.copy()
     kernel._emb_module = tables
-    kernel._param_per_table = dict(_gen_named_parameters_by_table_dense(tables, counts, config))
+    kernel._param_per_table = dict(dense_parameters_by_table(tables, counts, config))
     kernel.init_parameters()
 
 

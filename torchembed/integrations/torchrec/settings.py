@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchembed.core.types import OptimizerKind
 from torchembed.integrations.torchrec.tables import UpdateSettings
+from torchembed.integrations.torchrec.versions import table_feature
 from torchembed.ops.rowwise_update import UpdateRule
 
 OPTIMIZERS = {
@@ -150,9 +151,9 @@ def unsupported(
         if config.is_weighted and config.pooling is PoolingType.MEAN:
             # FBGEMM's gradients of rows and weights are not those of its mean.
             return f"table {config.name} has a mean of weighted vectors"
-        for feature in ("use_virtual_table", "enable_embedding_update", "stash_weights"):
-            if getattr(config, feature, False):
-                return f"table {config.name} has {feature}"
+        feature = table_feature(config)
+        if feature is not None:
+            return f"table {config.name} has {feature}"
         reason = _unsupported_fused_params(
             info.fused_params or {}, on_cpu=device is not None and device.type == "cpu"
         )

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.integrations.torchrec.features_dist import FeaturesDist, RowFeaturesDist
 from torchembed.integrations.torchrec.lookups import pooled_lookup_of, sequence_lookup_of
+from torchembed.integrations.torchrec.versions import frees_features_early
 
 
 def _refuse_variable_batches(features: Any) -> None:
@@ -73,7 +74,7 @@ class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
             and isinstance(self._input_dists[0], (FeaturesDist, RowFeaturesDist))
             and isinstance(features, KeyedJaggedTensor)
             and not self._has_mean_pooling_callback
-            and not getattr(self, "_free_features_storage_early", False)
+            and not frees_features_early(self)
             and (not self._has_features_permute or sorted(order) == list(range(len(order))))
             and (not self._has_features_permute or len(order) == len(features.keys()))
         )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, OptimizerKind, Pooling
+from torchembed.integrations.torchrec.layout import Layout
 from torchembed.modules.slots import select_features
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
@@ -47,51 +48,6 @@ class UpdateSettings:
     learning_rate: float
     stochastic_rounding: bool
     bounds_check: BoundsCheckMode
-
-
-class Layout:
-    """Tables in one flat ``[elements]``, those of one width next to each other: a group.
-
-    Args:
-        tables: what this rank holds, in TorchRec's order.
-        feature_tables: for each feature, the number of its table.
-        flat: all their rows.
-    """
-
-    def __init__(
-        self, tables: Sequence[Table], feature_tables: Sequence[int], flat: Tensor
-    ) -> None:
-        self.groups: list[TableGroup] = []
-        self.features: list[list[int]] = []
-        """The features that each group serves."""
-        self.spans: list[tuple[int, int]] = []
-        """Where each group's elements are."""
-        self.offsets = [0] * len(tables)
-        """Where each table's elements begin."""
-        first_rows = [0] * len(tables)
-        begin = 0
-        for width in dict.fromkeys(table.num_columns for table in tables):
-            numbers = [n for n, table in enumerate(tables) if table.num_columns == width]
-            members = [tables[n] for n in numbers]
-            end = begin + width * sum(table.num_rows for table in members)
-            group = TableGroup(members, flat[begin:end].view(-1, width))
-            for number, first_row in zip(numbers, group.first_rows, strict=False):
-                first_rows[number] = first_row
-                self.offsets[number] = begin + first_row * width
-            self.groups.append(group)
-            self.features.append([f for f, table in enumerate(feature_tables) if table in numbers])
-            self.spans.append((begin, end))
-            begin = end
-        device = flat.device
-        # What linearize_ids needs of each feature's table, and FBGEMM's check of ids, too.
-        self.first_rows = torch.tensor([first_rows[t] for t in feature_tables], device=device)
-        self.num_rows = torch.tensor([tables[t].num_rows for t in feature_tables], device=device)
-        wide = any(group.rows_dtype is torch.int64 for group in self.groups)
-        self.rows_dtype = torch.int64 if wide else torch.int32
-
-    @property
-    def num_features(self) -> int:
-        return self.first_rows.numel()
 
 
 class BatchedTables(nn.Module):

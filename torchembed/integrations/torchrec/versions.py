@@ -29,7 +29,24 @@ except ImportError as error:
         f"torchembed[torchrec] ({error})"
     ) from error
 
-check_version(getattr(torchrec, "__version__", "unknown"))
+check_version(getattr(torchrec, "__version__", "0"))
+
+
+# Private functions that all of these versions have.
+from torchrec.distributed.batched_embedding_kernel import (  # noqa: E402
+    _gen_named_parameters_by_table_dense as dense_parameters_by_table,
+)
+from torchrec.distributed.dist_data import _get_recat as exchange_order  # noqa: E402
+
+__all__ = [
+    "LookupArguments",
+    "check_version",
+    "dense_parameters_by_table",
+    "exchange_order",
+    "frees_features_early",
+    "lookup_arguments",
+    "table_feature",
+]
 
 
 class LookupArguments(NamedTuple):
@@ -43,11 +60,24 @@ class LookupArguments(NamedTuple):
 
 def lookup_arguments(sharding: Any) -> LookupArguments:
     """What ``sharding.create_lookup()`` would build its lookup from."""
-    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
     configs = getattr(sharding, "_grouped_embedding_configs", None)
+    if configs is None:  # table-row-wise
+        configs = sharding._grouped_embedding_configs_per_rank[sharding._rank]
     return LookupArguments(
-        per_rank[sharding._rank] if configs is None and per_rank is not None else configs,  # type: ignore[arg-type]
+        configs,
+        # Data-parallel shardings have no group of their own.
         getattr(sharding, "_pg", sharding._env.process_group),
         sharding._device,
         sharding._env,
     )
+
+
+def frees_features_early(module: Any) -> bool:
+    """Whether a pipeline asked ``module`` to give the memory of features back; from 1.8 on."""
+    return getattr(module, "_free_features_storage_early", False)
+
+
+def table_feature(config: Any) -> str | None:
+    """What a table has that some of these versions do not know and ours do not have."""
+    names = ("use_virtual_table", "enable_embedding_update", "stash_weights")
+    return next((name for name in names if getattr(config, name, False)), None)
