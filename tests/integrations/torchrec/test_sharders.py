@@ -1,6 +1,5 @@
 """What is ours and what stays TorchRec's, what the log says of it, and what is refused."""
 
-import importlib.util
 import logging
 import os
 import re
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.ranks import run_on_ranks
 
 OURS = "torchembed.integrations.torchrec.sharded"
 
@@ -149,10 +146,8 @@ def everything() -> tuple[Any, Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Any]:
-    if importlib.util.find_spec("torchrec") is None:
-        pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
-    return run_on_ranks(2, everything)
+def ranks(cpu_answers: list[dict[str, Any]]) -> list[Any]:
+    return [answer["sharders"] for answer in cpu_answers]
 
 
 def test_what_we_have_not_is_torchrecs_as_a_whole_and_one_rank_says_why(ranks: list[Any]) -> None:
