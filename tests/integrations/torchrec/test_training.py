@@ -118,6 +118,7 @@ def variants(device: torch.device) -> dict[str, dict[str, Any]]:
         "weighted": {"weighted": True},
         "mean": {"pooling": PoolingType.MEAN},
         "widths": {"dims": {"a": 8, "c": 24}, "placements": ["table_wise", "row_wise"]},
+        "narrow ids": {"ids_dtype": torch.int32},
         "columns on one rank": {"placements": ["columns on one rank"]},
         "half rows": {
             "data_type": DataType.FP16,

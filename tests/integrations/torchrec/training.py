@@ -141,14 +141,16 @@ def over_arch(num_sparse: int) -> nn.Module:
     return nn.Sequential(nn.Linear(NUM_DENSE + num_sparse, 16), nn.ReLU(), nn.Linear(16, 1))
 
 
-def batch(step: int, device: torch.device, *, weighted: bool) -> tuple[Tensor, Any, Tensor]:
+def batch(
+    step: int, device: torch.device, *, weighted: bool, ids_dtype: torch.dtype
+) -> tuple[Tensor, Any, Tensor]:
     """Dense features, sparse ones and labels of a step on this rank; bags may be empty."""
     generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
     lengths = torch.randint(0, 5, (len(IDS), BATCH_SIZE), generator=generator)
     counts = lengths.sum(dim=1).tolist()
     values = [
         # Few ids often, so that rows repeat within a batch.
-        (torch.rand(count, generator=generator) ** 3 * rows).long()
+        (torch.rand(count, generator=generator) ** 3 * rows).to(ids_dtype)
         for count, rows in zip(counts, IDS.values(), strict=True)
     ]
     weights = torch.rand(sum(counts), generator=generator) + 0.5 if weighted else None
@@ -165,12 +167,15 @@ class Run(NamedTuple):
     optimizer: Any
     device: torch.device
     weighted: bool
+    ids_dtype: torch.dtype
 
     def steps(self, first: int, last: int, after: Callable[[], None] | None = None) -> list[float]:
         """The losses of steps ``[first, last)``."""
         losses = []
         for step in range(first, last):
-            dense, features, labels = batch(step, self.device, weighted=self.weighted)
+            dense, features, labels = batch(
+                step, self.device, weighted=self.weighted, ids_dtype=self.ids_dtype
+            )
             self.optimizer.zero_grad()
             logits = self.model(dense, features)
             loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
@@ -197,6 +202,7 @@ def make_run(
     env: ShardingEnv | None = None,
     is_sequence: bool = False,
     data_type: DataType = DataType.FP32,
+    ids_dtype: torch.dtype = torch.int64,
 ) -> Run:
     """A model that begins alike whosever sharders it has."""
     torch.manual_seed(7)
@@ -220,7 +226,7 @@ def make_run(
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     of_dense = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05))
     both = CombinedOptimizer([sharded.fused_optimizer, of_dense])
-    return Run(sharded, both, device, weighted)
+    return Run(sharded, both, device, weighted, ids_dtype)
 
 
 def whole(value: Any) -> Tensor:

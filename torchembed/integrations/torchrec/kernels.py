@@ -103,9 +103,8 @@ def _look_up(kernel: Any, features: KeyedJaggedTensor, *, weighted: bool) -> Ten
         # TorchRec keeps other things in weights that are no floating point numbers.
         weights = weights.float() if weights.is_floating_point() else None
     ids, offsets = features.values(), features.offsets()
-    return kernel._emb_module(
-        ids.to(kernel._embedding_table_index_type), offsets.to(ids.dtype), weights
-    )
+    # FBGEMM's check of ids wants one type; ours takes either.
+    return kernel._emb_module(ids, offsets.to(ids.dtype), weights)
 
 
 class FusedBags(BatchedFusedEmbeddingBag):

@@ -182,6 +182,7 @@ class FusedTables(BatchedTables):
         self._bounds_check_warning = torch.zeros(1, dtype=torch.int64, device=device)
         self._learning_rate = settings.learning_rate
         self._learning_rate_tensor = torch.full((1,), settings.learning_rate, device=device)
+        self._counts = self._rounds or settings.rule.kind is OptimizerKind.ADAM
         self._iteration = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Where runs of equal rows are found. What they are found in is used up before the next
@@ -206,7 +207,8 @@ class FusedTables(BatchedTables):
                 self._bounds_check_warning,
                 per_id_weights,
             )
-        self._iteration += 1
+        if self._counts:
+            self._iteration += 1
         return self._look_up(self._leaves, self._sink_of, ids, offsets, per_id_weights)
 
     def _sink_of(self, group: TableGroup, rows: Tensor) -> GradientSink:
@@ -236,7 +238,7 @@ class FusedTables(BatchedTables):
         if rule.kind is OptimizerKind.ADAM:
             # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
             rule = dataclasses.replace(rule, eps=rule.eps * math.sqrt(1 - rule.beta2**iteration))
-        if rule.kind is OptimizerKind.ADAM or self._rounds:
+        if self._counts:
             step = group.step.fill_(iteration)
         rowwise_update(
             group.weight,
