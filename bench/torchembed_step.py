@@ -71,3 +71,7 @@ class TorchembedStep:
     def step(self, batches: Iterator[Batch]) -> Tensor:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        self._pipeline.close()
