@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU."""
+_STEPS = "bench: steps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,19 +35,21 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
     """Profile ``step`` on a GPU, ``num_steps`` times; it has run before."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(num_steps):
-            step()
-        # Ends what is measured; the one wait is not the step's.
+        with record_function(_STEPS):
+            for _ in range(num_steps):
+                step()
         torch.cuda.synchronize()
-    kernels, launches, waits = 0, 0, -1
-    spans = []
-    for event in trace.events() or ():
+    kernels = launches = waits = 0
+    spans, events = [], trace.events() or ()
+    (measured,) = (e for e in events if e.name == _STEPS and e.device_type.name == "CPU")
+    for event in events:
         if event.device_type.name == "CUDA":
             if not event.is_user_annotation:
                 kernels += 1
                 spans.append((event.time_range.start, event.time_range.end))
         elif event.name in WAITS:
-            waits += 1
+            # Those that end the measurement, and the profiler's own, come after the steps.
+            waits += event.time_range.start < measured.time_range.end
         elif "Launch" in event.name and event.name.startswith("cu"):
             launches += 1
     return StepProfile(

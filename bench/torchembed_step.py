@@ -37,7 +37,6 @@ class TorchembedStep:
             seed=setting.seed,
             output_dtype=torch.bfloat16 if setting.precision == "bf16" else torch.float32,
         )
-        self.initial_dense = [p.detach().clone() for p in workload.dense_parameters(self.model)]
         of_tables, of_dense = OPTIMIZERS[setting.optimizer]
         if num_ranks > 1:
             mesh = init_device_mesh(device.type, (num_ranks,))
@@ -72,6 +71,10 @@ class TorchembedStep:
     def step(self, batches: Iterator[Batch]) -> Tensor:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
+
+    @property
+    def num_input_stalls(self) -> int:
+        return self._pipeline.input_stalls.count
 
     def close(self) -> None:
         """Destroy the graphs."""

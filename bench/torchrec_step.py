@@ -65,5 +65,8 @@ class TorchrecStep:
         loss, _, _ = self._pipeline.progress(batches)
         return loss
 
+    num_input_stalls = 0
+    """It has no count of its own; its batches lie ready too."""
+
     def close(self) -> None:
         """Nothing that its end does not do."""
