@@ -18,7 +18,7 @@ class StepSetting:
     precision: str
     """Of the dense part: ``bf16``, ``tf32`` or ``fp32``. Rows and their state are fp32."""
     wire: str
-    """Of pooled vectors and their gradients between ranks: ``bf16``, ``fp32``; TorchRec's ``fp16``."""
+    """Of vectors and their gradients between ranks: ``bf16``, ``fp32``, or TorchRec's ``fp16``."""
     max_rows: int | None
     device: torch.device
     lr: float = 0.0005
