@@ -95,8 +95,8 @@ def _kernels(rows: Sequence[Row]) -> str:
     head = ["batch", *(stage if rule is None else f"{stage}, {rule}" for stage, rule in stages)]
     return _text(
         "Lookups and row updates of MLPerf's tables, cut to 8 M rows, in microseconds; in brackets "
-        f"over FBGEMM's time in the same run, by `python -m bench.kernels` ({_files(rows)}). An update "
-        "is the part of a backward that needs the gradient:",
+        f"over FBGEMM's time in the same run, by `python -m bench.kernels` ({_files(rows)}). An "
+        "update is the part of a backward that needs the gradient:",
         head,
         lines,
     )

@@ -18,7 +18,8 @@ STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one GPU does in a second."""
+    """What one GPU can do in a second; ``sharding.topology`` holds what our kernels were measured to
+    do."""
 
     bytes: float
     flops: float
