@@ -18,8 +18,7 @@ STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one GPU can do in a second; ``sharding.topology`` holds what our kernels were measured to
-    do."""
+    """What one GPU can do in a second; what our kernels do is in ``sharding.topology``."""
 
     bytes: float
     flops: float
