@@ -340,6 +340,9 @@ def main() -> None:
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    # What sharding takes of the memory.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("torchembed").setLevel(logging.INFO)
     torch.backends.cuda.matmul.allow_tf32 = config.precision != "fp32"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     bench = Bench(config, device)

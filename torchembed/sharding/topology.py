@@ -180,10 +180,18 @@ class Topology:
 
 def _hardware_of(device: torch.device) -> tuple[Hardware, int]:
     """What is known of ``device``, and its free memory in bytes."""
+    free = free_bytes(device)
     if device.type != "cuda":
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        return CPU, kibibytes * 1024
+        return CPU, free
     name = torch.cuda.get_device_name(device)
     known = [hardware for hardware in GPUS if hardware.name in name]
-    return (known or GPUS)[0], torch.cuda.mem_get_info(device)[0]
+    return (known or GPUS)[0], free
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that ``device`` has left: a GPU's own, or the machine's for the CPU."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
