@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from bench.timeline import STAGES, stage_of
+
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU."""
 _STEPS = "bench: steps"
@@ -22,6 +24,8 @@ class StepProfile:
     host_waits: float
     gpu_busy_ms: float
     """Time in which at least one ran."""
+    stage_ms: dict[str, float]
+    """Of all kernels of a stage of :mod:`bench.timeline`, also of those that ran side by side."""
     trace: profile
 
     def top_kernels(self, count: int) -> str:
@@ -40,13 +44,16 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
                 step()
         torch.cuda.synchronize()
     kernels = launches = waits = 0
+    stages = dict.fromkeys(STAGES, 0.0)
     spans, events = [], trace.events() or ()
     (measured,) = (e for e in events if e.name == _STEPS and e.device_type.name == "CPU")
     for event in events:
         if event.device_type.name == "CUDA":
             if not event.is_user_annotation:
                 kernels += 1
-                spans.append((event.time_range.start, event.time_range.end))
+                start, end = event.time_range.start, event.time_range.end
+                spans.append((start, end))
+                stages[stage_of(event.name)] += (end - start) / 1e3 / num_steps
         elif event.name in WAITS:
             # Those that end the measurement, and the profiler's own, come after the steps.
             waits += event.time_range.start < measured.time_range.end
@@ -57,6 +64,7 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
         launches=launches / num_steps,
         host_waits=waits / num_steps,
         gpu_busy_ms=_covered(spans) / 1e3 / num_steps,
+        stage_ms=stages,
         trace=trace,
     )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STAGES = {
-    "exchange between GPUs": r"nccl|onerank",
+    "reduction over GPUs": r"nccl.*reduce|onerank",
+    "exchange between GPUs": r"nccl",
     "ids: sort, find runs": r"find_runs|_digit|sum_counts|linearize_ids|radix|bucketize",
     "lookup": r"pooled_lookup|embedding.*forward",
     "row update": r"rowwise_update|embedding.*backward|split_embedding|find_long_segments",
@@ -39,7 +40,12 @@ class Kernel(NamedTuple):
 
     @property
     def stage(self) -> str:
-        return next(s for s, known in STAGES.items() if re.search(known, self.name, re.IGNORECASE))
+        return stage_of(self.name)
+
+
+def stage_of(name: str) -> str:
+    """The stage of a kernel of that name."""
+    return next(s for s, known in STAGES.items() if re.search(known, name, re.IGNORECASE))
 
 
 def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
@@ -84,7 +90,7 @@ def draw(kernels: list[Kernel], picture: Path, title: str) -> None:
     lanes = lanes_of(kernels)
     start = kernels[0].start
     span = max(kernel.start + kernel.duration for kernel in kernels) - start
-    colours = dict(zip(STAGES, (f"C{n}" for n in (3, 4, 0, 1, 2, 9, 5, 8, 7)), strict=True))
+    colours = dict(zip(STAGES, (f"C{n}" for n in (6, 3, 4, 0, 1, 2, 9, 5, 8, 7)), strict=True))
     figure = Figure(figsize=(16, 1.6 + 0.75 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -46,6 +46,8 @@ def test_a_step_is_cut_out_of_graphs_or_of_the_time(kernels_a_launch: int) -> No
     [
         (NAMES[0], "lookup"),
         (NAMES[1], "matrix products"),
+        (NAMES[2], "reduction over GPUs"),
+        ("ncclDevKernel_SendRecv", "exchange between GPUs"),
         ("_rowwise_update_kernel", "row update"),
         ("split_embedding_backward_adagrad_cta_per_row", "row update"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
