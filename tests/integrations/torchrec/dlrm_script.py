@@ -1,6 +1,7 @@
 """A script in TorchRec's own style: planner, pipelines, metrics, DLRM. Nothing of it is ours.
 
-Writes the losses, predictions and metrics of each rank to the folder it is given.
+Writes the losses, predictions and metrics of each rank to the folder it is given, which placements
+of its three tables follow.
 """
 
 import json
@@ -14,7 +15,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist
 from torchrec.metrics.metric_module import RecMetricModule, generate_metric_module
 from torchrec.metrics.metrics_config import (
@@ -45,7 +46,7 @@ def batches(first: int) -> Iterator[Batch]:
         yield Batch(dense, KeyedJaggedTensor(KEYS, values, lengths=lengths), labels)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, placements: list[str]) -> None:
     torch.manual_seed(1)
     rank, device = dist.get_rank(), torch.device("cpu")
     tables = [
@@ -57,7 +58,11 @@ def main(folder: Path) -> None:
     _apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.05})
     sharders = [EmbeddingBagCollectionSharder()]
     topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology, batch_size=BATCH_SIZE)
+    constraints = {
+        key: ParameterConstraints(sharding_types=[placement], min_partition=4)
+        for key, placement in zip(KEYS, placements, strict=True)
+    }
+    planner = EmbeddingShardingPlanner(topology, batch_size=BATCH_SIZE, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
@@ -111,4 +116,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
