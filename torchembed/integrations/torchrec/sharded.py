@@ -1,8 +1,10 @@
 """TorchRec's sharded collections with our lookups in them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection as TorchrecShardedEmbeddingCollection,
 )
@@ -30,20 +32,25 @@ def _refuse_variable_batches(features: Any) -> None:
         )
 
 
+def _replace_whole(shardings: Iterable[Any], input_dists: list[nn.Module]) -> None:
+    """Put our exchange of whole features in the place of TorchRec's."""
+    for number, sharding in enumerate(shardings):
+        if type(input_dists[number]) is TwSparseFeaturesDist:
+            input_dists[number] = FeaturesDist(sharding._pg, sharding.features_per_rank())
+
+
 class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
     """TorchRec's, over our tables."""
 
     def _create_lookups(self) -> None:
         self._lookups.extend(map(pooled_lookup_of, self._embedding_shardings))
 
-    def _create_input_dist(self, input_feature_names: list[str]) -> None:
-        super()._create_input_dist(input_feature_names)
+    def _create_input_dist(self, *arguments: Any, **named: Any) -> None:
+        super()._create_input_dist(*arguments, **named)
+        _replace_whole(self._embedding_shardings, self._input_dists)
         shardings: list[Any] = self._embedding_shardings
         for number, (sharding, theirs) in enumerate(zip(shardings, self._input_dists, strict=True)):
-            if type(theirs) is TwSparseFeaturesDist:
-                ours = FeaturesDist(sharding._pg, sharding.features_per_rank())
-                self._input_dists[number] = ours
-            elif type(theirs) is RwSparseFeaturesDist:
+            if type(theirs) is RwSparseFeaturesDist:
                 self._input_dists[number] = RowFeaturesDist(sharding._pg, theirs)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
@@ -104,6 +111,11 @@ class ShardedEmbeddingCollection(TorchrecShardedEmbeddingCollection):
 
     def _create_lookups(self) -> None:
         self._lookups.extend(map(sequence_lookup_of, self._sharding_type_to_sharding.values()))
+
+    def _create_input_dist(self, *arguments: Any, **named: Any) -> None:
+        super()._create_input_dist(*arguments, **named)
+        # Row-wise ones stay TorchRec's, which looks for its class to put vectors back in order.
+        _replace_whole(self._sharding_type_to_sharding.values(), self._input_dists)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         _refuse_variable_batches(features)
