@@ -33,6 +33,7 @@ def one_rank() -> Iterator[None]:
 def test_a_figure_is_there_only_where_losses_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(train_step, "NUM_PASSES", 1)
     output = tmp_path / "steps.json"
     train_step.Bench(dataclasses.replace(CONFIG, output=output), CPU).run()
     (row,) = json.loads(output.read_text())["rows"]
