@@ -60,7 +60,37 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        batch, route = self._checked(batch), None
+        if self._sharded_slots and batch.hotness is None:
+            parts, layout, _ = self._sharded
+            of_parts = select_features(batch, [part.slot for part in parts])
+            route = JaggedRoute(of_parts, layout, self._ranks)
+            route.announce(self._group_of_sizes(ahead=ahead))
+        return _Arrivals(batch, route)
+
+    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+        batch, jagged_route = arrivals
+        route = sharded = replicated = None
+        if self._sharded_slots:
+            parts, layout, local = self._sharded
+            if jagged_route is None:
+                of_parts = select_features(batch, [part.slot for part in parts])
+                route = FixedRoute(of_parts, layout, self._ranks)
+            else:
+                jagged_route.travel()
+                route = jagged_route
+            sharded = local.prepare(route.features, finds_runs=finds_runs)
+        if self._replicated_slots:
+            of_replicated = select_features(batch, self._replicated_slots)
+            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
+            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+        means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
+        sizes = {slot: bag_sizes(batch, slot) for slot in means}
+        return _Lookups(route, sharded, replicated, sizes)
+
+    def _look_up(self, lookups: "_Lookups") -> Tensor:
         columns: dict[int, Tensor] = {}
         if lookups.sharded is not None:
             columns.update(self._sharded_columns(lookups))
@@ -74,26 +104,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             )
             split = vectors.split([self._widths[slot] for slot in replicated], dim=1)
             columns.update(zip(replicated, split, strict=True))
-        values = torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
-        return keyed_result(features, self._feature_slots.names, self._widths, values)
+        return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
 
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch = self._checked(batch)
-        route = sharded = replicated = None
-        if self._sharded_slots:
-            parts, layout, local = self._sharded
-            of_parts = select_features(batch, [part.slot for part in parts])
-            route_kind = JaggedRoute if batch.hotness is None else FixedRoute
-            route = route_kind(of_parts, layout, self._ranks)
-            sharded = local.prepare(route.features, finds_runs=finds_runs)
-        if self._replicated_slots:
-            of_replicated = select_features(batch, self._replicated_slots)
-            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
-        means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
-        sizes = {slot: bag_sizes(batch, slot) for slot in means}
-        return _Lookups(route, sharded, replicated, sizes)
+    def _result(self, features: Any, vectors: Tensor) -> Any:
+        return keyed_result(features, self._feature_slots.names, self._widths, vectors)
 
     def _sharded_columns(self, lookups: "_Lookups") -> dict[int, Tensor]:
         """``[B, D]`` for each sharded slot, from the ranks that hold its rows."""
@@ -114,6 +128,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 column = column / lookups.bag_sizes[slot].to(column.dtype)
             columns[slot] = column
         return columns
+
+
+class _Arrivals(NamedTuple):
+    """A batch with checked ids, and where hotness is not fixed the way of those that travel."""
+
+    batch: SparseFeatures
+    route: JaggedRoute | None
 
 
 class _Lookups(NamedTuple):
