@@ -158,13 +158,13 @@ def test_a_static_step_knows_when_the_model_has_changed() -> None:
     assert not step.is_stale
     (group,) = optimizers[0].param_groups
     group["lr"] = torch.tensor(0.125)
-    known = step._states_now()
+    known = step._optimizers.memory(is_cuda=False)
     group["lr"].fill_(0.5)
-    assert step._states_now() == known
+    assert step._optimizers.memory(is_cuda=False) == known
     before, group["lr"] = group["lr"], torch.tensor(0.25)
-    assert step._states_now() != known
+    assert step._optimizers.memory(is_cuda=False) != known
     group["lr"] = before
-    assert step._states_now() == known
+    assert step._optimizers.memory(is_cuda=False) == known
 
 
 class CallsTwice(TinyModel):

@@ -17,7 +17,8 @@ class HostNumbers:
         self._numbers = numbers
         self._arrived: Any = None
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            shape, dtype = numbers.shape, numbers.dtype
+            self._numbers = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             # One that blocks leaves the processor to the thread that launches steps.
             self._arrived = torch.cuda.Event(blocking=True)

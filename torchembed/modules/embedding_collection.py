@@ -100,10 +100,11 @@ def num_ids_of_features(features: SparseFeatures) -> HostNumbers:
     """How many ids each feature has."""
     batch_size, num_features = features.batch_size, len(features.keys)
     if features.hotness is not None:
-        return HostNumbers(torch.tensor(features.hotness, dtype=torch.int64) * batch_size)
+        hotness = torch.tensor(features.hotness, dtype=torch.int64, device="cpu")
+        return HostNumbers(hotness * batch_size)
     assert features.offsets is not None
     if not batch_size:
-        return HostNumbers(torch.zeros(num_features, dtype=torch.int64))
+        return HostNumbers(torch.zeros(num_features, dtype=torch.int64, device="cpu"))
     return HostNumbers(features.offsets[::batch_size][: num_features + 1].diff())
 
 

@@ -182,11 +182,12 @@ class JaggedRoute(Route):
         Args:
             group: of the same ranks, through the CPU; of one thread's collectives.
         """
-        layout, sizes = self._layout, torch.tensor(self._sizes.tolist(), dtype=torch.int64)
+        layout = self._layout
+        sizes = torch.tensor(self._sizes.tolist(), dtype=torch.int64, device="cpu")
         sizes = sizes.view(layout.num_ranks, layout.num_parts)
         self.num_ids_of_parts = sizes.sum(dim=0).tolist()
         self._send = sizes.sum(dim=1).tolist()
-        head = torch.full((layout.num_ranks, 1), self._num_samples)
+        head = sizes.new_full((layout.num_ranks, 1), self._num_samples)
         from_ranks = exchange_sizes(torch.cat([head, sizes], dim=1), group)
         self.batch_sizes = [num_samples for num_samples, *_ in from_ranks]
         self._receive = [sum(of_parts) for _, *of_parts in from_ranks]
