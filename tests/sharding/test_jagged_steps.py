@@ -107,7 +107,7 @@ def test_jagged_steps_equal_plain_ones() -> None:
         assert [result["threads"] for result in of_ranks] == [named, named], case
 
 
-NUM_STEPS_ON_GPUS, PARTIAL_STEP = 16, 12
+NUM_STEPS_ON_GPUS, PARTIAL_STEP = 20, 16
 
 
 def gpu_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
@@ -137,7 +137,7 @@ def train_over_nccl(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
             warnings.simplefilter("always")
             for number in range(10**9):
                 # Before: first steps, capture; after: a smaller batch, that runs eagerly.
-                mode = "error" if 6 <= number < PARTIAL_STEP - 2 else "default"
+                mode = "error" if 8 <= number < PARTIAL_STEP - 2 else "default"
                 torch.cuda.set_sync_debug_mode(mode)
                 try:
                     pipeline.progress(batches)
