@@ -179,3 +179,51 @@ def test_jagged_steps_wait_for_nothing_on_all_gpus() -> None:
                 if errors:
                     mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
                     assert mine in errors[0]
+
+
+FROZEN = [
+    Case(placements=dict.fromkeys("abcd", "table_wise")),
+    Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
+]
+
+
+def train_with_a_frozen_table(cases: list[Case]) -> list[list[dict[str, Any]]]:
+    """On a rank of NCCL, eagerly and captured: its rows, where the only rank that holds table "a"
+    freezes it half-way."""
+    rank, results = dist.get_rank(), []
+    for case in cases:
+        of_case = []
+        for capture in (False, True):
+            model = make_model(case, "meta")
+            torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+            optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+            optimizers = [] if optimizer is None else [optimizer]
+            pipeline = TrainPipeline(
+                with_loss, None, optimizers, device=f"cuda:{rank}", capture=capture
+            )
+            batches = iter([static_batch(case, rank, step, NO_RANK) for step in range(20)])
+            with pipeline:
+                for step in range(20):
+                    if step == 10:
+                        for name, parameter in model.tables.named_parameters():
+                            parameter.requires_grad_(".a." not in name)
+                    pipeline.progress(batches)
+            of_case.append(held_rows(model))
+        results.append(of_case)
+    return results
+
+
+@pytest.mark.gpu
+def test_a_table_that_one_rank_freezes_is_frozen_at_once() -> None:
+    num_ranks = torch.cuda.device_count()
+    results = run_on_ranks(
+        num_ranks, train_with_a_frozen_table, FROZEN, backend="cpu:gloo,cuda:nccl"
+    )
+    for of_rank in results:
+        for eager, captured in of_rank:
+            assert eager.keys() == captured.keys()
+            for name, (extent, rows, states) in captured.items():
+                assert eager[name][0] == extent
+                assert (eager[name][1] == rows).all(), name
+                pairs = zip(eager[name][2], states, strict=True)
+                assert all((one == other).all() for one, other in pairs), name
