@@ -268,6 +268,18 @@ class TestOnGpu:
         for name, tensor in captured.items():
             assert torch.equal(tensor, expected[name]), name
 
+    def test_batches_may_be_on_the_gpu(self, device: torch.device) -> None:
+        found = []
+        for capture in (False, True):
+            model = make_model(device)
+            optimizers = self.optimizers(model, True)
+            batches = (batch.to(device) for batch in jagged_batches(9))
+            with TrainPipeline(model, LOSS, optimizers, capture=capture) as pipeline:
+                outputs = list(losses_of(pipeline, batches))
+            found.append(([output.item() for output in outputs], state_of(model)))
+        assert found[0][0] == found[1][0]
+        assert_same_state(model, found[0][1])
+
     @pytest.mark.parametrize("kind", [TinyModel, Sequences])
     def test_nothing_makes_the_host_wait(self, device: torch.device, kind: type[nn.Module]) -> None:
         model = kind().to(device)

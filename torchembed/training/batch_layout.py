@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,38 +53,62 @@ def dense_tensors(batch: Any) -> list[Tensor]:
 def has_fixed_shape(batch: Any) -> bool:
     """Whether batches of the layout of ``batch`` have their shapes in common, and samples: bags of
     fixed hotness, no empty tensors."""
-    return _has_samples(batch, lambda features: features.hotness is not None)
+    shapes = _shapes(batch)
+    return _has_samples(batch, shapes) and all(shape.hotness is not None for shape in shapes)
 
 
 def jagged_layout(batch: Any) -> Hashable:
     """Equal for batches that differ in contents and in the lengths of bags alone; None where there
     are no sparse features with samples, or things that are no part of a tree."""
-    found: list[SparseFeatures] = []
-
-    def shape_of(features: Any) -> Any:
-        found.append(as_sparse_features(features))
-        return type(features).__name__, *_shape_of(found[-1])
-
-    layout = layout_of(map_parts(shape_of, _same, batch))
-    return layout if found and _has_samples(batch, lambda _: True) else None
+    shapes = _shapes(batch)
+    if not shapes or not _has_samples(batch, shapes):
+        return None
+    return layout_of(map_parts(_shape_of, _same, batch))
 
 
-def _shape_of(features: SparseFeatures) -> tuple[Any, ...]:
-    tensors = (features.values, features.offsets, features.weights)
-    dtypes = tuple(None if tensor is None else str(tensor.dtype) for tensor in tensors)
-    return features.keys, features.batch_size, features.hotness, dtypes
+class _Shape(NamedTuple):
+    """What sparse features are made of, but for lengths."""
+
+    kind: str
+    keys: tuple[str, ...]
+    batch_size: int
+    hotness: tuple[int, ...] | None
+    dtypes: tuple[str, ...]
+    is_cuda: bool
 
 
-def _has_samples(batch: Any, accepts: Callable[[SparseFeatures], bool]) -> bool:
-    """Whether no dense tensor is empty, and all features have samples and are accepted."""
-    are_fine: list[bool] = []
+def _shape_of(features: Any) -> _Shape:
+    """Without the offsets of TorchRec's features, which take time to find out on the host."""
+    kind = type(features).__name__
+    if not isinstance(features, SparseFeatures):
+        dtypes = _names(features.values(), features.weights_or_none())
+        is_cuda = features.values().is_cuda
+        return _Shape(kind, tuple(features.keys()), features.stride(), None, dtypes, is_cuda)
+    dtypes = _names(features.values, features.offsets, features.weights)
+    is_cuda = features.values.is_cuda
+    return _Shape(kind, features.keys, features.batch_size, features.hotness, dtypes, is_cuda)
 
-    def look(features: Any) -> None:
-        features = as_sparse_features(features)
-        are_fine.append(features.batch_size > 0 and accepts(features))
 
-    map_parts(look, lambda tensor: are_fine.append(tensor.numel() > 0), batch)
-    return all(are_fine)
+def _names(*tensors: Tensor | None) -> tuple[str, ...]:
+    return tuple("none" if tensor is None else str(tensor.dtype) for tensor in tensors)
+
+
+def _shapes(batch: Any) -> list[_Shape]:
+    """Of all sparse features in ``batch``."""
+    found: list[_Shape] = []
+    map_parts(lambda features: found.append(_shape_of(features)), _nothing, batch)
+    return found
+
+
+def is_on_gpu(batch: Any) -> bool:
+    """Whether a part of ``batch`` is."""
+    shapes, tensors = _shapes(batch), dense_tensors(batch)
+    return any(part.is_cuda for part in (*shapes, *tensors))
+
+
+def _has_samples(batch: Any, shapes: list[_Shape]) -> bool:
+    has_dense = all(tensor.numel() > 0 for tensor in dense_tensors(batch))
+    return has_dense and all(shape.batch_size > 0 for shape in shapes)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

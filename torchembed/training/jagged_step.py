@@ -22,7 +22,7 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Announced, Prepared
 from torchembed.modules.table_module import TableModule
 from torchembed.training.bad_batches import Verdict, judge
-from torchembed.training.batch_layout import to_device, with_sparse_features
+from torchembed.training.batch_layout import is_on_gpu, to_device, with_sparse_features
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
 from torchembed.training.dense_graph import DenseGraph
 from torchembed.training.eager_step import eager_step
@@ -31,8 +31,8 @@ from torchembed.training.step_optimizers import Assumptions, StepOptimizers, upd
 from torchembed.training.step_result import StepResult
 from torchembed.training.worker import Worker
 
-_CLOSE_SECONDS = 2.0
-"""For ranks that announce in step to end; others are gone by then."""
+_CLOSE_SECONDS = 10.0
+"""For what was announced to reach all ranks; where it takes longer, one of them is gone."""
 
 
 class _AnnouncedBatch(NamedTuple):
@@ -133,8 +133,9 @@ class JaggedStep:
     def announce(self, batch: Any, is_wanted: Callable[[], bool]) -> JaggedBatch:
         """Have the thread copy ``batch`` to the device and find out what travels, where
         ``is_wanted()``, the same on all ranks, says so."""
+        given = _event(torch.cuda.current_stream()) if is_on_gpu(batch) else None
         task = functools.partial(
-            _announce, self._calls, batch, is_wanted, self._device, self._ids_stream
+            _announce, self._calls, batch, given, is_wanted, self._device, self._ids_stream
         )
         return JaggedBatch(self._worker.submit(task))
 
@@ -290,16 +291,18 @@ class JaggedStep:
 
 def _announce(
     calls: Sequence[CollectionCall],
-    host_batch: Any,
+    source: Any,
+    given: "torch.cuda.Event | None",
     is_wanted: Callable[[], bool],
     device: torch.device,
     stream: "torch.cuda.Stream | None",
 ) -> _AnnouncedBatch | None:
-    """What the thread does for a batch."""
+    """What the thread does for a batch, that is there from ``given`` on."""
     if not is_wanted():
         return None
     with _on(stream), deferred_bad_ids() as suspects:
-        batch = to_device(host_batch, device)
+        _wait_for(given)
+        batch = to_device(source, device)
         of_calls = [call.collection.announce(call.features_of(batch)) for call in calls]
         return _AnnouncedBatch(batch, of_calls, suspects, _event(stream))
 
