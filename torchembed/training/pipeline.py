@@ -1,8 +1,7 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,18 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchembed.core.trees import layout_of, map_tensors
+from torchembed.core.trees import map_tensors
 from torchembed.data.batch import as_batch
-from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.training import ranks
-from torchembed.training.batch_layout import has_fixed_shape, jagged_layout, to_device
+from torchembed.training.batch_layout import to_device
+from torchembed.training.capturing import captured_on_all_ranks
 from torchembed.training.eager_step import eager_step
 from torchembed.training.in_flight import StepsInFlight
 from torchembed.training.jagged_step import JaggedBatch, JaggedStep
 from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
-from torchembed.training.read_ahead import ReadAhead, StepKinds, Upcoming
+from torchembed.training.read_ahead import ReadAhead, Upcoming
 from torchembed.training.static_step import StaticStep
+from torchembed.training.step_kinds import Layouts, StepKinds
 from torchembed.training.step_optimizers import StepOptimizers
 from torchembed.training.step_result import StepResult
 
@@ -97,14 +97,12 @@ class TrainPipeline:
         )
         self._group = _group_of(model)
         self._captures = capture and self.device.type == "cuda"
-        self._has_waiting = _any_waits(model)
         self._upcoming = ReadAhead()
         self._in_flight = StepsInFlight(timeout_seconds)
         self._static: StaticStep | None = None
         self._jagged: JaggedStep | None = None
         self._captures_dense = True
-        self._layout: Any = None
-        self._jagged_layout: Any = None
+        self._layouts = Layouts(model)
         self._num_read = self._num_static_steps = self._num_jagged_steps = 0
         self._prepared: int | None = None
         """The batch that the step before has prepared."""
@@ -135,6 +133,7 @@ class TrainPipeline:
                 ranks at the next call, since the others may wait for this one to read.
         """
         self._upcoming.follow(batches)
+        self._upcoming.check()
         fresh = ranks.start_all_ranks(not self._is_stale()) if self._captures else _always
         self._in_flight.wait_until(_STEPS_AHEAD - 1)
         if not all(fresh()):
@@ -214,7 +213,7 @@ class TrainPipeline:
         batch = item if self.loss_fn is None else as_batch(item)
         number, kinds = self._num_read, StepKinds(static=False, jagged=False)
         if self._captures:
-            kinds = self._kinds(batch)
+            kinds = self._layouts.kinds_of(batch)
             if kinds.static:
                 self._static_for(batch).slots.fill(number % 2, batch)
         agreed = ranks.start_all_ranks(*kinds) if self._captures else _never
@@ -227,18 +226,6 @@ class TrainPipeline:
             if self._jagged is not None and upcoming.jagged is None:
                 upcoming.jagged = self._jagged.announce(upcoming.batch, upcoming.is_jagged)
 
-    def _kinds(self, batch: Any) -> StepKinds:
-        """Which layouts ``batch`` has, of those that the first batches of their kind have set."""
-        if has_fixed_shape(batch) and not self._has_waiting:
-            layout = layout_of(batch)
-            if self._layout is None:
-                self._layout = layout
-            return StepKinds(static=layout is not None and layout == self._layout, jagged=False)
-        layout = jagged_layout(batch)
-        if self._jagged_layout is None:
-            self._jagged_layout = layout
-        return StepKinds(static=False, jagged=layout is not None and layout == self._jagged_layout)
-
     def _static_for(self, example: Any) -> StaticStep:
         if self._static is None:
             self._static = StaticStep(
@@ -246,7 +233,7 @@ class TrainPipeline:
             )
             self._num_static_steps = 0
             for upcoming in self._upcoming:
-                if layout_of(upcoming.batch) == self._layout:
+                if self._layouts.kinds_of(upcoming.batch).static:
                     self._static.slots.fill(upcoming.turn, upcoming.batch)
         return self._static
 
@@ -261,26 +248,10 @@ class TrainPipeline:
             static.prepare(now.turn)
         if self._num_static_steps < _WARM_UP_STEPS or static.is_captured(now.turn):
             return True
-        if self._tried(lambda: static.capture(now.turn), "the train step"):
+        if captured_on_all_ranks(lambda: static.capture(now.turn), "the train step"):
             return True
         self._captures = False
         self._release()
-        return False
-
-    def _tried(self, capture: Callable[[], None], what: str) -> bool:
-        """Whether ``capture()`` has succeeded on all ranks, which is warned of where it has not."""
-        error = None
-        try:
-            capture()
-        except Exception as caught:  # noqa: BLE001 - said in the warning, once all ranks know
-            error = caught
-        if not ranks.any_rank(error is not None):
-            return True
-        warnings.warn(
-            f"{what} could not be captured as a CUDA graph, so it runs eagerly from now on: "
-            f"{_reason(error)}",
-            stacklevel=5,
-        )
         return False
 
     def _static_step(self, now: Upcoming) -> StepResult:
@@ -322,7 +293,7 @@ class TrainPipeline:
         if ranks.any_rank(not jagged.can_capture):
             return
         what = "the dense part of the train step"
-        self._captures_dense = self._tried(lambda: jagged.capture(now), what)
+        self._captures_dense = captured_on_all_ranks(lambda: jagged.capture(now), what)
         if not self._captures_dense:
             jagged.give_up_capture()
 
@@ -353,12 +324,6 @@ def _always() -> list[bool]:
     return [True]
 
 
-def _any_waits(model: nn.Module) -> bool:
-    """Whether a collection of ``model`` waits for sizes, whatever the batch is."""
-    collections_of = [m for m in model.modules() if isinstance(m, PreparingModule)]
-    return any(collection.always_waits_for_sizes for collection in collections_of)
-
-
 def _group_of(model: nn.Module) -> Any:
     """The ranks that train ``model`` together: those over which its tables are sharded, else all;
     None where there is one."""
@@ -366,14 +331,3 @@ def _group_of(model: nn.Module) -> Any:
         if isinstance(module, ShardedCollection):
             return module._ranks.group
     return dist.group.WORLD if ranks.world_size() > 1 else None
-
-
-def _reason(error: Exception | None) -> str:
-    """The first of the errors that led to ``error``."""
-    if error is None:
-        return "another rank failed, whose warning says why"
-    first: BaseException = error
-    while first.__context__ is not None:
-        first = first.__context__
-    lines = str(first).splitlines()
-    return f"{type(first).__name__}: {lines[0] if lines else ''}"

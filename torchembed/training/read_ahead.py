@@ -3,19 +3,11 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchembed.training import ranks
 from torchembed.training.jagged_step import JaggedBatch
-
-
-class StepKinds(NamedTuple):
-    """As which kind of step a batch can be trained."""
-
-    static: bool
-    """Of the layout of the first such batch."""
-    jagged: bool
-    """Of the layout of the first such batch but for the lengths of bags."""
+from torchembed.training.step_kinds import StepKinds
 
 
 @dataclasses.dataclass
@@ -66,7 +58,7 @@ class ReadAhead:
             self._source = source
 
     def fill(self, count: int, take_in: Callable[[Any], Upcoming]) -> None:
-        """Read until there are ``count`` batches, or no more; an error is kept for :meth:`pop`."""
+        """Read until there are ``count`` batches, or no more; :meth:`check` raises errors."""
         assert self._source is not None
         while len(self._batches) < count and self._error is None:
             try:
@@ -77,17 +69,17 @@ class ReadAhead:
             except Exception as error:  # noqa: BLE001 - raised once the step before has its result
                 self._error = error
 
-    def pop(self) -> Upcoming | None:
-        """The next batch; None after the last one.
-
-        Raises:
-            Exception: what reading raised, in place of the batch. Of several ranks before the
-                batches that come before it, since the others may wait for this one to read.
-        """
+    def check(self) -> None:
+        """Raise what reading raised, where its turn has come: after the batches before it, but on
+        one of several ranks at once, since the others may wait for this one to read."""
         if self._error is not None and (ranks.world_size() > 1 or not self._batches):
             error = self._error
             self._forget()
             raise error
+
+    def pop(self) -> Upcoming | None:
+        """The next batch; None after the last one. Raises as :meth:`check` does."""
+        self.check()
         if self._batches:
             return self._batches.popleft()
         self._forget()
