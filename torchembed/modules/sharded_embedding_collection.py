@@ -144,9 +144,10 @@ def with_offsets(batch: SparseFeatures) -> SparseFeatures:
     """``batch`` with offsets in place of fixed hotness, and without weights."""
     offsets = batch.offsets
     if batch.hotness is not None:
-        device = batch.values.device
-        lengths = torch.tensor(batch.hotness, device=device).repeat_interleave(batch.batch_size)
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        # Filled there: a GPU would be waited for by a copy.
+        first = torch.zeros(1, dtype=torch.int64, device=batch.values.device)
+        lengths = [first.new_full((batch.batch_size,), count) for count in batch.hotness]
+        offsets = torch.cat([first, *lengths]).cumsum(0)
     return SparseFeatures(
         keys=batch.keys, values=batch.values, batch_size=batch.batch_size, offsets=offsets
     )
