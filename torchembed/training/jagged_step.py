@@ -110,10 +110,11 @@ class JaggedStep:
         """Whether forward has lookups that are not among the calls."""
         self._worker = Worker("torchembed: sizes of batches to come")
         self._dense: DenseGraph | None = None
-        self._stream = self._ids_stream = None
+        self._stream = self._ids_stream = self._rows_stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)
             self._ids_stream = torch.cuda.Stream(device)
+            self._rows_stream = torch.cuda.Stream(device, priority=-1)
 
     @property
     def is_stale(self) -> bool:
@@ -160,7 +161,6 @@ class JaggedStep:
             following = None
         with self._on_its_stream():
             prepared = now.prepared(self._prepare)
-            _wait_for(prepared.ready)
             with record_function("torchembed: look up"):
                 looked_up = self._looked_up(prepared)
             # The one point at which ids travel: behind this step's vectors, whose way is not
@@ -203,7 +203,6 @@ class JaggedStep:
         """
         with self._on_its_stream():
             prepared = now.prepared(self._prepare)
-            _wait_for(prepared.ready)
             vectors = [of_call.vectors for of_call in self._looked_up(prepared)]
             dense = DenseGraph(
                 self._model,
@@ -228,10 +227,23 @@ class JaggedStep:
             self._dense = None
 
     def _looked_up(self, prepared: _PreparedBatch) -> list[Prepared]:
-        return [
-            call.collection.look_up(of_call)
-            for call, of_call in zip(self._calls, prepared.of_calls, strict=True)
-        ]
+        """On the stream of rows, where the dense part does not look itself into their gradients."""
+        _wait_for(prepared.ready)
+        with self._beside():
+            return [
+                call.collection.look_up(of_call)
+                for call, of_call in zip(self._calls, prepared.of_calls, strict=True)
+            ]
+
+    @contextlib.contextmanager
+    def _beside(self) -> Any:
+        """On the stream of rows, after what the step's has got, where the dense part is a graph."""
+        if self._rows_stream is None or self._dense is None:
+            yield
+            return
+        self._rows_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._rows_stream):
+            yield
 
     def _step_eagerly(
         self, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
@@ -252,13 +264,19 @@ class JaggedStep:
         self, dense: DenseGraph, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
     ) -> JaggedOutcome:
         verdict, vectors = prepared.verdict, [of_call.vectors for of_call in looked_up]
+        for of_call in looked_up:
+            _wait_for(of_call.are_there)
         loss, output, gradients = dense.run(prepared.batch, vectors, verdict)
         pairs = zip(tensors_in(vectors), gradients, strict=True)
         trained = [(vector, gradient) for vector, gradient in pairs if gradient is not None]
-        with record_function("torchembed: rows"):
+        # Beside the gradients of weights, their reduction and update.
+        with _on(self._rows_stream), record_function("torchembed: rows"):
+            _wait_for(dense.gradients_are_there)
             if trained:
                 torch.autograd.backward([v for v, _ in trained], [g for _, g in trained])
             update(self._optimizers.of_tables, verdict)
+        if self._rows_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._rows_stream)
         result = StepResult(loss, output, prepared.batch)
         return JaggedOutcome(result, verdict, prepared.suspects, prepared)
 
