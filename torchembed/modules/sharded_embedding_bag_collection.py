@@ -28,7 +28,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
     are the mean over ranks. With fixed hotness no GPU is waited for; jagged batches wait once for
-    the sizes of what travels.
+    the sizes of what travels, which a :class:`~torchembed.training.TrainPipeline` does ahead.
     """
 
     _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]

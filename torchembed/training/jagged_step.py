@@ -57,7 +57,9 @@ class _PreparedBatch(NamedTuple):
 class JaggedBatch:
     """A batch on its way to its step."""
 
-    def __init__(self, announced: "Future[_AnnouncedBatch]") -> None:
+    def __init__(self, source: Any, announced: "Future[_AnnouncedBatch]") -> None:
+        self._source = source
+        """Held as long as this: it may still be copied from."""
         self._announced = announced
         self._prepared: _PreparedBatch | None = None
 
@@ -138,7 +140,7 @@ class JaggedStep:
         task = functools.partial(
             _announce, self._calls, batch, given, is_wanted, self._device, self._ids_stream
         )
-        return JaggedBatch(self._worker.submit(task))
+        return JaggedBatch(batch, self._worker.submit(task))
 
     def observe(self, batch: Any) -> JaggedOutcome:
         """Train the first batch, from wherever it is."""
@@ -169,14 +171,15 @@ class JaggedStep:
                 with record_function("torchembed: prepare"):
                     following.prepared(self._prepare)
             if self._dense is None:
-                outcome = self._step_eagerly(prepared, looked_up)
+                result, verdict, suspects = self._step_eagerly(prepared, looked_up)
             else:
-                outcome = self._step_around(self._dense, prepared, looked_up)
+                verdict, suspects = prepared.verdict, prepared.suspects
+                result = self._step_around(self._dense, prepared, looked_up)
         if self._stream is not None:
             # The caller gets it, which lives in the memory of another stream.
             for tensor in tensors_in(with_sparse_features(prepared.batch)):
                 tensor.record_stream(torch.cuda.current_stream())
-        return outcome
+        return JaggedOutcome(result, verdict, suspects, held=now)
 
     @property
     def can_capture(self) -> bool:
@@ -227,7 +230,7 @@ class JaggedStep:
             self._dense = None
 
     def _looked_up(self, prepared: _PreparedBatch) -> list[Prepared]:
-        """On the stream of rows, where the dense part does not look itself into their gradients."""
+        """On the stream of rows, where the dense part is a graph and does not run their backward."""
         _wait_for(prepared.ready)
         with self._beside():
             return [
@@ -237,7 +240,7 @@ class JaggedStep:
 
     @contextlib.contextmanager
     def _beside(self) -> Any:
-        """On the stream of rows, after what the step's has got, where the dense part is a graph."""
+        """On the stream of rows, after what the step's has got, where there is one for both."""
         if self._rows_stream is None or self._dense is None:
             yield
             return
@@ -247,7 +250,7 @@ class JaggedStep:
 
     def _step_eagerly(
         self, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
-    ) -> JaggedOutcome:
+    ) -> tuple[StepResult, Verdict | None, list[Suspect]]:
         with handing_over(self._calls, looked_up):
             result, verdict, suspects = eager_step(
                 self._model,
@@ -258,11 +261,11 @@ class JaggedStep:
                 prepared.verdict,
             )
         self._looks_up_more = self._looks_up_more or bool(suspects)
-        return JaggedOutcome(result, verdict, [*prepared.suspects, *suspects], prepared)
+        return result, verdict, [*prepared.suspects, *suspects]
 
     def _step_around(
         self, dense: DenseGraph, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
-    ) -> JaggedOutcome:
+    ) -> StepResult:
         verdict, vectors = prepared.verdict, [of_call.vectors for of_call in looked_up]
         for of_call in looked_up:
             _wait_for(of_call.are_there)
@@ -277,8 +280,7 @@ class JaggedStep:
             update(self._optimizers.of_tables, verdict)
         if self._rows_stream is not None:
             torch.cuda.current_stream().wait_stream(self._rows_stream)
-        result = StepResult(loss, output, prepared.batch)
-        return JaggedOutcome(result, verdict, prepared.suspects, prepared)
+        return StepResult(loss, output, prepared.batch)
 
     def _prepare(self, announced: _AnnouncedBatch) -> _PreparedBatch:
         """Send the ids, and find their rows."""
