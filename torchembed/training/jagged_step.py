@@ -230,7 +230,7 @@ class JaggedStep:
             self._dense = None
 
     def _looked_up(self, prepared: _PreparedBatch) -> list[Prepared]:
-        """On the stream of rows, where the dense part is a graph and does not run their backward."""
+        """On the stream of rows, where the dense part is a graph and leaves them their backward."""
         _wait_for(prepared.ready)
         with self._beside():
             return [
