@@ -1,6 +1,7 @@
 """Jagged steps, whose sizes a thread finds out ahead, train a sharded model as plain steps an
 unsharded one; over gloo as they are, over NCCL without waiting for a GPU."""
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tests.sharding.test_static_steps import (
     static_batch,
     train_plainly,
 )
+from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding import routes
 from torchembed.training import TrainPipeline
 from torchembed.training.jagged_step import JaggedOutcome, JaggedStep
@@ -42,6 +44,9 @@ CASES = [
     Case(placements=MIXED, pooled=False),
     Case(placements=MIXED, pooled=False, fixed=True),
 ]
+
+
+NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
 
 
 def takes_dense_graph(case: Case) -> bool:
@@ -60,11 +65,28 @@ def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[JaggedOutcome]:
     step.release()
 
 
+@contextlib.contextmanager
+def threads_that_wait() -> Iterator[set[str]]:
+    """The names of the threads that meanwhile wait for sizes, a device's or other ranks'."""
+    threads: set[str] = set()
+    waiting = [(HostNumbers, "tolist"), (routes, "exchange_sizes")]
+    with contextlib.ExitStack() as stack:
+        for holder, name in waiting:
+            function = getattr(holder, name)
+
+            def noted(*arguments: Any, function: Any = function) -> Any:
+                threads.add(threading.current_thread().name)
+                return function(*arguments)
+
+            setattr(holder, name, noted)
+            stack.callback(setattr, holder, name, function)
+        yield threads
+
+
 def train_in_jagged_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
     """On a rank of gloo: its rows after training, the verdict of each step, and which threads have
-    exchanged sizes after the first step."""
+    waited for sizes after the first step."""
     rank, results = dist.get_rank(), []
-    exchange_sizes = routes.exchange_sizes
     for case, bad_rank in runs:
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
@@ -75,19 +97,10 @@ def train_in_jagged_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
         step = JaggedStep(
             with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
         )
-        threads: set[str] = set()
-
-        def noted(*arguments: Any, threads: set[str] = threads) -> Any:
-            threads.add(threading.current_thread().name)
-            return exchange_sizes(*arguments)
-
         outcomes = steps_of(step, batches)
         verdicts = [next(outcomes).verdict]
-        routes.exchange_sizes = noted
-        try:
+        with threads_that_wait() as threads:
             verdicts += [outcome.verdict for outcome in outcomes]
-        finally:
-            routes.exchange_sizes = exchange_sizes
         skipped = [None if verdict is None else int(verdict.skip) for verdict in verdicts]
         results.append({"rows": held_rows(model), "skipped": skipped, "threads": threads})
     return results
@@ -102,9 +115,7 @@ def test_jagged_steps_equal_plain_ones() -> None:
         assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
         skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
         assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
-        # The thread that trains exchanges no sizes.
-        named = {"torchembed: sizes of batches to come"}
-        assert [result["threads"] for result in of_ranks] == [named, named], case
+        assert [result["threads"] for result in of_ranks] == [NOT_THE_MAIN_ONE] * 2, case
 
 
 NUM_STEPS_ON_GPUS, PARTIAL_STEP = 20, 16
@@ -133,14 +144,18 @@ def train_over_nccl(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
             ]
         )
         errors, captured = [], []
+        waiting: set[str] = set()
         with warnings.catch_warnings(record=True) as caught, pipeline:
             warnings.simplefilter("always")
             for number in range(10**9):
                 # Before: first steps, capture; after: a smaller batch, that runs eagerly.
-                mode = "error" if 8 <= number < PARTIAL_STEP - 2 else "default"
-                torch.cuda.set_sync_debug_mode(mode)
+                may_wait = not 8 <= number < PARTIAL_STEP - 2
+                torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
                 try:
-                    pipeline.progress(batches)
+                    with threads_that_wait() as threads:
+                        pipeline.progress(batches)
+                    if not may_wait:
+                        waiting |= threads
                 except IndexError as error:
                     errors.append(str(error))
                 except StopIteration:
@@ -148,7 +163,13 @@ def train_over_nccl(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
                 captured.append(pipeline._jagged is not None and pipeline._jagged.is_captured)
         told = [str(w.message) for w in caught if "captured" in str(w.message)]
         results.append(
-            {"rows": held_rows(model), "errors": errors, "captured": captured[-1], "told": told}
+            {
+                "rows": held_rows(model),
+                "errors": errors,
+                "captured": captured[-1],
+                "told": told,
+                "waiting": waiting,
+            }
         )
     return results
 
@@ -173,6 +194,7 @@ def test_jagged_steps_wait_for_nothing_on_all_gpus() -> None:
             assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
             for rank, result in enumerate(of_ranks):
                 assert result["told"] == [], case
+                assert result["waiting"] <= NOT_THE_MAIN_ONE, case
                 assert result["captured"] == takes_dense_graph(case), case
                 errors = result["errors"]
                 assert len(errors) == (bad_rank < num_ranks), errors

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
+from tests.sharding.test_jagged_steps import NOT_THE_MAIN_ONE, threads_that_wait
 from tests.training.models import (
     KEYS,
     NUM_ROWS,
@@ -290,10 +291,12 @@ class TestOnGpu:
                 pipeline.progress(batches)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                for _ in range(8):
-                    pipeline.progress(batches)
+                with threads_that_wait() as threads:
+                    for _ in range(8):
+                        pipeline.progress(batches)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+            assert threads == (NOT_THE_MAIN_ONE if kind is Sequences else set())
             assert pipeline._jagged is not None
             assert pipeline._jagged.is_captured == (kind is TinyModel)
 
