@@ -300,6 +300,29 @@ def test_what_was_prepared_before_a_regrouping_is_refused() -> None:
         model.tables(features)
 
 
+def then_fails(batches: Sequence[Batch]) -> Iterator[Batch]:
+    yield from batches
+    raise OSError("the disk is gone")
+
+
+def test_an_error_in_reading_hides_no_result(device: torch.device) -> None:
+    batches = fixed_batches(11)
+    losses, expected = by_hand([*batches[:7], *batches[9:]], device)
+    model = make_model(device)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    source, found = then_fails(batches[:5]), []
+    with pytest.raises(OSError, match="the disk is gone"):  # noqa: PT012 - when it is raised counts
+        while True:
+            found.append(pipeline.progress(source).loss.item())
+    assert len(found) == 5
+    # Of a source that is given up, what was read ahead is not trained later.
+    source = iter(batches[5:9])
+    found += [pipeline.progress(source).loss.item() for _ in range(2)]
+    found += results_of(pipeline, batches[9:])
+    assert found == losses
+    assert_same_state(model, expected)
+
+
 @pytest.mark.gpu
 class TestGraphs:
     """Where the steps are CUDA graphs."""
