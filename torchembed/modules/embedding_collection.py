@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.features import JaggedTensor, SparseFeatures, torchrec_class
-from torchembed.core.host_numbers import HostNumbers
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingConfig
-from torchembed.modules.slots import SlotRows
+from torchembed.modules.slots import SlotRows, num_ids_of_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.sequence_lookup import sequence_lookup
 from torchembed.tables import Table, group_weight
@@ -66,8 +65,9 @@ class EmbeddingCollection(Collection):
         return SizedFeatures(batch, num_ids_of_features(batch).tolist())
 
     def _prepare(self, arrivals: "SizedFeatures", *, finds_runs: bool) -> "SizedRows":
-        rows = self._slots.prepare(arrivals.features, finds_runs=finds_runs)
-        return SizedRows(rows, arrivals.num_ids)
+        features, num_ids = arrivals
+        rows = self._slots.prepare(features, finds_runs=finds_runs, num_ids=num_ids)
+        return SizedRows(rows, num_ids)
 
     def _look_up(self, lookups: "SizedRows") -> "SequenceVectors":
         return sequence_slots(*lookups, self._output_dtype, self._weight_form)
@@ -94,18 +94,6 @@ class SizedRows(NamedTuple):
 
 SequenceVectors = list[tuple[Tensor, Tensor]]
 """For each slot ``([ids of the feature, D], offsets [B + 1])``."""
-
-
-def num_ids_of_features(features: SparseFeatures) -> HostNumbers:
-    """How many ids each feature has."""
-    batch_size, num_features = features.batch_size, len(features.keys)
-    if features.hotness is not None:
-        hotness = torch.tensor(features.hotness, dtype=torch.int64, device="cpu")
-        return HostNumbers(hotness * batch_size)
-    assert features.offsets is not None
-    if not batch_size:
-        return HostNumbers(torch.zeros(num_features, dtype=torch.int64, device="cpu"))
-    return HostNumbers(features.offsets[::batch_size][: num_features + 1].diff())
 
 
 def jagged_result(features: Any, names: list[str], vectors: SequenceVectors) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torchembed.modules.embedding_bag_collection import (
 )
 from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import SlotRows, select_features
+from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.plan import TablePlan
 from torchembed.sharding.ranks import Ranks
@@ -62,17 +62,23 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
         batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch, route = self._checked(batch), None
+        batch, route, num_replicated = self._checked(batch), None, None
         if self._sharded_slots and batch.hotness is None:
             parts, layout, _ = self._sharded
             of_parts = select_features(batch, [part.slot for part in parts])
             route = JaggedRoute(of_parts, layout, self._ranks)
+            numbers = num_ids_of_features(batch)
             route.announce(self._group_of_sizes(ahead=ahead))
-        return _Arrivals(batch, route)
+            num_ids = numbers.tolist()
+            num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
+        replicated = None
+        if self._replicated_slots:
+            replicated = select_features(batch, self._replicated_slots, num_replicated)
+        return _Arrivals(batch, route, replicated)
 
     def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
-        batch, jagged_route = arrivals
-        route = sharded = replicated = None
+        batch, jagged_route, of_replicated = arrivals
+        route = sharded = replicated = num_ids = None
         if self._sharded_slots:
             parts, layout, local = self._sharded
             if jagged_route is None:
@@ -80,10 +86,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 route = FixedRoute(of_parts, layout, self._ranks)
             else:
                 jagged_route.travel()
-                route = jagged_route
-            sharded = local.prepare(route.features, finds_runs=finds_runs)
-        if self._replicated_slots:
-            of_replicated = select_features(batch, self._replicated_slots)
+                route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
+            sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
+        if of_replicated is not None:
             # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
             replicated = self._replicated.prepare(of_replicated, finds_runs=False)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
@@ -135,6 +140,8 @@ class _Arrivals(NamedTuple):
 
     batch: SparseFeatures
     route: JaggedRoute | None
+    replicated: SparseFeatures | None
+    """A feature for each replicated slot."""
 
 
 class _Lookups(NamedTuple):

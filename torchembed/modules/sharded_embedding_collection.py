@@ -14,12 +14,11 @@ from torchembed.modules.embedding_collection import (
     SizedFeatures,
     SizedRows,
     jagged_result,
-    num_ids_of_features,
     sequence_slots,
     split_slots,
 )
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import SlotRows, select_features
+from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.layout import SlotPart
 from torchembed.sharding.plan import TablePlan
@@ -68,7 +67,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         replicated = None
         if self._replicated_slots:
             of_replicated = select_features(batch, self._replicated_slots)
-            replicated = SizedFeatures(of_replicated, num_ids_of_features(of_replicated).tolist())
+            numbers = num_ids_of_features(of_replicated)
+            replicated = SizedFeatures(of_replicated, numbers.tolist())
         for _, route in routes.values():
             route.announce(self._group_of_sizes(ahead=ahead))
         return _Arrivals(routes, replicated)
@@ -77,13 +77,15 @@ class ShardedEmbeddingCollection(ShardedCollection):
         by_width = {}
         for width, (of_parts, route) in arrivals.routes.items():
             route.travel()
-            rows = self._by_width[width].local.prepare(route.features, finds_runs=finds_runs)
+            num_ids, local = route.num_ids_of_blocks, self._by_width[width].local
+            rows = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
             by_width[width] = _WidthLookups(of_parts, route, rows)
         replicated = None
         if arrivals.replicated is not None:
             features, num_ids = arrivals.replicated
             # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            replicated = SizedRows(self._replicated.prepare(features, finds_runs=False), num_ids)
+            rows = self._replicated.prepare(features, finds_runs=False, num_ids=num_ids)
+            replicated = SizedRows(rows, num_ids)
         return _Lookups(by_width, replicated)
 
     def _look_up(self, lookups: "_Lookups") -> SequenceVectors:
