@@ -229,6 +229,7 @@ def train_with_a_frozen_table(cases: list[Case]) -> list[list[dict[str, Any]]]:
                     if step == 10:
                         for name, parameter in model.tables.named_parameters():
                             parameter.requires_grad_(".a." not in name)
+                        pipeline.take_up_changes()
                     pipeline.progress(batches)
             of_case.append(held_rows(model))
         results.append(of_case)
@@ -236,7 +237,7 @@ def train_with_a_frozen_table(cases: list[Case]) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.gpu
-def test_a_table_that_one_rank_freezes_is_frozen_at_once() -> None:
+def test_a_table_that_one_rank_freezes_is_frozen_on_all() -> None:
     num_ranks = torch.cuda.device_count()
     results = run_on_ranks(
         num_ranks, train_with_a_frozen_table, FROZEN, backend="cpu:gloo,cuda:nccl"
