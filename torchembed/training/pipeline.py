@@ -20,7 +20,7 @@ from torchembed.training.eager_step import eager_step
 from torchembed.training.in_flight import StepsInFlight
 from torchembed.training.jagged_step import JaggedBatch, JaggedStep
 from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
-from torchembed.training.read_ahead import ReadAhead, Upcoming
+from torchembed.training.read_ahead import InputStalls, ReadAhead, Upcoming
 from torchembed.training.static_step import StaticStep
 from torchembed.training.step_kinds import Layouts, StepKinds
 from torchembed.training.step_optimizers import StepOptimizers
@@ -213,6 +213,11 @@ class TrainPipeline:
         ranks.check_cpu_backend()
         if ranks.any_rank(self._is_stale()):
             self.close()
+
+    @property
+    def input_stalls(self) -> InputStalls:
+        """So far; zero where the iterators given to :meth:`progress` keep up."""
+        return self._upcoming.stalls
 
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""

@@ -2,12 +2,23 @@
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchembed.training import ranks
 from torchembed.training.jagged_step import JaggedBatch
 from torchembed.training.step_kinds import StepKinds
+
+_STALL_SECONDS = 1e-4
+"""A batch that is ready comes faster."""
+
+
+class InputStalls(NamedTuple):
+    """Waits for batches that were not ready."""
+
+    count: int
+    seconds: float
 
 
 @dataclasses.dataclass
@@ -39,6 +50,7 @@ class ReadAhead:
     """Batches of one source that were not trained yet, in their order."""
 
     def __init__(self) -> None:
+        self.stalls = InputStalls(0, 0.0)
         self._batches: collections.deque[Upcoming] = collections.deque()
         self._source: Iterator[Any] | None = None
         self._error: Exception | None = None
@@ -59,15 +71,24 @@ class ReadAhead:
 
     def fill(self, count: int, take_in: Callable[[Any], Upcoming]) -> None:
         """Read until there are ``count`` batches, or no more; :meth:`check` raises errors."""
-        assert self._source is not None
         while len(self._batches) < count and self._error is None:
             try:
-                item = next(self._source, None)
+                item = self._next()
                 if item is None:
                     return
                 self._batches.append(take_in(item))
             except Exception as error:  # noqa: BLE001 - raised once the step before has its result
                 self._error = error
+
+    def _next(self) -> Any:
+        """The next of the source, None after the last one; a wait for it is counted."""
+        assert self._source is not None
+        start = time.perf_counter()
+        item = next(self._source, None)
+        seconds = time.perf_counter() - start
+        if seconds > _STALL_SECONDS:
+            self.stalls = InputStalls(self.stalls.count + 1, self.stalls.seconds + seconds)
+        return item
 
     def check(self) -> None:
         """Raise what reading raised, where its turn has come: after the batches before it, but on
