@@ -127,11 +127,11 @@ def gpu_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.Spa
     return static_batch(case, rank, step, bad_rank)
 
 
-def train_over_nccl(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
+def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
     """On a rank of NCCL, with a last but few smaller batch: its rows after training, what was
     raised and warned of, and whether the dense part was a graph."""
     rank, results = dist.get_rank(), []
-    for case in cases:
+    for case, bad_rank in runs:
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
@@ -174,33 +174,24 @@ def train_over_nccl(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.gpu
-def test_jagged_steps_wait_for_nothing_on_all_gpus() -> None:
-    num_ranks = torch.cuda.device_count()
-    for bad_rank in (num_ranks - 1, NO_RANK):
-        results = run_on_ranks(
-            num_ranks, train_over_nccl, CASES, bad_rank, backend="cpu:gloo,cuda:nccl"
-        )
-        for number, case in enumerate(CASES):
-            of_ranks = [rank_results[number] for rank_results in results]
-            expected = train_plainly(
-                case,
-                num_ranks,
-                bad_rank,
-                "cuda",
-                num_steps=NUM_STEPS_ON_GPUS,
-                batch_of=gpu_batch,
-            )
-            assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
-            for rank, result in enumerate(of_ranks):
-                assert result["told"] == [], case
-                assert result["waiting"] <= NOT_THE_MAIN_ONE, case
-                assert result["captured"] == takes_dense_graph(case), case
-                errors = result["errors"]
-                assert len(errors) == (bad_rank < num_ranks), errors
-                if errors:
-                    mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
-                    assert mine in errors[0]
+def assert_trained_without_waiting(
+    case: Case, bad_rank: int, of_ranks: list[dict[str, Any]]
+) -> None:
+    """Assert it of the results of :func:`train_over_nccl` on all ranks."""
+    num_ranks = len(of_ranks)
+    expected = train_plainly(
+        case, num_ranks, bad_rank, "cuda", num_steps=NUM_STEPS_ON_GPUS, batch_of=gpu_batch
+    )
+    assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+    for rank, result in enumerate(of_ranks):
+        assert result["told"] == [], case
+        assert result["waiting"] <= NOT_THE_MAIN_ONE, case
+        assert result["captured"] == takes_dense_graph(case), case
+        errors = result["errors"]
+        assert len(errors) == (bad_rank < num_ranks), errors
+        if errors:
+            mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
+            assert mine in errors[0]
 
 
 FROZEN = [
@@ -229,23 +220,36 @@ def train_with_a_frozen_table(cases: list[Case]) -> list[list[dict[str, Any]]]:
                     if step == 10:
                         for name, parameter in model.tables.named_parameters():
                             parameter.requires_grad_(".a." not in name)
+                        pipeline.take_up_changes()
                     pipeline.progress(batches)
             of_case.append(held_rows(model))
         results.append(of_case)
     return results
 
 
+def assert_same_rows(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that a rank holds the same, bit for bit."""
+    assert one.keys() == other.keys()
+    for name, (extent, rows, states) in one.items():
+        assert other[name][0] == extent
+        assert (other[name][1] == rows).all(), name
+        assert all((a == b).all() for a, b in zip(other[name][2], states, strict=True)), name
+
+
+def on_a_gpu(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """All that NCCL's ranks do, in one launch."""
+    return train_over_nccl(runs), train_with_a_frozen_table(FROZEN)
+
+
 @pytest.mark.gpu
-def test_a_table_that_one_rank_freezes_is_frozen_at_once() -> None:
+def test_jagged_steps_wait_for_nothing_on_all_gpus() -> None:
     num_ranks = torch.cuda.device_count()
-    results = run_on_ranks(
-        num_ranks, train_with_a_frozen_table, FROZEN, backend="cpu:gloo,cuda:nccl"
-    )
-    for of_rank in results:
+    runs = [*((case, NO_RANK) for case in CASES), *((c, num_ranks - 1) for c in CASES[1:3])]
+    found = run_on_ranks(num_ranks, on_a_gpu, runs, backend="cpu:gloo,cuda:nccl")
+    results, frozen = zip(*found, strict=True)
+    for number, (case, bad_rank) in enumerate(runs):
+        assert_trained_without_waiting(case, bad_rank, [of_rank[number] for of_rank in results])
+    # A table that one rank froze half-way is the same, captured or not.
+    for of_rank in frozen:
         for eager, captured in of_rank:
-            assert eager.keys() == captured.keys()
-            for name, (extent, rows, states) in captured.items():
-                assert eager[name][0] == extent
-                assert (eager[name][1] == rows).all(), name
-                pairs = zip(eager[name][2], states, strict=True)
-                assert all((one == other).all() for one, other in pairs), name
+            assert_same_rows(eager, captured)

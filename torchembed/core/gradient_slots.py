@@ -96,3 +96,7 @@ def gather_gradients(parameters: Sequence[Tensor]) -> None:
             parameter.grad = slot.memory.detach()
     if slots:
         torch._foreach_copy_(slots, elsewhere)  # type: ignore[attr-defined]
+    for gradient in elsewhere:
+        # Backward, that goes on elsewhere, would use their memory again before they are copied.
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())

@@ -51,8 +51,6 @@ class DenseGraph:
         self._vectors = [map_tensors(_leaf, of_call) for of_call in vectors]
         self._verdict = None if verdict is None else map_tensors(torch.empty_like, verdict)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.gradients_are_there: torch.cuda.Event | None = None
-        """Within the graph, before what remains to be done for weights: other streams may wait."""
         self._gradients_of_others: list[tuple[Tensor, Tensor | None]] = []
         self._loss: Tensor
         self._output: Any
@@ -60,7 +58,6 @@ class DenseGraph:
     def capture(self, stream: "torch.cuda.Stream") -> None:
         """Capture it on ``stream``, on which steps of the model have run before."""
         prepare_replay(self._optimizers.captured)  # what a graph does itself, at each replay
-        self.gradients_are_there = torch.cuda.Event(external=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._compute()
@@ -122,8 +119,6 @@ class DenseGraph:
             loss, output = self._compute_loss(self._model, self._batch)
         with DeferredWeightGradients():
             loss.backward()
-            if self.gradients_are_there is not None:
-                self.gradients_are_there.record()
         update(self._optimizers.captured, self._verdict)
         self._loss, self._output = loss.detach(), map_tensors(Tensor.detach, output)
 

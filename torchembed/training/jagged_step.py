@@ -112,11 +112,10 @@ class JaggedStep:
         """Whether forward has lookups that are not among the calls."""
         self._worker = Worker("torchembed: sizes of batches to come")
         self._dense: DenseGraph | None = None
-        self._stream = self._ids_stream = self._rows_stream = None
+        self._stream = self._ids_stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)
             self._ids_stream = torch.cuda.Stream(device)
-            self._rows_stream = torch.cuda.Stream(device, priority=-1)
 
     @property
     def is_stale(self) -> bool:
@@ -230,23 +229,11 @@ class JaggedStep:
             self._dense = None
 
     def _looked_up(self, prepared: _PreparedBatch) -> list[Prepared]:
-        """On the stream of rows, where the dense part is a graph and leaves them their backward."""
         _wait_for(prepared.ready)
-        with self._beside():
-            return [
-                call.collection.look_up(of_call)
-                for call, of_call in zip(self._calls, prepared.of_calls, strict=True)
-            ]
-
-    @contextlib.contextmanager
-    def _beside(self) -> Any:
-        """On the stream of rows, after what the step's has got, where there is one for both."""
-        if self._rows_stream is None or self._dense is None:
-            yield
-            return
-        self._rows_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._rows_stream):
-            yield
+        return [
+            call.collection.look_up(of_call)
+            for call, of_call in zip(self._calls, prepared.of_calls, strict=True)
+        ]
 
     def _step_eagerly(
         self, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
@@ -267,19 +254,13 @@ class JaggedStep:
         self, dense: DenseGraph, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
     ) -> StepResult:
         verdict, vectors = prepared.verdict, [of_call.vectors for of_call in looked_up]
-        for of_call in looked_up:
-            _wait_for(of_call.are_there)
         loss, output, gradients = dense.run(prepared.batch, vectors, verdict)
         pairs = zip(tensors_in(vectors), gradients, strict=True)
         trained = [(vector, gradient) for vector, gradient in pairs if gradient is not None]
-        # Beside the gradients of weights, their reduction and update.
-        with _on(self._rows_stream), record_function("torchembed: rows"):
-            _wait_for(dense.gradients_are_there)
+        with record_function("torchembed: rows"):
             if trained:
                 torch.autograd.backward([v for v, _ in trained], [g for _, g in trained])
             update(self._optimizers.of_tables, verdict)
-        if self._rows_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._rows_stream)
         return StepResult(loss, output, prepared.batch)
 
     def _prepare(self, announced: _AnnouncedBatch) -> _PreparedBatch:

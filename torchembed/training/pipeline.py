@@ -57,7 +57,8 @@ class TrainPipeline:
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
     ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
     must stay as they are. Parameters may be frozen, moved or loaded between steps, and modules set
-    to training or evaluation: steps are captured anew, on all ranks where it is so on one.
+    to training or evaluation: steps are captured anew. Where that concerns what some ranks only
+    hold, their tables, call :meth:`take_up_changes` on every rank then.
 
     A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
     as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
@@ -134,9 +135,8 @@ class TrainPipeline:
         """
         self._upcoming.follow(batches)
         self._upcoming.check()
-        fresh = ranks.start_all_ranks(not self._is_stale()) if self._captures else _always
         self._in_flight.wait_until(_STEPS_AHEAD - 1)
-        if not all(fresh()):
+        if self._is_stale():
             self.close()
         self._upcoming.fill(2 if self._captures else 1, self._taken_in)
         self._announce_read()
@@ -199,6 +199,20 @@ class TrainPipeline:
             self.close()
         else:
             self._release()
+
+    def take_up_changes(self) -> None:
+        """Capture anew on all ranks where the model was changed on one of them.
+
+        Collective. What all ranks change alike, as modes of modules and dense parameters, needs no
+        such call; after a table that some ranks only hold was frozen, moved or loaded, every rank
+        calls it before the next step. :func:`train` begins with it.
+
+        Raises:
+            IndexError, TimeoutError: as :meth:`close`.
+        """
+        ranks.check_cpu_backend()
+        if ranks.any_rank(self._is_stale()):
+            self.close()
 
     @property
     def input_stalls(self) -> InputStalls:
@@ -323,10 +337,6 @@ class TrainPipeline:
 
 def _never() -> list[bool]:
     return list(StepKinds(static=False, jagged=False))
-
-
-def _always() -> list[bool]:
-    return [True]
 
 
 def _group_of(model: nn.Module) -> Any:

@@ -62,6 +62,7 @@ def train(
     history = History() if history is None else history
     if not pipeline.model.training:
         pipeline.model.train()
+    pipeline.take_up_changes()
     meter, num_before = _Meter(history, progress, metrics), history.num_steps
     ready = in_step(batches, None, max_steps, stop)
     while True:
