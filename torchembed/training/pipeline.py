@@ -330,7 +330,8 @@ def _group_of(model: nn.Module) -> Any:
     None where there is one."""
     for module in model.modules():
         if isinstance(module, ShardedCollection):
-            return module._ranks.group
+            of_mesh = module._ranks
+            return of_mesh.group if of_mesh.mesh.size() > 1 else None
     return dist.group.WORLD if ranks.world_size() > 1 else None
 
 
