@@ -16,6 +16,12 @@ from torchembed.sharding import Planner, WirePrecision
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
+def LOSS():
+    import os
+    from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+    return F.binary_cross_entropy_with_logits if os.environ.get("TE_LOSS") else binary_cross_entropy
+
+
 OPTIMIZERS = {
     "adagrad": (optim.Adagrad, optim.DenseAdagrad),
     "rowwise_adagrad": (optim.RowwiseAdagrad, optim.DenseAdagrad),
@@ -60,7 +66,7 @@ class TorchembedStep:
             of_dense(dense, **numbers, dtype=half),
         ]
         self._pipeline = TrainPipeline(
-            self.model, F.binary_cross_entropy_with_logits, optimizers, autocast=half
+            self.model, LOSS(), optimizers, autocast=half
         )
 
     @staticmethod

@@ -40,6 +40,8 @@ class DeferredWeightGradients:
 
     def __init__(self, stream: "torch.cuda.Stream | None" = None) -> None:
         self.stream = stream
+        self.weights: list[Tensor] = []
+        """Of the gradients deferred so far, in their order."""
         self._waiting: list[tuple[Tensor, Compute]] = []
         self._held: list[Compute] = []
         """What the stream reads; freed where the current stream has waited for it."""
@@ -67,6 +69,7 @@ class DeferredWeightGradients:
             self._held.clear()
             self._seen.clear()
             self._completions.clear()
+            self.weights.clear()
             _entered.clear()
 
     @torch.no_grad()
@@ -82,6 +85,7 @@ class DeferredWeightGradients:
         self._held.clear()
 
     def _defer(self, weight: Tensor, compute: Compute) -> None:
+        self.weights.append(weight)
         if self.stream is None:
             self._waiting.append((weight, compute))
             return

@@ -7,6 +7,7 @@ copied between steps, and both share one memory pool, since they never run at th
 """
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Prepared, PreparingModule
 from torchembed.modules.table_module import TableModule
 from torchembed.ops.weight_gradients import DeferredWeightGradients
-from torchembed.optim import FusedOptimizer
+from torchembed.optim import DenseOptimizer, FusedOptimizer
 from torchembed.tables import RecordedGradients
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall, observed_calls
+from torchembed.training.early_updates import EarlyUpdates
 from torchembed.training.guarded_update import before_replay, follows_replays, step_unless
 from torchembed.training.loss import ComputeLoss
 
@@ -89,12 +91,23 @@ class StaticStep:
         self._states: list[int] = []
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = None
+        self._early: EarlyUpdates | None = None
         if self._is_cuda:
             # What others wait for goes first where several streams have kernels to run.
-            self._stream = torch.cuda.Stream(device, priority=-1)
-            self._vectors_stream = torch.cuda.Stream(device, priority=-1)
-            self._rows_stream = torch.cuda.Stream(device)
-            self._ids_stream = torch.cuda.Stream(device)
+            prio = [int(x) for x in os.environ.get("TE_PRIO", "-1,-1,0,0").split(",")]
+            self._stream = torch.cuda.Stream(device, priority=prio[0])
+            self._vectors_stream = torch.cuda.Stream(device, priority=prio[1])
+            self._rows_stream = torch.cuda.Stream(device, priority=prio[2])
+            self._ids_stream = torch.cuda.Stream(device, priority=prio[3])
+            if group is None and os.environ.get("TE_EARLY", "1") == "1":
+                ours = [o for o in self._dense_optimizers if isinstance(o, DenseOptimizer)]
+                self._early = EarlyUpdates(ours, device)
+                if os.environ.get("TE_GREEN"):
+                    from torchembed.training.green import streams
+
+                    self._early._gradients_stream, self._rows_stream = streams(
+                        int(os.environ["TE_GREEN"])
+                    )
             self._pool = torch.cuda.graph_pool_handle()
 
     def _model_now(self) -> Any:
@@ -207,12 +220,19 @@ class StaticStep:
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
-        with DeferredWeightGradients():
+        early = self._early
+        with DeferredWeightGradients() if early is None else early.around_backward():
             with record_function("torchembed: backward"):
                 loss.backward()
             recorded = self._update_rows(verdict)
         with record_function("torchembed: update"):
-            self._update(self._dense_optimizers, verdict)
+            if early is None:
+                self._update(self._dense_optimizers, verdict)
+            else:
+                others = [o for o in self._dense_optimizers if not isinstance(o, DenseOptimizer)]
+                self._update(others, verdict)
+                early.update(None if verdict is None else verdict.skip)
+                early.join()
         self._join(self._rows_stream if recorded else None)
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
