@@ -47,6 +47,7 @@ class DeferredWeightGradients:
         """What the stream reads; freed where the current stream has waited for it."""
         self._seen: set[int] = set()
         self._completions: list[Callable[[], None]] = []
+        self._uses_stream = False
 
     def __enter__(self) -> Self:
         if _entered:
@@ -62,14 +63,14 @@ class DeferredWeightGradients:
             if error is None:
                 self.run()
         finally:
-            if self.stream is not None:
-                # Before what is held there is freed, where backward failed too.
-                torch.cuda.current_stream().wait_stream(self.stream)
+            # Before what is held there is freed, where backward failed too.
+            self._wait()
             self._waiting.clear()
             self._held.clear()
             self._seen.clear()
             self._completions.clear()
             self.weights.clear()
+            self._uses_stream = False
             _entered.clear()
 
     @torch.no_grad()
@@ -80,9 +81,13 @@ class DeferredWeightGradients:
         for complete in self._completions:
             complete()
         self._completions.clear()
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        self._wait()
         self._held.clear()
+
+    def _wait(self) -> None:
+        """Let the current stream wait for the other one, which a capture may not know yet."""
+        if self.stream is not None and self._uses_stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def _defer(self, weight: Tensor, compute: Compute) -> None:
         self.weights.append(weight)
@@ -154,6 +159,7 @@ def on_gradient_stream() -> Iterator[None]:
     if stream is None:
         yield
         return
+    _entered[0]._uses_stream = True
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield

@@ -246,8 +246,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         weight, group = table_group.weight, self.param_groups[index]
         multiplier = None if multiplier is None else multiplier.to(weight.device)
         skip = None if skip is None else skip.to(weight.device)
-        table_group.step += 1.0 if skip is None else skip == 0
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
+        # What does not ask how many steps there were need not wait for the count.
+        counts_before = rounds or self.kind is OptimizerKind.ADAM or group.get("lr_decay", 0.0) != 0
+        if counts_before:
+            self._count(table_group, skip)
         runs, gradients = entry.runs(table_group.num_rows), entry.gradients
         rule, lr = self._rule(group), self._lr(index, group, table_group)
         table = table_group.tables[0]
@@ -275,7 +278,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 skip=skip,
                 rounding=table_group.rounding_keys if rounds else None,
             )
+        if not counts_before:
+            self._count(table_group, skip)
         table_group.pending.clear()
+
+    @staticmethod
+    def _count(table_group: TableGroup, skip: Tensor | None) -> None:
+        table_group.step += 1.0 if skip is None else skip == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the recorded gradients; ``weight.grad`` of tables always becomes None.

@@ -102,12 +102,6 @@ class StaticStep:
             if group is None and os.environ.get("TE_EARLY", "1") == "1":
                 ours = [o for o in self._dense_optimizers if isinstance(o, DenseOptimizer)]
                 self._early = EarlyUpdates(ours, device)
-                if os.environ.get("TE_GREEN"):
-                    from torchembed.training.green import streams
-
-                    self._early._gradients_stream, self._rows_stream = streams(
-                        int(os.environ["TE_GREEN"])
-                    )
             self._pool = torch.cuda.graph_pool_handle()
 
     def _model_now(self) -> Any:
@@ -204,6 +198,10 @@ class StaticStep:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         batch, prepared = self._batches[turn], self._prepared[turn]
+        if os.environ.get("TE_X") == "root" and self._is_cuda:
+            if not hasattr(self, "_root"):
+                self._root = torch.zeros(1, device="cuda")
+            self._root.zero_()
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
