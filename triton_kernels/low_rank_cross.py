@@ -18,10 +18,7 @@ from torch import Tensor
 from torchembed.triton_kernels.column_sums import multiply_and_sum, sum_partials
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import index_type
-from torchembed.triton_kernels.tile_product import fetch_tile, half_columns, product_halves, tile
-
-
-_FETCH = not __import__("os").environ.get("TE_NOFETCH")
+from torchembed.triton_kernels.tile_product import half_columns, product_halves, tile
 
 
 class _Tiling(NamedTuple):
@@ -58,7 +55,6 @@ def _low_rank_cross_forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
     """``z = h @ u.T + bias`` and ``out = x0 * z + x``, x being x0 where None.
 
@@ -66,12 +62,6 @@ def _low_rank_cross_forward_kernel(
     ``out = 2 * 4 + 7 = 15``.
     """
     _, rows, columns = tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    if FETCH:
-        fetch_tile(x0_ptr, rows, columns, num_rows, num_columns, INDEX, BLOCK_ROWS, BLOCK_COLUMNS)
-        if x_ptr is not None:
-            fetch_tile(
-                x_ptr, rows, columns, num_rows, num_columns, INDEX, BLOCK_ROWS, BLOCK_COLUMNS
-            )
     halves = product_halves(
         h_ptr,
         u_ptr,
@@ -119,16 +109,12 @@ def _low_rank_cross_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
     """``grad_x = grad + grad_h @ v``, ``grad_z = grad_x * x0``, and the latter's sum over rows.
 
     With ``grad = 3``, ``grad_h = 2``, ``v = 1``, ``x0 = 4``: ``grad_x = 5`` and ``grad_z = 20``.
     """
     row_tile, rows, columns = tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    if FETCH:
-        fetch_tile(grad_ptr, rows, columns, num_rows, num_columns, INDEX, BLOCK_ROWS, BLOCK_COLUMNS)
-        fetch_tile(x0_ptr, rows, columns, num_rows, num_columns, INDEX, BLOCK_ROWS, BLOCK_COLUMNS)
     halves = product_halves(
         grad_h_ptr,
         v_ptr,
@@ -194,7 +180,6 @@ def _low_rank_cross_input_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
     """``grad_x0 = grad_h @ v + grad[0] + sum(grad[l] * z[l])`` over all layers l, and part p of it
     is columns PART_STARTS[p] to PART_STARTS[p + 1].
@@ -202,28 +187,6 @@ def _low_rank_cross_input_backward_kernel(
     With ``grad_h = 2``, ``v = 1``, ``grad = (3, 5)``, ``z = (4, 6)``: ``2 + 3 + 12 + 30 = 47``.
     """
     _, rows, columns = tile(num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    if FETCH:
-        for layer in tl.static_range(NUM_LAYERS):
-            fetch_tile(
-                grad_ptrs[layer],
-                rows,
-                columns,
-                num_rows,
-                num_columns,
-                INDEX,
-                BLOCK_ROWS,
-                BLOCK_COLUMNS,
-            )
-            fetch_tile(
-                z_ptrs[layer],
-                rows,
-                columns,
-                num_rows,
-                num_columns,
-                INDEX,
-                BLOCK_ROWS,
-                BLOCK_COLUMNS,
-            )
     halves = product_halves(
         grad_h_ptr,
         v_ptr,
@@ -289,7 +252,6 @@ def _launch(
             BLOCK_ROWS=tiling.block_rows,
             BLOCK_COLUMNS=tiling.block_columns,
             BLOCK_DEPTH=min(tiling.block_depth, max(16, triton.next_power_of_2(depth))),
-            FETCH=_FETCH and not __import__("os").environ.get("TE_NOFETCH"),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

@@ -28,36 +28,6 @@ def half_columns(num_columns, half: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def fetch_tile(
-    matrix_ptr,
-    rows,
-    columns,
-    num_rows,
-    num_columns,
-    INDEX: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """Ask for this program's tile of ``matrix [B, N]``, so that it is in the L2 cache by the time
-    that the product is done."""
-    if not _INTERPRETED:
-        PER_LINE: tl.constexpr = 128 // (matrix_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        NUM_LINES: tl.constexpr = (BLOCK_COLUMNS + PER_LINE - 1) // PER_LINE
-        first = tl.min(columns, axis=0)
-        lines = first + tl.arange(0, NUM_LINES) * PER_LINE
-        row = tl.minimum(rows, num_rows - 1)[:, None].to(INDEX)
-        column = tl.minimum(lines, num_columns - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [matrix_ptr + row * num_columns + column],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _product(
     a_ptr,
     b_ptr,

@@ -15,7 +15,6 @@ from torchembed.ops.cross.schema import (
     low_rank_cross_input_backward_op,
     low_rank_cross_scale_op,
 )
-from torchembed.ops.linear.function import _mm
 from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
 
 
@@ -72,7 +71,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
 
 
 def _product_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    return weight_gradient(weight, lambda out: _mm(grad, x, out))
+    return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
 
 
 def low_rank_cross_network(

@@ -16,22 +16,6 @@ from torchembed.ops.linear.schema import (
 from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
 
 
-def _mm(grad, x, out):
-    import os
-
-    if (
-        os.environ.get("TE_MM")
-        and grad.is_cuda
-        and grad.shape[0] >= 2048
-        and grad.shape[1] * x.shape[1] >= 1 << 19
-    ):
-        from torchembed.triton_kernels import product_gradient as pg
-
-        pg.CONFIG = tuple(int(v) for v in os.environ["TE_MM"].split(","))
-        return pg.product_gradient(grad, x, out)
-    return torch.mm(grad.t(), x, out=out)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -61,7 +45,7 @@ class _Linear(torch.autograd.Function):
             grad_bias = gradient_memory(bias)
             sum_rows_op(grad, grad_bias)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(weight, lambda out: _mm(grad, x, out))
+            grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
         return grad_x, grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
 
 
