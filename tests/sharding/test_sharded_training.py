@@ -62,7 +62,7 @@ def on_two_nodes(cases: list[Case]) -> list[Case]:
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
-        (1, [*ALIKE, *OTHERS, *SOME]),
+        (1, SOME),
         (2, [*ALIKE, *OTHERS]),
         (4, [*on_two_nodes(MATRIX), *SOME, *ON_SOME_RANKS]),
         (8, [*on_two_nodes(SOME), *SOME[:1]]),

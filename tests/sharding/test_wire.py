@@ -188,29 +188,6 @@ def test_what_travels_in_16_bits() -> None:
     assert infinities
 
 
-def on_one_rank() -> list[Any]:
-    """Vectors, and one table's gradient for coefficients of 1 + 2**-12, as they are and by wire."""
-    found = []
-    for wire in (WirePrecision(), WirePrecision(forward=torch.bfloat16, backward=torch.bfloat16)):
-        model = make_model(POOLED, "meta")
-        mesh = init_device_mesh("cpu", (1,))
-        torchembed.shard_embeddings(model, mesh, POOLED.plan(1), wire=wire)
-        vectors = vectors_of(model.tables(make_batch(POOLED, 0, 0)))
-        (vectors * (1 + 2**-12)).sum().backward()
-        gradient = model.tables.embedding_bags["d"].weight.grad
-        found.append([vectors.detach().numpy(), gradient.numpy()])
-    return found
-
-
-def test_one_rank_rounds_what_would_travel() -> None:
-    (vectors, gradient), (wired, wired_gradient) = run_on_ranks(1, on_one_rank)[0]
-    rounded = torch.from_numpy(vectors).bfloat16().float().numpy()
-    np.testing.assert_array_equal(wired, rounded)
-    assert (rounded != vectors).any()
-    np.testing.assert_array_equal(wired_gradient, gradient.round())
-    assert (wired_gradient != gradient).any()
-
-
 def test_a_wire_of_another_dtype_is_refused() -> None:
     message = "^backward of the wire must be float32, float16, bfloat16 or None, got torch.float64$"
     with pytest.raises(TypeError, match=message):

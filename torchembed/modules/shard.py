@@ -273,8 +273,6 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
             elif table.gradient_reduction is None:
                 table.gradient_reduction = ranks.row_gradient_mean
                 table.max_over_holders = ranks.max_over_holders
-    if ranks.mesh.size() == 1:
-        return
     replicated = [parameter for parameter in model.parameters() if parameter not in sharded]
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:

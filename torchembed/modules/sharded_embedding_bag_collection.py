@@ -16,9 +16,8 @@ from torchembed.modules.embedding_bag_collection import (
 )
 from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import SlotRows, Slots, select_features
+from torchembed.modules.slots import SlotRows, select_features
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.sharding.collectives import differentiable_exchange
 from torchembed.sharding.plan import TablePlan
 from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.routes import FixedRoute, JaggedRoute, Route
@@ -52,13 +51,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
         self._poolings = [config.pooling for config in slot_configs]
-        self._whole: Slots | None = None
-        """All slots, where one rank holds every table and nothing travels."""
-        if ranks.mesh.size() == 1:
-            tables = [self._local[table] for table in self._feature_slots.tables]
-            names = self._feature_slots.features
-            self._whole = Slots(self._table_set, tables, names, self._on_bad_id)
-            self._whole.bad_ids = self.bad_ids
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The whole tables' configs, in order."""
@@ -68,24 +60,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _look_up(self, features: Any, lookups: "_Lookups | SlotRows") -> Any:
-        if isinstance(lookups, SlotRows):
-            values = self._rounded_as_sent(
-                pooled_slots(lookups, self._poolings, self._output_dtype, self._weight_form)
-            )
-        else:
-            values = self._travelled(lookups)
-        return keyed_result(features, self._feature_slots.names, self._widths, values)
-
-    def _rounded_as_sent(self, vectors: Tensor) -> Tensor:
-        """What the wire would make of ``vectors`` and their gradients, that stay here."""
-        sizes = [vectors.shape[0]]
-        return differentiable_exchange(
-            vectors, sizes, sizes, self._ranks.group, 1.0, self._ranks.wire
-        )
-
-    def _travelled(self, lookups: "_Lookups") -> Tensor:
-        """``[B, sum of widths]``, from this rank's tables and the others'."""
+    def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
         columns: dict[int, Tensor] = {}
         if lookups.sharded is not None:
             columns.update(self._sharded_columns(lookups))
@@ -99,12 +74,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             )
             split = vectors.split([self._widths[slot] for slot in replicated], dim=1)
             columns.update(zip(replicated, split, strict=True))
-        return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
+        values = torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
+        return keyed_result(features, self._feature_slots.names, self._widths, values)
 
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups | SlotRows":
+    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
         batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        if self._whole is not None:
-            return self._whole.prepare(batch, finds_runs=finds_runs)
         batch = self._checked(batch)
         route = sharded = replicated = None
         if self._sharded_slots:

@@ -19,10 +19,7 @@ def exchange(
     *,
     in_backward: bool = False,
 ) -> Tensor:
-    """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it. Of
-    one rank it is ``tensor`` itself."""
-    if len(send) == 1:
-        return tensor
+    """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     tensor = tensor.contiguous()
     keeps_work = in_backward and not tensor.is_cuda
@@ -66,8 +63,7 @@ class _DifferentiableExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.scale != 1:
-            grad = grad * ctx.scale
+        grad = grad * ctx.scale
         dtype, inverse = grad.dtype, None
         if ctx.wire is torch.float16 and dtype is torch.float32:
             scale, inverse = float16_scale(grad, ctx.group)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchembed.sharding.data_parallel import max_over, row_gradient_mean
 from torchembed.sharding.plan import Placement, TablePlan
 from torchembed.sharding.wire import WirePrecision
-from torchembed.tables.group import GradientReduction, RankMaximum
+from torchembed.tables.group import RankMaximum
 
 
 def num_nodes(mesh: DeviceMesh) -> int:
@@ -72,7 +72,7 @@ class Ranks:
         gradient_group: another process group of the same ranks, for the dense gradients alone:
             these are reduced while backward exchanges vectors in ``group``.
         wire: the precision in which vectors and gradients travel.
-        row_gradient_mean: for tables that every rank holds; None for one rank.
+        row_gradient_mean: for tables that every rank holds.
         max_over_holders: of all tables; None where no two ranks hold different ones.
     """
 
@@ -91,9 +91,7 @@ class Ranks:
         is_part = mesh.size() < dist.get_world_size()
         self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=is_part)
         self.rank = mesh.get_local_rank()
-        self.row_gradient_mean: GradientReduction | None = None
-        if mesh.size() > 1:
-            self.row_gradient_mean = row_gradient_mean(self.group)
+        self.row_gradient_mean = row_gradient_mean(self.group)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
         processes = mesh.mesh.tolist()
         for plan in plans:

@@ -330,8 +330,7 @@ def _group_of(model: nn.Module) -> Any:
     None where there is one."""
     for module in model.modules():
         if isinstance(module, ShardedCollection):
-            of_mesh = module._ranks
-            return of_mesh.group if of_mesh.mesh.size() > 1 else None
+            return module._ranks.group
     return dist.group.WORLD if ranks.world_size() > 1 else None
 
 
