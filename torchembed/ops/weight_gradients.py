@@ -110,6 +110,11 @@ _entered: list[DeferredWeightGradients] = []
 """None or one. Backward runs on threads of the engine, so this is no context variable."""
 
 
+def are_deferred() -> bool:
+    """Whether gradients of weights are deferred now."""
+    return bool(_entered) and not torch.compiler.is_compiling()
+
+
 def weight_gradient(weight: Tensor, compute: Compute) -> Tensor | None:
     """What ``backward`` of an ``autograd.Function`` returns for ``weight``.
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
     linear_to_one_backward_op,
@@ -14,6 +15,10 @@ from torchembed.ops.linear.schema import (
     sum_rows_op,
 )
 from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
+
+
+_SUMMED_AT_ONCE = 1024
+"""Samples over which one kernel sums."""
 
 
 class _Linear(torch.autograd.Function):
@@ -37,16 +42,19 @@ class _Linear(torch.autograd.Function):
         # Rows that are apart, as those of a concatenation's gradient, need no copy.
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if output is not None:
-            grad_bias = gradient_memory(bias)
-            grad = linear_relu_backward_op(grad, output, grad_bias)
+            num_rows = grad.shape[0]
+            sums = empty_sums(bias, num_rows, adds_partials=num_rows > _SUMMED_AT_ONCE)
+            grad = linear_relu_backward_op(grad, output, sums)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
         if output is None and ctx.needs_input_grad[2]:
-            grad_bias = gradient_memory(bias)
-            sum_rows_op(grad, grad_bias)
+            sums = gradient_memory(bias)
+            sum_rows_op(grad, sums)
+        if ctx.needs_input_grad[2]:
+            grad_bias = bias_gradient(bias, sums)
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
-        return grad_x, grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _LinearToOne(torch.autograd.Function):

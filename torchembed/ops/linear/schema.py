@@ -14,7 +14,7 @@ from torchembed.ops.linear.reference import (
 _TRITON = "torchembed.triton_kernels.linear"
 
 
-def _linear_relu_backward_fake(grad: Tensor, output: Tensor, grad_bias: Tensor) -> Tensor:
+def _linear_relu_backward_fake(grad: Tensor, output: Tensor, sums: Tensor) -> Tensor:
     return torch.empty_like(output)
 
 
@@ -33,7 +33,7 @@ def _linear_to_one_backward_fake(
 
 
 linear_relu_backward_op = define_op(
-    "linear_relu_backward(Tensor grad, Tensor output, Tensor(a!) grad_bias) -> Tensor",
+    "linear_relu_backward(Tensor grad, Tensor output, Tensor(a!) sums) -> Tensor",
     reference=linear_relu_backward_reference,
     fake=_linear_relu_backward_fake,
     triton=f"{_TRITON}:launch_linear_relu_backward",
