@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -12,15 +11,10 @@ from bench import dlrm_dcnv2 as workload
 from bench.step_setting import StepSetting
 from torchembed import optim, shard_embeddings
 from torchembed.data import Batch
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.sharding import Planner, WirePrecision
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
-
-def LOSS():
-    import os
-    from torchembed.ops.binary_cross_entropy import binary_cross_entropy
-    return F.binary_cross_entropy_with_logits if os.environ.get("TE_LOSS") else binary_cross_entropy
-
 
 OPTIMIZERS = {
     "adagrad": (optim.Adagrad, optim.DenseAdagrad),
@@ -66,9 +60,7 @@ class TorchembedStep:
             of_tables(tables or [{"params": []}], **numbers),
             of_dense(dense, **numbers, dtype=half),
         ]
-        self._pipeline = TrainPipeline(
-            self.model, LOSS(), optimizers, autocast=half
-        )
+        self._pipeline = TrainPipeline(self.model, binary_cross_entropy, optimizers, autocast=half)
 
     @staticmethod
     def batch(batch: Batch, device: torch.device) -> Batch:

@@ -7,7 +7,6 @@ copied between steps, and both share one memory pool, since they never run at th
 """
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -91,16 +90,19 @@ class StaticStep:
         self._states: list[int] = []
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = None
+        self._late_optimizers = self._dense_optimizers
+        """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
         if self._is_cuda:
-            # What others wait for goes first where several streams have kernels to run.
-            prio = [int(x) for x in os.environ.get("TE_PRIO", "-1,-1,0,0").split(",")]
-            self._stream = torch.cuda.Stream(device, priority=prio[0])
-            self._vectors_stream = torch.cuda.Stream(device, priority=prio[1])
-            self._rows_stream = torch.cuda.Stream(device, priority=prio[2])
-            self._ids_stream = torch.cuda.Stream(device, priority=prio[3])
-            if group is None and os.environ.get("TE_EARLY", "1") == "1":
+            # Where several streams have kernels to run, what others wait for goes first, and the
+            # rows' update last: nothing waits for it, and alone it fills the GPU.
+            self._stream = torch.cuda.Stream(device, priority=-3)
+            self._vectors_stream = torch.cuda.Stream(device, priority=-3)
+            self._ids_stream = torch.cuda.Stream(device, priority=-1)
+            self._rows_stream = torch.cuda.Stream(device)
+            if group is None:
                 ours = [o for o in self._dense_optimizers if isinstance(o, DenseOptimizer)]
+                self._late_optimizers = [o for o in self._dense_optimizers if o not in ours]
                 self._early = EarlyUpdates(ours, device)
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -198,10 +200,6 @@ class StaticStep:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         batch, prepared = self._batches[turn], self._prepared[turn]
-        if os.environ.get("TE_X") == "root" and self._is_cuda:
-            if not hasattr(self, "_root"):
-                self._root = torch.zeros(1, device="cuda")
-            self._root.zero_()
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
@@ -218,20 +216,21 @@ class StaticStep:
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
+        if self._rows_stream is not None:
+            # Before backward: the update of rows begins with what needs no gradients.
+            self._rows_stream.wait_stream(torch.cuda.current_stream())
         early = self._early
         with DeferredWeightGradients() if early is None else early.around_backward():
             with record_function("torchembed: backward"):
                 loss.backward()
             recorded = self._update_rows(verdict)
         with record_function("torchembed: update"):
-            if early is None:
-                self._update(self._dense_optimizers, verdict)
-            else:
-                others = [o for o in self._dense_optimizers if not isinstance(o, DenseOptimizer)]
-                self._update(others, verdict)
+            self._update(self._late_optimizers, verdict)
+            if early is not None:
                 early.update(None if verdict is None else verdict.skip)
                 early.join()
-        self._join(self._rows_stream if recorded else None)
+        self._join(self._rows_stream)
+        del recorded
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
@@ -296,9 +295,6 @@ class StaticStep:
         if self._rows_stream is None:
             self._update(self._table_optimizers, verdict)
         elif recorded:
-            for entry in recorded:
-                assert entry.ready is not None
-                self._rows_stream.wait_event(entry.ready)
             with torch.cuda.stream(self._rows_stream), record_function("torchembed: rows"):
                 self._update(self._table_optimizers, verdict)
         return recorded

@@ -16,7 +16,6 @@ from torchembed.ops.linear.schema import (
 )
 from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
 
-
 _SUMMED_AT_ONCE = 1024
 """Samples over which one kernel sums."""
 
@@ -38,7 +37,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, output = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = None, None, None
+        grad_x, grad_weight, grad_bias, sums = None, None, None, None
         # Rows that are apart, as those of a concatenation's gradient, need no copy.
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if output is not None:
@@ -50,7 +49,7 @@ class _Linear(torch.autograd.Function):
         if output is None and ctx.needs_input_grad[2]:
             sums = gradient_memory(bias)
             sum_rows_op(grad, sums)
-        if ctx.needs_input_grad[2]:
+        if sums is not None and ctx.needs_input_grad[2]:
             grad_bias = bias_gradient(bias, sums)
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
