@@ -66,37 +66,34 @@ def _dense_update_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0.0:
             return
+    at = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num_elements
+    gradient = as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
     lr = tl.load(scales_ptr)
-    block = tl.program_id(0)
-    while block.to(INDEX) * BLOCK < num_elements:
-        at = block.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < num_elements
-        gradient = as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
-        weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
-        if grad_multiplier_ptr is not None:
-            gradient *= tl.load(grad_multiplier_ptr)
-        if HAS_DECAY:
-            gradient += weight_decay * weight
-        if OPTIMIZER == _SGD:
-            weight -= lr * gradient
-        elif OPTIMIZER == _ADAGRAD:
-            total = tl.load(state0_ptr + at, mask=mask, other=1.0) + gradient * gradient
-            tl.store(state0_ptr + at, total, mask=mask)
-            weight -= lr * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
-        else:
-            mean = tl.load(state0_ptr + at, mask=mask, other=0.0)
-            square = tl.load(state1_ptr + at, mask=mask, other=1.0)
-            mean += (gradient - mean) * one_minus_beta1
-            square += (gradient * gradient - square) * one_minus_beta2
-            tl.store(state0_ptr + at, mean, mask=mask)
-            tl.store(state1_ptr + at, square, mask=mask)
-            root = tl.div_rn(tl.sqrt_rn(square), tl.load(scales_ptr + 1))
-            weight -= lr * tl.div_rn(mean, root + eps)
-        tl.store(weight_ptr + at, weight, mask=mask)
-        if rounded_ptr is not None:
-            rounded = round_to_nearest(weight, rounded_ptr.dtype.element_ty)
-            tl.store(rounded_ptr + at, rounded, mask=mask)
-        block += tl.num_programs(0)
+    if grad_multiplier_ptr is not None:
+        gradient *= tl.load(grad_multiplier_ptr)
+    if HAS_DECAY:
+        gradient += weight_decay * weight
+    if OPTIMIZER == _SGD:
+        weight -= lr * gradient
+    elif OPTIMIZER == _ADAGRAD:
+        total = tl.load(state0_ptr + at, mask=mask, other=1.0) + gradient * gradient
+        tl.store(state0_ptr + at, total, mask=mask)
+        weight -= lr * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
+    else:
+        mean = tl.load(state0_ptr + at, mask=mask, other=0.0)
+        square = tl.load(state1_ptr + at, mask=mask, other=1.0)
+        mean += (gradient - mean) * one_minus_beta1
+        square += (gradient * gradient - square) * one_minus_beta2
+        tl.store(state0_ptr + at, mean, mask=mask)
+        tl.store(state1_ptr + at, square, mask=mask)
+        root = tl.div_rn(tl.sqrt_rn(square), tl.load(scales_ptr + 1))
+        weight -= lr * tl.div_rn(mean, root + eps)
+    tl.store(weight_ptr + at, weight, mask=mask)
+    if rounded_ptr is not None:
+        rounded = round_to_nearest(weight, rounded_ptr.dtype.element_ty)
+        tl.store(rounded_ptr + at, rounded, mask=mask)
 
 
 def launch_dense_update(
@@ -126,8 +123,7 @@ def launch_dense_update(
                 scales, lr, step, LOG_BETA1=_log(beta1), LOG_BETA2=_log(beta2), num_warps=1
             )
         # Without fused multiply-adds the update has the bits of the reference.
-        limit = int(__import__("os").environ.get("TE_DU", "1000000"))
-        _dense_update_kernel[(min(limit, triton.cdiv(weight.numel(), _BLOCK)),)](
+        _dense_update_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
             weight,
             state0,
             state1,
