@@ -88,6 +88,8 @@ class GradientMean:
         return _nothing, ()
 
     def _on_gradient(self, parameter: Tensor) -> None:
+        if not _is_averaged(parameter):
+            return  # the engine also calls where it has no gradient
         if self._buckets and self._finishing() is None:
             self._discard()
         if not self._buckets:
@@ -110,8 +112,7 @@ class GradientMean:
         """Anew for each backward: what trains, and what optimizers have laid out, may change."""
         open_buckets: dict[torch.dtype, _Bucket] = {}
         for parameter in reversed(self._parameters):
-            table = table_of(parameter)
-            if not parameter.requires_grad or (table is not None and table.group.rule is not None):
+            if not parameter.requires_grad or not _is_averaged(parameter):
                 continue
             bucket = open_buckets.get(parameter.dtype)
             if bucket is None or bucket.num_bytes >= self._bucket_bytes:
@@ -176,6 +177,12 @@ class GradientMean:
         self._reductions.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+
+
+def _is_averaged(parameter: Tensor) -> bool:
+    """Whether its gradient is not a fused optimizer's affair."""
+    table = table_of(parameter)
+    return table is None or table.group.rule is None
 
 
 def _call(method: Callable[[], Callable[[Tensor], None] | None], parameter: Tensor) -> None:
