@@ -143,9 +143,12 @@ def _sum_partials_kernel(
 
 
 def sum_partials(partials: Tensor, total: Tensor) -> None:
-    """Write the sum over the rows of float32 ``partials [P, N]`` to ``total [N]``."""
+    """Write the sum over the rows of float32 ``partials [P, N]`` to ``total [N]``:
+    ``torchembed::sum_partials``."""
     num_rows, num_columns = partials.shape
     block_columns = 32
+    if num_columns == 0:
+        return
     with torch.cuda.device_of(partials):
         _sum_partials_kernel[(triton.cdiv(num_columns, block_columns),)](
             partials,

@@ -181,6 +181,7 @@ def test_opcheck(device: torch.device) -> None:
     torch.library.opcheck(ops.linear_relu_backward.default, (grad, output, total))
     torch.library.opcheck(ops.linear_relu_backward.default, (grad, output, total[None].clone()))
     torch.library.opcheck(ops.sum_rows.default, (grad, total))
+    torch.library.opcheck(ops.sum_partials.default, (grad, total))
     weight, bias = normal(1, 5, seed=2, device=device), total[:1]
     torch.library.opcheck(ops.linear_to_one_forward.default, (output, weight, bias))
     arguments = (grad[:, :1].contiguous(), output, weight, weight.clone(), bias)
@@ -354,7 +355,7 @@ def test_what_cannot_be_deferred(device: torch.device) -> None:
     assert layer[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("op", ["linear_relu_backward", "sum_rows"])
+@pytest.mark.parametrize("op", ["linear_relu_backward", "sum_rows", "sum_partials"])
 def test_the_lane_runs_its_kernels(op: str, device: torch.device) -> None:
     lane = lanes.required_lane()
     if lane is None:

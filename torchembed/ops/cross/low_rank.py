@@ -15,7 +15,7 @@ from torchembed.ops.cross.schema import (
     low_rank_cross_input_backward_op,
     low_rank_cross_scale_op,
 )
-from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
+from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
 from torchembed.ops.weight_gradients import weight_gradient
 
 
@@ -46,9 +46,10 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         )
         is_needed = ctx.needs_input_grad[1 + len(ctx.widths) :]
         grads, grads_v, grads_u, grads_bias = [], [], [], []
-        # What is a product as well sums over the rows of its tiles; those of float32 have fewer.
-        by_tiles = grad.dtype is not torch.float32
-        sums = [empty_sums(b, grad.shape[0], adds_partials=by_tiles) for b in bias]
+        # Where there is a product, sums are over the rows of its tiles; float32's have fewer rows.
+        num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
+        sums = [empty_sums(b, num_rows, adds_partials=by_tiles) for b in bias[:-1]]
+        sums.append(empty_sums(bias[-1], num_rows, adds_partials=num_rows > SUMMED_AT_ONCE))
         grad, grad_parts = grad.contiguous(), []
         next_grad_z = low_rank_cross_scale_op(grad, xs[0], sums[-1])
         for layer in reversed(range(num_layers)):

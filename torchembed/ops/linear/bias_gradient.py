@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from torchembed.ops.linear.schema import sum_rows_op
+from torchembed.ops.linear.schema import sum_partials_op
 from torchembed.ops.weight_gradients import are_deferred, gradient_memory, weight_gradient
 
 ROWS_OF_PARTIAL = 128
 """Samples of which each partial sum is."""
+SUMMED_AT_ONCE = 1024
+"""So many samples, but for those of a product's tiles, one kernel sums."""
 
 
 def empty_sums(bias: Tensor, num_rows: int, *, adds_partials: bool) -> Tensor:
@@ -27,7 +29,7 @@ def bias_gradient(bias: Tensor, sums: Tensor) -> Tensor | None:
 
     def total(memory: Tensor | None) -> Tensor:
         memory = torch.empty_like(bias) if memory is None else memory
-        sum_rows_op(sums, memory)
+        sum_partials_op(sums, memory)
         return memory
 
     return weight_gradient(bias, total)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.first_order import first_order
-from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
+from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
     linear_to_one_backward_op,
@@ -15,9 +15,6 @@ from torchembed.ops.linear.schema import (
     sum_rows_op,
 )
 from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
-
-_SUMMED_AT_ONCE = 1024
-"""Samples over which one kernel sums."""
 
 
 class _Linear(torch.autograd.Function):
@@ -42,7 +39,7 @@ class _Linear(torch.autograd.Function):
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if output is not None:
             num_rows = grad.shape[0]
-            sums = empty_sums(bias, num_rows, adds_partials=num_rows > _SUMMED_AT_ONCE)
+            sums = empty_sums(bias, num_rows, adds_partials=num_rows > SUMMED_AT_ONCE)
             grad = linear_relu_backward_op(grad, output, sums)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight

@@ -44,6 +44,12 @@ sum_rows_op = define_op(
     fake=_sum_rows_fake,
     triton=f"{_TRITON}:launch_sum_rows",
 )
+sum_partials_op = define_op(
+    "sum_partials(Tensor partials, Tensor(a!) total) -> ()",
+    reference=sum_rows_reference,
+    fake=_sum_rows_fake,
+    triton="torchembed.triton_kernels.column_sums:sum_partials",
+)
 linear_to_one_forward_op = define_op(
     "linear_to_one_forward(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     reference=linear_to_one_forward_reference,
