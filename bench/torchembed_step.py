@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,6 +12,7 @@ from bench import dlrm_dcnv2 as workload
 from bench.step_setting import StepSetting
 from torchembed import optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.sharding import CPU, H100, H200, Planner, Topology, WirePrecision
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
@@ -62,9 +62,7 @@ class TorchembedStep:
             of_tables(tables or [{"params": []}], **numbers),
             of_dense(dense, **numbers, dtype=half),
         ]
-        self._pipeline = TrainPipeline(
-            self.model, F.binary_cross_entropy_with_logits, optimizers, autocast=half
-        )
+        self._pipeline = TrainPipeline(self.model, binary_cross_entropy, optimizers, autocast=half)
 
     @staticmethod
     def batch(batch: Batch, device: torch.device) -> Batch:

@@ -18,6 +18,7 @@ from tests import lanes
 from torchembed.core.types import OptimizerKind
 from torchembed.triton_kernels import (
     binary_cross_entropy,
+    column_sums,
     cross,
     dense_update,
     jagged,
@@ -164,6 +165,8 @@ def launch_low_rank_cross(dtype: torch.dtype, num_columns: int, rank: int, num_r
 def launch_linear(num_rows: int) -> None:
     x = torch.zeros(num_rows, 24, dtype=torch.bfloat16)
     linear.launch_linear_relu_backward(x, x, x[0])
+    linear.launch_linear_relu_backward(x, x, torch.zeros(-(-len(x) // 128), x.shape[1]))
+    column_sums.sum_partials(torch.zeros(3, x.shape[1]), x[0])
     linear.launch_sum_rows(x, x[0])
     grad = linear.launch_linear_to_one_forward(x, x[:1], x[0, :1])
     linear.launch_linear_to_one_backward(grad, x, x[:1], x[:1], x[0, :1])

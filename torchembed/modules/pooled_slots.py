@@ -40,6 +40,7 @@ def pooled_slots(
             output_dtype=output_dtype,
             weight_form=weight_form,
             sink=group_rows.sink(),
+            known_map=group_rows.gradient_map(poolings[entry.slots[0]]),
         )
         pooled.append(vectors)
         order.extend(entry.slots)

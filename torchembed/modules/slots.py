@@ -11,10 +11,11 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.host_numbers import HostNumbers
-from torchembed.core.types import OnBadId
+from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.jagged import permute_features
 from torchembed.ops.linearize_ids import linearize_ids
+from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Table, TableGroup, TableSet
@@ -45,6 +46,8 @@ class GroupSlots:
         firsts, counts = [first[id(t)] for t in tables], [t.num_rows for t in tables]
         self.first_rows = torch.tensor(firsts, dtype=torch.int64, device=device)
         self.num_rows = torch.tensor(counts, dtype=torch.int64, device=device)
+        self.gradient_maps: dict[Any, tuple[Tensor, Tensor]] = {}
+        """By hotness, batch size and pooling; kept, since captured steps read them."""
 
 
 class GroupRows(NamedTuple):
@@ -55,6 +58,23 @@ class GroupRows(NamedTuple):
     """A feature for each of the entry's slots; its values are rows of the group, -1 for none."""
     runs: Runs | None
     """Of equal rows, where they were found ahead for the optimizer's step."""
+
+    def gradient_map(self, pooling: Pooling) -> tuple[Tensor, Tensor] | None:
+        """Where the positions of ``features`` have their gradients, where that was known before."""
+        features, maps = self.features, self.entry.gradient_maps
+        if self.runs is None or features.hotness is None or features.weights is not None:
+            return None
+        form = features.hotness, features.batch_size, pooling
+        if form not in maps:
+            if features.values.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            maps[form] = fixed_gradient_map(
+                features.values,
+                hotness=features.hotness,
+                batch_size=features.batch_size,
+                pooling=pooling,
+            )
+        return maps[form]
 
     def sink(self) -> GradientSink | None:
         """Takes the gradients of the rows; None where no fused optimizer updates the group.

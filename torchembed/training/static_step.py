@@ -18,10 +18,12 @@ from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Prepared
 from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.optim import DenseOptimizer
 from torchembed.tables import RecordedGradients
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
+from torchembed.training.early_updates import EarlyUpdates
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.step_optimizers import (
     Assumptions,
@@ -74,12 +76,21 @@ class StaticStep:
         """From the first capture on, what is prepared stays where it is."""
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = None
+        self._late_optimizers = self._optimizers.captured
+        """Those that begin once backward is done."""
+        self._early: EarlyUpdates | None = None
         if self._is_cuda:
-            # What others wait for goes first where several streams have kernels to run.
-            self._stream = torch.cuda.Stream(device, priority=-1)
-            self._vectors_stream = torch.cuda.Stream(device, priority=-1)
+            # Where several streams have kernels to run, what others wait for goes first, and the
+            # rows' update last: nothing waits for it, and alone it fills the GPU.
+            self._stream = torch.cuda.Stream(device, priority=-3)
+            self._vectors_stream = torch.cuda.Stream(device, priority=-3)
+            self._ids_stream = torch.cuda.Stream(device, priority=-1)
             self._rows_stream = torch.cuda.Stream(device)
-            self._ids_stream = torch.cuda.Stream(device)
+            if group is None:
+                captured = self._optimizers.captured
+                ours = [o for o in captured if isinstance(o, DenseOptimizer)]
+                self._late_optimizers = [o for o in captured if o not in ours]
+                self._early = EarlyUpdates(ours, device)
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -170,13 +181,21 @@ class StaticStep:
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
-        with DeferredWeightGradients():
+        if self._rows_stream is not None:
+            # Before backward: the update of rows begins with what needs no gradients.
+            self._rows_stream.wait_stream(torch.cuda.current_stream())
+        early = self._early
+        with DeferredWeightGradients() if early is None else early.around_backward():
             with record_function("torchembed: backward"):
                 loss.backward()
             recorded = self._update_rows(verdict)
         with record_function("torchembed: update"):
-            update(self._optimizers.captured, verdict)
-        self._join(self._rows_stream if recorded else None)
+            update(self._late_optimizers, verdict)
+            if early is not None:
+                early.update(None if verdict is None else verdict.skip)
+                early.join()
+        self._join(self._rows_stream)
+        del recorded
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
@@ -228,9 +247,6 @@ class StaticStep:
         if self._rows_stream is None:
             update(self._optimizers.of_tables, verdict)
         elif recorded:
-            for entry in recorded:
-                assert entry.ready is not None
-                self._rows_stream.wait_event(entry.ready)
             with torch.cuda.stream(self._rows_stream), record_function("torchembed: rows"):
                 update(self._optimizers.of_tables, verdict)
         return recorded

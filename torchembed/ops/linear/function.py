@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.first_order import first_order
+from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
     linear_to_one_backward_op,
@@ -33,20 +34,23 @@ class _Linear(torch.autograd.Function):
     @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, output = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = None, None, None
+        grad_x, grad_weight, grad_bias, sums = None, None, None, None
         # Rows that are apart, as those of a concatenation's gradient, need no copy.
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if output is not None:
-            grad_bias = gradient_memory(bias)
-            grad = linear_relu_backward_op(grad, output, grad_bias)
+            num_rows = grad.shape[0]
+            sums = empty_sums(bias, num_rows, adds_partials=num_rows > SUMMED_AT_ONCE)
+            grad = linear_relu_backward_op(grad, output, sums)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
         if output is None and ctx.needs_input_grad[2]:
-            grad_bias = gradient_memory(bias)
-            sum_rows_op(grad, grad_bias)
+            sums = gradient_memory(bias)
+            sum_rows_op(grad, sums)
+        if sums is not None and ctx.needs_input_grad[2]:
+            grad_bias = bias_gradient(bias, sums)
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
-        return grad_x, grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _LinearToOne(torch.autograd.Function):

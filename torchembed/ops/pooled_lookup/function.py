@@ -34,6 +34,7 @@ class _PooledLookup(torch.autograd.Function):
         output_dtype: torch.dtype,
         form: WeightGradient,
         sink: GradientSink | None,
+        known_map: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
         # the weight is not saved, so that an update before backward is no error.
@@ -44,6 +45,7 @@ class _PooledLookup(torch.autograd.Function):
             weight if weights_need_grad else None, rows, offsets, per_id_weights, rows_like
         )
         ctx.hotness, ctx.mean, ctx.form, ctx.sink = hotness, mean, form, sink
+        ctx.known_map = known_map
         return pooled_lookup_forward_op(
             weight,
             rows,
@@ -64,7 +66,7 @@ class _PooledLookup(torch.autograd.Function):
         grad = grad.contiguous()
         grad_weight = grad_per_id_weights = None
         if ctx.needs_input_grad[0]:
-            gradient_rows, scales = pooled_lookup_gradient_map_op(
+            gradient_rows, scales = ctx.known_map or pooled_lookup_gradient_map_op(
                 rows, offsets, ctx.hotness, per_id_weights, num_features, batch_size, ctx.mean
             )
             has_scales = ctx.mean or per_id_weights is not None
@@ -83,7 +85,7 @@ class _PooledLookup(torch.autograd.Function):
             grad_per_id_weights = pooled_lookup_weights_backward_op(
                 grad, weight, rows, offsets, ctx.hotness, ctx.mean
             ).to(per_id_weights.dtype)
-        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 6
+        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 7
 
 
 def pooled_lookup(
@@ -99,6 +101,7 @@ def pooled_lookup(
     output_dtype: torch.dtype | None = None,
     weight_form: WeightGradient = WeightGradient.DENSE,
     sink: GradientSink | None = None,
+    known_map: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Pool the rows of each bag into one vector; all features of a table group in one call.
 
@@ -120,6 +123,8 @@ def pooled_lookup(
         output_dtype: float32, float16 or bfloat16; the weight's where None.
         weight_form: form of the gradient of ``weight``.
         sink: called in backward with ``rows`` and their gradients; ``weight`` then gets none.
+        known_map: what :func:`fixed_gradient_map` gave for bags of this form, which spares backward
+            finding it.
 
     Returns:
         ``[batch_size, num_features, D]``.
@@ -150,4 +155,16 @@ def pooled_lookup(
         output_dtype,
         weight_form,
         sink,
+        known_map,
     )
+
+
+def fixed_gradient_map(
+    rows: Tensor, *, hotness: Sequence[int], batch_size: int, pooling: Pooling
+) -> tuple[Tensor, Tensor]:
+    """For each position of ``rows [L]``, in bags of fixed ``hotness`` without weights, which row of
+    the gradient ``[batch_size * num_features, D]`` is its own, and what multiplies that: a function
+    of the bags' form, not of the ids."""
+    mean = pooling is Pooling.MEAN
+    fixed = check_bags("rows", rows, None, hotness, len(hotness), batch_size)
+    return pooled_lookup_gradient_map_op(rows, None, fixed, None, len(hotness), batch_size, mean)
