@@ -127,6 +127,7 @@ class BuildNative(build_ext):
             options = (
                 "-std=c++20",
                 "-O3",
+                "-fmad=false",  # as on the CPU
                 "-arch=all-major",
                 "-Xcompiler=-fPIC,-fvisibility=hidden",
             )
