@@ -52,7 +52,6 @@ GradType grad_type(ScalarType type) {
 // `stream` as in sort_rows.
 void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Tensor& unique_rows,
                     const Tensor& starts, const Tensor& order, const Tensor& num_runs,
-                    std::optional<Tensor> chunk_sums, std::optional<Tensor> group_sums,
                     const Tensor& grad, std::optional<Tensor> gradient_rows,
                     std::optional<Tensor> scales, const Tensor& lr,
                     std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
@@ -76,8 +75,14 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Ten
   update.starts = values<int32_t>("starts", starts);
   update.order = values<int32_t>("order", order);
   update.num_runs = values<int32_t>("num_runs", num_runs);
-  update.chunk_sums = values<float>("chunk_sums", chunk_sums);
-  update.group_sums = values<float>("group_sums", group_sums);
+  const int64_t num_ids = order.numel(), num_chunks = num_ids / kChunk;
+  const int64_t num_groups = num_chunks / kChunk;
+  const Tensor chunk_sums = torch::stable::new_empty(lr, {num_chunks, dim});
+  const Tensor group_sums = torch::stable::new_empty(lr, {num_groups, dim});
+  const Tensor group_starts = torch::stable::new_empty(starts, {num_groups});
+  update.chunk_sums = chunk_sums.mutable_data_ptr<float>();
+  update.group_sums = group_sums.mutable_data_ptr<float>();
+  update.group_starts = group_starts.mutable_data_ptr<int32_t>();
   update.grad = grad.const_data_ptr();
   update.gradient_rows = of_gradients.data;
   update.gradient_rows_are_wide = of_gradients.wide;
@@ -85,7 +90,7 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Ten
   update.lr = values<float>("lr", lr);
   update.grad_multiplier = values<float>("grad_multiplier", grad_multiplier);
   update.skip = values<float>("skip", skip);
-  update.num_ids = order.numel();
+  update.num_ids = num_ids;
   update.dim = static_cast<int>(dim);
   update.eps = static_cast<float>(eps);
   update.weight_decay = static_cast<float>(weight_decay);
@@ -100,7 +105,7 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Ten
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
   library.def(
       "update_rows(Tensor(a!) weight, Tensor(b!)? state, Tensor unique_rows, Tensor starts,"
-      " Tensor order, Tensor num_runs, Tensor? chunk_sums, Tensor? group_sums, Tensor grad,"
+      " Tensor order, Tensor num_runs, Tensor grad,"
       " Tensor? gradient_rows, Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip,"
       " int optimizer, float eps, float weight_decay, float max_gradient, int num_blocks,"
       " int num_warps, int policies, int stream) -> ()");

@@ -12,24 +12,19 @@
 // gradient rows that the batch has (each read once, as far as the cache reaches), and
 // 2 * U * D * 4 * (1 + states) for rows and their state, read and written.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
+#include "row_elements.cuh"
 #include "update_rows.h"
 
 namespace torchembed {
 namespace {
 
 constexpr int kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2;  // OptimizerKind
-constexpr int kChunk = 32;                                  // run_sums.py
 // Rows of a sum that are on their way together.
 template <class Value>
 constexpr int kUnroll = sizeof(Value) == 4 ? 2 : 4;
 constexpr int kMaxWarps = 12;
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 constexpr int kLanesOfRun = 8;
 constexpr int kRunsOfStep = 32 / kLanesOfRun;
@@ -57,25 +52,6 @@ __device__ void for_each_element(const Function& function) {
 template <int kParts>
 __device__ void add(Elements<kParts>& total, const Elements<kParts>& other) {
   for_each_element<kParts>([&](int part, int i) { total.at[part][i] += other.at[part][i]; });
-}
-
-// Four elements as they lie in memory.
-template <class Value>
-using Four = std::conditional_t<sizeof(Value) == 4, float4, uint2>;
-
-__device__ void unpack(float (&to)[4], const float4& four, const float*) {
-  to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-}
-
-__device__ void unpack(float (&to)[4], const uint2& four, const __nv_bfloat16*) {
-  to[0] = __uint_as_float(four.x << 16), to[1] = __uint_as_float(four.x & 0xFFFF0000u);
-  to[2] = __uint_as_float(four.y << 16), to[3] = __uint_as_float(four.y & 0xFFFF0000u);
-}
-
-__device__ void unpack(float (&to)[4], const uint2& four, const __half*) {
-  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
-  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
-  to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
 }
 
 // A lane's elements as they lie in memory.
@@ -142,11 +118,6 @@ __device__ void store_four(float* to, const float (&four)[4], uint64_t policy) {
                    __cvta_generic_to_global(to)),
                "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "l"(policy)
                : "memory");
-}
-
-__device__ int index_at(const void* indices, bool wide, uint32_t at) {
-  return wide ? static_cast<int>(static_cast<const int64_t*>(indices)[at])
-              : static_cast<const int32_t*>(indices)[at];
 }
 
 // A run as one of its kAhead lanes knows it: all of it, and one of its occurrences.
@@ -543,6 +514,7 @@ const char* update_rows(const RowUpdate& update, GradType grad_type, int64_t opt
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
   if (error == cudaSuccess) {
+    launch_sum_chunks(update, grad_type, stream);
     switch (grad_type) {
       case GradType::kFloat32:
         error = launch_rule<float>(update, optimizer, queue, tuning);

@@ -16,8 +16,9 @@ struct RowUpdate {
   const int32_t* starts;
   const int32_t* order;
   const int32_t* num_runs;
-  const float* chunk_sums;  // of whole chunks of runs, and of whole groups of chunks
-  const float* group_sums;
+  float* chunk_sums;          // scratch: [num_ids / kChunk, dim], of whole chunks of runs
+  float* group_sums;          // scratch: [num_ids / kChunk**2, dim], of whole groups of chunks
+  int32_t* group_starts;      // scratch: [num_ids / kChunk**2], the first chunk of each, or -1
   const void* grad;           // [G, dim]
   const void* gradient_rows;  // of each position; int32, or int64 where gradient_rows_are_wide
   const float* scales;        // of each position
@@ -33,8 +34,14 @@ struct RowUpdate {
   float max_gradient;
 };
 
-// The longest row, in elements.
+// The longest row, in elements; a multiple of 8.
 constexpr int kMaxUpdateDim = 128;
+
+// Occurrences in a chunk, and chunks in a group: CHUNK of run_sums.py.
+constexpr int kChunk = 32;
+
+// Writes chunk_sums and group_sums, on `stream` of the current device.
+void launch_sum_chunks(const RowUpdate& update, GradType grad_type, void* stream);
 
 struct Tuning {
   int num_blocks;
