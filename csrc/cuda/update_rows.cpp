@@ -56,14 +56,12 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Ten
                     std::optional<Tensor> scales, const Tensor& lr,
                     std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
                     int64_t optimizer, double eps, double weight_decay, double max_gradient,
-                    int64_t num_blocks, int64_t num_warps, int64_t policies, int64_t stream) {
+                    int64_t num_blocks, int64_t max_warps, int64_t stream) {
   const int64_t dim = weight.size(1);
   STD_TORCH_CHECK(weight.is_contiguous() && grad.is_contiguous(),
                   "weight and grad must be contiguous; call .contiguous()");
-  STD_TORCH_CHECK(dim <= kMaxUpdateDim && dim % 8 == 0,
-                  "rows must have a multiple of 8 columns, at "
-                  "most ",
-                  kMaxUpdateDim, ", got ", dim);
+  STD_TORCH_CHECK(dim == 32 || dim == 64 || dim == 128,
+                  "weight must have 32, 64 or 128 columns, got ", dim);
   STD_TORCH_CHECK(grad.size(1) == dim, "grad must have ", dim, " columns, got ", grad.size(1));
   const Indices rows = indices("unique_rows", unique_rows);
   const Indices of_gradients = indices("gradient_rows", gradient_rows);
@@ -92,13 +90,13 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Ten
   update.skip = values<float>("skip", skip);
   update.num_ids = num_ids;
   update.dim = static_cast<int>(dim);
+  update.num_blocks = static_cast<int>(num_blocks);
+  update.max_warps = static_cast<int>(max_warps);
   update.eps = static_cast<float>(eps);
   update.weight_decay = static_cast<float>(weight_decay);
   update.max_gradient = static_cast<float>(max_gradient);
-  const Tuning tuning{(int)num_blocks, (int)num_warps, (int)policies};
-  const char* const error =
-      update_rows(update, grad_type(grad.scalar_type()), optimizer, weight.get_device_index(),
-                  reinterpret_cast<void*>(stream), tuning);
+  const char* const error = update_rows(update, grad_type(grad.scalar_type()), optimizer,
+                                        weight.get_device_index(), reinterpret_cast<void*>(stream));
   STD_TORCH_CHECK(error == nullptr, "updating rows on the GPU failed: ", error);
 }
 
@@ -108,7 +106,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
       " Tensor order, Tensor num_runs, Tensor grad,"
       " Tensor? gradient_rows, Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip,"
       " int optimizer, float eps, float weight_decay, float max_gradient, int num_blocks,"
-      " int num_warps, int policies, int stream) -> ()");
+      " int max_warps, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CUDA, library) {

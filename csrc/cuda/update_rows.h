@@ -26,7 +26,9 @@ struct RowUpdate {
   const float* grad_multiplier;
   const float* skip;
   int64_t num_ids;
-  int dim;
+  int dim;  // 32, 64 or 128
+  int num_blocks;
+  int max_warps;
   bool rows_are_wide;
   bool gradient_rows_are_wide;
   float eps;
@@ -34,25 +36,16 @@ struct RowUpdate {
   float max_gradient;
 };
 
-// The longest row, in elements; a multiple of 8.
-constexpr int kMaxUpdateDim = 128;
-
 // Occurrences in a chunk, and chunks in a group: CHUNK of run_sums.py.
 constexpr int kChunk = 32;
 
 // Writes chunk_sums and group_sums, on `stream` of the current device.
 void launch_sum_chunks(const RowUpdate& update, GradType grad_type, void* stream);
 
-struct Tuning {
-  int num_blocks;
-  int num_warps;
-  int policies;
-};
-
 // Launches on `stream` of `device`, which is the caller's current one, and returns the runtime's
 // message where that failed, else nullptr. `optimizer` is a value of
 // torchembed.core.types.OptimizerKind: SGD or either Adagrad.
 const char* update_rows(const RowUpdate& update, GradType grad_type, int64_t optimizer, int device,
-                        void* stream, Tuning tuning);
+                        void* stream);
 
 }  // namespace torchembed
