@@ -49,38 +49,32 @@ GradType grad_type(ScalarType type) {
   }
 }
 
-// `stream` as in sort_rows.
-void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Tensor& unique_rows,
+// `stream` as in sort_rows; what chunks and groups are, run_sums.py says.
+void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& unique_rows,
                     const Tensor& starts, const Tensor& order, const Tensor& num_runs,
+                    std::optional<Tensor> chunk_sums, std::optional<Tensor> group_sums,
                     const Tensor& grad, std::optional<Tensor> gradient_rows,
                     std::optional<Tensor> scales, const Tensor& lr,
-                    std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
-                    int64_t optimizer, double eps, double weight_decay, double max_gradient,
-                    int64_t num_blocks, int64_t max_warps, int64_t stream) {
-  const int64_t dim = weight.size(1);
-  STD_TORCH_CHECK(weight.is_contiguous() && grad.is_contiguous(),
-                  "weight and grad must be contiguous; call .contiguous()");
-  STD_TORCH_CHECK(dim == 32 || dim == 64 || dim == 128,
-                  "weight must have 32, 64 or 128 columns, got ", dim);
-  STD_TORCH_CHECK(grad.size(1) == dim, "grad must have ", dim, " columns, got ", grad.size(1));
+                    std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip, double eps,
+                    double weight_decay, double max_gradient, int64_t num_blocks, int64_t stream) {
+  for (const Tensor* rows : {&weight, &grad}) {
+    STD_TORCH_CHECK(rows->dim() == 2 && rows->size(1) == kUpdateDim && rows->is_contiguous(),
+                    "weight and grad must be contiguous and have ", kUpdateDim, " columns");
+  }
+  STD_TORCH_CHECK(state.numel() == weight.size(0), "state must have ", weight.size(0),
+                  " elements, got ", state.numel());
   const Indices rows = indices("unique_rows", unique_rows);
   const Indices of_gradients = indices("gradient_rows", gradient_rows);
   RowUpdate update;
   update.weight = weight.mutable_data_ptr<float>();
-  update.state = state ? state->mutable_data_ptr<float>() : nullptr;
+  update.state = state.mutable_data_ptr<float>();
   update.unique_rows = rows.data;
   update.rows_are_wide = rows.wide;
   update.starts = values<int32_t>("starts", starts);
   update.order = values<int32_t>("order", order);
   update.num_runs = values<int32_t>("num_runs", num_runs);
-  const int64_t num_ids = order.numel(), num_chunks = num_ids / kChunk;
-  const int64_t num_groups = num_chunks / kChunk;
-  const Tensor chunk_sums = torch::stable::new_empty(lr, {num_chunks, dim});
-  const Tensor group_sums = torch::stable::new_empty(lr, {num_groups, dim});
-  const Tensor group_starts = torch::stable::new_empty(starts, {num_groups});
-  update.chunk_sums = chunk_sums.mutable_data_ptr<float>();
-  update.group_sums = group_sums.mutable_data_ptr<float>();
-  update.group_starts = group_starts.mutable_data_ptr<int32_t>();
+  update.chunk_sums = values<float>("chunk_sums", chunk_sums);
+  update.group_sums = values<float>("group_sums", group_sums);
   update.grad = grad.const_data_ptr();
   update.gradient_rows = of_gradients.data;
   update.gradient_rows_are_wide = of_gradients.wide;
@@ -88,25 +82,21 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state, const Ten
   update.lr = values<float>("lr", lr);
   update.grad_multiplier = values<float>("grad_multiplier", grad_multiplier);
   update.skip = values<float>("skip", skip);
-  update.num_ids = num_ids;
-  update.dim = static_cast<int>(dim);
-  update.num_blocks = static_cast<int>(num_blocks);
-  update.max_warps = static_cast<int>(max_warps);
   update.eps = static_cast<float>(eps);
   update.weight_decay = static_cast<float>(weight_decay);
   update.max_gradient = static_cast<float>(max_gradient);
-  const char* const error = update_rows(update, grad_type(grad.scalar_type()), optimizer,
+  update.num_blocks = static_cast<int>(num_blocks);
+  const char* const error = update_rows(update, grad_type(grad.scalar_type()),
                                         weight.get_device_index(), reinterpret_cast<void*>(stream));
   STD_TORCH_CHECK(error == nullptr, "updating rows on the GPU failed: ", error);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
   library.def(
-      "update_rows(Tensor(a!) weight, Tensor(b!)? state, Tensor unique_rows, Tensor starts,"
-      " Tensor order, Tensor num_runs, Tensor grad,"
+      "update_rows(Tensor(a!) weight, Tensor(b!) state, Tensor unique_rows, Tensor starts,"
+      " Tensor order, Tensor num_runs, Tensor? chunk_sums, Tensor? group_sums, Tensor grad,"
       " Tensor? gradient_rows, Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip,"
-      " int optimizer, float eps, float weight_decay, float max_gradient, int num_blocks,"
-      " int max_warps, int stream) -> ()");
+      " float eps, float weight_decay, float max_gradient, int num_blocks, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CUDA, library) {

@@ -1,18 +1,22 @@
-// Sums the gradients of each run and updates its row; rows are float32.
+// Sums the gradients of each run and updates its row by row-wise Adagrad; rows are float32.
 //
-// What it must move is two or four rows a run, scattered over the memory, so it is a matter of
-// having enough of them on the way, and of few instructions for each. A warp takes blocks of kRuns
-// runs. While it updates one, rows, states and first gradients of the next are on their way to
-// shared memory, which takes no registers; and for those that follow, what tells where these lie:
-// one link of the chain (bounds of the run, positions, gradient rows) for each block ahead.
+// What it must move is two rows and two numbers a run, scattered over the memory, so it is a matter
+// of having enough of them on the way, near to each other, and of few instructions for each. A warp
+// takes blocks of kRuns runs. While it updates one, rows and first gradients of the next are on
+// their way to shared memory, which takes no registers; and for those that follow, what tells where
+// these lie: one link of the chain (bounds of the run, positions, gradient rows) for each block
+// ahead.
 //
 // Byte floor, for L occurrences of U rows: position and gradient row index of each occurrence, the
 // gradient rows that the batch has (each read once, as far as the cache reaches), and
-// 2 * U * D * 4 * (1 + states) for rows and their state, read and written.
+// 2 * U * (D + 1) * 4 for rows and their state, read and written.
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "row_elements.cuh"
+#include <type_traits>
+
 #include "update_rows.h"
 
 #pragma nv_diag_suppress 177  // on GPUs before Ampere nothing here is used
@@ -20,35 +24,33 @@
 namespace torchembed {
 namespace {
 
-constexpr int kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2;  // OptimizerKind
-constexpr int kMaxWarps = 20;
+constexpr int kChunk = 32;  // run_sums.py
+constexpr int kDim = kUpdateDim;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+// As many as there are registers for. A kernel that spills is slower by half: shared memory leaves
+// little of the cache.
+constexpr int kWarps = 12;
 constexpr int kRuns = 8;
 // Of a run's occurrences so many are looked up ahead, by a lane each.
 constexpr int kAhead = 32 / kRuns;
-// Where warps begin: so that what takes long comes at different times, also where rows with many
-// occurrences follow on each other.
-constexpr uint32_t kPhases = 8;
+// Of them so many gradients are read with the first one; fewer where more would fill the registers.
+template <class Grad>
+constexpr int kEarly = sizeof(Grad) == 4 ? 1 : kAhead - 1;
+constexpr int kLanes = 8;  // of a run
+constexpr int kRunsOfStep = 32 / kLanes;
+constexpr int kSteps = kRuns / kRunsOfStep;
+// Of a row a lane takes kParts vectors of 4 elements, which lie kStride elements apart.
+constexpr int kStride = kLanes * 4;
+constexpr int kParts = kDim / kStride;
 
-// How a warp shares the runs of a step.
-template <int kDim>
-struct Shape {
-  static constexpr int kLanes = kDim < 64 ? kDim / 4 : 16;  // of a run
-  static constexpr int kRunsOfStep = 32 / kLanes;
-  static constexpr int kSteps = kRuns / kRunsOfStep;
-  // Of a row a lane takes kParts vectors of 4 elements, which lie kStride elements apart.
-  static constexpr int kStride = kLanes * 4;
-  static constexpr int kParts = kDim / kStride;
+__device__ int group_of_thread() { return threadIdx.x % 32 / kLanes; }
+__device__ int lane_of_run() { return threadIdx.x % kLanes; }
 
-  static __device__ int group() { return threadIdx.x % 32 / kLanes; }
-  static __device__ int lane() { return threadIdx.x % kLanes; }
-};
-
-template <int kParts>
 struct Elements {
   float at[kParts][4];
 };
 
-template <int kParts, class Function>
+template <class Function>
 __device__ void for_each_element(const Function& function) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -57,22 +59,40 @@ __device__ void for_each_element(const Function& function) {
   }
 }
 
+// Four elements as they lie in memory.
+template <class Value>
+using Four = std::conditional_t<sizeof(Value) == 4, float4, uint2>;
+
+__device__ void unpack(float (&to)[4], const float4& four, const float*) {
+  to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+}
+
+__device__ void unpack(float (&to)[4], const uint2& four, const __nv_bfloat16*) {
+  to[0] = __uint_as_float(four.x << 16), to[1] = __uint_as_float(four.x & 0xFFFF0000u);
+  to[2] = __uint_as_float(four.y << 16), to[3] = __uint_as_float(four.y & 0xFFFF0000u);
+}
+
+__device__ void unpack(float (&to)[4], const uint2& four, const __half*) {
+  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
+  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
+  to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+}
+
 // A lane's elements of a row as they lie in memory.
-template <class Value, int kDim>
+template <class Value>
 struct Packed {
-  static constexpr int kParts = Shape<kDim>::kParts;
   Four<Value> at[kParts];
 
   // `row` is the lane's own first element of it.
   __device__ void load(const Value* row) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      at[part] = *reinterpret_cast<const Four<Value>*>(row + part * Shape<kDim>::kStride);
+      at[part] = *reinterpret_cast<const Four<Value>*>(row + part * kStride);
     }
   }
 
-  __device__ Elements<kParts> elements() const {
-    Elements<kParts> found;
+  __device__ Elements elements() const {
+    Elements found;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       unpack(found.at[part], at[part], static_cast<const Value*>(nullptr));
@@ -81,21 +101,25 @@ struct Packed {
   }
 };
 
-template <int kDim, class Value>
-__device__ Elements<Shape<kDim>::kParts> load_elements(const Value* row) {
-  Packed<Value, kDim> packed;
+template <class Value>
+__device__ Elements load_elements(const Value* row) {
+  Packed<Value> packed;
   packed.load(row);
   return packed.elements();
 }
 
-template <int kDim>
-__device__ void store_elements(float* row, const Elements<Shape<kDim>::kParts>& elements) {
+__device__ void store_elements(float* row, const Elements& elements) {
 #pragma unroll
-  for (int part = 0; part < Shape<kDim>::kParts; ++part) {
+  for (int part = 0; part < kParts; ++part) {
     const float (&four)[4] = elements.at[part];
-    *reinterpret_cast<float4*>(row + part * Shape<kDim>::kStride) =
+    *reinterpret_cast<float4*>(row + part * kStride) =
         make_float4(four[0], four[1], four[2], four[3]);
   }
+}
+
+__device__ int index_at(const void* indices, bool wide, uint32_t at) {
+  return wide ? static_cast<int>(static_cast<const int64_t*>(indices)[at])
+              : static_cast<const int32_t*>(indices)[at];
 }
 
 // Begins to copy 16 bytes to shared memory.
@@ -137,11 +161,10 @@ struct Run {
     }
   }
 
-  template <int kOptimizer>
   __device__ void find_position(const RowUpdate& update) {
     const int ahead = threadIdx.x % kAhead;
     if (ahead < rest()) gradient_row = update.order[end - rest() + ahead];
-    if (kOptimizer == kRowwiseAdagrad && start < end) row_state = update.state[row];
+    if (start < end) row_state = update.state[row];
   }
 
   __device__ void find_gradient(const RowUpdate& update) {
@@ -154,73 +177,47 @@ struct Run {
   }
 };
 
-// The blocks of a warp: every stride-th one, from somewhere in their middle on, then from the
-// first.
-struct Blocks {
-  uint32_t first;
-  uint32_t stride;
-  uint32_t count;
-  uint32_t offset;
-
-  __device__ Blocks(uint32_t num_runs) {
-    const uint32_t warps = blockDim.x / 32, num_blocks = (num_runs + kRuns - 1) / kRuns;
-    first = blockIdx.x * warps + threadIdx.x / 32;
-    stride = gridDim.x * warps;
-    count = num_blocks > first ? (num_blocks - first + stride - 1) / stride : 0;
-    offset = count / kPhases * (blockIdx.x % kPhases);
-  }
-
-  // The warp's `index`-th block; past its last one, one past all runs.
-  __device__ uint32_t at(uint32_t index) const {
-    if (index >= count) return 0xFFFFFFFFu / kRuns;
-    const uint32_t rotated = index + offset;
-    return first + (rotated < count ? rotated : rotated - count) * stride;
-  }
-};
-
 // Shared memory for what a step takes of global memory.
-template <class Grad, int kOptimizer, int kDim>
+template <class Grad>
 struct Slot {
-  using Of = Shape<kDim>;
-  static constexpr int kStates = kOptimizer == kAdagrad ? 1 : 0;
   // Half of the banks' width more, so that two runs' 16-bit gradients lie in different banks.
   static constexpr int kGradBytes =
-      kDim * static_cast<int>(sizeof(Grad)) + (sizeof(Grad) == 2 && Of::kLanes < 16 ? 64 : 0);
-  static constexpr int kBytes = (kDim * 4 * (1 + kStates) + kGradBytes) * Of::kRunsOfStep;
+      kDim * static_cast<int>(sizeof(Grad)) + (sizeof(Grad) == 2 ? 64 : 0);
+  static constexpr int kBytes = (kDim * 4 + kGradBytes) * kRunsOfStep;
 
   char* memory;
 
-  __device__ float* weight() const { return reinterpret_cast<float*>(memory) + Of::group() * kDim; }
-  __device__ float* state() const { return weight() + Of::kRunsOfStep * kDim; }
+  __device__ float* weight() const {
+    return reinterpret_cast<float*>(memory) + group_of_thread() * kDim;
+  }
   __device__ Grad* grad() const {
-    return reinterpret_cast<Grad*>(memory + Of::kRunsOfStep * kDim * 4 * (1 + kStates) +
-                                   Of::group() * kGradBytes);
+    return reinterpret_cast<Grad*>(memory + kRunsOfStep * kDim * 4 +
+                                   group_of_thread() * kGradBytes);
   }
 
   // Begins to copy what step `step` of a block needs.
   __device__ void fill(const RowUpdate& update, const Run& run, int step) const {
-    const int source = (step * Of::kRunsOfStep + Of::group()) * kAhead;
+    const int source = (step * kRunsOfStep + group_of_thread()) * kAhead;
     const int row = __shfl_sync(kAllLanes, run.row, source);
     const int length = __shfl_sync(kAllLanes, run.end - run.start, source);
     const int gradient_row = __shfl_sync(kAllLanes, run.gradient_row, source);
     if (length > 0) {
-      const int column = Of::lane() * 4;
+      const int column = lane_of_run() * 4;
       const int64_t first = int64_t{row} * kDim + column;
 #pragma unroll
-      for (int part = 0; part < Of::kParts; ++part) {
-        const int at = part * Of::kStride;
+      for (int part = 0; part < kParts; ++part) {
+        const int at = part * kStride;
         copy_async(weight() + column + at, update.weight + first + at);
-        if (kStates > 0) copy_async(state() + column + at, update.state + first + at);
       }
     }
     if (length % kChunk != 0) {
       constexpr int kVector = 16 / sizeof(Grad);
-      const int column = Of::lane() * kVector;
+      const int column = lane_of_run() * kVector;
       const Grad* const from =
           static_cast<const Grad*>(update.grad) + int64_t{gradient_row} * kDim + column;
 #pragma unroll
-      for (int at = 0; at < kDim; at += Of::kLanes * kVector) {
-        if (column + at < kDim) copy_async(grad() + column + at, from + at);
+      for (int at = 0; at < kDim; at += kLanes * kVector) {
+        copy_async(grad() + column + at, from + at);
       }
     }
     end_step_of_copies();
@@ -228,12 +225,11 @@ struct Slot {
 };
 
 // Adds `count` rows that lie one after the other; `rows` is the lane's own element of the first.
-template <int kDim>
-__device__ void add_sums(Elements<Shape<kDim>::kParts>& total, const float* rows, int count) {
+__device__ void add_sums(Elements& total, const float* rows, int count) {
   constexpr int kUnroll = 2;
 #pragma unroll 1
   for (int first = 0; first < count; first += kUnroll) {
-    Packed<float, kDim> found[kUnroll];
+    Packed<float> found[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       if (first + i < count) found[i].load(rows + int64_t{first + i} * kDim);
@@ -242,31 +238,28 @@ __device__ void add_sums(Elements<Shape<kDim>::kParts>& total, const float* rows
     for (int i = 0; i < kUnroll; ++i) {
       if (first + i >= count) break;
       const auto sum = found[i].elements();
-      for_each_element<Shape<kDim>::kParts>(
-          [&](int part, int j) { total.at[part][j] += sum.at[part][j]; });
+      for_each_element([&](int part, int j) { total.at[part][j] += sum.at[part][j]; });
     }
   }
 }
 
 // The sum of squares over a run's lanes, each with the same bits.
-template <int kDim>
-__device__ float sum_squares(const Elements<Shape<kDim>::kParts>& gradient) {
-  using Of = Shape<kDim>;
-  float sums[Of::kParts];
+__device__ float sum_squares(const Elements& gradient) {
+  float sums[kParts];
 #pragma unroll
-  for (int part = 0; part < Of::kParts; ++part) {
+  for (int part = 0; part < kParts; ++part) {
     const float (&four)[4] = gradient.at[part];
     sums[part] = four[0] * four[0];
 #pragma unroll
     for (int i = 1; i < 4; ++i) sums[part] += four[i] * four[i];
   }
 #pragma unroll
-  for (int apart = Of::kParts / 2; apart > 0; apart /= 2) {
+  for (int apart = kParts / 2; apart > 0; apart /= 2) {
 #pragma unroll
     for (int part = 0; part < apart; ++part) sums[part] += sums[part + apart];
   }
 #pragma unroll
-  for (int apart = Of::kLanes / 2; apart > 0; apart /= 2) {
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
     sums[0] += __shfl_xor_sync(kAllLanes, sums[0], apart);
   }
   return sums[0];
@@ -291,15 +284,13 @@ struct Divisor {
   }
 };
 
-template <class Grad, int kOptimizer, int kDim>
-__global__ void __launch_bounds__(kMaxWarps * 32, 1) update_kernel(const RowUpdate update) {
+template <class Grad>
+__global__ void __launch_bounds__(kWarps * 32, 1) update_kernel(const RowUpdate update) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  using Of = Shape<kDim>;
-  using RunSlot = Slot<Grad, kOptimizer, kDim>;
-  constexpr int kParts = Of::kParts;
+  using RunSlot = Slot<Grad>;
   extern __shared__ __align__(128) char shared[];
-  char* const of_warp = shared + threadIdx.x / 32 * (Of::kSteps * RunSlot::kBytes);
-  const int column = Of::lane() * 4;
+  char* const of_warp = shared + threadIdx.x / 32 * (kSteps * RunSlot::kBytes);
+  const int column = lane_of_run() * 4;
   const Grad* const grad = static_cast<const Grad*>(update.grad) + column;
 
   if (update.skip != nullptr && *update.skip != 0.0f) return;
@@ -309,44 +300,44 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) update_kernel(const RowUpda
   const bool has_options = update.grad_multiplier != nullptr || update.max_gradient > 0.0f ||
                            update.weight_decay != 0.0f;
 
-  const Blocks blocks(num_runs);
+  const uint32_t stride = gridDim.x * kWarps;
+  uint32_t block = blockIdx.x * kWarps + threadIdx.x / 32;
   Run now, next, later, last;
-  now.find_bounds(update, blocks.at(0), num_runs);
-  next.find_bounds(update, blocks.at(1), num_runs);
-  later.find_bounds(update, blocks.at(2), num_runs);
-  now.find_position<kOptimizer>(update);
-  next.find_position<kOptimizer>(update);
+  now.find_bounds(update, block, num_runs);
+  next.find_bounds(update, block + stride, num_runs);
+  later.find_bounds(update, block + 2 * stride, num_runs);
+  now.find_position(update);
+  next.find_position(update);
   now.find_gradient(update);
 #pragma unroll 1
-  for (int step = 0; step < Of::kSteps; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
     RunSlot{of_warp + step * RunSlot::kBytes}.fill(update, now, step);
   }
   next.find_gradient(update);
 
-  for (uint32_t block = 0; block < blocks.count; ++block) {
-    last.find_bounds(update, blocks.at(block + 3), num_runs);
-    later.find_position<kOptimizer>(update);
+  for (; block * kRuns < num_runs; block += stride) {
+    last.find_bounds(update, block + 3 * stride, num_runs);
+    later.find_position(update);
 #pragma unroll 1
-    for (int step = 0; step < Of::kSteps; ++step) {
-      if (step == Of::kSteps / 2) later.find_gradient(update);
-      const int source = (step * Of::kRunsOfStep + Of::group()) * kAhead;
+    for (int step = 0; step < kSteps; ++step) {
+      if (step == kSteps / 2) later.find_gradient(update);
+      const int source = (step * kRunsOfStep + group_of_thread()) * kAhead;
       const int start = __shfl_sync(kAllLanes, now.start, source);
       const int end = __shfl_sync(kAllLanes, now.end, source);
       const int length = end - start, rest = length % kChunk;
       const int longest = __reduce_max_sync(kAllLanes, rest);
 
-      Elements<kParts> total{};
-      const auto add_scaled = [&](Elements<kParts> gradient, float scale) {
+      Elements total{};
+      const auto add_scaled = [&](Elements gradient, float scale) {
         if (has_scales) {
-          for_each_element<kParts>([&](int part, int i) { gradient.at[part][i] *= scale; });
+          for_each_element([&](int part, int i) { gradient.at[part][i] *= scale; });
         }
-        for_each_element<kParts>(
-            [&](int part, int i) { total.at[part][i] += gradient.at[part][i]; });
+        for_each_element([&](int part, int i) { total.at[part][i] += gradient.at[part][i]; });
       };
-      Packed<Grad, kDim> early[kAhead - 1];
+      Packed<Grad> early[kEarly<Grad>];
       if (longest > 1) {
 #pragma unroll
-        for (int i = 1; i < kAhead; ++i) {
+        for (int i = 1; i <= kEarly<Grad>; ++i) {
           const int64_t from = __shfl_sync(kAllLanes, now.gradient_row, source + i);
           if (i < rest) early[i - 1].load(grad + from * kDim);
         }
@@ -354,27 +345,27 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) update_kernel(const RowUpda
       if (length >= kChunk) {
         const int num_chunks = length / kChunk, num_groups = num_chunks / kChunk;
         const int64_t chunk = start / kChunk, in_groups = int64_t{num_groups} * kChunk;
-        add_sums<kDim>(total, update.group_sums + chunk / kChunk * kDim + column, num_groups);
-        add_sums<kDim>(total, update.chunk_sums + (chunk + in_groups) * kDim + column,
-                       num_chunks % kChunk);
+        add_sums(total, update.group_sums + chunk / kChunk * kDim + column, num_groups);
+        add_sums(total, update.chunk_sums + (chunk + in_groups) * kDim + column,
+                 num_chunks % kChunk);
       }
-      wait_for_copies<Of::kSteps - 1>();
+      wait_for_copies<kSteps - 1>();
       const RunSlot slot{of_warp + step * RunSlot::kBytes};
       const float first_scale = __shfl_sync(kAllLanes, now.scale, source);
-      if (rest > 0) add_scaled(load_elements<kDim>(slot.grad() + column), first_scale);
+      if (rest > 0) add_scaled(load_elements(slot.grad() + column), first_scale);
       if (longest > 1) {
 #pragma unroll
-        for (int i = 1; i < kAhead; ++i) {
+        for (int i = 1; i <= kEarly<Grad>; ++i) {
           const float scale = __shfl_sync(kAllLanes, now.scale, source + i);
           if (i < rest) add_scaled(early[i - 1].elements(), scale);
         }
       }
 #pragma unroll 1
-      for (int first = kAhead; first < longest; first += Of::kLanes) {
+      for (int first = kEarly<Grad> + 1; first < longest; first += kLanes) {
         int gradient_row = 0;
         float scale = 1.0f;
-        if (first + Of::lane() < rest) {
-          const int position = update.order[end - rest + first + Of::lane()];
+        if (first + lane_of_run() < rest) {
+          const int position = update.order[end - rest + first + lane_of_run()];
           gradient_row = position;
           if (update.gradient_rows != nullptr) {
             gradient_row = index_at(update.gradient_rows, update.gradient_rows_are_wide, position);
@@ -383,31 +374,29 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) update_kernel(const RowUpda
         }
         constexpr int kUnroll = sizeof(Grad) == 4 ? 2 : 4;
 #pragma unroll 1
-        for (int few = 0; few < Of::kLanes && first + few < longest; few += kUnroll) {
-          Packed<Grad, kDim> found[kUnroll];
+        for (int few = 0; few < kLanes && first + few < longest; few += kUnroll) {
+          Packed<Grad> found[kUnroll];
 #pragma unroll
           for (int i = 0; i < kUnroll; ++i) {
-            const int64_t from = __shfl_sync(kAllLanes, gradient_row, few + i, Of::kLanes);
+            const int64_t from = __shfl_sync(kAllLanes, gradient_row, few + i, kLanes);
             if (first + few + i < rest) found[i].load(grad + from * kDim);
           }
 #pragma unroll
           for (int i = 0; i < kUnroll; ++i) {
-            const float factor = __shfl_sync(kAllLanes, scale, few + i, Of::kLanes);
+            const float factor = __shfl_sync(kAllLanes, scale, few + i, kLanes);
             if (first + few + i < rest) add_scaled(found[i].elements(), factor);
           }
         }
       }
 
-      Elements<kParts> old = load_elements<kDim>(slot.weight() + column);
-      Elements<kParts> state;
-      if (kOptimizer == kAdagrad) state = load_elements<kDim>(slot.state() + column);
+      Elements old = load_elements(slot.weight() + column);
       __syncwarp();
       slot.fill(update, next, step);
 
       if (has_options) {
         const float multiplier = update.grad_multiplier == nullptr ? 1.0f : *update.grad_multiplier;
         const float most = update.max_gradient > 0.0f ? update.max_gradient : INFINITY;
-        for_each_element<kParts>([&](int part, int i) {
+        for_each_element([&](int part, int i) {
           float gradient = total.at[part][i] * multiplier;
           // By comparisons, so that NaN stays NaN.
           if (gradient > most) gradient = most;
@@ -417,34 +406,23 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) update_kernel(const RowUpda
         });
       }
       const int row = __shfl_sync(kAllLanes, now.row, source);
-      Elements<kParts> change = total;
-      if (kOptimizer == kRowwiseAdagrad) {
-        const float before = __shfl_sync(kAllLanes, now.row_state, source);
-        const float row_total = before + __fdiv_rn(sum_squares<kDim>(total), float{kDim});
-        if (Of::lane() == 0 && length > 0) update.state[row] = row_total;
-        const float root = __fsqrt_rn(row_total) + update.eps;
-        if (__all_sync(kAllLanes, Divisor::suits(root))) {
-          const Divisor divisor{root, __frcp_rn(root)};
-          for_each_element<kParts>(
-              [&](int part, int i) { change.at[part][i] = divisor.divide(total.at[part][i]); });
-        } else {
-          for_each_element<kParts>(
-              [&](int part, int i) { change.at[part][i] = __fdiv_rn(total.at[part][i], root); });
-        }
-      } else if (kOptimizer == kAdagrad) {
-        for_each_element<kParts>([&](int part, int i) {
-          const float gradient = total.at[part][i];
-          const float sum = state.at[part][i] + gradient * gradient;
-          state.at[part][i] = sum;
-          change.at[part][i] = __fdiv_rn(gradient, __fsqrt_rn(sum) + update.eps);
-        });
+      const float before = __shfl_sync(kAllLanes, now.row_state, source);
+      const float row_total = before + __fdiv_rn(sum_squares(total), float{kDim});
+      if (lane_of_run() == 0 && length > 0) update.state[row] = row_total;
+      const float root = __fsqrt_rn(row_total) + update.eps;
+      Elements change;
+      if (__all_sync(kAllLanes, Divisor::suits(root))) {
+        const Divisor divisor{root, __frcp_rn(root)};
+        for_each_element(
+            [&](int part, int i) { change.at[part][i] = divisor.divide(total.at[part][i]); });
+      } else {
+        for_each_element(
+            [&](int part, int i) { change.at[part][i] = __fdiv_rn(total.at[part][i], root); });
       }
-      for_each_element<kParts>(
-          [&](int part, int i) { old.at[part][i] -= lr * change.at[part][i]; });
+      for_each_element([&](int part, int i) { old.at[part][i] -= lr * change.at[part][i]; });
       if (length > 0) {
         const int64_t at = int64_t{row} * kDim + column;
-        store_elements<kDim>(update.weight + at, old);
-        if (kOptimizer == kAdagrad) store_elements<kDim>(update.state + at, state);
+        store_elements(update.weight + at, old);
       }
     }
     now = next;
@@ -454,73 +432,35 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) update_kernel(const RowUpda
 #endif
 }
 
-template <class Grad, int kOptimizer, int kDim>
-cudaError_t launch(const RowUpdate& update, cudaStream_t stream) {
-  constexpr auto kernel = update_kernel<Grad, kOptimizer, kDim>;
-  constexpr int kWarpBytes = Shape<kDim>::kSteps * Slot<Grad, kOptimizer, kDim>::kBytes;
-  int device = 0, most_bytes = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (error != cudaSuccess) return error;
-  int num_warps = most_bytes / kWarpBytes < kMaxWarps ? most_bytes / kWarpBytes : kMaxWarps;
-  if (update.max_warps > 0 && update.max_warps < num_warps) num_warps = update.max_warps;
-  const int shared_bytes = num_warps * kWarpBytes;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<update.num_blocks, num_warps * 32, shared_bytes, stream>>>(update);
-  return cudaGetLastError();
-}
-
-template <class Grad, int kOptimizer>
-cudaError_t launch_dim(const RowUpdate& update, cudaStream_t stream) {
-  switch (update.dim) {
-    case 32:
-      return launch<Grad, kOptimizer, 32>(update, stream);
-    case 64:
-      return launch<Grad, kOptimizer, 64>(update, stream);
-    case 128:
-      return launch<Grad, kOptimizer, 128>(update, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
 template <class Grad>
-cudaError_t launch_rule(const RowUpdate& update, int64_t optimizer, cudaStream_t stream) {
-  switch (optimizer) {
-    case kSgd:
-      return launch_dim<Grad, kSgd>(update, stream);
-    case kAdagrad:
-      return launch_dim<Grad, kAdagrad>(update, stream);
-    case kRowwiseAdagrad:
-      return launch_dim<Grad, kRowwiseAdagrad>(update, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+cudaError_t launch(const RowUpdate& update, cudaStream_t stream) {
+  constexpr auto kernel = update_kernel<Grad>;
+  constexpr int kBytes = kWarps * kSteps * Slot<Grad>::kBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<update.num_blocks, kWarps * 32, kBytes, stream>>>(update);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
-const char* update_rows(const RowUpdate& update, GradType grad_type, int64_t optimizer, int device,
-                        void* stream) {
+const char* update_rows(const RowUpdate& update, GradType grad_type, int device, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
   // The caller has made the device torch's current one. The library has a CUDA runtime of its own.
   int current = device;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
   if (error == cudaSuccess) {
-    launch_sum_chunks(update, grad_type, stream);
     switch (grad_type) {
       case GradType::kFloat32:
-        error = launch_rule<float>(update, optimizer, queue);
+        error = launch<float>(update, queue);
         break;
       case GradType::kFloat16:
-        error = launch_rule<__half>(update, optimizer, queue);
+        error = launch<__half>(update, queue);
         break;
       case GradType::kBFloat16:
-        error = launch_rule<__nv_bfloat16>(update, optimizer, queue);
+        error = launch<__nv_bfloat16>(update, queue);
         break;
     }
   }

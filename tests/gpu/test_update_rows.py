@@ -1,5 +1,8 @@
 """The library's update of rows on a GPU, against the Triton kernels': the same bits."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,13 +13,12 @@ from tests.values import normal
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule
 from torchembed.ops.rowwise_update.cuda import cuda_kernel
-from torchembed.ops.segments import Runs, find_runs
+from torchembed.ops.segments import find_runs
 from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
 
 pytestmark = pytest.mark.gpu
 
-CHUNK = 32
-KINDS = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+CHUNK, DIM = 32, 128
 
 
 @pytest.fixture(autouse=True)
@@ -25,33 +27,32 @@ def library_updates(device: torch.device) -> None:
         pytest.skip("the C++ library was built without CUDA")
 
 
-def check(
-    rows: Tensor,
-    num_rows: int,
-    gradients: RowGradients,
-    rule: UpdateRule,
-    *,
-    multiplier: Tensor | None = None,
-    skip: Tensor | None = None,
-) -> None:
-    device, dim = rows.device, gradients.grad.shape[1]
-    runs = find_runs(rows, num_rows)
-    results = []
+def launch(kernel: Callable[..., Any], weight: Tensor, rows: Tensor, **options: Any) -> list[Any]:
+    """What the kernel returns, then the weight and the state that it leaves."""
+    options = {"kind": OptimizerKind.ROWWISE_ADAGRAD, "multiplier": None, "skip": None} | options
+    num_rows, rule = weight.shape[0], UpdateRule(kind=options["kind"], **options.get("rule", {}))
+    weight = weight.clone()
+    state = normal(*rule.state_shape(*weight.shape), seed=4, device=weight.device).abs()
+    result = kernel(
+        *(weight, state, None, *find_runs(rows, num_rows), *options["gradients"]),
+        *(scalar(0.1, weight.device), None, options["multiplier"], options["skip"]),
+        *(None, None, None, int(rule.kind), rule.eps, 0.0, 0.0),
+        *(rule.weight_decay, rule.max_gradient),
+    )
+    return [result, weight, state]
+
+
+def check(rows: Tensor, num_rows: int, gradients: RowGradients, **options: Any) -> None:
+    weight = normal(num_rows, DIM, seed=3, device=rows.device)
     kernel = cuda_kernel()
     assert kernel is not None
-    for launch in (kernel.launch, launch_rowwise_update):
-        weight = normal(num_rows, dim, seed=3, device=device)
-        shape = rule.state_shape(num_rows, dim)
-        states = [normal(*shape, seed=4, device=device).abs() for _ in range(rule.num_states)]
-        result = launch(
-            *(weight, states[0] if states else None, None, *runs, *gradients),
-            *(scalar(0.1, device), None, multiplier, skip, None, None, None),
-            *(int(rule.kind), rule.eps, 0.0, 0.0, rule.weight_decay, rule.max_gradient),
-        )
-        assert result is None
-        results.append([weight, *states])
-    for found, expected in zip(*results, strict=True):
-        assert_same_bits(found, expected)
+    found, expected = (
+        launch(each, weight, rows, gradients=gradients, **options)
+        for each in (kernel.launch, launch_rowwise_update)
+    )
+    assert found[0] is None
+    for tensor, same in zip(found[1:], expected[1:], strict=True):
+        assert_same_bits(tensor, same)
 
 
 def skewed(num_ids: int, num_rows: int, device: torch.device) -> Tensor:
@@ -63,73 +64,97 @@ def skewed(num_ids: int, num_rows: int, device: torch.device) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pooled_gradients_of_16_bits(kind: OptimizerKind, device: torch.device) -> None:
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pooled_gradients(grad_dtype: torch.dtype, device: torch.device) -> None:
     num_ids, num_bags = 50_000, 10_000
     gradient_rows = (torch.arange(num_ids, device=device) * 7 % num_bags).int()
-    grad = normal(num_bags, 128, seed=0, dtype=torch.bfloat16, device=device)
+    grad = normal(num_bags, DIM, seed=0, dtype=grad_dtype, device=device)
     rows = skewed(num_ids, 20_000, device).int()
-    check(rows, 20_000, RowGradients(grad, gradient_rows), UpdateRule(kind=kind))
+    check(rows, 20_000, RowGradients(grad, gradient_rows))
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_option_in_every_dim(kind: OptimizerKind, dim: int, device: torch.device) -> None:
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_every_option(grad_dtype: torch.dtype, device: torch.device) -> None:
     num_ids, num_rows = 3_000, 700
-    rule = UpdateRule(kind=kind, eps=1e-6, weight_decay=0.05, max_gradient=1.5)
     gradients = RowGradients(
-        normal(
-            num_ids, dim, seed=0, dtype=torch.float16 if dim == 64 else torch.float32, device=device
-        ),
+        normal(num_ids, DIM, seed=0, dtype=grad_dtype, device=device),
         torch.arange(num_ids, device=device).flip(0),
         normal(num_ids, seed=1, device=device),
     )
-    multiplier = scalar(0.7, device)
-    check(skewed(num_ids, num_rows, device), num_rows, gradients, rule, multiplier=multiplier)
+    check(
+        skewed(num_ids, num_rows, device),
+        num_rows,
+        gradients,
+        rule={"eps": 1e-6, "weight_decay": 0.05, "max_gradient": 1.5},
+        multiplier=scalar(0.7, device),
+    )
 
 
 @pytest.mark.parametrize(
     "length",
-    [1, 2, 3, 10, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK**2 - 1, CHUNK**2, CHUNK**2 + 1, 40 * CHUNK**2],
+    [1, 2, 3, 4, 5, 10, CHUNK - 1, CHUNK, CHUNK + 1, *(CHUNK**2 + n for n in (-1, 0, 1, 40_000))],
 )
 def test_runs_of_every_length(length: int, device: torch.device) -> None:
-    # Runs of the length start at every place within a tile of the kernel that sums chunks.
     rows = torch.arange(9, device=device).repeat_interleave(length)
     rows = torch.cat([rows, torch.full((length % 5 + 1,), 11, device=device)])
-    gradients = RowGradients(normal(rows.numel(), 128, seed=0, device=device))
-    check(rows, 20, gradients, UpdateRule(kind=OptimizerKind.ROWWISE_ADAGRAD))
+    for dtype in (torch.bfloat16, torch.float32):
+        grad = normal(rows.numel(), DIM, seed=0, dtype=dtype, device=device)
+        check(rows, 20, RowGradients(grad))
 
 
 def test_extreme_gradients(device: torch.device) -> None:
     values = [0.0, -0.0, 1e-45, -1e-38, 1e-20, 3e19, -3e38, float("inf"), float("nan"), 1.0]
-    grad = torch.tensor(values, device=device).repeat_interleave(32).view(-1, 32)
+    grad = torch.tensor(values, device=device).repeat_interleave(DIM).view(-1, DIM)
     grad[:, 4:] = 1e-3
-    rows = torch.arange(len(values), device=device)
-    for kind in KINDS:
-        check(rows, len(values), RowGradients(grad), UpdateRule(kind=kind))
+    check(torch.arange(len(values), device=device), len(values), RowGradients(grad))
 
 
 @pytest.mark.parametrize("flag", [1.0, float("nan")])
 def test_skips(flag: float, device: torch.device) -> None:
-    gradients = RowGradients(normal(100, 32, seed=0, device=device))
-    rows = skewed(100, 20, device)
-    check(rows, 20, gradients, UpdateRule(kind=KINDS[1]), skip=scalar(flag, device))
+    gradients = RowGradients(normal(100, DIM, seed=0, device=device))
+    check(skewed(100, 20, device), 20, gradients, skip=scalar(flag, device))
 
 
 def test_no_run_at_all(device: torch.device) -> None:
-    rows = torch.full((50,), -1, device=device)
-    gradients = RowGradients(normal(50, 32, seed=0, device=device))
-    check(rows, 20, gradients, UpdateRule(kind=KINDS[1]))
+    gradients = RowGradients(normal(50, DIM, seed=0, device=device))
+    check(torch.full((50,), -1, device=device), 20, gradients)
+
+
+def test_leaves_other_calls_to_triton(device: torch.device) -> None:
+    kernel = cuda_kernel()
+    assert kernel is not None
+    rows = torch.tensor([1, 2], device=device)
+    weight = normal(5, DIM, seed=0, device=device)
+    grad = normal(2, DIM, seed=1, device=device)
+    cases = [
+        launch(kernel.launch, weight, rows, gradients=RowGradients(grad), kind=kind)
+        for kind in (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ADAM)
+    ]
+    narrow = RowGradients(grad[:, :64].contiguous())
+    cases.append(launch(kernel.launch, weight[:, :64].contiguous(), rows, gradients=narrow))
+    cases.append(launch(kernel.launch, weight.bfloat16(), rows, gradients=RowGradients(grad)))
+    assert [result for result, *_ in cases] == [NotImplemented] * len(cases)
 
 
 def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
     update = torch.ops.torchembed_native.update_rows
-    weight, grad = torch.zeros(5, 12, device=device), torch.zeros(3, 12, device=device)
-    runs = Runs(*find_runs(torch.tensor([0, 1, 2], device=device), 5))
-    options = (int(OptimizerKind.SGD), 0.0, 0.0, 0.0, 1, 0, 0)
+    runs = find_runs(torch.tensor([0, 1, 2], device=device), 5)
     one = scalar(1.0, device)
-    with pytest.raises(RuntimeError, match="weight must have 32, 64 or 128 columns, got 12"):
-        update(weight, None, *runs, grad, None, None, one, None, None, *options)
-    weight = torch.zeros(5, 32, device=device)
-    with pytest.raises(RuntimeError, match="grad must have 32 columns, got 12"):
-        update(weight, None, *runs, grad, None, None, one, None, None, *options)
+
+    def call(weight: Tensor, state: Tensor, grad: Tensor) -> None:
+        scalars = (one, None, None, 0.0, 0.0, 0.0, 1, 0)
+        update(weight, state, *runs, None, None, grad, None, None, *scalars)
+
+    weight, state, grad = (
+        torch.zeros(*shape, device=device) for shape in ((5, DIM), (5,), (3, DIM))
+    )
+    with pytest.raises(
+        RuntimeError, match="weight and grad must be contiguous and have 128 columns"
+    ):
+        call(weight[:, :64].contiguous(), state, grad)
+    with pytest.raises(
+        RuntimeError, match="weight and grad must be contiguous and have 128 columns"
+    ):
+        call(weight, state, grad[:, ::2])
+    with pytest.raises(RuntimeError, match="state must have 5 elements, got 4"):
+        call(weight, state[:4], grad)

@@ -10,10 +10,10 @@ from torchembed import _native
 from torchembed.core.dispatch import CudaKernel
 from torchembed.core.types import OptimizerKind
 
-_DIMS = (32, 64, 128)
+_DIM = 128
 _OLDEST_GPU = (8, 0)
 _MAX_ROWS = 2**31
-_COVERS = "float32 rows of 32, 64 or 128 columns by any rule but Adam"
+_COVERS = f"row-wise Adagrad of float32 rows of {_DIM} columns"
 
 
 @functools.cache
@@ -54,20 +54,27 @@ def _launch_update_rows(
 ) -> Any:
     """``torchembed::rowwise_update``; see :func:`torchembed.ops.rowwise_update.rowwise_update`.
 
-    Has the bits of the Triton kernel."""
+    The bits are those of the Triton kernel, which is slower here."""
     num_rows, dim = weight.shape
     if (
-        weight.dtype != torch.float32
-        or optimizer == OptimizerKind.ADAM
-        or dim not in _DIMS
+        optimizer != OptimizerKind.ROWWISE_ADAGRAD
+        or weight.dtype != torch.float32
+        or dim != _DIM
         or max(num_rows, grad.shape[0]) >= _MAX_ROWS
-        or any(t is not None and t.data_ptr() % 16 != 0 for t in (weight, state0, grad))
+        or any(rows.data_ptr() % 16 != 0 for rows in (weight, grad))
         or not _runs_on(weight.device)
     ):
         return NotImplemented
-    if order.numel() == 0 or weight.numel() == 0:
+    num_ids = order.numel()
+    if num_ids == 0 or num_rows == 0:
         return None
+    from torchembed.triton_kernels.row_blocks import index_type
+    from torchembed.triton_kernels.run_sums import empty_chunk_sums, sum_chunks
+
+    sums = empty_chunk_sums(num_ids, dim, weight.device)
+    index = index_type(grad, order, sums.chunks)
     with torch.cuda.device_of(weight):
+        sum_chunks(sums, starts, order, num_runs, grad, gradient_rows, scales, index)
         torch.ops.torchembed_native.update_rows(
             weight,
             state0,
@@ -75,18 +82,17 @@ def _launch_update_rows(
             starts,
             order,
             num_runs,
+            *sums,
             grad,
             gradient_rows,
             scales,
             lr,
             grad_multiplier,
             skip,
-            optimizer,
             eps,
             weight_decay,
             max_gradient,
             _num_blocks(weight.device),
-            0,
             torch.cuda.current_stream(weight.device).cuda_stream,
         )
     return None
