@@ -23,8 +23,10 @@ from torchembed.sharding.wire import WirePrecision
 class Model(nn.Module):
     """Layers of ours and of torch's, and one that not every rank uses."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, shares: bool) -> None:
+        """``shares``: two gradients of one weight come from one backward, here and there."""
         super().__init__()
+        self.shares = shares
         self.first = MLP(6, [5, 8], dtype=dtype)
         self.between = nn.Linear(8, 8, dtype=dtype)
         self.cross = LowRankCross(8, 2, 3, dtype=dtype)
@@ -34,14 +36,17 @@ class Model(nn.Module):
         self.last = MLP(8, [4, 1], activation_on_last=False, dtype=dtype)
 
     def forward(self, x: Tensor, uses_all: bool) -> Tensor:
-        x = self.twice(self.twice(self.cross(self.frozen(self.between(self.first(x))))))
-        # One use of a weight is deferred, another is not.
-        penalty = self.last[0].weight.square().mean()
+        x = self.twice(self.cross(self.frozen(self.between(self.first(x)))))
+        penalty = 0.0
+        if self.shares:
+            x = self.twice(x)
+            # One use of a weight is deferred, another is not.
+            penalty = self.last[0].weight.square().mean()
         return self.last(self.sometimes(x) if uses_all else x) + penalty
 
 
-def model(dtype: torch.dtype) -> Model:
-    made = Model(dtype)
+def model(dtype: torch.dtype, kind: str) -> Model:
+    made = Model(dtype, shares=kind != "on a stream")  # which adds no gradients up
     with torch.no_grad():
         for seed, parameter in enumerate(made.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=seed) / 2)
@@ -55,9 +60,9 @@ def backward(module: nn.Module, rank: int, step: int) -> None:
     module(x, uses_all=rank == 0).float().square().mean().backward()
 
 
-def local_gradients(rank: int, dtype: torch.dtype, device: str) -> list[np.ndarray]:
+def local_gradients(rank: int, dtype: torch.dtype, kind: str, device: str) -> list[np.ndarray]:
     """Of two backwards together, with nothing that reduces."""
-    module = model(dtype).to(device)
+    module = model(dtype, kind).to(device)
     for step in range(2):
         backward(module, rank, step)
     return [
@@ -77,7 +82,7 @@ def reduced_gradients(cases: list[dict[str, Any]], device: str) -> list[list[np.
     """On one rank, the gradients of each case after two backwards."""
     found, rank, group = [], dist.get_rank(), dist.new_group()
     for case in cases:
-        module = model(case["dtype"]).to(device)
+        module = model(case["dtype"], case["deferral"]).to(device)
         if case["flat"]:
             DenseSGD([p for p in module.parameters() if p.requires_grad])
         mean = GradientMean(
@@ -112,7 +117,8 @@ def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend:
     by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, backend=backend)
     for number, case in enumerate(cases):
         first, *others = (results[number] for results in by_rank)
-        locals_ = [local_gradients(rank, case["dtype"], device) for rank in range(num_ranks)]
+        kind = case["deferral"]
+        locals_ = [local_gradients(r, case["dtype"], kind, device) for r in range(num_ranks)]
         wires = {case["dtype"], case["wire"] or case["dtype"]}
         # Each of two backwards rounds gradients, the partial sums of ranks and their mean.
         steps = 2 * (num_ranks + (2 if torch.bfloat16 in wires else 0))

@@ -1,6 +1,8 @@
 """Static steps, whose batches are prepared ahead, train a sharded model as plain steps an unsharded
 one; over gloo as they are, over NCCL in CUDA graphs."""
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tests.sharding.cases import (
 )
 from torchembed.data import Batch
 from torchembed.modules import MLP
+from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
 from torchembed.training.static_step import StaticStep
 
@@ -37,14 +40,12 @@ CASES = [
     Case(placements=dict.fromkeys("abcd", "row_wise"), fixed=True, dtype=torch.bfloat16),
     Case(placements=MIXED, fixed=True, fused=False, optimizer="SGD"),
 ]
-SEQUENCES = Case(placements=MIXED, fixed=True, pooled=False)
 
 
 class WithLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.tables = model.tables
-        self.model = [model]  # what hangs on it stays alive
 
     def forward(self, features: torchembed.SparseFeatures) -> Tensor:
         return exact_loss(vectors_of(self.tables(features)))
@@ -149,9 +150,17 @@ def train_dense(steps_are_static: bool) -> list[Any]:
     return [losses, *(parameter.tolist() for parameter in model.parameters())]
 
 
-def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any]]:
+def left_over() -> list[str]:
+    """What this process still holds of models."""
+    gc.collect()
+    kinds = [type(found) for found in gc.get_objects()]
+    return [kind.__name__ for kind in kinds if issubclass(kind, (nn.Parameter, TableGroup))]
+
+
+def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any], list[str]]:
     """All that gloo's ranks do, in one launch."""
-    return train_in_static_steps(runs), [train_dense(static) for static in (False, True)]
+    of_dense = [train_dense(static) for static in (False, True)]
+    return train_in_static_steps(runs), of_dense, left_over()
 
 
 def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
@@ -177,23 +186,28 @@ def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
             static = pipeline._static
             captured = static is not None and all(map(static.is_captured, (0, 1)))
         results.append({"rows": held_rows(model), "errors": errors, "captured": captured})
+    del model, with_loss, optimizer, optimizers, pipeline, static
+    assert left_over() == []
     return results
 
 
 def train_plainly(
-    case: Case, num_ranks: int, bad_rank: int, device: str = "cpu"
+    case: Case,
+    num_ranks: int,
+    bad_rank: int,
+    device: str = "cpu",
+    num_steps: int = NUM_STEPS,
+    batch_of: Callable[[Case, int, int, int], torchembed.SparseFeatures] = static_batch,
 ) -> dict[str, tuple[Any, list[Any]]]:
     """The rows after training in one process on all ranks' batches, but those of the bad step."""
     model = make_model(case, device)
     optimizer = make_optimizer(case, model)
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         if step == BAD_STEP and bad_rank < num_ranks:
             continue
         optimizer.zero_grad()
-        losses = [
-            exact_loss(vectors_of(model.tables(static_batch(case, rank, step, NO_RANK).to(device))))
-            for rank in range(num_ranks)
-        ]
+        batches = [batch_of(case, rank, step, NO_RANK).to(device) for rank in range(num_ranks)]
+        losses = [exact_loss(vectors_of(model.tables(batch))) for batch in batches]
         (torch.stack(losses).sum() / num_ranks).backward()
         optimizer.step()
     return whole_rows(model)
@@ -201,7 +215,8 @@ def train_plainly(
 
 def test_static_steps_equal_plain_ones() -> None:
     runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
-    results, of_dense = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
+    results, of_dense, left = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
+    assert left == ([], []), "models outlive their last reference"
     for plain, static in of_dense:
         assert static == plain
     for number, (case, bad_rank) in enumerate(runs):
@@ -230,23 +245,3 @@ def test_graphs_equal_plain_steps_on_all_gpus() -> None:
                 if errors:
                     mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
                     assert mine in errors[0]
-
-
-@pytest.mark.gpu
-def test_what_waits_for_sizes_runs_eagerly() -> None:
-    num_ranks = torch.cuda.device_count()
-    results = run_on_ranks(num_ranks, train_in_graphs_with_warning, backend="cpu:gloo,cuda:nccl")
-    expected = train_plainly(SEQUENCES, num_ranks, NO_RANK, "cuda")
-    assert_equal_rows([result["rows"] for result in results], expected, str(SEQUENCES))
-    assert all(result["num_warnings"] == 1 and not result["captured"] for result in results)
-
-
-def train_in_graphs_with_warning() -> dict[str, Any]:
-    """The model whose vectors are not pooled, which waits for the sizes of what travels."""
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        (result,) = train_in_graphs([SEQUENCES], NO_RANK)
-    told = ["could not be captured" in str(warning.message) for warning in caught]
-    return {**result, "num_warnings": sum(told)}

@@ -16,7 +16,7 @@ from torchembed.modules.embedding_bag_collection import (
 )
 from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import SlotRows, select_features
+from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.plan import TablePlan
 from torchembed.sharding.ranks import Ranks
@@ -28,7 +28,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
     are the mean over ranks. With fixed hotness no GPU is waited for; jagged batches wait once for
-    the sizes of what travels.
+    the sizes of what travels, which a :class:`~torchembed.training.TrainPipeline` does ahead.
     """
 
     _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]
@@ -60,7 +60,42 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        batch, route, num_replicated = self._checked(batch), None, None
+        if self._sharded_slots and batch.hotness is None:
+            parts, layout, _ = self._sharded
+            of_parts = select_features(batch, [part.slot for part in parts])
+            route = JaggedRoute(of_parts, layout, self._ranks)
+            numbers = num_ids_of_features(batch)
+            route.announce(self._group_of_sizes(ahead=ahead))
+            num_ids = numbers.tolist()
+            num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
+        replicated = None
+        if self._replicated_slots:
+            replicated = select_features(batch, self._replicated_slots, num_replicated)
+        return _Arrivals(batch, route, replicated)
+
+    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+        batch, jagged_route, of_replicated = arrivals
+        route = sharded = replicated = num_ids = None
+        if self._sharded_slots:
+            parts, layout, local = self._sharded
+            if jagged_route is None:
+                of_parts = select_features(batch, [part.slot for part in parts])
+                route = FixedRoute(of_parts, layout, self._ranks)
+            else:
+                jagged_route.travel()
+                route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
+            sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
+        if of_replicated is not None:
+            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
+            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+        means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
+        sizes = {slot: bag_sizes(batch, slot) for slot in means}
+        return _Lookups(route, sharded, replicated, sizes)
+
+    def _look_up(self, lookups: "_Lookups") -> Tensor:
         columns: dict[int, Tensor] = {}
         if lookups.sharded is not None:
             columns.update(self._sharded_columns(lookups))
@@ -74,26 +109,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             )
             split = vectors.split([self._widths[slot] for slot in replicated], dim=1)
             columns.update(zip(replicated, split, strict=True))
-        values = torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
-        return keyed_result(features, self._feature_slots.names, self._widths, values)
+        return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
 
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch = self._checked(batch)
-        route = sharded = replicated = None
-        if self._sharded_slots:
-            parts, layout, local = self._sharded
-            of_parts = select_features(batch, [part.slot for part in parts])
-            route_kind = JaggedRoute if batch.hotness is None else FixedRoute
-            route = route_kind(of_parts, layout, self._ranks)
-            sharded = local.prepare(route.features, finds_runs=finds_runs)
-        if self._replicated_slots:
-            of_replicated = select_features(batch, self._replicated_slots)
-            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
-        means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
-        sizes = {slot: bag_sizes(batch, slot) for slot in means}
-        return _Lookups(route, sharded, replicated, sizes)
+    def _result(self, features: Any, vectors: Tensor) -> Any:
+        return keyed_result(features, self._feature_slots.names, self._widths, vectors)
 
     def _sharded_columns(self, lookups: "_Lookups") -> dict[int, Tensor]:
         """``[B, D]`` for each sharded slot, from the ranks that hold its rows."""
@@ -114,6 +133,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 column = column / lookups.bag_sizes[slot].to(column.dtype)
             columns[slot] = column
         return columns
+
+
+class _Arrivals(NamedTuple):
+    """A batch with checked ids, and where hotness is not fixed the way of those that travel."""
+
+    batch: SparseFeatures
+    route: JaggedRoute | None
+    replicated: SparseFeatures | None
+    """A feature for each replicated slot."""
 
 
 class _Lookups(NamedTuple):

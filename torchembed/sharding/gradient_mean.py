@@ -47,6 +47,8 @@ class GradientMean:
     :class:`~torchembed.optim.DenseOptimizer` do, is reduced there. All are done at the end of
     backward, or of the :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients` around it.
 
+    The parameters keep it.
+
     Args:
         parameters: in the order of the model.
         group: of no other collectives, so that its own come in one order on all ranks.
@@ -72,13 +74,22 @@ class GradientMean:
         self._reductions: list[_Reduction] = []
         self._finishing: Callable[[], Any] = _nothing
         """Gives what is to be called at the end of the backward; None where that failed."""
+        # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
+        hook = functools.partial(_call, weakref.WeakMethod(self._on_gradient))
         for parameter in filter(torch.is_floating_point, self._parameters):
             # Torch takes no hooks of what is frozen, which may train later.
             is_trained = parameter.requires_grad
-            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(is_trained)
+            parameter.torchembed_gradient_mean = self  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        # A parameter that is pickled leaves the other ranks behind.
+        return _nothing, ()
 
     def _on_gradient(self, parameter: Tensor) -> None:
+        if not _is_averaged(parameter):
+            return  # the engine also calls where it has no gradient
         if self._buckets and self._finishing() is None:
             self._discard()
         if not self._buckets:
@@ -101,8 +112,7 @@ class GradientMean:
         """Anew for each backward: what trains, and what optimizers have laid out, may change."""
         open_buckets: dict[torch.dtype, _Bucket] = {}
         for parameter in reversed(self._parameters):
-            table = table_of(parameter)
-            if not parameter.requires_grad or (table is not None and table.group.rule is not None):
+            if not parameter.requires_grad or not _is_averaged(parameter):
                 continue
             bucket = open_buckets.get(parameter.dtype)
             if bucket is None or bucket.num_bytes >= self._bucket_bytes:
@@ -167,6 +177,19 @@ class GradientMean:
         self._reductions.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+
+
+def _is_averaged(parameter: Tensor) -> bool:
+    """Whether its gradient is not a fused optimizer's affair."""
+    table = table_of(parameter)
+    return table is None or table.group.rule is None
+
+
+def _call(method: Callable[[], Callable[[Tensor], None] | None], parameter: Tensor) -> None:
+    """Call the method that a weak reference leads to."""
+    found = method()
+    if found is not None:
+        found(parameter)
 
 
 def _nothing() -> None:
