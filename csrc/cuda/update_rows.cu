@@ -11,22 +11,15 @@
 // gradient rows that the batch has (each read once, as far as the cache reaches), and
 // 2 * U * (D + 1) * 4 for rows and their state, read and written.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
+#include "row_elements.cuh"
 #include "update_rows.h"
-
-#pragma nv_diag_suppress 177  // on GPUs before Ampere nothing here is used
 
 namespace torchembed {
 namespace {
 
 constexpr int kChunk = 32;  // run_sums.py
-constexpr int kDim = kUpdateDim;
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 // As many as there are registers for. A kernel that spills is slower by half: shared memory leaves
 // little of the cache.
 constexpr int kWarps = 12;
@@ -36,86 +29,8 @@ constexpr int kAhead = 32 / kRuns;
 // Of them so many gradients are read with the first one; fewer where more would fill the registers.
 template <class Grad>
 constexpr int kEarly = sizeof(Grad) == 4 ? 1 : kAhead - 1;
-constexpr int kLanes = 8;  // of a run
 constexpr int kRunsOfStep = 32 / kLanes;
 constexpr int kSteps = kRuns / kRunsOfStep;
-// Of a row a lane takes kParts vectors of 4 elements, which lie kStride elements apart.
-constexpr int kStride = kLanes * 4;
-constexpr int kParts = kDim / kStride;
-
-__device__ int group_of_thread() { return threadIdx.x % 32 / kLanes; }
-__device__ int lane_of_run() { return threadIdx.x % kLanes; }
-
-struct Elements {
-  float at[kParts][4];
-};
-
-template <class Function>
-__device__ void for_each_element(const Function& function) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) function(part, i);
-  }
-}
-
-// Four elements as they lie in memory.
-template <class Value>
-using Four = std::conditional_t<sizeof(Value) == 4, float4, uint2>;
-
-__device__ void unpack(float (&to)[4], const float4& four, const float*) {
-  to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-}
-
-__device__ void unpack(float (&to)[4], const uint2& four, const __nv_bfloat16*) {
-  to[0] = __uint_as_float(four.x << 16), to[1] = __uint_as_float(four.x & 0xFFFF0000u);
-  to[2] = __uint_as_float(four.y << 16), to[3] = __uint_as_float(four.y & 0xFFFF0000u);
-}
-
-__device__ void unpack(float (&to)[4], const uint2& four, const __half*) {
-  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
-  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
-  to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
-}
-
-// A lane's elements of a row as they lie in memory.
-template <class Value>
-struct Packed {
-  Four<Value> at[kParts];
-
-  // `row` is the lane's own first element of it.
-  __device__ void load(const Value* row) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      at[part] = *reinterpret_cast<const Four<Value>*>(row + part * kStride);
-    }
-  }
-
-  __device__ Elements elements() const {
-    Elements found;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      unpack(found.at[part], at[part], static_cast<const Value*>(nullptr));
-    }
-    return found;
-  }
-};
-
-template <class Value>
-__device__ Elements load_elements(const Value* row) {
-  Packed<Value> packed;
-  packed.load(row);
-  return packed.elements();
-}
-
-__device__ void store_elements(float* row, const Elements& elements) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float (&four)[4] = elements.at[part];
-    *reinterpret_cast<float4*>(row + part * kStride) =
-        make_float4(four[0], four[1], four[2], four[3]);
-  }
-}
 
 __device__ int index_at(const void* indices, bool wide, uint32_t at) {
   return wide ? static_cast<int>(static_cast<const int64_t*>(indices)[at])
@@ -202,7 +117,7 @@ struct Slot {
     const int length = __shfl_sync(kAllLanes, run.end - run.start, source);
     const int gradient_row = __shfl_sync(kAllLanes, run.gradient_row, source);
     if (length > 0) {
-      const int column = lane_of_run() * 4;
+      const int column = lane_of_row() * 4;
       const int64_t first = int64_t{row} * kDim + column;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -212,7 +127,7 @@ struct Slot {
     }
     if (length % kChunk != 0) {
       constexpr int kVector = 16 / sizeof(Grad);
-      const int column = lane_of_run() * kVector;
+      const int column = lane_of_row() * kVector;
       const Grad* const from =
           static_cast<const Grad*>(update.grad) + int64_t{gradient_row} * kDim + column;
 #pragma unroll
@@ -243,28 +158,6 @@ __device__ void add_sums(Elements& total, const float* rows, int count) {
   }
 }
 
-// The sum of squares over a run's lanes, each with the same bits.
-__device__ float sum_squares(const Elements& gradient) {
-  float sums[kParts];
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float (&four)[4] = gradient.at[part];
-    sums[part] = four[0] * four[0];
-#pragma unroll
-    for (int i = 1; i < 4; ++i) sums[part] += four[i] * four[i];
-  }
-#pragma unroll
-  for (int apart = kParts / 2; apart > 0; apart /= 2) {
-#pragma unroll
-    for (int part = 0; part < apart; ++part) sums[part] += sums[part + apart];
-  }
-#pragma unroll
-  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
-    sums[0] += __shfl_xor_sync(kAllLanes, sums[0], apart);
-  }
-  return sums[0];
-}
-
 // Quotients by one divisor, neither tiny nor huge, rounded to nearest (Markstein 1990). None of the
 // dividends may be more than 2**60 divisors.
 struct Divisor {
@@ -290,7 +183,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) update_kernel(const RowUpdate 
   using RunSlot = Slot<Grad>;
   extern __shared__ __align__(128) char shared[];
   char* const of_warp = shared + threadIdx.x / 32 * (kSteps * RunSlot::kBytes);
-  const int column = lane_of_run() * 4;
+  const int column = lane_of_row() * 4;
   const Grad* const grad = static_cast<const Grad*>(update.grad) + column;
 
   if (update.skip != nullptr && *update.skip != 0.0f) return;
@@ -364,8 +257,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1) update_kernel(const RowUpdate 
       for (int first = kEarly<Grad> + 1; first < longest; first += kLanes) {
         int gradient_row = 0;
         float scale = 1.0f;
-        if (first + lane_of_run() < rest) {
-          const int position = update.order[end - rest + first + lane_of_run()];
+        if (first + lane_of_row() < rest) {
+          const int position = update.order[end - rest + first + lane_of_row()];
           gradient_row = position;
           if (update.gradient_rows != nullptr) {
             gradient_row = index_at(update.gradient_rows, update.gradient_rows_are_wide, position);
@@ -408,7 +301,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) update_kernel(const RowUpdate 
       const int row = __shfl_sync(kAllLanes, now.row, source);
       const float before = __shfl_sync(kAllLanes, now.row_state, source);
       const float row_total = before + __fdiv_rn(sum_squares(total), float{kDim});
-      if (lane_of_run() == 0 && length > 0) update.state[row] = row_total;
+      if (lane_of_row() == 0 && length > 0) update.state[row] = row_total;
       const float root = __fsqrt_rn(row_total) + update.eps;
       Elements change;
       if (__all_sync(kAllLanes, Divisor::suits(root))) {

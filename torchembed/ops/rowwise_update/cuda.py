@@ -54,7 +54,8 @@ def _launch_update_rows(
 ) -> Any:
     """``torchembed::rowwise_update``; see :func:`torchembed.ops.rowwise_update.rowwise_update`.
 
-    The bits are those of the Triton kernel, which is slower here."""
+    The bits are those of the Triton kernel, which is slower for what this one takes.
+    """
     num_rows, dim = weight.shape
     if (
         optimizer != OptimizerKind.ROWWISE_ADAGRAD
