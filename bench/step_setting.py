@@ -19,6 +19,8 @@ class StepSetting:
     """Of the dense part: ``bf16``, ``tf32`` or ``fp32``. Rows and their state are fp32."""
     wire: str
     """``bf16`` or ``fp32``: pooled vectors and their gradients between ranks."""
+    transport: str
+    """``collective`` or ``push``: how those travel."""
     max_rows: int | None
     device: torch.device
     lr: float = 0.004

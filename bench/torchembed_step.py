@@ -12,7 +12,7 @@ from bench import dlrm_dcnv2 as workload
 from bench.step_setting import StepSetting
 from torchembed import optim, shard_embeddings
 from torchembed.data import Batch
-from torchembed.sharding import Planner, WirePrecision
+from torchembed.sharding import Planner, WirePrecision, WireTransport
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
@@ -48,7 +48,8 @@ class TorchembedStep:
         )
         wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
         precision = WirePrecision(forward=wire, backward=wire)
-        shard_embeddings(self.model, mesh, plan=planner, wire=precision)
+        transport = WireTransport(setting.transport)
+        shard_embeddings(self.model, mesh, plan=planner, wire=precision, transport=transport)
         tables = [p for p in self.model.parameters() if table_of(p) is not None]
         dense = [p for p in self.model.parameters() if table_of(p) is None]
         numbers = {"lr": setting.lr}

@@ -43,6 +43,8 @@ class Config:
     optimizer: str = "adagrad"
     precision: str = "bf16"
     wire: str = "bf16"
+    transport: str = "collective"
+    """Of torchembed: ``collective`` or ``push``."""
     systems: tuple[str, ...] = SYSTEMS
     max_rows: int | None = None
     """Tables are cut to this; on one GPU 8 M where None."""
@@ -90,6 +92,7 @@ class Bench:
             optimizer=config.optimizer,
             precision=config.precision,
             wire=config.wire,
+            transport=config.transport,
             max_rows=self._max_rows,
             device=self._device,
         )

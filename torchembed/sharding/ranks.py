@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.data_parallel import max_over, row_gradient_mean
+from torchembed.sharding.layout import Layout
 from torchembed.sharding.plan import Placement, TablePlan
+from torchembed.sharding.pooled_push import PooledPush
+from torchembed.sharding.transport import WireTransport, check_peer_access
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables.group import RankMaximum
 
@@ -72,6 +77,7 @@ class Ranks:
         gradient_group: another process group of the same ranks, for the dense gradients alone:
             these are reduced while backward exchanges vectors in ``group``.
         wire: the precision in which vectors and gradients travel.
+        push: the GPUs that store into each other's memory; None where none do.
         row_gradient_mean: for tables that every rank holds.
         max_over_holders: of all tables; None where no two ranks hold different ones.
     """
@@ -82,15 +88,26 @@ class Ranks:
         plans: Sequence[TablePlan],
         wire: WirePrecision,
         *,
+        transport: WireTransport = WireTransport.COLLECTIVE,
         all_hold_tables: bool = False,
     ) -> None:
-        """``all_hold_tables``: every rank has others than those of ``plans``."""
+        """``all_hold_tables``: every rank has others than those of ``plans``.
+
+        Raises:
+            ValueError: where ``transport`` cannot be taken between the GPUs of the ranks.
+        """
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
         # A mesh of some processes is made by these alone.
         is_part = mesh.size() < dist.get_world_size()
         self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=is_part)
         self.rank = mesh.get_local_rank()
+        self.push: PushDomain | None = None
+        self._pooled_push: dict[Layout, PooledPush] = {}
+        if transport is WireTransport.PUSH:
+            device = torch.device("cuda", torch.cuda.current_device())
+            check_peer_access(self.group, device)
+            self.push = PushDomain(self.group, device)
         self.row_gradient_mean = row_gradient_mean(self.group)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
         processes = mesh.mesh.tolist()
@@ -115,6 +132,14 @@ class Ranks:
             self._meshes[ranks] = _mesh_of([processes[rank] for rank in ranks], self.mesh)
         holders = self._meshes[ranks]
         return None if holders is None or len(ranks) == 1 else max_over(holders.get_group())
+
+    def pooled_push(self, layout: Layout) -> PooledPush | None:
+        """What pushes the pooled vectors of ``layout``; None where they are not pushed."""
+        if self.push is None:
+            return None
+        if layout not in self._pooled_push:
+            self._pooled_push[layout] = PooledPush(layout, self.push, self.wire)
+        return self._pooled_push[layout]
 
     def holders(self, plan: TablePlan) -> DeviceMesh:
         """The mesh of the ranks that hold a part of a divided table, this one among them.

@@ -73,6 +73,9 @@ class Route:
         if not self._layout.blocks[self._rank] and weights is not None and weights.requires_grad:
             # Without a block nothing here uses the weights, but their exchange needs all ranks.
             pooled = pooled + weights.sum().to(pooled.dtype) * 0
+        push = self._ranks.pooled_push(self._layout)
+        if push is not None:
+            return [_sum_over_shards(columns) for columns in push(pooled, self.batch_sizes)]
         send = [size * pooled.shape[1] for size in self.batch_sizes]
         receive = [num_samples * sum(of_rank) for of_rank in widths]
         scale = 1.0 / self._layout.num_ranks
@@ -86,10 +89,12 @@ class Route:
             by_block = vectors.view(num_samples, sum(of_rank)).split(of_rank, dim=1)
             for block, columns in zip(blocks, by_block, strict=True):
                 from_shards[block.part].append(columns)
-        return [
-            columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
-            for columns in from_shards
-        ]
+        return [_sum_over_shards(columns) for columns in from_shards]
+
+
+def _sum_over_shards(columns: list[Tensor]) -> Tensor:
+    """In the order of ranks."""
+    return columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
 
 
 class FixedRoute(Route):

@@ -17,6 +17,7 @@ from torchembed.core.trees import layout_of, map_tensors
 from torchembed.data.batch import as_batch
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
 from torchembed.training.bad_batches import judge, raise_for
 from torchembed.training.batch_layout import has_fixed_shape, to_device
@@ -114,7 +115,7 @@ class TrainPipeline:
             loss_fn=loss_fn,
             autocast=torch.autocast(self.device.type, autocast, enabled=autocast is not None),
         )
-        self._group = _group_of(model)
+        self._group, self._push_domains = _group_of(model), _push_domains_of(model)
         self._captures = capture and self.device.type == "cuda"
         self._upcoming: collections.deque[_Upcoming] = collections.deque()
         self._in_flight: collections.deque[_InFlight] = collections.deque()
@@ -316,9 +317,19 @@ class TrainPipeline:
                 "ranks train, look for one that died or is stuck"
             )
         self._in_flight.popleft()
+        self._check_push()
         if oldest.report is not None:
             skip, *found = oldest.report.tolist()
             raise_for(skip, found, oldest.suspects)
+
+    def _check_push(self) -> None:
+        """Raise where a GPU waited in vain for another one's vectors or gradients."""
+        try:
+            for domain in self._push_domains:
+                domain.check()
+        except TimeoutError:
+            end_within(_GRACE_SECONDS)
+            raise
 
 
 def _never() -> bool:
@@ -332,6 +343,12 @@ def _group_of(model: nn.Module) -> Any:
         if isinstance(module, ShardedCollection):
             return module._ranks.group
     return dist.group.WORLD if ranks.world_size() > 1 else None
+
+
+def _push_domains_of(model: nn.Module) -> list[PushDomain]:
+    """Where the GPUs that train ``model`` store into each other's memory."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return list(dict.fromkeys(m._ranks.push for m in sharded if m._ranks.push is not None))
 
 
 def _reason(error: Exception | None) -> str:

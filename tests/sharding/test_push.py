@@ -1,0 +1,223 @@
+"""Vectors and gradients by push are those of the all-to-all, bit for bit.
+
+Real GPUs are in tests/gpu/test_push.py. Here ranks are processes that map each other's memory, and
+the kernels run in Triton's interpreter.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torchembed
+from tests import lanes
+from tests.ranks import run_on_ranks
+from tests.sharding.cases import Case, made_mesh, make_batch, make_model, vectors_of
+from torchembed.sharding import WirePrecision, WireTransport, make_plan
+from torchembed.sharding.channel import PushDomain
+from torchembed.sharding.layout import Layout, slot_parts
+from torchembed.sharding.pooled_push import backward_moves, forward_moves, home_of
+from torchembed.sharding.transport import peer_problem
+from torchembed.tables import TableSpec
+
+MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
+CASES = [
+    Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True, fused=False),
+    Case(placements=MIXED, fixed=True, weighted=True, fused=False),
+    Case(placements=MIXED, fused=False, dtype=torch.bfloat16),
+]
+WIRES = [
+    WirePrecision(),
+    WirePrecision(forward=torch.bfloat16, backward=torch.bfloat16),
+    WirePrecision(forward=torch.float16, backward=torch.float16),
+]
+
+
+class MappedMemory:
+    """Files of a folder, which every rank maps: a CPU's symmetric memory."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._maps = Path(folder), []
+
+    def __call__(self, num_bytes: int, group: Any, _: torch.device) -> tuple[Tensor, list[int]]:
+        number, rank = len(self._maps), dist.get_rank(group)
+        names = [str(self._folder / f"{number}-{r}") for r in range(dist.get_world_size(group))]
+        Path(names[rank]).write_bytes(bytes(num_bytes))
+        dist.barrier(group)
+        maps = [torch.from_file(n, shared=True, size=num_bytes, dtype=torch.uint8) for n in names]
+        self._maps.append(maps)
+        return maps[rank], [memory.data_ptr() for memory in maps]
+
+
+def vectors_and_gradients(
+    device_type: str, transport: WireTransport, memory: MappedMemory | None = None
+) -> list[list[np.ndarray]]:
+    """On a rank, of each case and wire: vectors of batches of different sizes, each followed by its
+    backward but the last two, whose backwards come together; and the gradients of all weights."""
+    found = []
+    for case in CASES:
+        for wire in WIRES:
+            model = make_model(case, "meta")
+            mesh, plan = made_mesh(device_type, 1), case.plan(dist.get_world_size())
+            torchembed.shard_embeddings(model, mesh, plan, wire=wire, transport=transport)
+            ranks, arrays, losses = model.tables._ranks, [], []
+            if memory is not None:
+                ranks.push = PushDomain(ranks.group, torch.device("cpu"), allocate=memory)
+            for step in range(4):
+                batch = make_batch(case, dist.get_rank(), step).to(device_type)
+                vectors = vectors_of(model.tables(batch))
+                arrays.append(vectors.detach().cpu().numpy())
+                coefficients = torch.linspace(-1, 1, vectors.numel(), device=vectors.device) ** 3
+                losses.append((vectors * coefficients).sum())
+                if step < 2:
+                    losses.pop().backward()
+            torch.stack(losses).sum().backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append(arrays + [gradient.float().cpu().numpy() for gradient in gradients])
+    return found
+
+
+def on_a_rank(folder: str) -> list[list[list[np.ndarray]]]:
+    """By the all-to-all, and by push."""
+    collective = WireTransport.COLLECTIVE
+    plain = vectors_and_gradients("cpu", collective)
+    return [plain, vectors_and_gradients("cpu", collective, MappedMemory(folder))]
+
+
+def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarray]]) -> None:
+    assert len(ones) == len(others) == len(CASES) * len(WIRES)
+    for one, other in zip(ones, others, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.dtype == b.dtype == np.float32
+            np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+
+
+@pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
+def test_push_equals_the_all_to_all(tmp_path: Path) -> None:
+    for plain, pushed in run_on_ranks(3, on_a_rank, str(tmp_path)):
+        assert_same_arrays(plain, pushed)
+
+
+def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | None = None) -> str:
+    """What the first of two ranks says where the other one comes to one exchange of two."""
+    device = torch.device(device_type, dist.get_rank()) if memory is None else torch.device("cpu")
+    domain = PushDomain(
+        dist.group.WORLD,
+        device,
+        limit_seconds=limit_seconds,
+        **({} if memory is None else {"allocate": memory}),
+    )
+    channel = domain.channel("a test", 64)
+    for _ in range(2 - dist.get_rank()):
+        channel.receive(torch.empty(16, device=device), torch.float32)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    try:
+        domain.check()
+    except TimeoutError as error:
+        return str(error)
+    return ""
+
+
+def late_rank_on_the_cpu(folder: str) -> str:
+    # The interpreter counts looks at a flag in place of nanoseconds.
+    return late_rank("cpu", 2e-6, MappedMemory(folder))
+
+
+LATE = "rank 1 of 2 has not come to an exchange of vectors or gradients in .* s; look for one that"
+
+
+@pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
+def test_a_rank_that_does_not_come_is_an_error(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, late_rank_on_the_cpu, str(tmp_path))
+    assert re.match(LATE, first)
+    assert not second
+
+
+def layout_of(num_ranks: int, placements: dict[str, str]) -> Layout:
+    """Of three tables with one slot each."""
+    dims = {"a": 4, "b": 8, "c": 2}
+    specs = {name: TableSpec(name=name, num_rows=8, dim=dim) for name, dim in dims.items()}
+    plan = make_plan(specs, num_ranks, placements)
+    parts = [part for slot, name in enumerate("abc") for part in slot_parts(slot, plan.table(name))]
+    return Layout(parts, num_ranks)
+
+
+@pytest.mark.parametrize("batch_sizes", [(3, 2, 4), (0, 5, 1)])
+def test_moves_are_inverse_and_fill_each_home_once(batch_sizes: tuple[int, ...]) -> None:
+    layout = layout_of(3, {"a": "row_wise", "b": "column_wise", "c": "table_wise"})
+    home, num_samples = home_of(layout), sum(batch_sizes)
+    widths = [sum(block.num_columns for block in blocks) for blocks in layout.blocks]
+    # Of element (sample, column) of each rank's pooled vectors, a number of its own.
+    pooled = [
+        (1 + rank * 1000 + torch.arange(num_samples * width)).view(num_samples, width)
+        for rank, width in enumerate(widths)
+    ]
+    homes = [torch.zeros(size, home.num_columns, dtype=torch.int64) for size in batch_sizes]
+    for rank, source in enumerate(pooled):
+        apply_moves(source, forward_moves(layout, batch_sizes, rank), homes)
+    for rank, vectors in enumerate(homes):
+        start = sum(batch_sizes[:rank])
+        from_ranks = [source[start : start + batch_sizes[rank]] for source in pooled]
+        expected = torch.zeros_like(vectors)
+        for source, columns, blocks in zip(from_ranks, home.columns, layout.blocks, strict=True):
+            column = 0
+            for first, block in zip(columns, blocks, strict=True):
+                width = block.num_columns
+                expected[:, first : first + width] = source[:, column : column + width]
+                column += width
+        assert torch.equal(vectors, expected)
+        assert (vectors > 0).all()
+    back = [torch.zeros_like(source) for source in pooled]
+    for rank, vectors in enumerate(homes):
+        apply_moves(vectors, backward_moves(layout, batch_sizes, rank), back)
+    assert all(map(torch.equal, back, pooled))
+
+
+def apply_moves(source: Tensor, moves: list[tuple[int, ...]], targets: list[Tensor]) -> None:
+    """What the kernel does, where no element is stored twice."""
+    for rank, num_rows, num_columns, row, column, target, stride in moves:
+        if num_rows:
+            shape = num_rows, num_columns
+            part = targets[rank].view(-1).as_strided(shape, (stride, 1), target)
+            assert not part.any()
+            part.copy_(source[row : row + num_rows, column : column + num_columns])
+
+
+def test_parts_are_side_by_side_at_home_and_shards_in_the_order_of_ranks() -> None:
+    home = home_of(layout_of(2, {"a": "row_wise", "b": "column_wise", "c": "table_wise"}))
+    # Two shards of rows of a, 4 columns each; two parts of b; c is where there is most room.
+    assert home.widths == [[4, 4], [4], [4], [2]]
+    assert [columns[:2] for columns in home.columns] == [[0, 8], [4, 12]]
+    assert sorted(first for columns in home.columns for first in columns) == [0, 4, 8, 12, 16]
+
+
+def test_where_gpus_cannot_push() -> None:
+    hosts = [("one", "gpu-0"), ("one", "gpu-1"), ("two", "gpu-0"), ("one", "gpu-1")]
+    assert peer_problem(hosts[:2], 0) is None
+    assert peer_problem(hosts[:3], 1) == "rank 2 is on two and not on one"
+    assert peer_problem([hosts[0], hosts[1], hosts[3]], 2) == "rank 1 uses the same GPU"
+
+
+def refusals() -> list[str]:
+    """What is said on a rank without GPUs."""
+    said: list[str] = []
+    model, mesh = make_model(CASES[0], "meta"), made_mesh("cpu", 1)
+    for transport in (WireTransport.PUSH, "push"):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            torchembed.shard_embeddings(model, mesh, transport=transport)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_transport_that_cannot_be_taken_is_refused() -> None:
+    for cpu, unknown in run_on_ranks(1, refusals):
+        assert re.match(
+            r"transport must be WireTransport.COLLECTIVE on cpu, got Wire.*PUSH; on", cpu
+        )
+        assert re.match("transport must be a WireTransport, got 'push'", unknown)

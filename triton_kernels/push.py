@@ -1,0 +1,265 @@
+"""The Triton kernels of exchanges by push: ranks store into each other's memory, then meet.
+
+Byte floor of an exchange: what is sent read once and stored once, over the wire where it is another
+rank's; what arrived read once and written once.
+
+A channel has two halves. Exchange number ``epoch`` (1, 2, ...) uses half ``epoch % 2``: whoever
+stores into a half has met every rank in the exchange before, so each of them had read what the
+exchange before that one left there. ``state`` int32 ``[2]`` is the number of exchanges that are
+over, and 1 once a rank has failed to come; flags and epochs only increase.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from torchembed.core import environment
+from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
+
+_INTERPRETED = tl.constexpr(environment.triton_interpreted())
+_NUM_WARPS = 4
+_ELEMENTS = 4096
+"""Of a program."""
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+MOVE_FIELDS = 7
+_FIELDS = tl.constexpr(MOVE_FIELDS)
+
+
+@triton.jit
+def _converted(value, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """``value`` times ``scale`` in its own dtype, then in DTYPE."""
+    if SCALED:
+        value = round_to_nearest(as_float32(value) * scale, value.dtype)
+    if value.dtype != DTYPE:
+        value = round_to_nearest(as_float32(value), DTYPE)
+    return value
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _push_kernel(
+    source_ptr,
+    moves_ptr,
+    buffers_ptr,
+    state_ptr,
+    source_stride,
+    half_elements,
+    scale,
+    SCALED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rectangles of a matrix into the buffers of ranks: for each of the ``moves``, which are
+    ``(rank, rows, columns, r, c, target, stride)``,
+    ``buffer[rank][target + i * stride + j] = scale * source[r + i, c + j]``.
+
+    Example: ``source = [[1, 2], [3, 4]]``, two ranks, ``moves = [(0, 1, 2, 0, 0, 0, 2),
+    (1, 1, 1, 1, 1, 3, 2)]``: rank 0's buffer begins with 1 2, and element 3 of rank 1's is 4.
+    """
+    move = moves_ptr + tl.program_id(0) * _FIELDS
+    num_rows = tl.load(move + 1)
+    first = tl.program_id(1) * ROWS
+    if first < num_rows:
+        num_columns = tl.multiple_of(tl.load(move + 2), VECTOR)
+        half = (tl.load(state_ptr) + 1) % 2
+        row = first + tl.arange(0, ROWS)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        source_row = tl.load(move + 3) + row
+        source_column = tl.multiple_of(tl.load(move + 4), VECTOR)
+        source = source_ptr + source_row[:, None] * source_stride
+        value = tl.load(source + (source_column + column)[None, :], mask=inside, other=0.0)
+        value = _converted(value, scale, SCALED, DTYPE)
+        address = tl.load(buffers_ptr + tl.load(move)).to(tl.pointer_type(DTYPE))
+        start = half * half_elements + tl.multiple_of(tl.load(move + 5), VECTOR)
+        stride = tl.multiple_of(tl.load(move + 6), VECTOR)
+        target = tl.multiple_of(address, 16) + start
+        tl.store(target + row[:, None] * stride + column[None, :], value, mask=inside)
+
+
+@triton.jit
+def _nanoseconds(before):
+    """The GPU's clock; the interpreter has none, and each look at it takes one there."""
+    if _INTERPRETED:
+        return before + 1
+    return globaltimer()
+
+
+@triton.jit(do_not_specialize=["limit_nanoseconds"])
+def _meet_kernel(
+    own_flags_ptr,
+    flags_ptr,
+    state_ptr,
+    failed_ptr,
+    rank,
+    num_ranks,
+    limit_nanoseconds,
+    BLOCK: tl.constexpr,
+):
+    """Tell every rank that this one has stored all of the exchange's, and wait until each has.
+
+    Ranks' flags hold the last epoch of every rank. Where one does not come in time, the exchange
+    ends as if it had, later ones wait no more, and ``failed`` is 1 + the first rank that is late.
+
+    Example: two ranks, ``state = [4, 0]``: rank 0 stores 5 in ``flags[0]`` of both, waits until its
+    own are at least ``[5, 5]``, and leaves ``state = [5, 0]``.
+    """
+    lane = tl.arange(0, BLOCK)
+    inside = lane < num_ranks
+    epoch = tl.load(state_ptr) + 1
+    limit = tl.where(tl.load(state_ptr + 1) == 0, limit_nanoseconds, 0)
+    theirs = tl.load(flags_ptr + lane, mask=inside, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs + rank, epoch, mask=inside, sem="release", scope="sys")
+    mine = own_flags_ptr + lane
+    start = _nanoseconds(tl.zeros([], tl.int64))
+    now = start
+    is_late = tl.load(mine, mask=inside, other=epoch, volatile=True) - epoch < 0
+    while (tl.max(is_late.to(tl.int32), axis=0) > 0) & (now - start < limit):
+        is_late = tl.load(mine, mask=inside, other=epoch, volatile=True) - epoch < 0
+        now = _nanoseconds(now)
+    # What the ranks stored before their flags is to be seen by what comes after this kernel.
+    tl.atomic_add(mine, 0, mask=inside, sem="acquire", scope="sys")
+    if tl.max(is_late.to(tl.int32), axis=0) > 0:
+        tl.store(failed_ptr, 1 + tl.min(tl.where(is_late, lane, BLOCK), axis=0))
+        tl.store(state_ptr + 1, 1)
+    tl.store(state_ptr, epoch)
+
+
+@triton.jit
+def _collect_kernel(
+    buffer_ptr,
+    state_ptr,
+    out_ptr,
+    num_elements,
+    half_elements,
+    BLOCK: tl.constexpr,
+):
+    """``out = `` what has arrived in this rank's buffer in the exchange that is over."""
+    half = tl.load(state_ptr) % 2
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < num_elements
+    source = buffer_ptr + half * half_elements
+    value = tl.load(source + offset, mask=inside, other=0.0)
+    value = _converted(value, 1.0, False, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset, value, mask=inside)
+
+
+class Moves:
+    """What one rank pushes in an exchange, on its device: see :func:`_push_kernel`.
+
+    Args:
+        moves: tuples of MOVE_FIELDS numbers; on one of no rows or columns nothing is done.
+    """
+
+    def __init__(self, moves: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        moves = [move for move in moves if move[1] > 0 and move[2] > 0]
+        self.num_moves = len(moves)
+        self.most_rows = max((move[1] for move in moves), default=0)
+        self.most_columns = max((move[2] for move in moves), default=0)
+        vector = 8
+        while any(move[field] % vector for move in moves for field in (2, 4, 5, 6)):
+            vector //= 2
+        self.vector = vector
+        """Elements that columns and targets are multiples of: a thread takes so many at once."""
+        numbers = torch.tensor(moves, dtype=torch.int64).reshape(-1, MOVE_FIELDS)
+        self.numbers = numbers.to(device)
+
+
+def launch_push(
+    source: Tensor,
+    moves: Moves,
+    buffers: Tensor,
+    state: Tensor,
+    dtype: torch.dtype,
+    half_elements: int,
+    scale: float | None = None,
+) -> None:
+    """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' ``buffers``.
+
+    Args:
+        source: its last dimension is contiguous.
+        buffers: int64 ``[W]``, addresses.
+        state: of the channel.
+        dtype: in which elements are stored.
+        half_elements: of a half of a buffer, a multiple of 64.
+    """
+    if moves.num_moves == 0:
+        return
+    columns = min(triton.next_power_of_2(moves.most_columns), 256)
+    rows = _ELEMENTS // columns
+    grid = (
+        moves.num_moves,
+        triton.cdiv(moves.most_rows, rows),
+        triton.cdiv(moves.most_columns, columns),
+    )
+    with torch.cuda.device_of(source):
+        _push_kernel[grid](
+            source,
+            moves.numbers,
+            buffers,
+            state,
+            source.stride(0),
+            half_elements,
+            1.0 if scale is None else scale,
+            SCALED=scale is not None,
+            DTYPE=_DTYPES[dtype],
+            VECTOR=moves.vector,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def launch_meet(
+    own_flags: Tensor,
+    flags: Tensor,
+    state: Tensor,
+    failed: Tensor,
+    rank: int,
+    limit_seconds: float,
+) -> None:
+    """Let the ranks of a channel wait for each other: see :func:`_meet_kernel`.
+
+    Args:
+        own_flags: int32 ``[W]`` of this rank.
+        flags: int64 ``[W]``, addresses of every rank's.
+        failed: int32 ``[1]``, in pinned memory of the host.
+    """
+    num_ranks = flags.numel()
+    with torch.cuda.device_of(own_flags):
+        _meet_kernel[(1,)](
+            own_flags,
+            flags,
+            state,
+            failed,
+            rank,
+            num_ranks,
+            int(limit_seconds * 1e9),
+            BLOCK=triton.next_power_of_2(num_ranks),
+            num_warps=1,
+        )
+
+
+def launch_collect(buffer: Tensor, state: Tensor, out: Tensor, half_elements: int) -> None:
+    """Copy what arrived in ``buffer``, of the dtype of the wire, to the contiguous ``out``."""
+    if out.numel() == 0:
+        return
+    with torch.cuda.device_of(buffer):
+        _collect_kernel[(triton.cdiv(out.numel(), _ELEMENTS),)](
+            buffer,
+            state,
+            out,
+            out.numel(),
+            half_elements,
+            BLOCK=_ELEMENTS,
+            num_warps=_NUM_WARPS,
+        )
