@@ -28,28 +28,29 @@ class TorchembedStep:
     """A model, the planner's plan, and a pipeline over batches in pinned memory."""
 
     def __init__(self, setting: StepSetting) -> None:
-        device = setting.device
+        device, num_ranks = setting.device, dist.get_world_size()
         self.model = workload.make_model(
             workload.table_configs(setting.max_rows),
             workload.DENSE_SIZES,
-            table_device="meta",
+            table_device=device if num_ranks == 1 else "meta",
             device=device,
             seed=setting.seed,
             output_dtype=torch.bfloat16 if setting.precision == "bf16" else torch.float32,
         )
         self.initial_dense = [p.detach().clone() for p in workload.dense_parameters(self.model)]
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         of_tables, of_dense = OPTIMIZERS[setting.optimizer]
-        planner = Planner(
-            batch_size=setting.batch_size,
-            hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
-            optimizer=of_tables,
-            fixed_hotness=True,
-        )
-        wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
-        precision = WirePrecision(forward=wire, backward=wire)
-        transport = WireTransport(setting.transport)
-        shard_embeddings(self.model, mesh, plan=planner, wire=precision, transport=transport)
+        if num_ranks > 1:
+            mesh = init_device_mesh(device.type, (num_ranks,))
+            planner = Planner(
+                batch_size=setting.batch_size,
+                hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
+                optimizer=of_tables,
+                fixed_hotness=True,
+            )
+            wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
+            precision = WirePrecision(forward=wire, backward=wire, dense=wire)
+            transport = WireTransport(setting.transport)
+            shard_embeddings(self.model, mesh, plan=planner, wire=precision, transport=transport)
         tables = [p for p in self.model.parameters() if table_of(p) is not None]
         dense = [p for p in self.model.parameters() if table_of(p) is None]
         numbers = {"lr": setting.lr}
@@ -72,3 +73,7 @@ class TorchembedStep:
     def step(self, batches: Iterator[Batch]) -> Tensor:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        self._pipeline.close()

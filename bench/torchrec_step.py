@@ -64,3 +64,6 @@ class TorchrecStep:
         """The loss of one step, on the device."""
         loss, _, _ = self._pipeline.progress(batches)
         return loss
+
+    def close(self) -> None:
+        """Nothing that its end does not do."""

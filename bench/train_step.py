@@ -115,6 +115,7 @@ class Bench:
 
                 system = TorchrecStep(setting, dense, is_tuned=name == "torchrec_tuned")
             row = self._measure(name, system, setting, batches, of_ranks, outcomes)
+            system.close()
             del system
             free_memory()
             if rank == 0:

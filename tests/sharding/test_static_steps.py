@@ -2,6 +2,7 @@
 one; over gloo as they are, over NCCL in CUDA graphs."""
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.sharding.cases import (
 from torchembed.data import Batch
 from torchembed.modules import MLP
 from torchembed.sharding import WireTransport
+from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
 from torchembed.training.static_step import StaticStep
 
@@ -46,7 +48,6 @@ class WithLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.tables = model.tables
-        self.model = [model]  # what hangs on it stays alive
 
     def forward(self, features: torchembed.SparseFeatures) -> Tensor:
         return exact_loss(vectors_of(self.tables(features)))
@@ -151,9 +152,17 @@ def train_dense(steps_are_static: bool) -> list[Any]:
     return [losses, *(parameter.tolist() for parameter in model.parameters())]
 
 
-def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any]]:
+def left_over() -> list[str]:
+    """What this process still holds of models."""
+    gc.collect()
+    kinds = [type(found) for found in gc.get_objects()]
+    return [kind.__name__ for kind in kinds if issubclass(kind, (nn.Parameter, TableGroup))]
+
+
+def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any], list[str]]:
     """All that gloo's ranks do, in one launch."""
-    return train_in_static_steps(runs), [train_dense(static) for static in (False, True)]
+    of_dense = [train_dense(static) for static in (False, True)]
+    return train_in_static_steps(runs), of_dense, left_over()
 
 
 def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
@@ -180,6 +189,8 @@ def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
             static = pipeline._static
             captured = static is not None and all(map(static.is_captured, (0, 1)))
         results.append({"rows": held_rows(model), "errors": errors, "captured": captured})
+    del model, with_loss, optimizer, optimizers, pipeline, static
+    assert left_over() == []
     return results
 
 
@@ -204,7 +215,8 @@ def train_plainly(
 
 def test_static_steps_equal_plain_ones() -> None:
     runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
-    results, of_dense = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
+    results, of_dense, left = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
+    assert left == ([], []), "models outlive their last reference"
     for plain, static in of_dense:
         assert static == plain
     for number, (case, bad_rank) in enumerate(runs):

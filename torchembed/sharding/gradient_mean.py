@@ -47,6 +47,8 @@ class GradientMean:
     :class:`~torchembed.optim.DenseOptimizer` do, is reduced there. All are done at the end of
     backward, or of the :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients` around it.
 
+    The parameters keep it.
+
     Args:
         parameters: in the order of the model.
         group: of no other collectives, so that its own come in one order on all ranks.
@@ -72,11 +74,18 @@ class GradientMean:
         self._reductions: list[_Reduction] = []
         self._finishing: Callable[[], Any] = _nothing
         """Gives what is to be called at the end of the backward; None where that failed."""
+        # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
+        hook = functools.partial(_call, weakref.WeakMethod(self._on_gradient))
         for parameter in filter(torch.is_floating_point, self._parameters):
             # Torch takes no hooks of what is frozen, which may train later.
             is_trained = parameter.requires_grad
-            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(is_trained)
+            parameter.torchembed_gradient_mean = self  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        # A parameter that is pickled leaves the other ranks behind.
+        return _nothing, ()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._buckets and self._finishing() is None:
@@ -167,6 +176,13 @@ class GradientMean:
         self._reductions.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+
+
+def _call(method: Callable[[], Callable[[Tensor], None] | None], parameter: Tensor) -> None:
+    """Call the method that a weak reference leads to."""
+    found = method()
+    if found is not None:
+        found(parameter)
 
 
 def _nothing() -> None:

@@ -141,12 +141,12 @@ class PooledPush:
     def vectors_channel(self, batch_sizes: tuple[int, ...], dtype: torch.dtype) -> Channel:
         """Where vectors of ``dtype`` arrive."""
         num_elements = max(batch_sizes) * self._home.num_columns
-        return self._domain.channel((self, "vectors"), num_elements * dtype.itemsize)
+        return self._domain.channel((self._layout, "vectors"), num_elements * dtype.itemsize)
 
     def gradients_channel(self, batch_sizes: tuple[int, ...], dtype: torch.dtype) -> Channel:
         """Where gradients of ``dtype`` arrive."""
         num_elements = sum(batch_sizes) * max(self._widths)
-        return self._domain.channel((self, "gradients"), num_elements * dtype.itemsize)
+        return self._domain.channel((self._layout, "gradients"), num_elements * dtype.itemsize)
 
     def home_shape(self, batch_sizes: tuple[int, ...]) -> tuple[int, int]:
         """Of what comes home to this rank."""
