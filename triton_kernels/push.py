@@ -135,6 +135,41 @@ def _meet_kernel(
 
 
 @triton.jit
+def _mean_kernel(
+    parts_ptr,
+    parts_state_ptr,
+    means_ptr,
+    means_state_ptr,
+    share,
+    num_elements,
+    half_elements,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The mean of what every rank has pushed of this one's share, into every rank's buffer of
+    means: ``means[r][rank * share + i] = sum over ranks s of parts[s * share + i] / NUM_RANKS``, in
+    float32 and in the order of s.
+
+    Example: two ranks, ``share = 2``, ``parts = [1, 2, 3, 6]``: rank 1 stores 2 4 in elements 2 and
+    3 of both.
+    """
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < num_elements
+    parts = parts_ptr + (tl.load(parts_state_ptr) % 2) * half_elements + offset
+    total = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(NUM_RANKS):
+        total += as_float32(tl.load(parts + source * share, mask=inside, other=0.0))
+    DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
+    mean = round_to_nearest(tl.div_rn(total, tl.full([BLOCK], NUM_RANKS, tl.float32)), DTYPE)
+    start = ((tl.load(means_state_ptr) + 1) % 2) * half_elements + rank * share
+    for turn in tl.static_range(NUM_RANKS):
+        peer = (rank + 1 + turn) % NUM_RANKS
+        means = tl.load(means_ptr + peer).to(tl.pointer_type(DTYPE))
+        tl.store(tl.multiple_of(means, 16) + start + offset, mean, mask=inside)
+
+
+@triton.jit
 def _collect_kernel(
     buffer_ptr,
     state_ptr,
@@ -246,6 +281,43 @@ def launch_meet(
             int(limit_seconds * 1e9),
             BLOCK=triton.next_power_of_2(num_ranks),
             num_warps=1,
+        )
+
+
+def launch_mean(
+    parts: Tensor,
+    parts_state: Tensor,
+    means: Tensor,
+    means_state: Tensor,
+    share: int,
+    num_elements: int,
+    half_elements: int,
+    rank: int,
+) -> None:
+    """Store the mean of this rank's share into every rank's buffer: see :func:`_mean_kernel`.
+
+    Args:
+        parts: this rank's buffer, of the dtype that travels.
+        means: int64 ``[W]``, addresses.
+        share: elements of each rank's but the last ones', a multiple of 64.
+        num_elements: of this rank's.
+        half_elements: of a half of either buffer.
+    """
+    if num_elements <= 0:
+        return
+    with torch.cuda.device_of(parts):
+        _mean_kernel[(triton.cdiv(num_elements, _ELEMENTS),)](
+            parts,
+            parts_state,
+            means,
+            means_state,
+            share,
+            num_elements,
+            half_elements,
+            rank,
+            NUM_RANKS=means.numel(),
+            BLOCK=_ELEMENTS,
+            num_warps=_NUM_WARPS,
         )
 
 

@@ -16,7 +16,9 @@ from torchembed.core.gradient_slots import joint_memory, slot_of
 from torchembed.modules import MLP, LowRankCross
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
+from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.sharding.wire import WirePrecision
 
 
@@ -73,15 +75,23 @@ def deferral(kind: str) -> Any:
     return DeferredWeightGradients(torch.cuda.Stream() if kind == "on a stream" else None)
 
 
-def reduced_gradients(cases: list[dict[str, Any]], device: str) -> list[list[np.ndarray]]:
+def reduced_gradients(
+    cases: list[dict[str, Any]], device: str, pushes: bool
+) -> list[list[np.ndarray]]:
     """On one rank, the gradients of each case after two backwards."""
-    found, rank, group = [], dist.get_rank(), dist.new_group()
+    found, rank, group, push = [], dist.get_rank(), dist.new_group(), None
+    if pushes:
+        push = PushedMean(PushDomain(group, torch.device(device, rank)), "a test")
     for case in cases:
         module = model(case["dtype"]).to(device)
         if case["flat"]:
             DenseSGD([p for p in module.parameters() if p.requires_grad])
         mean = GradientMean(
-            module.parameters(), group, dtype=case["wire"], bucket_bytes=case["bucket_bytes"]
+            module.parameters(),
+            group,
+            dtype=case["wire"],
+            push=push,
+            bucket_bytes=case["bucket_bytes"],
         )
         for step in range(2):
             with deferral(case["deferral"]):
@@ -95,7 +105,9 @@ def reduced_gradients(cases: list[dict[str, Any]], device: str) -> list[list[np.
     return found
 
 
-def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend: str) -> None:
+def assert_means(
+    num_ranks: int, device: str, deferrals: Sequence[str], backend: str, *, pushes: bool = False
+) -> None:
     """Assert that ranks end up with the mean of their gradients, however it is reduced."""
     cases = [
         {"dtype": dtype, "wire": wire, "flat": flat, "deferral": kind, "bucket_bytes": size}
@@ -109,7 +121,7 @@ def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend:
         for kind in deferrals
         for size in (1, 200, 1 << 20)
     ]
-    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, backend=backend)
+    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, pushes, backend=backend)
     for number, case in enumerate(cases):
         first, *others = (results[number] for results in by_rank)
         locals_ = [local_gradients(rank, case["dtype"], device) for rank in range(num_ranks)]

@@ -62,8 +62,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
         columns: dict[int, Tensor] = {}
-        if lookups.sharded is not None:
-            columns.update(self._sharded_columns(lookups))
+        pooled = None if lookups.sharded is None else self._pooled(lookups.sharded)
         if lookups.replicated is not None:
             replicated = self._replicated_slots
             vectors = pooled_slots(
@@ -74,6 +73,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             )
             split = vectors.split([self._widths[slot] for slot in replicated], dim=1)
             columns.update(zip(replicated, split, strict=True))
+        if pooled is not None:
+            # Made last, the exchange is first in backward: what it brings is waited for.
+            columns.update(self._sharded_columns(lookups, pooled))
         values = torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
         return keyed_result(features, self._feature_slots.names, self._widths, values)
 
@@ -95,14 +97,16 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sizes = {slot: bag_sizes(batch, slot) for slot in means}
         return _Lookups(route, sharded, replicated, sizes)
 
-    def _sharded_columns(self, lookups: "_Lookups") -> dict[int, Tensor]:
+    def _pooled(self, sharded: SlotRows) -> Tensor:
+        """``[all ranks' samples, columns]``: the vectors of this rank's blocks side by side."""
+        num_blocks = len(self._sharded.layout.blocks[self._ranks.rank])
+        return pooled_slots(
+            sharded, [Pooling.SUM] * num_blocks, self._output_dtype, self._weight_form
+        )
+
+    def _sharded_columns(self, lookups: "_Lookups", pooled: Tensor) -> dict[int, Tensor]:
         """``[B, D]`` for each sharded slot, from the ranks that hold its rows."""
         assert lookups.route is not None
-        assert lookups.sharded is not None
-        num_blocks = len(lookups.route.features.keys)
-        pooled = pooled_slots(
-            lookups.sharded, [Pooling.SUM] * num_blocks, self._output_dtype, self._weight_form
-        )
         by_slot: dict[int, list[Tensor]] = {}
         returned = lookups.route.return_pooled(pooled)
         for part, vectors in zip(self._sharded.parts, returned, strict=True):

@@ -108,10 +108,27 @@ class Channel:
         half = self.half_bytes // dtype.itemsize
         launch_push(source, moves, self._addresses, self._state, dtype, half, scale)
 
-    def receive(self, out: Tensor, dtype: torch.dtype) -> Tensor:
-        """Wait on the GPU until every rank has pushed, and copy what arrived, in ``dtype``, to
-        ``out``."""
-        from torchembed.triton_kernels.push import launch_collect, launch_meet
+    def push_mean(self, means: "Channel", dtype: torch.dtype, share: int, num_mine: int) -> None:
+        """Of what has arrived here, ``share`` elements from each rank, push the mean over ranks of
+        the first ``num_mine`` to all ranks through ``means``, a channel as large, each rank's where
+        its share is."""
+        from torchembed.triton_kernels.push import launch_mean
+
+        assert means.half_bytes == self.half_bytes
+        launch_mean(
+            self._buffer.view(dtype),
+            self._state,
+            means._addresses,
+            means._state,
+            share,
+            num_mine,
+            self.half_bytes // dtype.itemsize,
+            self._domain.rank,
+        )
+
+    def meet(self) -> None:
+        """Wait on the GPU until every rank has pushed: the end of an exchange."""
+        from torchembed.triton_kernels.push import launch_meet
 
         domain = self._domain
         launch_meet(
@@ -122,6 +139,11 @@ class Channel:
             domain.rank,
             domain.limit_seconds,
         )
+
+    def collect(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy what arrived, in ``dtype``, in the exchange that is over to ``out``."""
+        from torchembed.triton_kernels.push import launch_collect
+
         half = self.half_bytes // dtype.itemsize
         launch_collect(self._buffer.view(dtype), self._state, out, half)
         return out

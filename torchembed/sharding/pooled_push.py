@@ -160,7 +160,8 @@ class _Push(torch.autograd.Function):
         dtype = narrow_dtype(pooled.dtype, push.wire.forward)
         channel = push.vectors_channel(batch_sizes, dtype)
         channel.push(pooled, push.way(batch_sizes).forward, dtype)
-        return channel.receive(pooled.new_empty(push.home_shape(batch_sizes)), dtype)
+        channel.meet()
+        return channel.collect(pooled.new_empty(push.home_shape(batch_sizes)), dtype)
 
     @staticmethod
     @once_differentiable
@@ -174,5 +175,6 @@ class _Push(torch.autograd.Function):
             grad, scale = grad * factor, None
         channel = push.gradients_channel(batch_sizes, dtype)
         channel.push(grad, push.way(batch_sizes).backward, dtype, scale)
-        received = channel.receive(grad.new_empty(ctx.shape), dtype)
+        channel.meet()
+        received = channel.collect(grad.new_empty(ctx.shape), dtype)
         return received if inverse is None else received * inverse, None, None

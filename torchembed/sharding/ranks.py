@@ -12,6 +12,7 @@ from torchembed.sharding.data_parallel import max_over, row_gradient_mean
 from torchembed.sharding.layout import Layout
 from torchembed.sharding.plan import Placement, TablePlan
 from torchembed.sharding.pooled_push import PooledPush
+from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.sharding.transport import WireTransport, check_peer_access
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables.group import RankMaximum
@@ -78,6 +79,7 @@ class Ranks:
             these are reduced while backward exchanges vectors in ``group``.
         wire: the precision in which vectors and gradients travel.
         push: the GPUs that store into each other's memory; None where none do.
+        dense_mean: takes means over them, of dense gradients.
         row_gradient_mean: for tables that every rank holds.
         max_over_holders: of all tables; None where no two ranks hold different ones.
     """
@@ -103,12 +105,16 @@ class Ranks:
         self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=is_part)
         self.rank = mesh.get_local_rank()
         self.push: PushDomain | None = None
+        self.dense_mean: PushedMean | None = None
+        mean_of_rows = None
         self._pooled_push: dict[Layout, PooledPush] = {}
         if transport is WireTransport.PUSH:
             device = torch.device("cuda", torch.cuda.current_device())
             check_peer_access(self.group, device)
             self.push = PushDomain(self.group, device)
-        self.row_gradient_mean = row_gradient_mean(self.group)
+            self.dense_mean = PushedMean(self.push, "dense gradients")
+            mean_of_rows = PushedMean(self.push, "rows of tables that every rank holds")
+        self.row_gradient_mean = row_gradient_mean(self.group, mean_of_rows)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
         processes = mesh.mesh.tolist()
         for plan in plans:

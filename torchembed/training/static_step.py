@@ -88,13 +88,14 @@ class StaticStep:
         """From the first capture on, what is prepared stays where it is."""
         self._states: list[int] = []
         self._turns = [_Turn(), _Turn()]
-        self._vectors_stream = self._ids_stream = self._rows_stream = None
+        self._vectors_stream = self._ids_stream = self._rows_stream = self._leaves_stream = None
         if self._is_cuda:
             # What others wait for goes first where several streams have kernels to run.
             self._stream = torch.cuda.Stream(device, priority=-1)
             self._vectors_stream = torch.cuda.Stream(device, priority=-1)
             self._rows_stream = torch.cuda.Stream(device)
             self._ids_stream = torch.cuda.Stream(device)
+            self._leaves_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
 
     def _model_now(self) -> Any:
@@ -207,16 +208,27 @@ class StaticStep:
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
+        leaves_stream = self._backward_stream()
         with DeferredWeightGradients():
-            with record_function("torchembed: backward"):
+            with record_function("torchembed: backward"), self._beside(leaves_stream):
                 loss.backward()
             recorded = self._update_rows(verdict)
+        self._join(leaves_stream)
         with record_function("torchembed: update"):
             self._update(self._dense_optimizers, verdict)
         self._join(self._rows_stream if recorded else None)
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
+
+    def _backward_stream(self) -> torch.cuda.Stream | None:
+        """Where to call backward.
+
+        The caller's stream then waits for every stream on which a leaf got its gradient, also for
+        the vectors', whose leaves are tables; deferred gradients of weights need not wait for that.
+        """
+        groups = [group for of_set in self._table_sets for group in of_set.current_groups()]
+        return self._leaves_stream if all(group.rule for group in groups) else None
 
     def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
         """What is prepared, with its vectors, which come while the model begins its forward."""
