@@ -9,7 +9,9 @@ exchange before that one left there. ``state`` int32 ``[2]`` is the number of ex
 over, and 1 once a rank has failed to come; flags and epochs only increase.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +26,7 @@ _INTERPRETED = tl.constexpr(environment.triton_interpreted())
 _NUM_WARPS = 4
 _ELEMENTS = 4096
 """Of a program."""
-_DTYPES = {
+TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -44,23 +46,29 @@ def _converted(value, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale"])
-def _push_kernel(
+def _move_kernel(
     source_ptr,
+    target_ptr,
     moves_ptr,
-    buffers_ptr,
     state_ptr,
     source_stride,
     half_elements,
     scale,
+    PUSHES: tl.constexpr,
+    COLLECTS: tl.constexpr,
     SCALED: tl.constexpr,
     DTYPE: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rectangles of a matrix into the buffers of ranks: for each of the ``moves``, which are
+    """Rectangles of one matrix to places in others: for each of the ``moves``, which are
     ``(rank, rows, columns, r, c, target, stride)``,
-    ``buffer[rank][target + i * stride + j] = scale * source[r + i, c + j]``.
+    ``out[target + i * stride + j] = scale * source[r + i, c + j]``.
+
+    If PUSHES, ``target_ptr`` are addresses of every rank's buffer, and ``out`` is the coming
+    exchange's half of that of ``rank``; if COLLECTS, ``source`` is in this rank's buffer the half
+    of the exchange that is over.
 
     Example: ``source = [[1, 2], [3, 4]]``, two ranks, ``moves = [(0, 1, 2, 0, 0, 0, 2),
     (1, 1, 1, 1, 1, 3, 2)]``: rank 0's buffer begins with 1 2, and element 3 of rank 1's is 4.
@@ -70,20 +78,29 @@ def _push_kernel(
     first = tl.program_id(1) * ROWS
     if first < num_rows:
         num_columns = tl.multiple_of(tl.load(move + 2), VECTOR)
-        half = (tl.load(state_ptr) + 1) % 2
         row = first + tl.arange(0, ROWS)
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        source_row = tl.load(move + 3) + row
+        if COLLECTS:
+            source_ptr += (tl.load(state_ptr) % 2) * half_elements
+        source = source_ptr + (tl.load(move + 3) + row)[:, None] * source_stride
         source_column = tl.multiple_of(tl.load(move + 4), VECTOR)
-        source = source_ptr + source_row[:, None] * source_stride
         value = tl.load(source + (source_column + column)[None, :], mask=inside, other=0.0)
         value = _converted(value, scale, SCALED, DTYPE)
-        address = tl.load(buffers_ptr + tl.load(move)).to(tl.pointer_type(DTYPE))
-        start = half * half_elements + tl.multiple_of(tl.load(move + 5), VECTOR)
+        if PUSHES:
+            out = pushed_to(target_ptr, tl.load(move), state_ptr, half_elements, DTYPE)
+        else:
+            out = target_ptr
+        out += tl.multiple_of(tl.load(move + 5), VECTOR)
         stride = tl.multiple_of(tl.load(move + 6), VECTOR)
-        target = tl.multiple_of(address, 16) + start
-        tl.store(target + row[:, None] * stride + column[None, :], value, mask=inside)
+        tl.store(out + row[:, None] * stride + column[None, :], value, mask=inside)
+
+
+@triton.jit
+def pushed_to(buffers_ptr, rank, state_ptr, half_elements, DTYPE: tl.constexpr):
+    """Where in the buffer of ``rank`` the coming exchange's half begins."""
+    address = tl.load(buffers_ptr + rank).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(address, 16) + ((tl.load(state_ptr) + 1) % 2) * half_elements
 
 
 @triton.jit
@@ -162,41 +179,20 @@ def _mean_kernel(
         total += as_float32(tl.load(parts + source * share, mask=inside, other=0.0))
     DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
     mean = round_to_nearest(tl.div_rn(total, tl.full([BLOCK], NUM_RANKS, tl.float32)), DTYPE)
-    start = ((tl.load(means_state_ptr) + 1) % 2) * half_elements + rank * share
     for turn in tl.static_range(NUM_RANKS):
         peer = (rank + 1 + turn) % NUM_RANKS
-        means = tl.load(means_ptr + peer).to(tl.pointer_type(DTYPE))
-        tl.store(tl.multiple_of(means, 16) + start + offset, mean, mask=inside)
-
-
-@triton.jit
-def _collect_kernel(
-    buffer_ptr,
-    state_ptr,
-    out_ptr,
-    num_elements,
-    half_elements,
-    BLOCK: tl.constexpr,
-):
-    """``out = `` what has arrived in this rank's buffer in the exchange that is over."""
-    half = tl.load(state_ptr) % 2
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < num_elements
-    source = buffer_ptr + half * half_elements
-    value = tl.load(source + offset, mask=inside, other=0.0)
-    value = _converted(value, 1.0, False, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset, value, mask=inside)
+        means = pushed_to(means_ptr, peer, means_state_ptr, half_elements, DTYPE)
+        tl.store(means + rank * share + offset, mean, mask=inside)
 
 
 class Moves:
-    """What one rank pushes in an exchange, on its device: see :func:`_push_kernel`.
+    """Rectangles to move, on a device: see :func:`_move_kernel`.
 
     Args:
-        moves: tuples of MOVE_FIELDS numbers; on one of no rows or columns nothing is done.
+        moves: tuples of MOVE_FIELDS numbers; one of no rows or columns moves nothing.
     """
 
     def __init__(self, moves: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        moves = [move for move in moves if move[1] > 0 and move[2] > 0]
         self.num_moves = len(moves)
         self.most_rows = max((move[1] for move in moves), default=0)
         self.most_columns = max((move[2] for move in moves), default=0)
@@ -208,26 +204,65 @@ class Moves:
         numbers = torch.tensor(moves, dtype=torch.int64).reshape(-1, MOVE_FIELDS)
         self.numbers = numbers.to(device)
 
+    def on_device(self) -> Tensor:
+        """The numbers, for a kernel."""
+        if self.numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+            _captured.setdefault(self.numbers.data_ptr(), self.numbers)
+        return self.numbers
 
-def launch_push(
-    source: Tensor,
-    moves: Moves,
-    buffers: Tensor,
-    state: Tensor,
-    dtype: torch.dtype,
-    half_elements: int,
-    scale: float | None = None,
+
+@functools.lru_cache(maxsize=1024)
+def moves_on(device: torch.device, moves: tuple[tuple[int, ...], ...]) -> Moves:
+    """``moves`` on ``device``; the host waits for it where they are seen for the first time."""
+    return Moves(moves, device)
+
+
+_captured: dict[int, Tensor] = {}
+"""By address, what a CUDA graph has captured: a replay reads it however long ago that was."""
+
+
+class Exchange(NamedTuple):
+    """What kernels know of a channel."""
+
+    buffers: Tensor
+    """int64 ``[W]``, addresses of the ranks' buffers."""
+    state: Tensor
+    half_elements: int
+    """Of a half of a buffer, a multiple of 64."""
+    dtype: torch.dtype
+    """Of what travels."""
+
+
+def launch_push(source: Tensor, moves: Moves, to: Exchange, scale: float | None = None) -> None:
+    """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' buffers."""
+    _launch_moves(source, to.buffers, moves, to, to.dtype, scale, pushes=True)
+
+
+def launch_collect(
+    buffer: Tensor, stride: int, moves: Moves, arrived: Exchange, out: Tensor
 ) -> None:
-    """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' ``buffers``.
+    """Move what arrived in this rank's ``buffer``, in rows of ``stride`` elements, to ``out``."""
+    source = buffer.as_strided((1, stride), (stride, 1))
+    _launch_moves(source, out, moves, arrived, out.dtype, None, collects=True)
 
-    Args:
-        source: its last dimension is contiguous.
-        buffers: int64 ``[W]``, addresses.
-        state: of the channel.
-        dtype: in which elements are stored.
-        half_elements: of a half of a buffer, a multiple of 64.
-    """
-    if moves.num_moves == 0:
+
+def launch_moves(source: Tensor, moves: Moves, out: Tensor) -> None:
+    """Move within this GPU, from ``source [rows, columns]`` to ``out``."""
+    _launch_moves(source, out, moves, None, out.dtype, None)
+
+
+def _launch_moves(
+    source: Tensor,
+    target: Tensor,
+    moves: Moves,
+    exchange: Exchange | None,
+    dtype: torch.dtype,
+    scale: float | None,
+    *,
+    pushes: bool = False,
+    collects: bool = False,
+) -> None:
+    if moves.most_rows == 0 or moves.most_columns == 0:
         return
     columns = min(triton.next_power_of_2(moves.most_columns), 256)
     rows = _ELEMENTS // columns
@@ -237,16 +272,18 @@ def launch_push(
         triton.cdiv(moves.most_columns, columns),
     )
     with torch.cuda.device_of(source):
-        _push_kernel[grid](
+        _move_kernel[grid](
             source,
-            moves.numbers,
-            buffers,
-            state,
+            target,
+            moves.on_device(),
+            None if exchange is None else exchange.state,
             source.stride(0),
-            half_elements,
+            0 if exchange is None else exchange.half_elements,
             1.0 if scale is None else scale,
+            PUSHES=pushes,
+            COLLECTS=collects,
             SCALED=scale is not None,
-            DTYPE=_DTYPES[dtype],
+            DTYPE=TRITON_DTYPES[dtype],
             VECTOR=moves.vector,
             ROWS=rows,
             COLUMNS=columns,
@@ -285,53 +322,29 @@ def launch_meet(
 
 
 def launch_mean(
-    parts: Tensor,
-    parts_state: Tensor,
-    means: Tensor,
-    means_state: Tensor,
-    share: int,
-    num_elements: int,
-    half_elements: int,
-    rank: int,
+    parts: Tensor, arrived: Exchange, means: Exchange, share: int, num_elements: int, rank: int
 ) -> None:
     """Store the mean of this rank's share into every rank's buffer: see :func:`_mean_kernel`.
 
     Args:
-        parts: this rank's buffer, of the dtype that travels.
-        means: int64 ``[W]``, addresses.
+        parts: this rank's buffer, of the dtype that travels, whose exchange is over.
+        means: as large a channel.
         share: elements of each rank's but the last ones', a multiple of 64.
         num_elements: of this rank's.
-        half_elements: of a half of either buffer.
     """
     if num_elements <= 0:
         return
     with torch.cuda.device_of(parts):
         _mean_kernel[(triton.cdiv(num_elements, _ELEMENTS),)](
             parts,
-            parts_state,
-            means,
-            means_state,
+            arrived.state,
+            means.buffers,
+            means.state,
             share,
             num_elements,
-            half_elements,
+            means.half_elements,
             rank,
-            NUM_RANKS=means.numel(),
-            BLOCK=_ELEMENTS,
-            num_warps=_NUM_WARPS,
-        )
-
-
-def launch_collect(buffer: Tensor, state: Tensor, out: Tensor, half_elements: int) -> None:
-    """Copy what arrived in ``buffer``, of the dtype of the wire, to the contiguous ``out``."""
-    if out.numel() == 0:
-        return
-    with torch.cuda.device_of(buffer):
-        _collect_kernel[(triton.cdiv(out.numel(), _ELEMENTS),)](
-            buffer,
-            state,
-            out,
-            out.numel(),
-            half_elements,
+            NUM_RANKS=means.buffers.numel(),
             BLOCK=_ELEMENTS,
             num_warps=_NUM_WARPS,
         )

@@ -1,5 +1,6 @@
 """Vectors and gradients that GPUs store into each other's memory, and a GPU that does not come."""
 
+import itertools
 import re
 
 import numpy as np
@@ -7,7 +8,14 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.sharding.test_push import LATE, assert_same_arrays, late_rank, vectors_and_gradients
+from tests.sharding.test_push import (
+    CASES,
+    LATE,
+    WIRES,
+    assert_same_arrays,
+    late_rank,
+    vectors_and_gradients,
+)
 from torchembed.sharding import WireTransport
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +23,8 @@ BACKEND = "cpu:gloo,cuda:nccl"
 
 
 def on_a_rank() -> list[list[list[np.ndarray]]]:
-    return [vectors_and_gradients("cuda", transport) for transport in WireTransport]
+    pairs = list(itertools.product(CASES, WIRES))
+    return [vectors_and_gradients(pairs, "cuda", transport) for transport in WireTransport]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -1,5 +1,6 @@
 """``EmbeddingBagCollection`` over several ranks."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +15,13 @@ from torchembed.modules.embedding_bag_collection import (
     keyed_result,
     weighted_as_asked,
 )
-from torchembed.modules.pooled_slots import pooled_slots
+from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.slots import SlotRows, select_features
 from torchembed.ops.row_gradients import WeightGradient
+from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.plan import TablePlan
+from torchembed.sharding.pooled_push import ColumnPlaces, GroupVectors, PooledPush, place_columns
 from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.routes import FixedRoute, JaggedRoute, Route
 
@@ -51,6 +54,27 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
         self._poolings = [config.pooling for config in slot_configs]
+        self._push = None if ranks.push is None else self._pooled_push(ranks.push)
+
+    def _pooled_push(self, domain: PushDomain) -> PooledPush:
+        """What pushes vectors to their places among the values, but those of several shards, and
+        means, which are found from them."""
+        parts, layout, _ = self._sharded
+        columns, firsts = dict.fromkeys(self._sharded_slots, 0), []
+        starts = list(itertools.accumulate(self._widths, initial=0))
+        for part in parts:
+            firsts.append(starts[part.slot] + columns[part.slot])
+            columns[part.slot] += part.num_columns
+        self._part_columns = firsts
+        is_whole = [len(p.shards) == 1 and self._poolings[p.slot] is Pooling.SUM for p in parts]
+        places = [first if whole else None for first, whole in zip(firsts, is_whole, strict=True)]
+        widths = [self._widths[slot] for slot in self._replicated_slots]
+        sources = itertools.accumulate(widths, initial=0)
+        targets = [starts[slot] for slot in self._replicated_slots]
+        self._replicated_places = ColumnPlaces(tuple(zip(sources, widths, targets, strict=False)))
+        return PooledPush(
+            layout, domain, self._ranks.wire, places, sum(self._widths), self._output_dtype
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The whole tables' configs, in order."""
@@ -61,23 +85,57 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
     def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
+        if self._push is not None and lookups.sharded is not None:
+            values = self._pushed_values(lookups, self._push)
+        else:
+            values = self._exchanged_values(lookups)
+        return keyed_result(features, self._feature_slots.names, self._widths, values)
+
+    def _exchanged_values(self, lookups: "_Lookups") -> Tensor:
+        """The vectors of all slots side by side, by an all-to-all."""
         columns: dict[int, Tensor] = {}
-        pooled = None if lookups.sharded is None else self._pooled(lookups.sharded)
+        pooled = None
+        if lookups.sharded is not None:
+            of_groups = *self._sums(lookups.sharded), self._output_dtype, self._weight_form
+            pooled = pooled_slots(*of_groups)
         if lookups.replicated is not None:
-            replicated = self._replicated_slots
-            vectors = pooled_slots(
-                lookups.replicated,
-                [self._poolings[slot] for slot in replicated],
-                self._output_dtype,
-                WeightGradient.DENSE,
+            vectors, replicated = (
+                self._replicated_vectors(lookups.replicated),
+                self._replicated_slots,
             )
             split = vectors.split([self._widths[slot] for slot in replicated], dim=1)
             columns.update(zip(replicated, split, strict=True))
         if pooled is not None:
             # Made last, the exchange is first in backward: what it brings is waited for.
             columns.update(self._sharded_columns(lookups, pooled))
-        values = torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
-        return keyed_result(features, self._feature_slots.names, self._widths, values)
+        return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
+
+    def _pushed_values(self, lookups: "_Lookups", push: PooledPush) -> Tensor:
+        """The vectors of all slots side by side, by push: each stored where it belongs."""
+        assert lookups.route is not None
+        assert lookups.sharded is not None
+        of_groups = *self._sums(lookups.sharded), self._output_dtype, self._weight_form
+        groups = [GroupVectors(*of_group) for of_group in pooled_groups(*of_groups)]
+        others = []
+        if lookups.replicated is not None:
+            vectors = self._replicated_vectors(lookups.replicated)
+            others.append((vectors, self._replicated_places))
+        values, staged = lookups.route.push_pooled(groups, push)
+        for part, column in staged:
+            slot, width = self._sharded.parts[part].slot, column.shape[1]
+            if slot in lookups.bag_sizes:
+                column = column / lookups.bag_sizes[slot].to(column.dtype)
+            others.append((column, ColumnPlaces(((0, width, self._part_columns[part]),))))
+        return place_columns(values, others)
+
+    def _replicated_vectors(self, replicated: SlotRows) -> Tensor:
+        """The pooled vectors of the slots whose tables every rank holds."""
+        poolings = [self._poolings[slot] for slot in self._replicated_slots]
+        return pooled_slots(replicated, poolings, self._output_dtype, WeightGradient.DENSE)
+
+    def _sums(self, sharded: SlotRows) -> tuple[SlotRows, list[Pooling]]:
+        """Blocks are summed; of a mean, that is divided at home."""
+        return sharded, [Pooling.SUM] * len(self._sharded.layout.blocks[self._ranks.rank])
 
     def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
         batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
@@ -97,15 +155,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sizes = {slot: bag_sizes(batch, slot) for slot in means}
         return _Lookups(route, sharded, replicated, sizes)
 
-    def _pooled(self, sharded: SlotRows) -> Tensor:
-        """``[all ranks' samples, columns]``: the vectors of this rank's blocks side by side."""
-        num_blocks = len(self._sharded.layout.blocks[self._ranks.rank])
-        return pooled_slots(
-            sharded, [Pooling.SUM] * num_blocks, self._output_dtype, self._weight_form
-        )
-
     def _sharded_columns(self, lookups: "_Lookups", pooled: Tensor) -> dict[int, Tensor]:
-        """``[B, D]`` for each sharded slot, from the ranks that hold its rows."""
+        """``[B, D]`` for each sharded slot, from the ranks that hold its rows.
+
+        ``pooled`` are the vectors of this rank's blocks, ``[all ranks' samples, columns]``.
+        """
         assert lookups.route is not None
         by_slot: dict[int, list[Tensor]] = {}
         returned = lookups.route.return_pooled(pooled)

@@ -5,7 +5,7 @@ buffer are enough, is in :mod:`torchembed.triton_kernels.push`.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 _ALIGNMENT = 256
 """Bytes."""
 _LEAST_BYTES = 1 << 16
+Move = tuple[int, int, int, int, int, int, int]
+"""See :func:`torchembed.triton_kernels.push._move_kernel`."""
 Allocate = Callable[[int, Any, torch.device], tuple[Tensor, list[int]]]
 
 
@@ -95,18 +97,28 @@ class Channel:
         self._flags = torch.tensor(flags, dtype=torch.int64, device=domain.device)
         self._state = torch.zeros(2, dtype=torch.int32, device=domain.device)
 
+    def exchange(self, dtype: torch.dtype) -> Any:
+        """What kernels know of the channel where elements of ``dtype`` travel."""
+        from torchembed.triton_kernels.push import Exchange
+
+        half = self.half_bytes // dtype.itemsize
+        return Exchange(self._addresses, self._state, half, dtype)
+
     def push(
-        self, source: Tensor, moves: Any, dtype: torch.dtype, scale: float | None = None
+        self,
+        source: Tensor,
+        moves: Sequence[Move],
+        dtype: torch.dtype,
+        scale: float | None = None,
     ) -> None:
         """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' buffers
         in ``dtype``."""
-        from torchembed.triton_kernels.push import launch_push
+        from torchembed.triton_kernels.push import launch_push, moves_on
 
         self._domain.check()
         if source.stride(-1) != 1:
             source = source.contiguous()
-        half = self.half_bytes // dtype.itemsize
-        launch_push(source, moves, self._addresses, self._state, dtype, half, scale)
+        launch_push(source, moves_on(source.device, tuple(moves)), self.exchange(dtype), scale)
 
     def push_mean(self, means: "Channel", dtype: torch.dtype, share: int, num_mine: int) -> None:
         """Of what has arrived here, ``share`` elements from each rank, push the mean over ranks of
@@ -115,16 +127,8 @@ class Channel:
         from torchembed.triton_kernels.push import launch_mean
 
         assert means.half_bytes == self.half_bytes
-        launch_mean(
-            self._buffer.view(dtype),
-            self._state,
-            means._addresses,
-            means._state,
-            share,
-            num_mine,
-            self.half_bytes // dtype.itemsize,
-            self._domain.rank,
-        )
+        parts, rank = self._buffer.view(dtype), self._domain.rank
+        launch_mean(parts, self.exchange(dtype), means.exchange(dtype), share, num_mine, rank)
 
     def meet(self) -> None:
         """Wait on the GPU until every rank has pushed: the end of an exchange."""
@@ -140,13 +144,13 @@ class Channel:
             domain.limit_seconds,
         )
 
-    def collect(self, out: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy what arrived, in ``dtype``, in the exchange that is over to ``out``."""
-        from torchembed.triton_kernels.push import launch_collect
+    def collect(self, out: Tensor, moves: Sequence[Move], stride: int, dtype: torch.dtype) -> None:
+        """Move what arrived, in rows of ``stride`` elements of ``dtype``, in the exchange that is
+        over to ``out``."""
+        from torchembed.triton_kernels.push import launch_collect, moves_on
 
-        half = self.half_bytes // dtype.itemsize
-        launch_collect(self._buffer.view(dtype), self._state, out, half)
-        return out
+        on_device = moves_on(out.device, tuple(moves))
+        launch_collect(self._buffer.view(dtype), stride, on_device, self.exchange(dtype), out)
 
 
 def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> tuple[Tensor, list[int]]:

@@ -1,6 +1,5 @@
 """Pooled vectors by push: into the memory of the ranks whose samples they are, gradients back."""
 
-import collections
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,14 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.sharding.channel import Channel, PushDomain
+from torchembed.sharding.channel import Channel, Move, PushDomain
 from torchembed.sharding.layout import Layout
 from torchembed.sharding.wire import WirePrecision, float16_scale, narrow_dtype
-
-_KNOWN_BATCHES = 64
-
-Move = tuple[int, int, int, int, int, int, int]
-"""See :func:`torchembed.triton_kernels.push._push_kernel`."""
 
 
 class Home(NamedTuple):
@@ -51,14 +45,17 @@ def home_of(layout: Layout) -> Home:
     return Home(columns, widths)
 
 
-def forward_moves(layout: Layout, batch_sizes: Sequence[int], rank: int) -> list[Move]:
-    """From this rank's ``[all samples, its columns]`` to the ``[samples, all columns]`` of all
-    ranks, as :class:`Home` says. Ranks begin with different ones, so not all store into one."""
+def forward_moves(
+    layout: Layout, batch_sizes: Sequence[int], rank: int, blocks: Sequence[int]
+) -> list[Move]:
+    """From the ``[all samples, columns]`` of some of this rank's ``blocks`` to the ``[samples, all
+    columns]`` of every rank, as :class:`Home` says. Ranks begin with different ones, so that not
+    all store into the same one."""
     home, num_ranks = home_of(layout), layout.num_ranks
     starts = [0, *itertools.accumulate(batch_sizes)]
     moves, column = [], 0
-    for block, target in zip(layout.blocks[rank], home.columns[rank], strict=True):
-        width = block.num_columns
+    for number in blocks:
+        width, target = layout.blocks[rank][number].num_columns, home.columns[rank][number]
         for turn in range(num_ranks):
             peer = (rank + 1 + turn) % num_ranks
             size = batch_sizes[peer]
@@ -67,114 +64,253 @@ def forward_moves(layout: Layout, batch_sizes: Sequence[int], rank: int) -> list
     return moves
 
 
-def backward_moves(layout: Layout, batch_sizes: Sequence[int], rank: int) -> list[Move]:
-    """The way back of every rank's :func:`forward_moves` to this one."""
-    home, num_ranks = home_of(layout), layout.num_ranks
-    start, size = sum(batch_sizes[:rank]), batch_sizes[rank]
+def backward_moves(
+    layout: Layout, batch_sizes: Sequence[int], rank: int, sources: Sequence[Sequence[int | None]]
+) -> list[Move]:
+    """From this rank's ``[samples, columns]`` to the ``[all samples, columns]`` of every rank, its
+    blocks side by side.
+
+    Args:
+        sources: the first column of each rank's blocks here; None for those that are elsewhere.
+    """
+    num_ranks, start, size = layout.num_ranks, sum(batch_sizes[:rank]), batch_sizes[rank]
     by_peer: list[list[Move]] = []
     for turn in range(num_ranks):
         peer = (rank + 1 + turn) % num_ranks
         blocks = layout.blocks[peer]
         stride, column, moves = sum(block.num_columns for block in blocks), 0, []
-        for block, source in zip(blocks, home.columns[peer], strict=True):
-            target = start * stride + column
-            moves.append((peer, size, block.num_columns, 0, source, target, stride))
-            column += block.num_columns
+        for block, source in zip(blocks, sources[peer], strict=True):
+            width, target = block.num_columns, start * stride + column
+            if source is not None:
+                moves.append((peer, size, width, 0, source, target, stride))
+            column += width
         by_peer.append(moves)
     return [move for turn in itertools.zip_longest(*by_peer) for move in turn if move is not None]
 
 
-class _Way(NamedTuple):
-    """Of the vectors of batches of some sizes there, and of their gradients back."""
+class GroupVectors(NamedTuple):
+    """The pooled vectors of some of a rank's blocks."""
 
-    forward: Any
-    """:class:`~torchembed.triton_kernels.push.Moves`."""
-    backward: Any
+    blocks: list[int]
+    vectors: Tensor
+    """``[all samples, blocks, D]``."""
 
 
 class PooledPush:
-    """Pushes the pooled vectors of one layout over the ranks of ``domain``."""
+    """Pushes the pooled vectors of one layout over the ranks of ``domain``.
 
-    def __init__(self, layout: Layout, domain: PushDomain, wire: WirePrecision) -> None:
-        self._layout, self._domain, self.wire = layout, domain, wire
-        self.group = domain.group
-        self._home = home_of(layout)
-        self._widths = [sum(b.num_columns for b in blocks) for blocks in layout.blocks]
-        self._ways: collections.OrderedDict[tuple[int, ...], _Way] = collections.OrderedDict()
-        self._captured: list[_Way] = []
+    Args:
+        wire: the precision in which vectors and gradients travel.
+        places: of each part the first column in the values that :meth:`__call__` makes, None for
+            one that the caller has to see to, as it must be for one with several shards.
+        num_columns: of the values; those of no part are left as they are found.
+        dtype: of the vectors.
+    """
 
-    def __call__(self, pooled: Tensor, batch_sizes: Sequence[int]) -> list[list[Tensor]]:
-        """For each part the ``[B, columns]`` of this rank's samples from each of its shards, in the
-        order of ranks; views of one tensor.
+    def __init__(
+        self,
+        layout: Layout,
+        domain: PushDomain,
+        wire: WirePrecision,
+        places: Sequence[int | None],
+        num_columns: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layout, self.domain, self.wire, self.dtype = layout, domain, wire, dtype
+        self.home, self.num_columns = home_of(layout), num_columns
+        self.forward_dtype = narrow_dtype(dtype, wire.forward)
+        self.backward_dtype = narrow_dtype(dtype, wire.backward)
+        self.values_pieces: list[tuple[int, int, int]] = []
+        """First column at home, columns, first column in the values."""
+        self.staged_pieces: list[tuple[int, int, int]] = []
+        self._staged: list[tuple[int, list[int]]] = []
+        """Parts that are the caller's, with the columns of their shards."""
+        first = end = 0
+        for part, (place, widths) in enumerate(zip(places, self.home.widths, strict=True)):
+            width = sum(widths)
+            if place is None:
+                self.staged_pieces.append((first, width, end))
+                self._staged.append((part, widths))
+                end += width
+            else:
+                assert len(widths) == 1
+                self.values_pieces.append((first, width, place))
+            first += width
+        self.num_staged = end
+        """Columns of those."""
+        self.widths = [sum(block.num_columns for block in blocks) for blocks in layout.blocks]
 
-        Where gradients are enabled the result requires one on every rank.
+    def __call__(
+        self, groups: Sequence[GroupVectors], batch_sizes: Sequence[int], anchor: Tensor | None
+    ) -> tuple[Tensor, list[tuple[int, list[Tensor]]]]:
+        """The values ``[B, num_columns]`` of this rank's samples, and for each part that has no
+        place there the ``[B, columns]`` from each of its shards, in the order of ranks.
+
+        Where gradients are enabled they require one on every rank.
 
         Args:
-            pooled: ``[all samples, columns]``, those of this rank's blocks side by side.
+            groups: the pooled vectors of all of this rank's blocks.
             batch_sizes: samples of each rank.
+            anchor: without elements; gets a gradient where it requires one.
         """
-        if torch.is_grad_enabled() and not pooled.requires_grad:
-            pooled = pooled.detach().requires_grad_()
-        home = _Push.apply(pooled, self, tuple(batch_sizes))
-        columns = iter(home.split([w for of_part in self._home.widths for w in of_part], dim=1))
-        return [list(itertools.islice(columns, len(of_part))) for of_part in self._home.widths]
+        if anchor is None:
+            anchor = torch.empty(0, device=self.domain.device)
+            anchor.requires_grad_(torch.is_grad_enabled())
+        blocks = [group.blocks for group in groups]
+        vectors = [group.vectors for group in groups]
+        values, staged = _Push.apply(anchor, self, tuple(batch_sizes), blocks, *vectors)
+        columns = iter(staged.split([w for _, widths in self._staged for w in widths], dim=1))
+        by_part = [
+            (part, list(itertools.islice(columns, len(widths)))) for part, widths in self._staged
+        ]
+        return values, by_part
 
-    def way(self, batch_sizes: tuple[int, ...]) -> _Way:
-        """What to push for batches of these sizes; known for the last ones, and copied to the GPU
-        for others, which waits for it."""
-        from torchembed.triton_kernels.push import Moves
+    def vectors_channel(self, batch_sizes: tuple[int, ...]) -> Channel:
+        """Where vectors arrive."""
+        num_elements = max(batch_sizes) * self.home.num_columns
+        num_bytes = num_elements * self.forward_dtype.itemsize
+        return self.domain.channel((self.layout, "vectors"), num_bytes)
 
-        way = self._ways.pop(batch_sizes, None)
-        if way is None:
-            device, rank = self._domain.device, self._domain.rank
-            way = _Way(
-                Moves(forward_moves(self._layout, batch_sizes, rank), device),
-                Moves(backward_moves(self._layout, batch_sizes, rank), device),
-            )
-            if len(self._ways) == _KNOWN_BATCHES:
-                self._ways.popitem(last=False)
-        self._ways[batch_sizes] = way
-        if self._domain.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured.append(way)
-        return way
+    def gradients_channel(self, batch_sizes: tuple[int, ...]) -> Channel:
+        """Where gradients arrive."""
+        num_elements = sum(batch_sizes) * max(self.widths)
+        num_bytes = num_elements * self.backward_dtype.itemsize
+        return self.domain.channel((self.layout, "gradients"), num_bytes)
 
-    def vectors_channel(self, batch_sizes: tuple[int, ...], dtype: torch.dtype) -> Channel:
-        """Where vectors of ``dtype`` arrive."""
-        num_elements = max(batch_sizes) * self._home.num_columns
-        return self._domain.channel((self._layout, "vectors"), num_elements * dtype.itemsize)
+    def sources_of(self, pieces: Sequence[tuple[int, int, int]]) -> list[list[int | None]]:
+        """Where the blocks of each rank lie among the columns of ``pieces``."""
 
-    def gradients_channel(self, batch_sizes: tuple[int, ...], dtype: torch.dtype) -> Channel:
-        """Where gradients of ``dtype`` arrive."""
-        num_elements = sum(batch_sizes) * max(self._widths)
-        return self._domain.channel((self._layout, "gradients"), num_elements * dtype.itemsize)
+        def source(column: int) -> int | None:
+            for first, width, place in pieces:
+                if first <= column < first + width:
+                    return place + column - first
+            return None
 
-    def home_shape(self, batch_sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Of what comes home to this rank."""
-        return batch_sizes[self._domain.rank], self._home.num_columns
+        return [[source(column) for column in of_rank] for of_rank in self.home.columns]
 
 
 class _Push(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pooled: Tensor, push: PooledPush, batch_sizes: tuple[int, ...]) -> Tensor:
-        ctx.push, ctx.batch_sizes, ctx.shape = push, batch_sizes, pooled.shape
-        dtype = narrow_dtype(pooled.dtype, push.wire.forward)
-        channel = push.vectors_channel(batch_sizes, dtype)
-        channel.push(pooled, push.way(batch_sizes).forward, dtype)
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        push: PooledPush,
+        batch_sizes: tuple[int, ...],
+        blocks: list[list[int]],
+        *vectors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.push, ctx.batch_sizes, ctx.blocks = push, batch_sizes, blocks
+        rank, dtype, num_home = push.domain.rank, push.forward_dtype, push.home.num_columns
+        channel = push.vectors_channel(batch_sizes)
+        for of_group, pooled in zip(blocks, vectors, strict=True):
+            moves = forward_moves(push.layout, batch_sizes, rank, of_group)
+            channel.push(pooled.flatten(1), moves, dtype)
         channel.meet()
-        return channel.collect(pooled.new_empty(push.home_shape(batch_sizes)), dtype)
+        made = []
+        pieces = (push.values_pieces, push.num_columns), (push.staged_pieces, push.num_staged)
+        for of_out, num_columns in pieces:
+            out = anchor.new_empty(batch_sizes[rank], num_columns, dtype=push.dtype)
+            moves = [(0, out.shape[0], w, 0, c, place, num_columns) for c, w, place in of_out]
+            channel.collect(out, _joined(moves), num_home, dtype)
+            made.append(out)
+        return made[0], made[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, values: Tensor, staged: Tensor) -> tuple[Any, ...]:
+        push, batch_sizes = ctx.push, ctx.batch_sizes
+        rank, dtype, inverse = push.domain.rank, push.backward_dtype, None
+        grads, scale = [values, staged], 1.0 / len(batch_sizes)
+        if dtype is torch.float16 and push.dtype is torch.float32:
+            moved = torch.cat([_columns(values, push.values_pieces), staged], dim=1) * scale
+            factor, inverse = float16_scale(moved, push.domain.group)
+            # Each product is rounded as on its way through a collective.
+            grads, scale = [grad * scale * factor for grad in grads], None
+        channel = push.gradients_channel(batch_sizes)
+        for grad, pieces in zip(grads, (push.values_pieces, push.staged_pieces), strict=True):
+            moves = backward_moves(push.layout, batch_sizes, rank, push.sources_of(pieces))
+            channel.push(grad, moves, dtype, scale)
+        channel.meet()
+        received, num_samples = [], sum(batch_sizes)
+        mine, stride = push.layout.blocks[rank], push.widths[rank]
+        starts = [0, *itertools.accumulate(block.num_columns for block in mine)]
+        for of_group in ctx.blocks:
+            width = mine[of_group[0]].num_columns
+            out = values.new_empty(num_samples, len(of_group), width)
+            row = len(of_group) * width
+            moves = [
+                (0, num_samples, width, 0, starts[block], place * width, row)
+                for place, block in enumerate(of_group)
+            ]
+            channel.collect(out, _joined(moves), stride, dtype)
+            received.append(out if inverse is None else out * inverse)
+        return values.new_empty(0), None, None, None, *received
+
+
+def _columns(matrix: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Of ``matrix`` the columns of ``pieces``, side by side."""
+    parts = [matrix[:, place : place + width] for _, width, place in pieces]
+    return torch.cat([matrix[:, :0], *parts], dim=1)
+
+
+def _joined(moves: Sequence[Move]) -> list[Move]:
+    """``moves`` of one matrix to one other, in which neighbours are one."""
+    joined: list[Move] = []
+    for rank, num_rows, width, row, column, target, stride in moves:
+        if joined and joined[-1][4] + joined[-1][2] == column:
+            before = joined[-1]
+            if before[5] + before[2] == target:
+                joined[-1] = (*before[:2], before[2] + width, *before[3:])
+                continue
+        joined.append((rank, num_rows, width, row, column, target, stride))
+    return joined
+
+
+class ColumnPlaces(NamedTuple):
+    """Where columns of one matrix belong in another one."""
+
+    pieces: tuple[tuple[int, int, int], ...]
+    """First column, columns, first column in the other one."""
+
+
+def place_columns(values: Tensor, others: Sequence[tuple[Tensor, ColumnPlaces]]) -> Tensor:
+    """``values [B, columns]`` with the columns of ``others`` at their places, in place.
+
+    ``values`` is of a GPU. Gradients go to both; what ``values`` held there gets that of what is
+    there now.
+    """
+    if not others:
+        return values
+    tensors, places = zip(*others, strict=True)
+    return _Place.apply(values, places, *tensors)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, places: tuple[ColumnPlaces, ...], *others: Tensor
+    ) -> Tensor:
+        from torchembed.triton_kernels.push import launch_moves, moves_on
+
+        ctx.mark_dirty(values)
+        ctx.places, ctx.shapes = places, [other.shape for other in others]
+        num_rows, stride = values.shape
+        for other, of_other in zip(others, places, strict=True):
+            moves = [(0, num_rows, w, 0, c, place, stride) for c, w, place in of_other.pieces]
+            source = other if other.stride(1) == 1 else other.contiguous()
+            launch_moves(source, moves_on(values.device, tuple(_joined(moves))), values)
+        return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        push, batch_sizes = ctx.push, ctx.batch_sizes
-        dtype, inverse = narrow_dtype(grad.dtype, push.wire.backward), None
-        scale: float | None = 1.0 / len(batch_sizes)
-        if dtype is torch.float16 and grad.dtype is torch.float32:
-            grad = grad * scale
-            factor, inverse = float16_scale(grad, push.group)
-            grad, scale = grad * factor, None
-        channel = push.gradients_channel(batch_sizes, dtype)
-        channel.push(grad, push.way(batch_sizes).backward, dtype, scale)
-        channel.meet()
-        received = channel.collect(grad.new_empty(ctx.shape), dtype)
-        return received if inverse is None else received * inverse, None, None
+        from torchembed.triton_kernels.push import launch_moves, moves_on
+
+        source = grad if grad.stride(1) == 1 else grad.contiguous()
+        gradients = []
+        for shape, of_other in zip(ctx.shapes, ctx.places, strict=True):
+            out = grad.new_empty(shape)
+            moves = [(0, shape[0], w, 0, place, c, shape[1]) for c, w, place in of_other.pieces]
+            launch_moves(source, moves_on(grad.device, tuple(_joined(moves))), out)
+            gradients.append(out)
+        return grad, None, *gradients

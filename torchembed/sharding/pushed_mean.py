@@ -1,11 +1,9 @@
-"""The mean over GPUs by push: each takes a share of all ranks' numbers and gives its mean to all."""
-
-from typing import Any
+"""The mean over GPUs by push: each averages a share of all ranks' numbers, and gives it to all."""
 
 import torch
 from torch import Tensor
 
-from torchembed.sharding.channel import PushDomain
+from torchembed.sharding.channel import Move, PushDomain
 
 _WIDTH = 64
 """Elements are cut into rows of so many, which ranks share out."""
@@ -22,7 +20,6 @@ class PushedMean:
 
     def __init__(self, domain: PushDomain, use: str) -> None:
         self._domain, self._use = domain, use
-        self._moves: dict[int, Any] = {}
         self._stream = torch.cuda.Stream(domain.device, priority=-1)
 
     def start(self, numbers: Tensor, dtype: torch.dtype) -> torch.cuda.Event:
@@ -49,23 +46,22 @@ class PushedMean:
         num_bytes = share * domain.num_ranks * dtype.itemsize
         parts = domain.channel((self._use, "parts"), num_bytes)
         means = domain.channel((self._use, "means"), num_bytes)
-        parts.push(rows, self._moves_of(rows.shape[0], rows_a_rank), dtype)
+        parts.push(rows, self._shares(rows.shape[0], rows_a_rank), dtype)
         parts.meet()
         num_mine = min(share, rows.numel() - domain.rank * share)
         parts.push_mean(means, dtype, share, num_mine)
         means.meet()
-        means.collect(flat, dtype)
+        whole = (0, rows.shape[0], _WIDTH, 0, 0, 0, _WIDTH)
+        means.collect(rows, [whole], _WIDTH, dtype)
+        if padding:
+            flat.copy_(rows.view(-1)[: flat.numel()])
 
-    def _moves_of(self, num_rows: int, rows_a_rank: int) -> Any:
+    def _shares(self, num_rows: int, rows_a_rank: int) -> list[Move]:
         """Of each rank's share of the rows to it."""
-        from torchembed.triton_kernels.push import Moves
-
-        if num_rows not in self._moves:
-            domain, moves = self._domain, []
-            for turn in range(domain.num_ranks):
-                peer = (domain.rank + 1 + turn) % domain.num_ranks
-                size = min(rows_a_rank, num_rows - peer * rows_a_rank)
-                target = domain.rank * rows_a_rank * _WIDTH
-                moves.append((peer, size, _WIDTH, peer * rows_a_rank, 0, target, _WIDTH))
-            self._moves[num_rows] = Moves(moves, domain.device)
-        return self._moves[num_rows]
+        domain, moves = self._domain, []
+        for turn in range(domain.num_ranks):
+            peer = (domain.rank + 1 + turn) % domain.num_ranks
+            first = peer * rows_a_rank
+            size = max(min(rows_a_rank, num_rows - first), 0)
+            moves.append((peer, size, _WIDTH, first, 0, domain.rank * rows_a_rank * _WIDTH, _WIDTH))
+        return moves

@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.data_parallel import max_over, row_gradient_mean
-from torchembed.sharding.layout import Layout
 from torchembed.sharding.plan import Placement, TablePlan
-from torchembed.sharding.pooled_push import PooledPush
 from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.sharding.transport import WireTransport, check_peer_access
 from torchembed.sharding.wire import WirePrecision
@@ -107,7 +105,6 @@ class Ranks:
         self.push: PushDomain | None = None
         self.dense_mean: PushedMean | None = None
         mean_of_rows = None
-        self._pooled_push: dict[Layout, PooledPush] = {}
         if transport is WireTransport.PUSH:
             device = torch.device("cuda", torch.cuda.current_device())
             check_peer_access(self.group, device)
@@ -138,14 +135,6 @@ class Ranks:
             self._meshes[ranks] = _mesh_of([processes[rank] for rank in ranks], self.mesh)
         holders = self._meshes[ranks]
         return None if holders is None or len(ranks) == 1 else max_over(holders.get_group())
-
-    def pooled_push(self, layout: Layout) -> PooledPush | None:
-        """What pushes the pooled vectors of ``layout``; None where they are not pushed."""
-        if self.push is None:
-            return None
-        if layout not in self._pooled_push:
-            self._pooled_push[layout] = PooledPush(layout, self.push, self.wire)
-        return self._pooled_push[layout]
 
     def holders(self, plan: TablePlan) -> DeviceMesh:
         """The mesh of the ranks that hold a part of a divided table, this one among them.

@@ -1,6 +1,7 @@
 """Routes: the ids of a batch to the ranks that hold their rows, and the vectors back."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torchembed.sharding.collectives import (
     gather_size,
 )
 from torchembed.sharding.layout import Layout
+from torchembed.sharding.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.wire import WirePrecision
 
@@ -73,9 +75,6 @@ class Route:
         if not self._layout.blocks[self._rank] and weights is not None and weights.requires_grad:
             # Without a block nothing here uses the weights, but their exchange needs all ranks.
             pooled = pooled + weights.sum().to(pooled.dtype) * 0
-        push = self._ranks.pooled_push(self._layout)
-        if push is not None:
-            return [_sum_over_shards(columns) for columns in push(pooled, self.batch_sizes)]
         send = [size * pooled.shape[1] for size in self.batch_sizes]
         receive = [num_samples * sum(of_rank) for of_rank in widths]
         scale = 1.0 / self._layout.num_ranks
@@ -90,6 +89,26 @@ class Route:
             for block, columns in zip(blocks, by_block, strict=True):
                 from_shards[block.part].append(columns)
         return [_sum_over_shards(columns) for columns in from_shards]
+
+    def push_pooled(
+        self, groups: Sequence[GroupVectors], push: PooledPush
+    ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """:meth:`return_pooled` by push.
+
+        Args:
+            groups: the vectors of all of this rank's blocks.
+            push: of this layout.
+
+        Returns:
+            The values ``[B, columns]``, with the parts that have a place in them, and of each other
+            part its number and its ``[B, columns]``.
+        """
+        weights, anchor = self.features.weights, None
+        if not groups and weights is not None and weights.requires_grad:
+            # Nothing here uses the weights, but their exchange needs all ranks.
+            anchor = weights.flatten()[:0]
+        values, staged = push(groups, self.batch_sizes, anchor)
+        return values, [(part, _sum_over_shards(columns)) for part, columns in staged]
 
 
 def _sum_over_shards(columns: list[Tensor]) -> Tensor:
