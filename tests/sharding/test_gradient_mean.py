@@ -1,6 +1,7 @@
 """The mean of dense gradients over ranks: in buckets, flat or not, deferred or not."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
 from tests.values import normal
-from torchembed.core.gradient_slots import joint_memory, slot_of
+from torchembed.core.gradient_slots import joint_spans, slot_of
 from torchembed.modules import MLP, LowRankCross
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
@@ -30,13 +31,15 @@ class Model(nn.Module):
         self.first = MLP(6, [5, 8], dtype=dtype)
         self.between = nn.Linear(8, 8, dtype=dtype)
         self.cross = LowRankCross(8, 2, 3, dtype=dtype)
-        self.twice = MLP(8, [8], dtype=dtype)
+        self.repeated = MLP(8, [8], dtype=dtype)
         self.sometimes = nn.Linear(8, 8, dtype=dtype)
         self.frozen = nn.Linear(8, 8, dtype=dtype).requires_grad_(False)
         self.last = MLP(8, [4, 1], activation_on_last=False, dtype=dtype)
 
-    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
-        x = self.twice(self.twice(self.cross(self.frozen(self.between(self.first(x))))))
+    def forward(self, x: Tensor, uses_all: bool, repeats: int) -> Tensor:
+        x = self.cross(self.frozen(self.between(self.first(x))))
+        for _ in range(repeats):
+            x = self.repeated(x)
         # One use of a weight is deferred, another is not.
         penalty = self.last[0].weight.square().mean()
         return self.last(self.sometimes(x) if uses_all else x) + penalty
@@ -50,18 +53,20 @@ def model(dtype: torch.dtype) -> Model:
     return made
 
 
-def backward(module: nn.Module, rank: int, step: int) -> None:
+def backward(module: nn.Module, rank: int, step: int, kind: str) -> None:
     parameter = next(module.parameters())
     seed = 10 * step + rank
     x = normal(4 + rank, 6, seed=seed, dtype=parameter.dtype, device=parameter.device)
-    module(x, uses_all=rank == 0).float().square().mean().backward()
+    # What is deferred to a stream is added up for no weight that is used twice.
+    repeats = 1 if kind == "on a stream" else 2
+    module(x, uses_all=rank == 0, repeats=repeats).float().square().mean().backward()
 
 
-def local_gradients(rank: int, dtype: torch.dtype, device: str) -> list[np.ndarray]:
+def local_gradients(rank: int, dtype: torch.dtype, device: str, kind: str) -> list[np.ndarray]:
     """Of two backwards together, with nothing that reduces."""
     module = model(dtype).to(device)
     for step in range(2):
-        backward(module, rank, step)
+        backward(module, rank, step, kind)
     return [
         (torch.zeros_like(p) if p.grad is None else p.grad).float().cpu().numpy()
         for p in module.parameters()
@@ -95,10 +100,10 @@ def reduced_gradients(
         )
         for step in range(2):
             with deferral(case["deferral"]):
-                backward(module, rank, step)
+                backward(module, rank, step, case["deferral"])
         assert not mean._buckets
         if case["flat"]:
-            assert joint_memory(list(module.last.parameters())) is not None
+            assert joint_spans(list(module.last.parameters())) is not None
             assert all(slot_of(p).holds(p.grad) for p in module.parameters() if p.requires_grad)
         found.append([p.grad.float().cpu().numpy() for p in module.parameters() if p.requires_grad])
         assert all(p.grad is None for p in module.frozen.parameters())
@@ -124,7 +129,10 @@ def assert_means(
     by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, pushes, backend=backend)
     for number, case in enumerate(cases):
         first, *others = (results[number] for results in by_rank)
-        locals_ = [local_gradients(rank, case["dtype"], device) for rank in range(num_ranks)]
+        alone = functools.partial(
+            local_gradients, dtype=case["dtype"], device=device, kind=case["deferral"]
+        )
+        locals_ = [alone(rank) for rank in range(num_ranks)]
         wires = {case["dtype"], case["wire"] or case["dtype"]}
         # Each of two backwards rounds gradients, the partial sums of ranks and their mean.
         steps = 2 * (num_ranks + (2 if torch.bfloat16 in wires else 0))

@@ -1,13 +1,13 @@
 """Pooled vectors of all slots of a module, side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from torchembed.core.types import Pooling
 from torchembed.modules.slots import SlotRows
-from torchembed.ops.pooled_lookup import pooled_lookup
+from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import group_weight
 
@@ -40,9 +40,11 @@ def pooled_groups(
     poolings: Sequence[Pooling],
     output_dtype: torch.dtype,
     weight_form: WeightGradient,
+    store_of: Callable[[list[int]], LookupStore] | None = None,
 ) -> list[tuple[list[int], Tensor]]:
     """Of each group its slots and their pooled vectors, ``[B, slots, D]``; see
-    :func:`pooled_slots`."""
+    :func:`pooled_slots`. ``store_of`` slots stores these elsewhere, as ``store`` of
+    :func:`~torchembed.ops.pooled_lookup.pooled_lookup`."""
     groups = []
     for group_rows in rows.groups:
         entry, features, _ = group_rows
@@ -58,6 +60,7 @@ def pooled_groups(
             output_dtype=output_dtype,
             weight_form=weight_form,
             sink=group_rows.sink(),
+            store=None if store_of is None else store_of(entry.slots),
         )
         groups.append((entry.slots, vectors))
     return groups

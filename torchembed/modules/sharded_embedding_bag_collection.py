@@ -1,5 +1,6 @@
 """``EmbeddingBagCollection`` over several ranks."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -91,22 +92,19 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             values = self._exchanged_values(lookups)
         return keyed_result(features, self._feature_slots.names, self._widths, values)
 
+    # Backward begins with what forward made last. What other ranks send is waited for, so the
+    # exchange is last here; gradients of tables that every rank holds wait for all ranks, so their
+    # lookup is first.
+
     def _exchanged_values(self, lookups: "_Lookups") -> Tensor:
         """The vectors of all slots side by side, by an all-to-all."""
         columns: dict[int, Tensor] = {}
-        pooled = None
-        if lookups.sharded is not None:
-            of_groups = *self._sums(lookups.sharded), self._output_dtype, self._weight_form
-            pooled = pooled_slots(*of_groups)
         if lookups.replicated is not None:
-            vectors, replicated = (
-                self._replicated_vectors(lookups.replicated),
-                self._replicated_slots,
-            )
-            split = vectors.split([self._widths[slot] for slot in replicated], dim=1)
-            columns.update(zip(replicated, split, strict=True))
-        if pooled is not None:
-            # Made last, the exchange is first in backward: what it brings is waited for.
+            vectors = self._replicated_vectors(lookups.replicated)
+            split = vectors.split([self._widths[slot] for slot in self._replicated_slots], dim=1)
+            columns.update(zip(self._replicated_slots, split, strict=True))
+        if lookups.sharded is not None:
+            pooled = pooled_slots(*self._sums(lookups.sharded))
             columns.update(self._sharded_columns(lookups, pooled))
         return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
 
@@ -114,12 +112,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The vectors of all slots side by side, by push: each stored where it belongs."""
         assert lookups.route is not None
         assert lookups.sharded is not None
-        of_groups = *self._sums(lookups.sharded), self._output_dtype, self._weight_form
-        groups = [GroupVectors(*of_group) for of_group in pooled_groups(*of_groups)]
         others = []
         if lookups.replicated is not None:
             vectors = self._replicated_vectors(lookups.replicated)
             others.append((vectors, self._replicated_places))
+        store_of = functools.partial(push.store, batch_sizes=lookups.route.batch_sizes)
+        pooled = pooled_groups(*self._sums(lookups.sharded), store_of)
+        groups = [GroupVectors(*of_group) for of_group in pooled]
         values, staged = lookups.route.push_pooled(groups, push)
         for part, column in staged:
             slot, width = self._sharded.parts[part].slot, column.shape[1]
@@ -133,9 +132,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         poolings = [self._poolings[slot] for slot in self._replicated_slots]
         return pooled_slots(replicated, poolings, self._output_dtype, WeightGradient.DENSE)
 
-    def _sums(self, sharded: SlotRows) -> tuple[SlotRows, list[Pooling]]:
-        """Blocks are summed; of a mean, that is divided at home."""
-        return sharded, [Pooling.SUM] * len(self._sharded.layout.blocks[self._ranks.rank])
+    def _sums(
+        self, sharded: SlotRows
+    ) -> tuple[SlotRows, list[Pooling], torch.dtype, WeightGradient]:
+        """What pools this rank's blocks: sums, which are divided at home where means are due."""
+        poolings = [Pooling.SUM] * len(self._sharded.layout.blocks[self._ranks.rank])
+        return sharded, poolings, self._output_dtype, self._weight_form
 
     def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
         batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)

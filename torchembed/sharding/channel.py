@@ -120,6 +120,17 @@ class Channel:
             source = source.contiguous()
         launch_push(source, moves_on(source.device, tuple(moves)), self.exchange(dtype), scale)
 
+    def push_lookup(self, lookup: Sequence[Any], moves: Sequence[Move], dtype: torch.dtype) -> None:
+        """Store ``moves`` of what a ``lookup``, the arguments of a
+        :obj:`~torchembed.ops.pooled_lookup.LookupStore`, pools into the ranks' buffers in
+        ``dtype``."""
+        from torchembed.triton_kernels.pooled_lookup import launch_pooled_lookup_push
+        from torchembed.triton_kernels.push import moves_on
+
+        self._domain.check()
+        on_device = moves_on(self._domain.device, tuple(moves))
+        launch_pooled_lookup_push(*lookup, moves=on_device, to=self.exchange(dtype))
+
     def push_mean(self, means: "Channel", dtype: torch.dtype, share: int, num_mine: int) -> None:
         """Of what has arrived here, ``share`` elements from each rank, push the mean over ranks of
         the first ``num_mine`` to all ranks through ``means``, a channel as large, each rank's where

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchembed.core.gradient_slots import FlatSpans
 from torchembed.ops.row_gradients import WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.sharding.collectives import gather_size
@@ -63,7 +64,7 @@ def row_gradient_mean(
         if push is None:
             all_reduce(flat, group)
         else:
-            push.take(flat, flat.dtype)
+            push.take(FlatSpans(flat, [(0, flat.numel())]), flat.dtype)
         dense = flat[: num_rows * dim].view(num_rows, dim)
         if push is None:
             dense = dense / dist.get_world_size(group)

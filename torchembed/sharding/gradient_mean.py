@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.core.gradient_slots import gather_gradients, joint_memory, slot_of
+from torchembed.core.gradient_slots import FlatSpans, gather_gradients, joint_spans, slot_of
 from torchembed.ops.weight_gradients import (
     is_waiting,
     on_gradient_stream,
@@ -33,9 +33,9 @@ class _Reduction(NamedTuple):
     """The sum or mean of a bucket on its way."""
 
     work: dist.Work | torch.cuda.Event
-    memory: Tensor
+    memory: list[Tensor]
     gradients: list[Tensor]
-    """What the mean is copied to; none where ``memory`` is the gradients' own."""
+    """What the mean is copied to from the one part of ``memory``; none where that is theirs."""
 
 
 class GradientMean:
@@ -44,9 +44,9 @@ class GradientMean:
     Every rank must run backward equally often. A parameter without a gradient on this rank counts
     as zeros. Gradients that accumulate over several backwards come out as the mean of the sums.
     Buckets are filled, and reduced on every rank, in the order in which the first rank's gradients
-    came in the first backward, and in that one from the last parameter to the first; a bucket that
-    lies in a flat buffer, as those of :class:`~torchembed.optim.DenseOptimizer` may, is reduced
-    there. All are done at the end of backward, or of the
+    came in the first backward, and in that one from the last parameter to the first. What lies in
+    a flat buffer, as with :class:`~torchembed.optim.DenseOptimizer`, is reduced there. All are done
+    at the end of backward, or of the
     :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients` around it.
 
     The parameters keep it.
@@ -140,45 +140,57 @@ class GradientMean:
         with on_gradient_stream():
             # The layout, which is the same on all ranks, says what is reduced, and not where this
             # rank's gradients happen to lie.
-            memory, gradients = joint_memory(bucket.parameters), []
-            if memory is not None:
+            spans, gradients = joint_spans(bucket.parameters), []
+            if spans is not None:
                 gather_gradients(bucket.parameters)
             for parameter in bucket.parameters:
                 if parameter.grad is None:
                     slot = slot_of(parameter)
                     zeros = torch.zeros_like(parameter) if slot is None else slot.memory.zero_()
                     parameter.grad = zeros.detach()
-            if memory is None:
+            if spans is None:
                 gradients = [p.grad for p in bucket.parameters if p.grad is not None]
                 memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                spans = FlatSpans(memory, [(0, memory.numel())])
             if self._push is not None:
-                work = self._push.start(memory, self._dtype or memory.dtype)
+                work, memory = (
+                    self._push.start(spans, self._dtype or spans.flat.dtype),
+                    spans.parts(),
+                )
             else:
-                if self._dtype not in (None, memory.dtype):
-                    gradients = gradients or [memory]
-                    memory = memory.to(self._dtype)
-                op = dist.ReduceOp.AVG if self._averages(memory) else dist.ReduceOp.SUM
-                work = dist.all_reduce(memory, op, group=self._group, async_op=True)
-        assert work is not None
+                work, memory, gradients = self._all_reduce(spans, gradients)
         self._reductions.append(_Reduction(work, memory, gradients))
 
-    def _averages(self, memory: Tensor) -> bool:
+    def _all_reduce(self, spans: FlatSpans, gradients: list[Tensor]) -> _Reduction:
+        """Begin to sum ``spans`` over ranks: there, or in a copy in the dtype that is asked for,
+        which belongs back into ``gradients``, or where it came from."""
+        memory = spans.parts()
+        if self._dtype not in (None, spans.flat.dtype):
+            gradients = gradients or memory
+            memory = [torch.cat(memory).to(self._dtype)]
+        options = dist.AllreduceCoalescedOptions()
+        averages = self._averages(spans.flat.device)
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        options.asyncOp = True
+        return _Reduction(self._group.allreduce_coalesced(memory, options), memory, gradients)
+
+    def _averages(self, device: torch.device) -> bool:
         """Whether what comes is the mean already, and not the sum."""
         is_pushed = self._push is not None
-        return is_pushed or self._group._get_backend(memory.device).name() == "nccl"
+        return is_pushed or self._group._get_backend(device).name() == "nccl"
 
     def _finish(self) -> None:
         while self._remaining():
             self._reduce(self._remaining()[0])
         for work, memory, gradients in self._reductions:
-            if isinstance(work, torch.cuda.Event) or memory.is_cuda:
+            if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
                 work.wait()
             else:
                 wait_for(work)
-            if not self._averages(memory):
-                memory /= dist.get_world_size(self._group)
+            if not self._averages(memory[0].device):
+                torch._foreach_div_(memory, dist.get_world_size(self._group))  # type: ignore[attr-defined]
             if gradients:
-                parts = memory.split([gradient.numel() for gradient in gradients])
+                parts = memory[0].split([gradient.numel() for gradient in gradients])
                 shaped = [part.view(g.shape) for g, part in zip(gradients, parts, strict=True)]
                 torch._foreach_copy_(gradients, shaped)  # type: ignore[attr-defined]
         self._clear()
@@ -200,7 +212,7 @@ class GradientMean:
         """What a backward that failed has left."""
         for work, memory, _ in self._reductions:
             # On a GPU it may be of a capture that failed, and not to be waited for.
-            if not (isinstance(work, torch.cuda.Event) or memory.is_cuda):
+            if not (isinstance(work, torch.cuda.Event) or memory[0].is_cuda):
                 wait_for(work)
         self._clear()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.ops.pooled_lookup import LookupStore
 from torchembed.sharding.channel import Channel, Move, PushDomain
 from torchembed.sharding.layout import Layout
 from torchembed.sharding.wire import WirePrecision, float16_scale, narrow_dtype
@@ -89,11 +90,11 @@ def backward_moves(
 
 
 class GroupVectors(NamedTuple):
-    """The pooled vectors of some of a rank's blocks."""
+    """The pooled vectors of some of a rank's blocks, which :meth:`PooledPush.store` has stored."""
 
     blocks: list[int]
     vectors: Tensor
-    """``[all samples, blocks, D]``."""
+    """``[all samples, blocks, D]``; zeros that get the gradients."""
 
 
 class PooledPush:
@@ -139,6 +140,18 @@ class PooledPush:
         self.num_staged = end
         """Columns of those."""
         self.widths = [sum(block.num_columns for block in blocks) for blocks in layout.blocks]
+
+    def store(self, blocks: Sequence[int], batch_sizes: Sequence[int]) -> LookupStore:
+        """Where a lookup stores the vectors of some of this rank's ``blocks``, before
+        :meth:`__call__`."""
+        sizes = tuple(batch_sizes)
+        channel = self.vectors_channel(sizes)
+        moves = forward_moves(self.layout, sizes, self.domain.rank, blocks)
+
+        def store(*lookup: Any) -> None:
+            channel.push_lookup(lookup, moves, self.forward_dtype)
+
+        return store
 
     def __call__(
         self, groups: Sequence[GroupVectors], batch_sizes: Sequence[int], anchor: Tensor | None
@@ -202,9 +215,6 @@ class _Push(torch.autograd.Function):
         ctx.push, ctx.batch_sizes, ctx.blocks = push, batch_sizes, blocks
         rank, dtype, num_home = push.domain.rank, push.forward_dtype, push.home.num_columns
         channel = push.vectors_channel(batch_sizes)
-        for of_group, pooled in zip(blocks, vectors, strict=True):
-            moves = forward_moves(push.layout, batch_sizes, rank, of_group)
-            channel.push(pooled.flatten(1), moves, dtype)
         channel.meet()
         made = []
         pieces = (push.values_pieces, push.num_columns), (push.staged_pieces, push.num_staged)

@@ -280,8 +280,8 @@ class StaticStep:
             step_unless(optimizer, None if verdict is None else verdict.skip)
 
     def _update_rows(self, verdict: Verdict | None) -> list[RecordedGradients]:
-        """Update rows as soon as their gradients are there, beside what backward and the other
-        optimizers have left to do.
+        """Update rows, each table group's as soon as its gradients are there, beside what backward
+        and the other optimizers have left to do.
 
         Returns:
             What must be held until the streams have joined, or its memory would be used again.
@@ -290,9 +290,6 @@ class StaticStep:
         if self._rows_stream is None:
             self._update(self._table_optimizers, verdict)
         elif recorded:
-            for entry in recorded:
-                assert entry.ready is not None
-                self._rows_stream.wait_event(entry.ready)
             with torch.cuda.stream(self._rows_stream), record_function("torchembed: rows"):
                 self._update(self._table_optimizers, verdict)
         return recorded

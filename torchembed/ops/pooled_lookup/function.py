@@ -1,6 +1,6 @@
 """The public function ``pooled_lookup`` and its gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from torchembed.ops.pooled_lookup.schema import (
 from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
 
+LookupStore = Callable[[Tensor, Tensor, Tensor | None, list[int], Tensor | None, int, int], None]
+"""Takes weight, rows, offsets, hotness, per-id weights, features and samples of a lookup."""
+
 
 class _PooledLookup(torch.autograd.Function):
     @staticmethod
@@ -34,6 +37,7 @@ class _PooledLookup(torch.autograd.Function):
         output_dtype: torch.dtype,
         form: WeightGradient,
         sink: GradientSink | None,
+        store: LookupStore | None,
     ) -> Tensor:
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
         # the weight is not saved, so that an update before backward is no error.
@@ -44,6 +48,10 @@ class _PooledLookup(torch.autograd.Function):
             weight if weights_need_grad else None, rows, offsets, per_id_weights, rows_like
         )
         ctx.hotness, ctx.mean, ctx.form, ctx.sink = hotness, mean, form, sink
+        if store is not None:
+            store(weight, rows, offsets, hotness, per_id_weights, num_features, batch_size)
+            elsewhere = weight.new_zeros((), dtype=output_dtype)
+            return elsewhere.expand(batch_size, num_features, weight.shape[1])
         return pooled_lookup_forward_op(
             weight,
             rows,
@@ -83,7 +91,7 @@ class _PooledLookup(torch.autograd.Function):
             grad_per_id_weights = pooled_lookup_weights_backward_op(
                 grad, weight, rows, offsets, ctx.hotness, ctx.mean
             ).to(per_id_weights.dtype)
-        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 6
+        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 7
 
 
 def pooled_lookup(
@@ -99,6 +107,7 @@ def pooled_lookup(
     output_dtype: torch.dtype | None = None,
     weight_form: WeightGradient = WeightGradient.DENSE,
     sink: GradientSink | None = None,
+    store: LookupStore | None = None,
 ) -> Tensor:
     """Pool the rows of each bag into one vector; all features of a table group in one call.
 
@@ -120,6 +129,8 @@ def pooled_lookup(
         output_dtype: float32, float16 or bfloat16; the weight's where None.
         weight_form: form of the gradient of ``weight``.
         sink: called in backward with ``rows`` and their gradients; ``weight`` then gets none.
+        store: pools, and stores the sums where others get them; what is returned then are zeros,
+            whose gradient is that of the sums.
 
     Returns:
         ``[batch_size, num_features, D]``.
@@ -150,4 +161,5 @@ def pooled_lookup(
         output_dtype,
         weight_form,
         sink,
+        store,
     )
