@@ -19,7 +19,8 @@ def describe(
     lines = [
         f"torch {torch.__version__}",
         f"{plan.num_ranks} ranks on {plan.num_nodes} nodes",
-        f"{wire}, {transport}",
+        f"{wire}",
+        f"{transport}",
     ]
     for path, module in model.named_modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
