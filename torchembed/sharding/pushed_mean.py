@@ -22,7 +22,7 @@ class PushedMean:
 
     def __init__(self, domain: PushDomain, use: str) -> None:
         self._domain, self._use = domain, use
-        self._stream = torch.cuda.Stream(domain.device, priority=-1)
+        self._stream = torch.cuda.Stream(domain.device, priority=-2)
 
     def start(self, numbers: FlatSpans, dtype: torch.dtype) -> torch.cuda.Event:
         """Begin :meth:`take` beside what else the current stream is given; it is done at the event

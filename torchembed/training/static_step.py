@@ -90,11 +90,12 @@ class StaticStep:
         self._turns = [_Turn(), _Turn()]
         self._vectors_stream = self._ids_stream = self._rows_stream = self._leaves_stream = None
         if self._is_cuda:
-            # What others wait for goes first where several streams have kernels to run.
-            self._stream = torch.cuda.Stream(device, priority=-1)
-            self._vectors_stream = torch.cuda.Stream(device, priority=-1)
+            # What others wait for goes first where several streams have kernels to run; the updates
+            # of rows fill the GPU for long, and leave room to the next batch's small kernels.
+            self._stream = torch.cuda.Stream(device, priority=-2)
+            self._vectors_stream = torch.cuda.Stream(device, priority=-2)
             self._rows_stream = torch.cuda.Stream(device)
-            self._ids_stream = torch.cuda.Stream(device)
+            self._ids_stream = torch.cuda.Stream(device, priority=-1)
             self._leaves_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
 
