@@ -148,6 +148,7 @@ class Bench:
             "ids": setting.ids,
             "optimizer": setting.optimizer,
             "precision": setting.precision if name == "torchembed" else "tf32",
+            "transport": setting.transport if name == "torchembed" else None,
             "wire": setting.wire if name == "torchembed" else "fp16" if "tuned" in name else "fp32",
         }
         if problem is not None:

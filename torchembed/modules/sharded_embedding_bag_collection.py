@@ -21,8 +21,9 @@ from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.slots import SlotRows, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.channel import PushDomain
+from torchembed.sharding.columns import Piece, place_columns
 from torchembed.sharding.plan import TablePlan
-from torchembed.sharding.pooled_push import ColumnPlaces, GroupVectors, PooledPush, place_columns
+from torchembed.sharding.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.routes import FixedRoute, JaggedRoute, Route
 
@@ -72,7 +73,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         widths = [self._widths[slot] for slot in self._replicated_slots]
         sources = itertools.accumulate(widths, initial=0)
         targets = [starts[slot] for slot in self._replicated_slots]
-        self._replicated_places = ColumnPlaces(tuple(zip(sources, widths, targets, strict=False)))
+        self._replicated_pieces = list(zip(sources, widths, targets, strict=False))
         return PooledPush(
             layout, domain, self._ranks.wire, places, sum(self._widths), self._output_dtype
         )
@@ -112,10 +113,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The vectors of all slots side by side, by push: each stored where it belongs."""
         assert lookups.route is not None
         assert lookups.sharded is not None
-        others = []
+        others: list[tuple[Tensor, list[Piece]]] = []
         if lookups.replicated is not None:
             vectors = self._replicated_vectors(lookups.replicated)
-            others.append((vectors, self._replicated_places))
+            others.append((vectors, self._replicated_pieces))
         store_of = functools.partial(push.store, batch_sizes=lookups.route.batch_sizes)
         pooled = pooled_groups(*self._sums(lookups.sharded), store_of)
         groups = [GroupVectors(*of_group) for of_group in pooled]
@@ -124,7 +125,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             slot, width = self._sharded.parts[part].slot, column.shape[1]
             if slot in lookups.bag_sizes:
                 column = column / lookups.bag_sizes[slot].to(column.dtype)
-            others.append((column, ColumnPlaces(((0, width, self._part_columns[part]),))))
+            others.append((column, [(0, width, self._part_columns[part])]))
         return place_columns(values, others)
 
     def _replicated_vectors(self, replicated: SlotRows) -> Tensor:

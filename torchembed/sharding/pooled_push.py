@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from torchembed.ops.pooled_lookup import LookupStore
 from torchembed.sharding.channel import Channel, Move, PushDomain
+from torchembed.sharding.columns import Piece, joined_moves
 from torchembed.sharding.layout import Layout
 from torchembed.sharding.wire import WirePrecision, float16_scale, narrow_dtype
 
@@ -121,9 +122,10 @@ class PooledPush:
         self.home, self.num_columns = home_of(layout), num_columns
         self.forward_dtype = narrow_dtype(dtype, wire.forward)
         self.backward_dtype = narrow_dtype(dtype, wire.backward)
-        self.values_pieces: list[tuple[int, int, int]] = []
-        """First column at home, columns, first column in the values."""
-        self.staged_pieces: list[tuple[int, int, int]] = []
+        self.values_pieces: list[Piece] = []
+        """From home to the values."""
+        self.staged_pieces: list[Piece] = []
+        """From home to what the caller has to see to."""
         self._staged: list[tuple[int, list[int]]] = []
         """Parts that are the caller's, with the columns of their shards."""
         first = end = 0
@@ -190,7 +192,7 @@ class PooledPush:
         num_bytes = num_elements * self.backward_dtype.itemsize
         return self.domain.channel((self.layout, "gradients"), num_bytes)
 
-    def sources_of(self, pieces: Sequence[tuple[int, int, int]]) -> list[list[int | None]]:
+    def sources_of(self, pieces: Sequence[Piece]) -> list[list[int | None]]:
         """Where the blocks of each rank lie among the columns of ``pieces``."""
 
         def source(column: int) -> int | None:
@@ -221,7 +223,7 @@ class _Push(torch.autograd.Function):
         for of_out, num_columns in pieces:
             out = anchor.new_empty(batch_sizes[rank], num_columns, dtype=push.dtype)
             moves = [(0, out.shape[0], w, 0, c, place, num_columns) for c, w, place in of_out]
-            channel.collect(out, _joined(moves), num_home, dtype)
+            channel.collect(out, joined_moves(moves), num_home, dtype)
             made.append(out)
         return made[0], made[1]
 
@@ -252,75 +254,12 @@ class _Push(torch.autograd.Function):
                 (0, num_samples, width, 0, starts[block], place * width, row)
                 for place, block in enumerate(of_group)
             ]
-            channel.collect(out, _joined(moves), stride, dtype)
+            channel.collect(out, joined_moves(moves), stride, dtype)
             received.append(out if inverse is None else out * inverse)
         return values.new_empty(0), None, None, None, *received
 
 
-def _columns(matrix: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
+def _columns(matrix: Tensor, pieces: Sequence[Piece]) -> Tensor:
     """Of ``matrix`` the columns of ``pieces``, side by side."""
     parts = [matrix[:, place : place + width] for _, width, place in pieces]
     return torch.cat([matrix[:, :0], *parts], dim=1)
-
-
-def _joined(moves: Sequence[Move]) -> list[Move]:
-    """``moves`` of one matrix to one other, in which neighbours are one."""
-    joined: list[Move] = []
-    for rank, num_rows, width, row, column, target, stride in moves:
-        if joined and joined[-1][4] + joined[-1][2] == column:
-            before = joined[-1]
-            if before[5] + before[2] == target:
-                joined[-1] = (*before[:2], before[2] + width, *before[3:])
-                continue
-        joined.append((rank, num_rows, width, row, column, target, stride))
-    return joined
-
-
-class ColumnPlaces(NamedTuple):
-    """Where columns of one matrix belong in another one."""
-
-    pieces: tuple[tuple[int, int, int], ...]
-    """First column, columns, first column in the other one."""
-
-
-def place_columns(values: Tensor, others: Sequence[tuple[Tensor, ColumnPlaces]]) -> Tensor:
-    """``values [B, columns]`` with the columns of ``others`` at their places, in place.
-
-    ``values`` is of a GPU. Gradients go to both; what ``values`` held there gets that of what is
-    there now.
-    """
-    if not others:
-        return values
-    tensors, places = zip(*others, strict=True)
-    return _Place.apply(values, places, *tensors)
-
-
-class _Place(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, places: tuple[ColumnPlaces, ...], *others: Tensor
-    ) -> Tensor:
-        from torchembed.triton_kernels.push import launch_moves, moves_on
-
-        ctx.mark_dirty(values)
-        ctx.places, ctx.shapes = places, [other.shape for other in others]
-        num_rows, stride = values.shape
-        for other, of_other in zip(others, places, strict=True):
-            moves = [(0, num_rows, w, 0, c, place, stride) for c, w, place in of_other.pieces]
-            source = other if other.stride(1) == 1 else other.contiguous()
-            launch_moves(source, moves_on(values.device, tuple(_joined(moves))), values)
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        from torchembed.triton_kernels.push import launch_moves, moves_on
-
-        source = grad if grad.stride(1) == 1 else grad.contiguous()
-        gradients = []
-        for shape, of_other in zip(ctx.shapes, ctx.places, strict=True):
-            out = grad.new_empty(shape)
-            moves = [(0, shape[0], w, 0, place, c, shape[1]) for c, w, place in of_other.pieces]
-            launch_moves(source, moves_on(grad.device, tuple(_joined(moves))), out)
-            gradients.append(out)
-        return grad, None, *gradients
