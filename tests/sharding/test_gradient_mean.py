@@ -84,9 +84,10 @@ def reduced_gradients(
     cases: list[dict[str, Any]], device: str, pushes: bool
 ) -> list[list[np.ndarray]]:
     """On one rank, the gradients of each case after two backwards."""
-    found, rank, group, push = [], dist.get_rank(), dist.new_group(), None
+    found, rank, group, means = [], dist.get_rank(), dist.new_group(), []
     if pushes:
-        push = PushedMean(PushDomain(group, torch.device(device, rank)), "a test")
+        domain = PushDomain(group, torch.device(device, rank))
+        means = [PushedMean(domain, use) for use in ("one test", "another")]
     for case in cases:
         module = model(case["dtype"]).to(device)
         if case["flat"]:
@@ -95,7 +96,7 @@ def reduced_gradients(
             module.parameters(),
             group,
             dtype=case["wire"],
-            push=push,
+            pushes=means,
             bucket_bytes=case["bucket_bytes"],
         )
         for step in range(2):
