@@ -188,6 +188,26 @@ def test_the_mean_after_a_failed_backward_and_of_what_was_frozen() -> None:
         assert found == [[1.5, 1.5], [1.5, 1.5], [1.5]]
 
 
+def orders(_: None) -> list[list[int]]:
+    """On one rank, before and after a backward in which ranks use parameters in other orders."""
+    parameters = [nn.Parameter(torch.ones(())) for _ in range(3)]
+    mean, found = GradientMean(parameters, dist.group.WORLD), []
+    used = (parameters[1], parameters[0]) if dist.get_rank() == 0 else parameters
+    for _ in range(2):
+        found.append([mean._places[p] for p in mean._order])
+        value = torch.ones(())
+        for parameter in used:
+            value = value * parameter
+        value.backward()
+    return found
+
+
+def test_buckets_follow_the_first_ranks_gradients() -> None:
+    for before, after in run_on_ranks(2, orders, None):
+        assert before == [2, 1, 0]
+        assert after == [0, 1, 2]
+
+
 def test_a_wire_is_float32_or_bfloat16() -> None:
     with pytest.raises(TypeError, match="dense of the wire must be float32, bfloat16 or None, got"):
         WirePrecision(dense=torch.float16)

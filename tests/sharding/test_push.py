@@ -20,8 +20,10 @@ from tests.ranks import run_on_ranks
 from tests.sharding.cases import Case, made_mesh, make_batch, make_model, vectors_of
 from torchembed.sharding import WirePrecision, WireTransport, make_plan
 from torchembed.sharding.channel import PushDomain
+from torchembed.sharding.columns import joined_moves
 from torchembed.sharding.layout import Layout, slot_parts
 from torchembed.sharding.pooled_push import backward_moves, forward_moves, home_of
+from torchembed.sharding.pushed_mean import shares
 from torchembed.sharding.transport import peer_problem
 from torchembed.tables import TableSpec
 
@@ -229,3 +231,26 @@ def test_a_transport_that_cannot_be_taken_is_refused() -> None:
             r"transport must be WireTransport.COLLECTIVE on cpu, got Wire.*PUSH; on", cpu
         )
         assert re.match("transport must be a WireTransport, got 'push'", unknown)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("spans", [[(0, 5)], [(2, 3), (7, 20)], [(0, 1)]])
+def test_each_rank_takes_a_share_of_the_spans(num_ranks: int, spans: list[tuple[int, int]]) -> None:
+    rows = [row for start, stop in spans for row in range(start, stop)]
+    rows_a_rank = -(-len(rows) // num_ranks)
+    for rank in range(num_ranks):
+        taken = {}
+        for peer, size, width, first, column, target, stride in shares(
+            spans, rows_a_rank, rank, num_ranks
+        ):
+            assert (width, column, stride) == (64, 0, 64)
+            for number in range(size):
+                place = peer * rows_a_rank + target // 64 - rank * rows_a_rank + number
+                taken[place] = first + number
+        assert [taken[place] for place in range(len(rows))] == rows
+
+
+def test_neighbours_move_together() -> None:
+    moves = [(0, 4, 2, 0, 0, 6, 9), (0, 4, 3, 0, 2, 8, 9), (0, 4, 1, 0, 5, 0, 9)]
+    assert joined_moves(moves) == [(0, 4, 5, 0, 0, 6, 9), moves[2]]
+    assert joined_moves([]) == []

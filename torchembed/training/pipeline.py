@@ -91,8 +91,8 @@ class TrainPipeline:
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
         capture: False for eager steps only.
-        timeout_seconds: how long the host waits for a step of the GPU before it gives the other
-            ranks up; NCCL does not watch what is in a graph.
+        timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
+            each other, before they give the other ranks up; NCCL does not watch what is in a graph.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ class TrainPipeline:
             autocast=torch.autocast(self.device.type, autocast, enabled=autocast is not None),
         )
         self._group, self._push_domains = _group_of(model), _push_domains_of(model)
+        for domain in self._push_domains:
+            domain.limit_seconds = timeout_seconds
         self._captures = capture and self.device.type == "cuda"
         self._upcoming: collections.deque[_Upcoming] = collections.deque()
         self._in_flight: collections.deque[_InFlight] = collections.deque()
