@@ -84,10 +84,9 @@ def reduced_gradients(
     cases: list[dict[str, Any]], device: str, pushes: bool
 ) -> list[list[np.ndarray]]:
     """On one rank, the gradients of each case after two backwards."""
-    found, rank, group, means = [], dist.get_rank(), dist.new_group(), []
+    found, rank, group, push = [], dist.get_rank(), dist.new_group(), None
     if pushes:
-        domain = PushDomain(group, torch.device(device, rank))
-        means = [PushedMean(domain, use) for use in ("one test", "another")]
+        push = PushedMean(PushDomain(group, torch.device(device, rank)), "a test")
     for case in cases:
         module = model(case["dtype"]).to(device)
         if case["flat"]:
@@ -96,7 +95,7 @@ def reduced_gradients(
             module.parameters(),
             group,
             dtype=case["wire"],
-            pushes=means,
+            push=push,
             bucket_bytes=case["bucket_bytes"],
         )
         for step in range(2):

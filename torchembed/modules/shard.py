@@ -282,4 +282,4 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
         dist.broadcast(tensor, src=first, group=group)
-    GradientMean(replicated, ranks.gradient_group, dtype=ranks.wire.dense, pushes=ranks.dense_means)
+    GradientMean(replicated, ranks.gradient_group, dtype=ranks.wire.dense, push=ranks.dense_mean)

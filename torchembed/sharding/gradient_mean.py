@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +55,7 @@ class GradientMean:
         parameters: in the order of the model.
         group: of no other collectives, so that its own come in one order on all ranks.
         dtype: in which gradients are summed; their own where None. They keep theirs.
-        pushes: take the means in turn, so that one bucket's waits while another one's travels; the
-            group's all-reduce does where there are none.
+        push: takes the means by push; the group's all-reduce does where it is None.
         bucket_bytes: a bucket takes no more parameters once it has as many.
     """
 
@@ -66,7 +65,7 @@ class GradientMean:
         group: Any,
         *,
         dtype: torch.dtype | None = None,
-        pushes: Sequence[PushedMean] = (),
+        push: PushedMean | None = None,
         bucket_bytes: int = 1 << 22,
     ) -> None:
         self._parameters = list(parameters)
@@ -74,7 +73,7 @@ class GradientMean:
         self._order = self._parameters[::-1]
         self._arrived: dict[Tensor, None] | None = {}
         """In the first backward, whose gradients are there; None from then on."""
-        self._pushes = list(pushes)
+        self._push = push
         self._group = group
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
@@ -153,13 +152,14 @@ class GradientMean:
                 gradients = [p.grad for p in bucket.parameters if p.grad is not None]
                 memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
                 spans = FlatSpans(memory, [(0, memory.numel())])
-            if self._pushes:
-                push = self._pushes[len(self._reductions) % len(self._pushes)]
-                done = push.start(spans, self._dtype or spans.flat.dtype)
-                reduction = _Reduction(done, spans.parts(), gradients)
+            if self._push is not None:
+                work, memory = (
+                    self._push.start(spans, self._dtype or spans.flat.dtype),
+                    spans.parts(),
+                )
             else:
-                reduction = self._all_reduce(spans, gradients)
-        self._reductions.append(reduction)
+                work, memory, gradients = self._all_reduce(spans, gradients)
+        self._reductions.append(_Reduction(work, memory, gradients))
 
     def _all_reduce(self, spans: FlatSpans, gradients: list[Tensor]) -> _Reduction:
         """Begin to sum ``spans`` over ranks: there, or in a copy in the dtype that is asked for,
@@ -176,7 +176,8 @@ class GradientMean:
 
     def _averages(self, device: torch.device) -> bool:
         """Whether what comes is the mean already, and not the sum."""
-        return bool(self._pushes) or self._group._get_backend(device).name() == "nccl"
+        is_pushed = self._push is not None
+        return is_pushed or self._group._get_backend(device).name() == "nccl"
 
     def _finish(self) -> None:
         while self._remaining():

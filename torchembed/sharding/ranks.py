@@ -77,7 +77,7 @@ class Ranks:
             these are reduced while backward exchanges vectors in ``group``.
         wire: the precision in which vectors and gradients travel.
         push: the GPUs that store into each other's memory; None where none do.
-        dense_means: take means of dense gradients over them, in turn.
+        dense_mean: takes means over them, of dense gradients.
         row_gradient_mean: for tables that every rank holds.
         max_over_holders: of all tables; None where no two ranks hold different ones.
     """
@@ -103,14 +103,13 @@ class Ranks:
         self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=is_part)
         self.rank = mesh.get_local_rank()
         self.push: PushDomain | None = None
-        self.dense_means: list[PushedMean] = []
+        self.dense_mean: PushedMean | None = None
         mean_of_rows = None
         if transport is WireTransport.PUSH:
             device = torch.device("cuda", torch.cuda.current_device())
             check_peer_access(self.group, device)
             self.push = PushDomain(self.group, device)
-            uses = "dense gradients", "more dense gradients"
-            self.dense_means = [PushedMean(self.push, use) for use in uses]
+            self.dense_mean = PushedMean(self.push, "dense gradients")
             mean_of_rows = PushedMean(self.push, "rows of tables that every rank holds")
         self.row_gradient_mean = row_gradient_mean(self.group, mean_of_rows)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
