@@ -18,12 +18,13 @@ import torchembed
 from tests import lanes
 from tests.ranks import run_on_ranks
 from tests.sharding.cases import Case, made_mesh, make_batch, make_model, vectors_of
+from torchembed.core.gradient_slots import FlatSpans
 from torchembed.sharding import WirePrecision, WireTransport, make_plan
 from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.columns import joined_moves
 from torchembed.sharding.layout import Layout, slot_parts
 from torchembed.sharding.pooled_push import backward_moves, forward_moves, home_of
-from torchembed.sharding.pushed_mean import shares
+from torchembed.sharding.pushed_mean import PushedMean, shares
 from torchembed.sharding.transport import peer_problem
 from torchembed.tables import TableSpec
 
@@ -91,11 +92,50 @@ def vectors_and_gradients(
     return found
 
 
-def on_a_rank(folder: str) -> list[list[list[np.ndarray]]]:
-    """By the all-to-all, and by push."""
+MEANS = [
+    (torch.float32, torch.float32, [(0, 300)]),
+    (torch.float32, torch.bfloat16, [(64, 128), (192, 256)]),
+    (torch.bfloat16, torch.float32, [(0, 64)]),
+]
+"""Dtype, that in which it travels, and parts of 300 numbers."""
+
+
+def numbers_of(rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(300, generator=generator).to(dtype)
+
+
+def means(memory: MappedMemory) -> list[np.ndarray]:
+    """On a rank: its numbers once parts of them are means, which are taken twice."""
+    domain, found = PushDomain(dist.group.WORLD, torch.device("cpu"), allocate=memory), []
+    push = PushedMean(domain, "a test")
+    for dtype, wire, spans in MEANS:
+        for _ in range(2):
+            # A buffer that spans are of has no partial row.
+            flat = torch.nn.functional.pad(numbers_of(dist.get_rank(), dtype), (0, 20))
+            flat = flat[:300] if spans == [(0, 300)] else flat
+            push.take(FlatSpans(flat, spans), wire)
+        found.append(flat[:300].float().numpy())
+    return found
+
+
+def assert_means(of_ranks: list[list[np.ndarray]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        for (dtype, wire, spans), numbers in zip(MEANS, found, strict=True):
+            expected = numbers_of(rank, dtype).float()
+            sent = [numbers_of(r, dtype).to(wire).float() for r in range(len(of_ranks))]
+            mean = (sum(sent, torch.zeros(300)) / len(of_ranks)).to(wire).to(dtype).float()
+            for start, stop in spans:
+                expected[start:stop] = mean[start:stop]
+            np.testing.assert_array_equal(numbers, expected.numpy())
+
+
+def on_a_rank(folder: str) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]], list[Any]]:
+    """By the all-to-all, and by push; and means."""
     pairs, collective = list(zip(CASES, WIRES, strict=True)), WireTransport.COLLECTIVE
     plain = vectors_and_gradients(pairs, "cpu", collective)
-    return [plain, vectors_and_gradients(pairs, "cpu", collective, MappedMemory(folder))]
+    memory = MappedMemory(folder)
+    return plain, vectors_and_gradients(pairs, "cpu", collective, memory), means(memory)
 
 
 def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarray]]) -> None:
@@ -106,9 +146,11 @@ def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarra
 
 
 @pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
-def test_push_equals_the_all_to_all(tmp_path: Path) -> None:
-    for plain, pushed in run_on_ranks(2, on_a_rank, str(tmp_path)):
+def test_push_equals_the_all_to_all_and_takes_means(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(2, on_a_rank, str(tmp_path))
+    for plain, pushed, _ in of_ranks:
         assert_same_arrays(plain, pushed)
+    assert_means([found for *_, found in of_ranks])
 
 
 def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | None = None) -> str:

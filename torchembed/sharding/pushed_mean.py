@@ -22,11 +22,13 @@ class PushedMean:
 
     def __init__(self, domain: PushDomain, use: str) -> None:
         self._domain, self._use = domain, use
-        self._stream = torch.cuda.Stream(domain.device, priority=-2)
+        self._stream: torch.cuda.Stream | None = None
 
     def start(self, numbers: FlatSpans, dtype: torch.dtype) -> torch.cuda.Event:
         """Begin :meth:`take` beside what else the current stream is given; it is done at the event
         that is returned. ``numbers`` must be held until then."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._domain.device, priority=-3)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self.take(numbers, dtype)

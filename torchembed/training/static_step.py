@@ -92,8 +92,8 @@ class StaticStep:
         if self._is_cuda:
             # What others wait for goes first where several streams have kernels to run; the updates
             # of rows fill the GPU for long, and leave room to the next batch's small kernels.
-            self._stream = torch.cuda.Stream(device, priority=-2)
-            self._vectors_stream = torch.cuda.Stream(device, priority=-2)
+            self._stream = torch.cuda.Stream(device, priority=-3)
+            self._vectors_stream = torch.cuda.Stream(device, priority=-3)
             self._rows_stream = torch.cuda.Stream(device)
             self._ids_stream = torch.cuda.Stream(device, priority=-1)
             self._leaves_stream = torch.cuda.Stream(device)
