@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ def write_results(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write ``rows`` to ``path``."""
     result = {
         "hardware": {
-            "gpu": torch.cuda.get_device_name(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "num_gpus": torch.cuda.device_count(),
+            "cpu": _cpu_name(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
         },
@@ -26,6 +28,13 @@ def write_results(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _cpu_name() -> str:
+    """The processor's model, as Linux knows it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def _commit() -> str | None:

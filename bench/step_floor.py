@@ -18,7 +18,7 @@ STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one GPU does in a second."""
+    """What one GPU can do in a second; what our kernels do is in ``sharding.topology``."""
 
     bytes: float
     flops: float
@@ -33,23 +33,35 @@ RATES = {
 }
 
 
-def floor_seconds(
-    rates: Rates, batches: Sequence[Batch], optimizer: str, precision: str, wire: str
-) -> float:
-    """For one of ``W`` GPUs whose batches these are, the tables' work divided evenly between them.
-
-    Args:
-        batches: of the same step, one of each rank.
-        optimizer, precision, wire: as in :class:`bench.step_setting.StepSetting`.
-    """
-    num_ranks, size = len(batches), len(batches[0].labels)
-    num_dense = workload.NUM_DENSE_PARAMETERS
-    act_bytes = 2 if precision == "bf16" else 4
-    wire_bytes = 2 if wire == "bf16" else 4
-    num_unique = 0
+def num_unique_rows(batches: Sequence[Batch], device: torch.device) -> int:
+    """Rows that a step touches, whose batches these are, one of each rank."""
+    size, total = len(batches[0].labels), 0
     parts = [batch.sparse.values.split([size * h for h in workload.HOTNESS]) for batch in batches]
     for of_ranks in zip(*parts, strict=True):
-        num_unique += torch.cat(of_ranks).unique().numel()
+        total += torch.cat(of_ranks).to(device).unique().numel()
+    return total
+
+
+def floor_seconds(
+    rates: Rates,
+    size: int,
+    num_ranks: int,
+    num_unique: int,
+    *,
+    optimizer: str,
+    precision: str,
+    wire: str,
+) -> float:
+    """For one of ``num_ranks`` GPUs, the tables' work divided evenly between them.
+
+    Args:
+        size: samples of each rank.
+        num_unique: rows that all samples touch.
+        optimizer, precision, wire: as in :class:`bench.step_setting.StepSetting`.
+    """
+    num_dense = workload.NUM_DENSE_PARAMETERS
+    act_bytes = 2 if precision == "bf16" else 4
+    wire_bytes = 4 if wire == "fp32" else 2
     row_bytes = 4 * workload.DIM
     num_ids = size * sum(workload.HOTNESS)
     vectors = size * len(workload.KEYS) * workload.DIM

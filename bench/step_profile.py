@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from bench.timeline import STAGES, stage_of
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU."""
+_STEPS = "bench: steps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,8 @@ class StepProfile:
     host_waits: float
     gpu_busy_ms: float
     """Time in which at least one ran."""
+    stage_ms: dict[str, float]
+    """Of all kernels of a stage of :mod:`bench.timeline`, also of those that ran side by side."""
     trace: profile
 
     def top_kernels(self, count: int) -> str:
@@ -34,19 +39,24 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
     """Profile ``step`` on a GPU, ``num_steps`` times; it has run before."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(num_steps):
-            step()
-        # Ends what is measured; the one wait is not the step's.
+        with record_function(_STEPS):
+            for _ in range(num_steps):
+                step()
         torch.cuda.synchronize()
-    kernels, launches, waits = 0, 0, -1
-    spans = []
-    for event in trace.events() or ():
+    kernels = launches = waits = 0
+    stages = dict.fromkeys(STAGES, 0.0)
+    spans, events = [], trace.events() or ()
+    (measured,) = (e for e in events if e.name == _STEPS and e.device_type.name == "CPU")
+    for event in events:
         if event.device_type.name == "CUDA":
             if not event.is_user_annotation:
                 kernels += 1
-                spans.append((event.time_range.start, event.time_range.end))
+                start, end = event.time_range.start, event.time_range.end
+                spans.append((start, end))
+                stages[stage_of(event.name)] += (end - start) / 1e3 / num_steps
         elif event.name in WAITS:
-            waits += 1
+            # Those that end the measurement, and the profiler's own, come after the steps.
+            waits += event.time_range.start < measured.time_range.end
         elif "Launch" in event.name and event.name.startswith("cu"):
             launches += 1
     return StepProfile(
@@ -54,6 +64,7 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
         launches=launches / num_steps,
         host_waits=waits / num_steps,
         gpu_busy_ms=_covered(spans) / 1e3 / num_steps,
+        stage_ms=stages,
         trace=trace,
     )
 

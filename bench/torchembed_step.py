@@ -1,18 +1,27 @@
 """DLRM-DCNv2 trained by torchembed, for ``bench.train_step``."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import dlrm_dcnv2 as workload
 from bench.step_setting import StepSetting
-from torchembed import optim, shard_embeddings
+from torchembed import optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
-from torchembed.sharding import Planner, WirePrecision, WireTransport
+from torchembed.sharding import (
+    CPU,
+    H100,
+    H200,
+    Planner,
+    Topology,
+    WirePrecision,
+    WireTransport,
+)
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
@@ -37,18 +46,19 @@ class TorchembedStep:
             seed=setting.seed,
             output_dtype=torch.bfloat16 if setting.precision == "bf16" else torch.float32,
         )
-        self.initial_dense = [p.detach().clone() for p in workload.dense_parameters(self.model)]
         of_tables, of_dense = OPTIMIZERS[setting.optimizer]
+        planner = Planner(
+            batch_size=setting.batch_size,
+            hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
+            optimizer=of_tables,
+            fixed_hotness=True,
+        )
+        wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
+        precision = WirePrecision(forward=wire, backward=wire, dense=wire)
+        self.predicted_ms = _predicted_ms(self.model, planner, precision, device)
+        """Of the slowest rank, by the stages of :mod:`bench.timeline`."""
         if num_ranks > 1:
             mesh = init_device_mesh(device.type, (num_ranks,))
-            planner = Planner(
-                batch_size=setting.batch_size,
-                hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
-                optimizer=of_tables,
-                fixed_hotness=True,
-            )
-            wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
-            precision = WirePrecision(forward=wire, backward=wire, dense=wire)
             transport = WireTransport(setting.transport)
             shard_embeddings(self.model, mesh, plan=planner, wire=precision, transport=transport)
         tables = [p for p in self.model.parameters() if table_of(p) is not None]
@@ -74,6 +84,30 @@ class TorchembedStep:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
 
+    @property
+    def num_input_stalls(self) -> int:
+        return self._pipeline.input_stalls.count
+
     def close(self) -> None:
         """Destroy the graphs."""
         self._pipeline.close()
+
+
+def _predicted_ms(
+    model: nn.Module, planner: Planner, wire: WirePrecision, device: torch.device
+) -> dict[str, float]:
+    """What the planner's cost model says of the tables' stages where memory is no bound."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = [hardware for hardware in (H100, H200) if hardware.name in name]
+    topology = Topology.of_hardware(
+        known[0] if known else CPU, ranks_per_node=dist.get_world_size()
+    )
+    topology = dataclasses.replace(topology, memory_bytes=1 << 60)
+    report = plan_embeddings(model, dataclasses.replace(planner, topology=topology), wire=wire)
+    slowest = max(report.ranks, key=lambda rank: rank.seconds)
+    wires = slowest.ids_seconds + slowest.vectors_seconds + slowest.gradients_seconds
+    return {
+        "lookup": 1e3 * slowest.lookup_seconds,
+        "row update": 1e3 * slowest.update_seconds,
+        "exchange between GPUs": 1e3 * wires,
+    }

@@ -1,6 +1,7 @@
 """DLRM-DCNv2 trained by TorchRec and FBGEMM: the peer of ``bench.train_step``."""
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class TorchrecStep:
         """The loss of one step, on the device."""
         loss, _, _ = self._pipeline.progress(batches)
         return loss
+
+    predicted_ms: ClassVar[dict[str, float]] = {}
+    """Its own planner's are not comparable."""
+    num_input_stalls = 0
+    """It has no count of its own; its batches lie ready too."""
 
     def close(self) -> None:
         """Nothing that its end does not do."""

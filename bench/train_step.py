@@ -1,41 +1,47 @@
 """A training step of DLRM-DCNv2, by torchembed and by TorchRec, side by side on the same ids.
 
 ``torchrun --nproc-per-node N -m bench.train_step`` prints milliseconds a step and what lies behind
-them. Both systems begin with the same weights. A figure is printed only where the losses of the
-first steps are the same, as far as their precisions go.
+them. All systems begin with the same weights. A figure is printed only where the losses of the
+first steps are plain PyTorch's, as far as the precision goes (:mod:`bench.reference_step`).
 """
 
 import dataclasses
 import gc
 import itertools
+import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
+from torch import Tensor
 
 from bench import dlrm_dcnv2 as workload
+from bench.reference_step import Expected, dense_values, expected_losses
 from bench.result_file import write_results
-from bench.step_floor import RATES, floor_seconds
+from bench.step_floor import RATES, floor_seconds, num_unique_rows
 from bench.step_profile import profile_steps
 from bench.step_setting import StepSetting
+from bench.step_table import print_row
 from bench.torchembed_step import TorchembedStep
 from torchembed.data import Batch
 
-SYSTEMS = ("torchembed", "torchrec", "torchrec_tuned")
-MAX_LOSS_DIFFERENCE = {"bf16": 5e-2, "tf32": 2e-2, "fp32": 2e-2}
-"""Of the losses (about 0.7 at first) of two passes over the batches, between the systems, of which
-the peer runs in tf32. In the second pass they are what the updates of the first one made them."""
+SYSTEMS = ("torchembed", "torchrec", "torchrec_tuned", "torchembed_tf32")
+"""``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in TorchRec's
+own precision, with its fp32 wire."""
+NUM_CHECKED, NUM_PASSES = 2, 3
+"""Batches whose losses are checked, and how often they are taken in turn: what the updates of one
+pass made of the rows, the next one looks up; from the fourth step on our steps are graphs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure. Rows of the table are in the order of their worth."""
+    """What to measure: batch sizes, ids and systems in the order of their worth."""
 
     batch_sizes: tuple[int, ...] = (8192, 512, 2048)
     """Samples of each rank."""
@@ -66,6 +72,7 @@ class Bench:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config, self._device = config, device
+        self._on_gpu = device.type == "cuda"
         self._end = time.perf_counter() + (config.budget_seconds or float("inf"))
         num_ranks = dist.get_world_size()
         self._max_rows = config.max_rows or (8_000_000 if num_ranks == 1 else None)
@@ -74,7 +81,7 @@ class Bench:
     def run(self) -> None:
         for size, ids in itertools.product(self._config.batch_sizes, self._config.ids):
             if self._is_over():
-                say(f"{size} {ids}: left out, the budget is spent")
+                say(f"{size:5d} {ids:8} left out, the budget is spent")
                 continue
             self._measure_setting(self._setting(size, ids))
 
@@ -98,29 +105,52 @@ class Bench:
         )
 
     def _measure_setting(self, setting: StepSetting) -> None:
-        rank, num_ranks, count = dist.get_rank(), dist.get_world_size(), self._config.num_batches
-        shape = setting.ids, setting.batch_size, setting.max_rows
-        batches = [workload.make_batch(*shape, step * num_ranks + rank) for step in range(count)]
-        others = range(num_ranks) if rank == 0 else ()
-        of_ranks = [workload.make_batch(*shape, other) for other in others]
-        outcomes: dict[str, list[float]] = {}
-        # The dense part's initial values are torchembed's, whichever system is measured.
-        ours = TorchembedStep(setting)
-        dense = ours.initial_dense
-        for name in ("torchembed", *(s for s in self._config.systems if s != "torchembed")):
-            if name == "torchembed":
-                system, ours = ours, None
-            else:
-                from bench.torchrec_step import TorchrecStep
-
-                system = TorchrecStep(setting, dense, is_tuned=name == "torchrec_tuned")
-            row = self._measure(name, system, setting, batches, of_ranks, outcomes)
+        # TorchRec's fused pipeline knows no CPU.
+        names = [s for s in self._config.systems if self._on_gpu or s != "torchrec_tuned"]
+        settings = {name: setting_of(name, setting) for name in names}
+        batches = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
+        expected = self._expected(setting, [own.precision for own in settings.values()])
+        dense = dense_values(setting)
+        free_memory()
+        for name, own in settings.items():
+            if self._is_over():
+                say(
+                    f"{setting.batch_size:5d} {setting.ids:8} {name}: left out, the budget is spent"
+                )
+                continue
+            start = time.perf_counter()
+            system = make_system(name, own, dense)
+            row = self._measure(name, system, own, batches, expected, start)
             system.close()
             del system
             free_memory()
-            if rank == 0:
+            if dist.get_rank() == 0:
                 self.rows.append(row)
                 print_row(row, self.rows)
+                if self._config.output is not None:
+                    write_results(self._config.output, self.rows)
+
+    @property
+    def _num_batches(self) -> int:
+        return max(self._config.num_batches, NUM_CHECKED)
+
+    def _batch(self, setting: StepSetting, step: int, rank: int) -> Batch:
+        number = step * dist.get_world_size() + rank
+        return workload.make_batch(setting.ids, setting.batch_size, setting.max_rows, number)
+
+    def _expected(self, setting: StepSetting, precisions: Sequence[str]) -> Expected:
+        """The right losses, and the rows of a step for its floor, from the first rank."""
+        found: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            ranks = range(dist.get_world_size())
+            checked = [
+                [self._batch(setting, step, r) for r in ranks] for step in range(NUM_CHECKED)
+            ]
+            found[0] = expected_losses(setting, checked * NUM_PASSES, precisions)
+            found[1] = num_unique_rows(checked[0], self._device)
+        dist.broadcast_object_list(found, 0)
+        self._num_unique = found[1]
+        return found[0]
 
     def _measure(
         self,
@@ -128,57 +158,66 @@ class Bench:
         system: Any,
         setting: StepSetting,
         batches: list[Batch],
-        of_ranks: list[Batch],
-        outcomes: dict[str, list[float]],
+        expected: Expected,
+        start: float,
     ) -> dict[str, Any]:
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
+        num_ranks = dist.get_world_size()
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
         own = [system.batch(batch, self._device) for batch in batches]
-        stream: Iterator[Any] = itertools.cycle(own)
-        outcomes[name] = [float(system.step(stream)) for _ in range(2 * len(own))]
-        problem = self._difference(name, outcomes, setting)
-        seconds = self._time(system, stream)
+        checked = own[:NUM_CHECKED] * NUM_PASSES
+        stream: Iterator[Any] = itertools.chain(checked, itertools.cycle(own))
+        losses = [float(system.step(stream)) for _ in checked]
+        set_up_seconds = time.perf_counter() - start
         row: dict[str, Any] = {
             "bench": "train_step",
             "system": name,
-            "gpu": gpu_name() if on_gpu else "none",
-            "num_gpus": dist.get_world_size() if on_gpu else 0,
+            "gpu": gpu_name() if self._on_gpu else "none",
+            "num_gpus": num_ranks if self._on_gpu else 0,
             "batch_per_gpu": setting.batch_size,
             "ids": setting.ids,
+            "max_rows": setting.max_rows,
             "optimizer": setting.optimizer,
-            "precision": setting.precision if name == "torchembed" else "tf32",
+            "precision": setting.precision,
+            "wire": setting.wire,
             "transport": setting.transport if name == "torchembed" else None,
-            "wire": setting.wire if name == "torchembed" else "fp16" if "tuned" in name else "fp32",
+            "set_up_seconds": set_up_seconds,
         }
+        problem = self._problem(losses, expected, setting.precision)
         if problem is not None:
             return {**row, "not_printed_because": problem}
-        milliseconds = [1e3 * each for each in seconds]
+        milliseconds = [1e3 * each for each in self._time(system, stream)]
         median = statistics.median(milliseconds)
         row |= {
             "ms_median": median,
             "ms_min": min(milliseconds),
             "ms_max": max(milliseconds),
-            "samples_per_second": 1e3 * setting.batch_size * dist.get_world_size() / median,
+            "samples_per_second": 1e3 * setting.batch_size * num_ranks / median,
+            "input_stalls": system.num_input_stalls,
         }
-        if on_gpu:
+        if self._on_gpu:
             row |= self._behind(name, system, stream, setting)
-            if of_ranks and gpu_name() in RATES:
+            if gpu_name() in RATES:
                 floor = floor_seconds(
-                    RATES[gpu_name()], of_ranks, setting.optimizer, row["precision"], row["wire"]
+                    RATES[gpu_name()],
+                    setting.batch_size,
+                    num_ranks,
+                    self._num_unique,
+                    optimizer=setting.optimizer,
+                    precision=setting.precision,
+                    wire=setting.wire,
                 )
                 row |= {"floor_ms": 1e3 * floor, "floor_fraction": 1e3 * floor / median}
         return row
 
-    def _difference(
-        self, name: str, outcomes: dict[str, list[float]], setting: StepSetting
-    ) -> str | None:
-        """What is wrong with ``name``'s outcome beside torchembed's, on any rank."""
+    def _problem(self, losses: list[float], expected: Expected, precision: str) -> str | None:
+        """What is wrong with the first losses of any rank."""
+        rank, limit = dist.get_rank(), expected.tolerance[precision]
+        true = [of_ranks[rank] for of_ranks in expected.losses]
+        apart = max(abs(a - b) for a, b in zip(losses, true, strict=True))
         problem = None
-        ours, losses = outcomes["torchembed"], outcomes[name]
-        apart = max(abs(a - b) for a, b in zip(ours, losses, strict=True))
-        if not apart <= MAX_LOSS_DIFFERENCE[setting.precision]:
-            problem = f"losses {losses} are {apart:.2e} from torchembed's {ours}"
+        if not apart <= limit:
+            problem = f"losses {losses} are up to {apart:.2e} > {limit:.2e} from {true}"
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
         return next(filter(None, problems), None)
@@ -200,7 +239,7 @@ class Bench:
         return float(seconds)
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize()
         dist.barrier()
 
@@ -222,7 +261,27 @@ class Bench:
             "launches": profiled.launches,
             "host_waits": profiled.host_waits,
             "gpu_busy_ms": profiled.gpu_busy_ms,
+            "stage_ms": profiled.stage_ms,
+            "predicted_ms": system.predicted_ms,
         }
+
+
+def setting_of(name: str, setting: StepSetting) -> StepSetting:
+    """``setting`` in the precisions of the system."""
+    if name == "torchembed":
+        return setting
+    wire = "fp16" if name == "torchrec_tuned" else "fp32"
+    return dataclasses.replace(setting, precision="tf32", wire=wire)
+
+
+def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> Any:
+    if name.startswith("torchembed"):
+        return TorchembedStep(setting)
+    # Says much about tables that need no choice.
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    from bench.torchrec_step import TorchrecStep
+
+    return TorchrecStep(setting, dense, is_tuned=name == "torchrec_tuned")
 
 
 def free_memory() -> None:
@@ -244,36 +303,6 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """One line of the table, with the ratio to torchembed in the same setting."""
-    if len(rows) == 1:
-        print(
-            "batch ids      system          ms median (min to max)     samples/s   ratio   floor"
-            "  busy ms  kernels  launches  waits  peak GB"
-        )
-    head = f"{row['batch_per_gpu']:5d} {row['ids']:8} {row['system']:15}"
-    if "ms_median" not in row:
-        print(f"{head} not printed: {row['not_printed_because']}")
-        return
-    same = ("batch_per_gpu", "ids")
-    ours = next(
-        r for r in reversed(rows)
-        if r["system"] == "torchembed" and all(r[key] == row[key] for key in same)
-    )  # fmt: skip
-    ratio = row["ms_median"] / ours["ms_median"]
-    line = (
-        f"{head} {row['ms_median']:8.3f} ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
-        f" {row['samples_per_second']:12.0f} {ratio:7.2f}"
-    )
-    if "kernels" in row:
-        floor = f"{row['floor_fraction']:7.2f}" if "floor_fraction" in row else "      -"
-        line += (
-            f"{floor} {row['gpu_busy_ms']:8.3f} {row['kernels']:8.0f} {row['launches']:9.0f}"
-            f" {row['host_waits']:6.1f} {row['peak_memory_gb']:8.1f}"
-        )
-    print(line, flush=True)
-
-
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     on_gpu = torch.cuda.is_available()
@@ -281,12 +310,13 @@ def main() -> None:
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    # What sharding takes of the memory.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("torchembed").setLevel(logging.INFO)
     torch.backends.cuda.matmul.allow_tf32 = config.precision != "fp32"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     bench = Bench(config, device)
     bench.run()
-    if dist.get_rank() == 0 and config.output is not None:
-        write_results(config.output, bench.rows)
     dist.destroy_process_group()
 
 

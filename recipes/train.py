@@ -8,6 +8,7 @@ ended, after saving, exits with the code 75.
 
 import argparse
 import dataclasses
+import logging
 import os
 import sys
 import time
@@ -77,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, train, and print the result on rank 0."""
     start = time.perf_counter()
     name, config, options, is_resumed = parse(sys.argv[1:] if arguments is None else arguments)
+    # What sharding takes of the memory.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("torchembed").setLevel(logging.INFO)
     with joined_ranks() as device:
         text = _config_text(name, config)
         check_ranks_agree(config=text, code=source_files(torchembed, recipes))

@@ -186,6 +186,8 @@ def check_memory(num_elements: int, device: torch.device, *, is_copied: bool) ->
             what = f"{what}, and a copy of both for checkpoints,"
             advice = f"leave out checkpoint_every, {advice}"
             needed *= 2
+    if ranks.rank() == 0:
+        print(f"{what} take {needed / 1e9:.1f} of {there / 1e9:.0f} GB", flush=True)
     if needed > there:
         raise MemoryError(
             f"{what} take {needed / 1e9:.0f} GB, and there are {there / 1e9:.0f} GB; {advice} or "

@@ -35,6 +35,11 @@ def refusals() -> dict[str, str]:
     uneven = make_plan(larger, 2)
     on_meta = make_model(MIXED, "meta")
     on_meta.top = nn.Linear(2, 2, device="meta")
+    too_large = nn.Module()
+    config = torchembed.EmbeddingBagConfig(
+        name="t", num_embeddings=1 << 40, embedding_dim=128, feature_names=("f",)
+    )
+    too_large.tables = torchembed.EmbeddingBagCollection([config], device="meta")
     one_process = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("mesh", "node", "rank"))
     attempts: dict[str, tuple[Any, ...]] = {
         "three dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 1, 2))),
@@ -46,6 +51,7 @@ def refusals() -> dict[str, str]:
         "fewer tables": (make_model(MIXED), mesh, fewer),
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
         "meta": (on_meta, mesh),
+        "memory": (too_large, mesh, {"tables.embedding_bags.t": "table_wise"}),
     }
     messages = {}
     for name, arguments in attempts.items():
@@ -207,6 +213,7 @@ def test_refusals() -> None:
             "fewer tables": "plan must hold the tables",
             "other ranks": "plan is for 4 ranks, but mesh has 2",
             "meta": "parameters ['top.weight', 'top.bias'] are on the meta device",
+            "memory": "tables do not fit: rank 0 will take 512 TiB of",
         }
         assert messages.keys() == patterns.keys()
         for name, pattern in patterns.items():

@@ -551,3 +551,22 @@ class TestGraphs:
         parts = list(itertools.pairwise(found))
         assert min(after[1] - before[1] for before, after in parts) < 2_000 * 64, found
         assert min(after[2] - before[2] for before, after in parts) < 20, found
+
+
+def test_waits_for_batches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def batches() -> Iterator[Batch]:
+        nonlocal now
+        for number, batch in enumerate(fixed_batches(4)):
+            now += 0.25 if number in (1, 2) else 1e-5
+            yield batch
+
+    monkeypatch.setattr("torchembed.training.pipeline.time.perf_counter", lambda: now)
+    model = make_model(CPU)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    assert pipeline.input_stalls == (0, 0.0)
+    iterator = batches()
+    for _ in range(4):
+        pipeline.progress(iterator)
+    assert pipeline.input_stalls == (2, 0.5)

@@ -1,6 +1,7 @@
 """``shard_embeddings``: spreads a model's tables over ranks, in place."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Literal
 
@@ -19,14 +20,17 @@ from torchembed.modules.table_module import TableModule
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
 from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.sharding.memory_budget import memory_budget
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
 from torchembed.sharding.plan_report import PlanReport
 from torchembed.sharding.planner import Planner
 from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
-from torchembed.sharding.topology import Topology
+from torchembed.sharding.topology import Topology, free_bytes
 from torchembed.sharding.transport import WireTransport, check_transport
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
+
+_logger = logging.getLogger(__name__)
 
 
 def table_specs(model: nn.Module) -> dict[str, TableSpec]:
@@ -148,7 +152,8 @@ def shard_embeddings(
 
     Make the optimizers afterwards: parameters of tables are new. Collective: every rank of the mesh
     calls it, with the same model, plan, wire and transport; where they differ, all ranks raise and
-    say in what, before anything is changed.
+    say in what, before anything is changed. What the tightest rank's memory will be used for is
+    logged by the first, at the level of ``INFO``, before it is allocated.
 
     Args:
         model: any module; not itself a collection, since it is changed in place.
@@ -167,11 +172,12 @@ def shard_embeddings(
 
     Raises:
         ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
-            where planning fails on some of them only; where a planner finds that the tables do not
-            fit into memory; where GPUs cannot store into each other's memory and should.
+            where planning fails on some of them only; where the tables do not fit into memory, as
+            far as is known: of a plan without a planner rows and the dense part are; where GPUs
+            cannot store into each other's memory and should.
     """
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
-    problem, checked, description = None, None, []
+    problem, checked, report, description = None, None, None, []
     if plan == "auto":
         plan = Planner()
     planner = plan if isinstance(plan, Planner) else None
@@ -180,7 +186,7 @@ def shard_embeddings(
     try:
         if planner is not None:
             plan = _with_topology(planner, mesh, flat)
-        checked = _checked_plan(model, mesh, plan, wire)
+        checked, report = _checked_plan(model, mesh, plan, wire)
         check_transport(transport, mesh, num_nodes(mesh))
         description = describe(model, checked, wire, transport)
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
@@ -189,6 +195,7 @@ def shard_embeddings(
     if problem is not None:
         raise problem
     assert checked is not None
+    _check_memory(model, checked, report, flat)
     has_other_tables = any(
         isinstance(module, TableModule) and not isinstance(module, Collection)
         for module in model.modules()
@@ -214,8 +221,8 @@ def _checked_plan(
     mesh: DeviceMesh,
     plan: ShardingPlan | Planner | Mapping[str, Placement | str] | None,
     wire: WirePrecision,
-) -> ShardingPlan:
-    """The whole plan for ``model``.
+) -> tuple[ShardingPlan, PlanReport | None]:
+    """The whole plan for ``model``, and a planner's report of it.
 
     Raises:
         ValueError: where the plan does not fit the model or the mesh, or the model cannot be
@@ -223,14 +230,15 @@ def _checked_plan(
     """
     if isinstance(model, Collection):
         raise ValueError("model must contain collections, not be one; wrap it in a module")
-    specs = table_specs(model)
+    specs, report = table_specs(model), None
     if isinstance(plan, str):
         raise ValueError(
             f'plan must be "auto", a Planner, a ShardingPlan or placements by table, got {plan!r}'
         )
     if isinstance(plan, Planner):
         _check_topology(plan, mesh)
-        plan = plan.plan(table_uses(model), wire=wire).plan
+        report = plan.plan(table_uses(model), wire=wire)
+        plan = report.plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
     planned = [table_plan.table for table_plan in plan.tables]
@@ -262,7 +270,33 @@ def _checked_plan(
         raise ValueError(
             f"parameters {meta} are on the meta device; make them real before sharding"
         )
-    return plan
+    return plan, report
+
+
+_DENSE_COPIES = 3
+"""Of other parameters: gradients and, as of Adam, two states."""
+
+
+def _check_memory(
+    model: nn.Module, plan: ShardingPlan, report: PlanReport | None, mesh: DeviceMesh
+) -> None:
+    """Log what the tightest rank will hold; raise ``ValueError`` on all where it cannot."""
+    uses = table_uses(model)
+    dense = [p for name, p in model.named_parameters() if name.removesuffix(".weight") not in uses]
+    mine = memory_budget(
+        plan,
+        uses,
+        mesh.get_local_rank(),
+        report=report,
+        dense_bytes=_DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense),
+        free_bytes=free_bytes(_device(mesh)),
+    )
+    budgets = [mine] * mesh.size()
+    dist.all_gather_object(budgets, mine, group=mesh.get_group())
+    tightest = max(budgets, key=lambda budget: budget.needed_bytes / budget.free_bytes)
+    tightest.check()
+    if mine.rank == 0:
+        _logger.info("%s", tightest)
 
 
 def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,12 @@ DENSE_PASSES = 6
 divided, read by the update."""
 DENSE_COPIES = 3
 """Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
+
+LOOKUP_SHARE, UPDATE_SHARE = 1.1, 0.91
+"""Of a copy's bandwidth, what lookups and updates reach by the bytes counted here. Lookups find
+rows of small tables in the cache; these and the numbers of kernels are what `bench.costs` fits."""
+LOOKUP_KERNELS, UPDATE_KERNELS = 1, 3
+"""So many times what a kernel takes beside its bytes."""
 
 SQUARE_BYTES = 4
 """Of a row's sum of squares, which row-wise Adagrad adds up where columns are on several ranks."""
@@ -179,8 +185,13 @@ class CostModel:
         """Different rows among uniform ``lookups``, expected."""
         return -num_rows * math.expm1(-lookups / num_rows)
 
-    def memory_seconds(self, num_bytes: float) -> float:
-        return num_bytes / self.topology.memory_bandwidth
+    def lookup_seconds(self, num_bytes: Any) -> Any:
+        """Of ``LOOKUP`` bytes, a number or an array."""
+        return num_bytes / (LOOKUP_SHARE * self.topology.memory_bandwidth)
+
+    def update_seconds(self, num_bytes: Any) -> Any:
+        """Of ``UPDATE`` bytes, a number or an array."""
+        return num_bytes / (UPDATE_SHARE * self.topology.memory_bandwidth)
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
         """A reduce-scatter and an all-gather within nodes, and between them of each rank's part."""
@@ -209,10 +220,10 @@ class CostModel:
 
     def rank_seconds(self, loads: np.ndarray, everywhere: Everywhere) -> np.ndarray:
         """float64 ``[W]``: memory and the busiest link, one after the other."""
-        memory = loads[:, Load.LOOKUP] + loads[:, Load.UPDATE]
-        memory = memory + everywhere.lookup_bytes + everywhere.update_bytes
+        lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes)
+        update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes)
         common = self.all_reduce_seconds(everywhere.all_reduce_bytes)
-        return self.memory_seconds(1.0) * memory + self.wire_seconds(loads).sum(axis=1) + common
+        return lookup + update + self.wire_seconds(loads).sum(axis=1) + common
 
     def holder_seconds(self, loads: np.ndarray) -> np.ndarray:
         """float64 ``[n]``: what each of ``loads [n, 6]`` adds to a rank that is busy holding."""
@@ -222,8 +233,9 @@ class CostModel:
             (per_node - 1) / topology.intra_node_bandwidth,
             (num_ranks - per_node) / topology.inter_node_bandwidth,
         )
-        memory = loads[:, Load.LOOKUP] + loads[:, Load.UPDATE]
-        return self.memory_seconds(1.0) * memory + wire * loads[:, WIRES].sum(axis=1)
+        lookup = self.lookup_seconds(loads[:, Load.LOOKUP])
+        update = self.update_seconds(loads[:, Load.UPDATE])
+        return lookup + update + wire * loads[:, WIRES].sum(axis=1)
 
     def table_loads(self, use: TableUse, plan: TablePlan) -> tuple[np.ndarray, Everywhere]:
         """``[shards, 6]`` in the order of ``plan.shards``, zeros where replicated; and the rest."""

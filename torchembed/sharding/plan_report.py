@@ -5,7 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from torchembed.sharding.costs import CostModel, Everywhere, Load, TableUse
+from torchembed.sharding.costs import (
+    LOOKUP_KERNELS,
+    UPDATE_KERNELS,
+    CostModel,
+    Everywhere,
+    Load,
+    TableUse,
+)
 from torchembed.sharding.plan import Placement, ShardingPlan
 from torchembed.sharding.topology import Topology
 
@@ -157,16 +164,21 @@ def report_plan(plan: ShardingPlan, tables: Mapping[str, TableUse], model: CostM
 def _rank_costs(
     model: CostModel, loads: np.ndarray, weights: np.ndarray, everywhere: Everywhere
 ) -> Iterator[RankCost]:
+    topology = model.topology
     wires = model.wire_seconds(loads)
+    wires += topology.exchange_seconds * (wires > 0)
     reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
+    reduce += topology.exchange_seconds * (reduce > 0)
     for rank, (load, wire) in enumerate(zip(loads, wires, strict=True)):
         held = load[Load.HELD] + everywhere.held_bytes
         yield RankCost(
             rank=rank,
             weight_bytes=int(weights[rank]),
             buffer_bytes=round(held) - int(weights[rank]),
-            lookup_seconds=model.memory_seconds(float(load[Load.LOOKUP] + everywhere.lookup_bytes)),
-            update_seconds=model.memory_seconds(float(load[Load.UPDATE] + everywhere.update_bytes)),
+            lookup_seconds=float(model.lookup_seconds(load[Load.LOOKUP] + everywhere.lookup_bytes))
+            + LOOKUP_KERNELS * topology.kernel_seconds,
+            update_seconds=float(model.update_seconds(load[Load.UPDATE] + everywhere.update_bytes))
+            + UPDATE_KERNELS * topology.kernel_seconds,
             ids_seconds=float(wire[0]),
             vectors_seconds=float(wire[1]),
             gradients_seconds=float(wire[2]),

@@ -136,7 +136,8 @@ class Search:
     def _mean_seconds(self, option: Option) -> float:
         """What ``option`` would cost each rank if the parts could be spread evenly."""
         everywhere, model = option.everywhere, self._model
-        memory = model.memory_seconds(everywhere.lookup_bytes + everywhere.update_bytes)
+        memory = model.lookup_seconds(everywhere.lookup_bytes)
+        memory += model.update_seconds(everywhere.update_bytes)
         reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
         return option.holder_seconds.sum() / self._num_ranks + memory + reduce
 

@@ -28,24 +28,32 @@ class Hardware:
     """Bytes a second that a rank sends to ranks of its node while it receives as many."""
     inter_node_bandwidth: float
     """The same for ranks of other nodes."""
+    kernel_seconds: float = 0.0
+    """That a kernel takes beside the bytes it moves."""
+    exchange_seconds: float = 0.0
+    """That an exchange between ranks takes beside its bytes."""
 
 
-# Memory: a large copy on one GPU. Intra-node: an NCCL all-to-all of 109 MB a GPU over 8 H200 in
-# 326 us, of which 7/8 leave the GPU; the H100 has the same NVLink. Inter-node is not measured: nine
-# tenths of one 400 Gb/s adapter a GPU.
+# Memory: a large copy on one GPU. Intra-node: NCCL all-to-alls and all-reduces of 3 to 109 MB a GPU
+# over 8 H200 in CUDA graphs; the H100 has the same NVLink. Inter-node is not measured: nine tenths
+# of one 400 Gb/s adapter a GPU. `bench.costs` fits these figures and says how far off they are.
 H100 = Hardware(
     name="H100",
     memory_bytes=78 << 30,
     memory_bandwidth=3.0e12,
-    intra_node_bandwidth=290e9,
+    intra_node_bandwidth=332e9,
     inter_node_bandwidth=45e9,
+    kernel_seconds=7e-6,
+    exchange_seconds=39e-6,
 )
 H200 = Hardware(
     name="H200",
     memory_bytes=139 << 30,
     memory_bandwidth=4.23e12,
-    intra_node_bandwidth=290e9,
+    intra_node_bandwidth=332e9,
     inter_node_bandwidth=45e9,
+    kernel_seconds=7e-6,
+    exchange_seconds=39e-6,
 )
 # Round numbers for one core of a server and gloo between processes: plans ask for ratios.
 CPU = Hardware(
@@ -73,12 +81,17 @@ class Topology:
     """Bytes a second and rank, in each direction, to ranks of the same node."""
     inter_node_bandwidth: float
     """Bytes a second and rank, in each direction, to ranks of other nodes."""
+    kernel_seconds: float = 0.0
+    """That a kernel takes beside the bytes it moves."""
+    exchange_seconds: float = 0.0
+    """That an exchange between ranks takes beside its bytes."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise ValueError(f"{field.name} of a topology must be positive, got {value}")
+            value, may_be_zero = getattr(self, field.name), field.name.endswith("_seconds")
+            if not (value > 0 or (may_be_zero and value == 0)):
+                required = "not be negative" if may_be_zero else "be positive"
+                raise ValueError(f"{field.name} of a topology must {required}, got {value}")
 
     @property
     def num_ranks(self) -> int:
@@ -100,6 +113,8 @@ class Topology:
             memory_bandwidth=hardware.memory_bandwidth,
             intra_node_bandwidth=hardware.intra_node_bandwidth,
             inter_node_bandwidth=hardware.inter_node_bandwidth,
+            kernel_seconds=hardware.kernel_seconds,
+            exchange_seconds=hardware.exchange_seconds,
         )
 
     @classmethod
@@ -127,6 +142,8 @@ class Topology:
                 int(hardware.memory_bandwidth),
                 int(hardware.intra_node_bandwidth),
                 int(hardware.inter_node_bandwidth),
+                round(hardware.kernel_seconds * 1e9),
+                round(hardware.exchange_seconds * 1e9),
             ],
             device="cpu",
         )
@@ -146,7 +163,9 @@ class Topology:
             int(figures[1]) // (ranks_of_host[host] if device.type == "cpu" else 1)
             for host, figures in zip(hosts, gathered, strict=True)
         ]
-        memory, within, between = torch.stack(gathered)[:, 2:].amin(dim=0).tolist()
+        figures = torch.stack(gathered)
+        memory, within, between = figures[:, 2:5].amin(dim=0).tolist()
+        kernel_ns, exchange_ns = figures[:, 5:].amax(dim=0).tolist()
         return cls(
             num_nodes=num_nodes,
             ranks_per_node=len(hosts) // num_nodes,
@@ -154,15 +173,25 @@ class Topology:
             memory_bandwidth=memory,
             intra_node_bandwidth=between if len(ranks_of_host) > num_nodes == 1 else within,
             inter_node_bandwidth=between,
+            kernel_seconds=kernel_ns * 1e-9,
+            exchange_seconds=exchange_ns * 1e-9,
         )
 
 
 def _hardware_of(device: torch.device) -> tuple[Hardware, int]:
     """What is known of ``device``, and its free memory in bytes."""
+    free = free_bytes(device)
     if device.type != "cuda":
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        return CPU, kibibytes * 1024
+        return CPU, free
     name = torch.cuda.get_device_name(device)
     known = [hardware for hardware in GPUS if hardware.name in name]
-    return (known or GPUS)[0], torch.cuda.mem_get_info(device)[0]
+    return (known or GPUS)[0], free
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that ``device`` has left: a GPU's own, or the machine's for the CPU."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024

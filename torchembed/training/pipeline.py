@@ -34,6 +34,8 @@ _STEPS_AHEAD = 2
 _POLL_SECONDS = 2e-5
 _GRACE_SECONDS = 10.0
 """For a program to say why it ends."""
+_STALL_SECONDS = 1e-4
+"""A batch that is ready comes faster."""
 _RELEASE_SECONDS = 2.0
 """For the steps under way to end, where graphs are to be destroyed."""
 
@@ -49,6 +51,13 @@ class _Upcoming(NamedTuple):
     @property
     def turn(self) -> int:
         return self.number % 2
+
+
+class InputStalls(NamedTuple):
+    """Waits for batches that were not ready."""
+
+    count: int
+    seconds: float
 
 
 class _InFlight(NamedTuple):
@@ -126,6 +135,8 @@ class TrainPipeline:
         self._num_read = self._num_static_steps = 0
         self._prepared: int | None = None
         """The batch that the step before has prepared."""
+        self.input_stalls = InputStalls(0, 0.0)
+        """So far; zero where the iterators given to :meth:`progress` keep up."""
         if self._captures:
             ranks.check_cpu_backend()
 
@@ -213,7 +224,12 @@ class TrainPipeline:
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Read a batch, and begin its copy where it has the layout."""
+        start = time.perf_counter()
         item = next(batches, None)
+        seconds = time.perf_counter() - start
+        if seconds > _STALL_SECONDS:
+            count, total = self.input_stalls
+            self.input_stalls = InputStalls(count + 1, total + seconds)
         if item is None:
             return
         batch = item if self.loss_fn is None else as_batch(item)

@@ -1,0 +1,165 @@
+"""Writes the tables of ``bench/results/*.json`` into ``README.md``.
+
+``python -m bench.readme_table``. What is between the two markers there is replaced; a test holds
+that it agrees with the files.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- written by bench.readme_table -->", "<!-- end of what it writes -->"
+Row = dict[str, Any]
+
+_PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
+
+
+def tables(results: Path) -> str:
+    """The tables of all files of a folder, as Markdown."""
+    rows: dict[str, list[Row]] = {}
+    for file in sorted(results.glob("*.json")):
+        for row in json.loads(file.read_text())["rows"]:
+            rows.setdefault(row["bench"], []).append(row | {"file": file.name})
+    makers = {"train_step": _train_step, "kernels": _kernels, "dense": _dense}
+    return "\n".join(make(rows[bench]) for bench, make in makers.items() if bench in rows)
+
+
+def with_tables(readme: str, written: str) -> str:
+    """``readme`` with ``written`` between the markers.
+
+    Raises:
+        ValueError: where it has no markers.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md must hold the lines {BEGIN} and {END}; add them")
+    return f"{before}{BEGIN}\n\n{written}\n{END}{after}"
+
+
+def _train_step(rows: Sequence[Row]) -> str:
+    """A line for each setting that torchembed was measured in."""
+    lines, found = (
+        [],
+        _by(rows, ("num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")),
+    )
+    for (num_gpus, gpu, size, ids, optimizer, max_rows), systems in found.items():
+        ours = systems.get("torchembed", {})
+        if "ms_median" not in ours:
+            continue
+        peers = {name: systems[name]["ms_median"] for name in _PEERS if _is_shown(systems, name)}
+        cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
+        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}", _spread(ours)]
+        line.append(_spread(systems.get("torchembed_tf32", {})))
+        line += [_spread(systems.get(name, {})) for name in _PEERS]
+        line.append(f"{min(peers.values()) / ours['ms_median']:.1f}" if peers else "")
+        line.append(f"{ours['floor_fraction']:.2f}" if "floor_fraction" in ours else "")
+        lines.append(line)
+    head = ["GPUs, samples", f"torchembed {rows[0]['precision']}", "torchembed tf32"]
+    head += [*_PEERS.values(), "times faster", "of the floor"]
+    return _text(
+        "A step of MLPerf's DLRM-DCNv2 in milliseconds, median (least to most), by "
+        f"`torchrun -m bench.train_step` ({_files(rows)}). Times faster is TorchRec's better time "
+        "over ours in the same run, the floor what bytes, FLOPs and wires allow:",
+        head,
+        lines,
+    )
+
+
+def _is_shown(systems: dict[str, Row], name: str) -> bool:
+    return "ms_median" in systems.get(name, {})
+
+
+def _spread(row: Row) -> str:
+    if "ms_median" not in row:
+        return ""
+    return f"{row['ms_median']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})"
+
+
+def _kernels(rows: Sequence[Row]) -> str:
+    """A line for each batch: the forward, and the backward with each optimizer."""
+    lines, found = [], _by(rows, ("batch_per_gpu", "ids"), system="torchembed")
+    stages = list(dict.fromkeys((row["stage"], row["optimizer"]) for row in rows))
+    for size, ids in found:
+        cells = []
+        for stage, optimizer in stages:
+            same = {"batch_per_gpu": size, "ids": ids, "stage": stage, "optimizer": optimizer}
+            matching = [
+                row for row in rows if row["system"] == "torchembed" and same.items() <= row.items()
+            ]
+            cells.append(_microseconds(matching[0]) if matching else "")
+        lines.append([f"{size} {ids}", *cells])
+    head = ["batch", *(stage if rule is None else f"{stage}, {rule}" for stage, rule in stages)]
+    return _text(
+        "Lookups and row updates of MLPerf's tables, cut to 8 M rows, in microseconds; in brackets "
+        f"over FBGEMM's time in the same run, by `python -m bench.kernels` ({_files(rows)}). An "
+        "update is the part of a backward that needs the gradient:",
+        head,
+        lines,
+    )
+
+
+def _microseconds(row: Row) -> str:
+    ratio = f" ({row['of_fbgemm']:.2f})" if "of_fbgemm" in row else ""
+    return f"{row['microseconds']:.0f}{ratio}"
+
+
+def _dense(rows: Sequence[Row]) -> str:
+    """A line for each batch and precision of the dense part, then its optimizers."""
+    names = {
+        "torch": "PyTorch",
+        "torch.compile": "torch.compile",
+        "torchembed": "torchembed",
+        "torchembed, side stream": "gradients of weights on a stream of their own",
+    }
+    passes = [row for row in rows if row["part"] == "forward and backward"]
+    updates = [row for row in rows if row["part"] == "optimizer" and row["precision"] == "fp32"]
+    lines = []
+    for (precision, size), systems in _by(passes, ("precision", "batch_per_gpu")).items():
+        cells = [f"{systems[name]['ms_median']:.2f}" if name in systems else "" for name in names]
+        lines.append([f"{size} samples, {precision}", *cells])
+    for (optimizer,), systems in _by(updates, ("optimizer",)).items():
+        cells = [f"{systems[name]['ms_median']:.2f}" if name in systems else "" for name in names]
+        lines.append([f"{optimizer} over 16 M parameters", *cells])
+    return _text(
+        "The dense part of MLPerf's DLRM-DCNv2, forward and backward in a CUDA graph, and its "
+        f"optimizers, in milliseconds, by `python -m bench.dense` ({_files(rows)}) on one "
+        f"{rows[0]['gpu']}:",
+        ["", *names.values()],
+        lines,
+    )
+
+
+def _by(
+    rows: Iterable[Row], keys: Sequence[str], **equal: Any
+) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """The rows of each value of ``keys``, by system; of equal ones the first."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if equal.items() <= row.items():
+            systems = found.setdefault(tuple(row[key] for key in keys), {})
+            systems.setdefault(row["system"], row)
+    return found
+
+
+def _files(rows: Sequence[Row]) -> str:
+    return ", ".join(f"`bench/results/{name}`" for name in dict.fromkeys(r["file"] for r in rows))
+
+
+def _text(sentence: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = [head, ["---"] * len(head), *lines]
+    return "\n".join(
+        [textwrap.fill(sentence, 100), "", *(f"| {' | '.join(line)} |" for line in table), ""]
+    )
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text(), tables(ROOT / "bench/results")))
+
+
+if __name__ == "__main__":
+    main()

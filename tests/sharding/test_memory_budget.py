@@ -1,0 +1,46 @@
+"""What a rank's memory will be used for."""
+
+import pytest
+import torch
+
+from tests.sharding.planning import make_topology, make_use
+from torchembed import optim
+from torchembed.sharding import Planner, make_plan
+from torchembed.sharding.memory_budget import memory_budget
+
+TABLES = {
+    "t": make_use(1000, 16, "f"),
+    "u": make_use(10, 8, "g", dtype=torch.bfloat16),
+}
+SPECS = {name: use.spec for name, use in TABLES.items()}
+
+
+def test_of_a_planner_s_plan() -> None:
+    planner = Planner(batch_size=4, optimizer=optim.Adagrad, placements=("table_wise",))
+    report = planner.plan(TABLES, make_topology(1, 2))
+    budgets = [
+        memory_budget(report.plan, TABLES, rank, report=report, dense_bytes=512, free_bytes=10**6)
+        for rank in range(2)
+    ]
+    assert sorted(budget.row_bytes for budget in budgets) == [10 * 8 * 2, 1000 * 16 * 4]
+    assert sorted(budget.state_bytes for budget in budgets) == [10 * 8 * 4, 1000 * 16 * 4]
+    for budget, cost in zip(budgets, report.ranks, strict=True):
+        assert budget.needed_bytes == cost.held_bytes + 512
+        budget.check()
+    fullest = max(budgets, key=lambda budget: budget.row_bytes)
+    assert str(fullest).startswith(f"rank {fullest.rank} will take ")
+    assert " of 976.6 KiB free memory: 62.5 KiB of rows, 62.5 KiB of their optim" in str(fullest)
+    assert str(fullest).endswith("512 B for the dense part's gradients and state")
+
+
+def test_of_another_plan_rows_and_the_dense_part_are_known() -> None:
+    plan = make_plan(SPECS, 2, {"t": "row_wise", "u": "data_parallel"})
+    budget = memory_budget(plan, TABLES, 1, report=None, dense_bytes=24, free_bytes=32184)
+    assert budget.needed_bytes == 500 * 16 * 4 + 160 + 24
+    budget.check()
+    assert str(budget).endswith(", their optimizer state and exchange buffers not counted")
+    less = memory_budget(plan, TABLES, 1, report=None, dense_bytes=25, free_bytes=32184)
+    with pytest.raises(
+        ValueError, match=r"tables do not fit: rank 1 will take .* of 31\.43 KiB free .*more ranks"
+    ):
+        less.check()
