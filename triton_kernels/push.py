@@ -201,7 +201,7 @@ class Moves:
             vector //= 2
         self.vector = vector
         """Elements that columns and targets are multiples of: a thread takes so many at once."""
-        numbers = torch.tensor(moves, dtype=torch.int64).reshape(-1, MOVE_FIELDS)
+        numbers = torch.tensor(moves, dtype=torch.int64, device="cpu").reshape(-1, MOVE_FIELDS)
         self.numbers = numbers.to(device)
 
     def on_device(self) -> Tensor:

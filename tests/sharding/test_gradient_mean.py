@@ -1,7 +1,6 @@
 """The mean of dense gradients over ranks: in buckets, flat or not, deferred or not."""
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,47 +25,48 @@ from torchembed.sharding.wire import WirePrecision
 class Model(nn.Module):
     """Layers of ours and of torch's, and one that not every rank uses."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, shares: bool) -> None:
+        """``shares``: two gradients of one weight come from one backward, here and there."""
         super().__init__()
+        self.shares = shares
         self.first = MLP(6, [5, 8], dtype=dtype)
         self.between = nn.Linear(8, 8, dtype=dtype)
         self.cross = LowRankCross(8, 2, 3, dtype=dtype)
-        self.repeated = MLP(8, [8], dtype=dtype)
+        self.twice = MLP(8, [8], dtype=dtype)
         self.sometimes = nn.Linear(8, 8, dtype=dtype)
         self.frozen = nn.Linear(8, 8, dtype=dtype).requires_grad_(False)
         self.last = MLP(8, [4, 1], activation_on_last=False, dtype=dtype)
 
-    def forward(self, x: Tensor, uses_all: bool, repeats: int) -> Tensor:
-        x = self.cross(self.frozen(self.between(self.first(x))))
-        for _ in range(repeats):
-            x = self.repeated(x)
-        # One use of a weight is deferred, another is not.
-        penalty = self.last[0].weight.square().mean()
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        x = self.twice(self.cross(self.frozen(self.between(self.first(x)))))
+        penalty = 0.0
+        if self.shares:
+            x = self.twice(x)
+            # One use of a weight is deferred, another is not.
+            penalty = self.last[0].weight.square().mean()
         return self.last(self.sometimes(x) if uses_all else x) + penalty
 
 
-def model(dtype: torch.dtype) -> Model:
-    made = Model(dtype)
+def model(dtype: torch.dtype, kind: str) -> Model:
+    made = Model(dtype, shares=kind != "on a stream")  # which adds no gradients up
     with torch.no_grad():
         for seed, parameter in enumerate(made.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=seed) / 2)
     return made
 
 
-def backward(module: nn.Module, rank: int, step: int, kind: str) -> None:
+def backward(module: nn.Module, rank: int, step: int) -> None:
     parameter = next(module.parameters())
     seed = 10 * step + rank
     x = normal(4 + rank, 6, seed=seed, dtype=parameter.dtype, device=parameter.device)
-    # What is deferred to a stream is added up for no weight that is used twice.
-    repeats = 1 if kind == "on a stream" else 2
-    module(x, uses_all=rank == 0, repeats=repeats).float().square().mean().backward()
+    module(x, uses_all=rank == 0).float().square().mean().backward()
 
 
-def local_gradients(rank: int, dtype: torch.dtype, device: str, kind: str) -> list[np.ndarray]:
+def local_gradients(rank: int, dtype: torch.dtype, kind: str, device: str) -> list[np.ndarray]:
     """Of two backwards together, with nothing that reduces."""
-    module = model(dtype).to(device)
+    module = model(dtype, kind).to(device)
     for step in range(2):
-        backward(module, rank, step, kind)
+        backward(module, rank, step)
     return [
         (torch.zeros_like(p) if p.grad is None else p.grad).float().cpu().numpy()
         for p in module.parameters()
@@ -88,7 +88,7 @@ def reduced_gradients(
     if pushes:
         push = PushedMean(PushDomain(group, torch.device(device, rank)), "a test")
     for case in cases:
-        module = model(case["dtype"]).to(device)
+        module = model(case["dtype"], case["deferral"]).to(device)
         if case["flat"]:
             DenseSGD([p for p in module.parameters() if p.requires_grad])
         mean = GradientMean(
@@ -100,7 +100,7 @@ def reduced_gradients(
         )
         for step in range(2):
             with deferral(case["deferral"]):
-                backward(module, rank, step, case["deferral"])
+                backward(module, rank, step)
         assert not mean._buckets
         if case["flat"]:
             assert joint_spans(list(module.last.parameters())) is not None
@@ -129,10 +129,8 @@ def assert_means(
     by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, pushes, backend=backend)
     for number, case in enumerate(cases):
         first, *others = (results[number] for results in by_rank)
-        alone = functools.partial(
-            local_gradients, dtype=case["dtype"], device=device, kind=case["deferral"]
-        )
-        locals_ = [alone(rank) for rank in range(num_ranks)]
+        kind = case["deferral"]
+        locals_ = [local_gradients(r, case["dtype"], kind, device) for r in range(num_ranks)]
         wires = {case["dtype"], case["wire"] or case["dtype"]}
         # Each of two backwards rounds gradients, the partial sums of ranks and their mean.
         steps = 2 * (num_ranks + (2 if torch.bfloat16 in wires else 0))

@@ -18,7 +18,7 @@ from torchembed.modules.embedding_bag_collection import (
 )
 from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import SlotRows, select_features
+from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.columns import Piece, place_columns
@@ -33,7 +33,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
     are the mean over ranks. With fixed hotness no GPU is waited for; jagged batches wait once for
-    the sizes of what travels.
+    the sizes of what travels, which a :class:`~torchembed.training.TrainPipeline` does ahead.
     """
 
     _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]
@@ -86,12 +86,48 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        batch, route, num_replicated = self._checked(batch), None, None
+        if self._sharded_slots and batch.hotness is None:
+            parts, layout, _ = self._sharded
+            of_parts = select_features(batch, [part.slot for part in parts])
+            route = JaggedRoute(of_parts, layout, self._ranks)
+            numbers = num_ids_of_features(batch)
+            route.announce(self._group_of_sizes(ahead=ahead))
+            num_ids = numbers.tolist()
+            num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
+        replicated = None
+        if self._replicated_slots:
+            replicated = select_features(batch, self._replicated_slots, num_replicated)
+        return _Arrivals(batch, route, replicated)
+
+    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+        batch, jagged_route, of_replicated = arrivals
+        route = sharded = replicated = num_ids = None
+        if self._sharded_slots:
+            parts, layout, local = self._sharded
+            if jagged_route is None:
+                of_parts = select_features(batch, [part.slot for part in parts])
+                route = FixedRoute(of_parts, layout, self._ranks)
+            else:
+                jagged_route.travel()
+                route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
+            sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
+        if of_replicated is not None:
+            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
+            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+        means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
+        sizes = {slot: bag_sizes(batch, slot) for slot in means}
+        return _Lookups(route, sharded, replicated, sizes)
+
+    def _look_up(self, lookups: "_Lookups") -> Tensor:
         if self._push is not None and lookups.sharded is not None:
-            values = self._pushed_values(lookups, self._push)
-        else:
-            values = self._exchanged_values(lookups)
-        return keyed_result(features, self._feature_slots.names, self._widths, values)
+            return self._pushed_values(lookups, self._push)
+        return self._exchanged_values(lookups)
+
+    def _result(self, features: Any, vectors: Tensor) -> Any:
+        return keyed_result(features, self._feature_slots.names, self._widths, vectors)
 
     # Backward begins with what forward made last. What other ranks send is waited for, so the
     # exchange is last here; gradients of tables that every rank holds wait for all ranks, so their
@@ -140,24 +176,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         poolings = [Pooling.SUM] * len(self._sharded.layout.blocks[self._ranks.rank])
         return sharded, poolings, self._output_dtype, self._weight_form
 
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch = self._checked(batch)
-        route = sharded = replicated = None
-        if self._sharded_slots:
-            parts, layout, local = self._sharded
-            of_parts = select_features(batch, [part.slot for part in parts])
-            route_kind = JaggedRoute if batch.hotness is None else FixedRoute
-            route = route_kind(of_parts, layout, self._ranks)
-            sharded = local.prepare(route.features, finds_runs=finds_runs)
-        if self._replicated_slots:
-            of_replicated = select_features(batch, self._replicated_slots)
-            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
-        means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
-        sizes = {slot: bag_sizes(batch, slot) for slot in means}
-        return _Lookups(route, sharded, replicated, sizes)
-
     def _sharded_columns(self, lookups: "_Lookups", pooled: Tensor) -> dict[int, Tensor]:
         """``[B, D]`` for each sharded slot, from the ranks that hold its rows.
 
@@ -175,6 +193,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 column = column / lookups.bag_sizes[slot].to(column.dtype)
             columns[slot] = column
         return columns
+
+
+class _Arrivals(NamedTuple):
+    """A batch with checked ids, and where hotness is not fixed the way of those that travel."""
+
+    batch: SparseFeatures
+    route: JaggedRoute | None
+    replicated: SparseFeatures | None
+    """A feature for each replicated slot."""
 
 
 class _Lookups(NamedTuple):

@@ -30,9 +30,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     With ``torch.amp.GradScaler``, ``scaler.step(optimizer)`` unscales inside the update and skips
     it on the device where a gradient is not finite; ``scaler.unscale_`` is for other optimizers
     (``step`` raises after it). Pass dense parameters' optimizer through the same scaler: torch
-    wants at least one that it can inspect itself, and the loss scale follows the gradients of that
-    one. Ranks that share sharded tables skip together, by one small collective in each scaled
-    step: give all tables of the model to one optimizer, and step it on every rank that has tables.
+    wants at least one that it can inspect itself, and its loss scale follows the gradients of that
+    one; that of :class:`torchembed.optim.GradScaler` also follows those of the tables. Ranks that
+    share sharded tables skip together, by one small collective in each scaled step: give all tables
+    of the model to one optimizer, and step it on every rank that has tables.
     ``torch.nn.utils.clip_grad_norm_`` does not see tables; use
     :func:`torchembed.optim.clip_grad_norm_`.
     """
@@ -46,6 +47,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     skip: Tensor | None = None
     """float32 ``[1]``; where it is not zero on the device, :meth:`step` discards the gradients and
     changes nothing. For whoever finds out there that a batch is bad."""
+    overflow: Tensor | None = None
+    """float32 ``[]``; of the last scaled step, 1 where it was skipped since a gradient was not
+    finite."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, stochastic_rounding: bool
@@ -205,6 +209,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for make_maximum in dict.fromkeys(table.max_over_holders for table in tables):
             if make_maximum is not None:
                 make_maximum(skip)
+        self.overflow = skip
         return scale.float().reciprocal().reshape(1), skip.reshape(1)
 
     @torch.no_grad()

@@ -42,7 +42,9 @@ class PushDomain:
         self.group, self.device, self.limit_seconds = group, device, limit_seconds
         self.allocate = symmetric_memory if allocate is None else allocate
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.failed = torch.zeros(
+            1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
         """1 + a rank that did not come in time; kernels write it."""
         self._channels: dict[tuple[Any, int], Channel] = {}
 

@@ -97,6 +97,8 @@ class GradientMean:
         return _nothing, ()
 
     def _on_gradient(self, parameter: Tensor) -> None:
+        if not _is_averaged(parameter):
+            return  # the engine also calls where it has no gradient
         if self._buckets and self._finishing() is None:
             self._discard()
         if not self._buckets:
@@ -121,8 +123,7 @@ class GradientMean:
         """Anew for each backward: what trains, and what optimizers have laid out, may change."""
         open_buckets: dict[torch.dtype, _Bucket] = {}
         for parameter in self._order:
-            table = table_of(parameter)
-            if not parameter.requires_grad or (table is not None and table.group.rule is not None):
+            if not parameter.requires_grad or not _is_averaged(parameter):
                 continue
             bucket = open_buckets.get(parameter.dtype)
             if bucket is None or bucket.num_bytes >= self._bucket_bytes:
@@ -153,13 +154,11 @@ class GradientMean:
                 memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
                 spans = FlatSpans(memory, [(0, memory.numel())])
             if self._push is not None:
-                work, memory = (
-                    self._push.start(spans, self._dtype or spans.flat.dtype),
-                    spans.parts(),
-                )
+                done = self._push.start(spans, self._dtype or spans.flat.dtype)
+                reduction = _Reduction(done, spans.parts(), gradients)
             else:
-                work, memory, gradients = self._all_reduce(spans, gradients)
-        self._reductions.append(_Reduction(work, memory, gradients))
+                reduction = self._all_reduce(spans, gradients)
+        self._reductions.append(reduction)
 
     def _all_reduce(self, spans: FlatSpans, gradients: list[Tensor]) -> _Reduction:
         """Begin to sum ``spans`` over ranks: there, or in a copy in the dtype that is asked for,
@@ -202,7 +201,8 @@ class GradientMean:
         if self._arrived is None:
             return
         late = (parameter for parameter in self._order if parameter not in self._arrived)
-        places = torch.tensor([self._places[p] for p in (*self._arrived, *late)])
+        in_order = [self._places[p] for p in (*self._arrived, *late)]
+        places = torch.tensor(in_order, device="cpu")
         self._arrived = None
         first = dist.get_global_rank(self._group, 0)
         wait_for(dist.broadcast(places, src=first, group=self._group, async_op=True))
@@ -220,6 +220,12 @@ class GradientMean:
         self._reductions.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+
+
+def _is_averaged(parameter: Tensor) -> bool:
+    """Whether its gradient is not a fused optimizer's affair."""
+    table = table_of(parameter)
+    return table is None or table.group.rule is None
 
 
 def _call(method: Callable[[], Callable[[Tensor], None] | None], parameter: Tensor) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.core.first_order import first_order
 from torchembed.ops.cross.schema import (
     low_rank_cross_backward_op,
     low_rank_cross_forward_op,
@@ -37,7 +37,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         return xs[-1]
 
     @staticmethod
-    @once_differentiable
+    @first_order("torchembed's low-rank cross network", "torch's own operations")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         num_layers, saved = ctx.num_layers, ctx.saved_tensors
         xs, hs, zs, v, u, bias = (

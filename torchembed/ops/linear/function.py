@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.core.first_order import first_order
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
     linear_to_one_backward_op,
@@ -30,7 +30,7 @@ class _Linear(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, output = ctx.saved_tensors
         grad_x, grad_weight, grad_bias = None, None, None
@@ -56,7 +56,7 @@ class _LinearToOne(torch.autograd.Function):
         return linear_to_one_forward_op(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         grad_weight = gradient_memory(weight)
