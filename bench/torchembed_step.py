@@ -13,7 +13,15 @@ from bench.step_setting import StepSetting
 from torchembed import optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
-from torchembed.sharding import CPU, H100, H200, Planner, Topology, WirePrecision
+from torchembed.sharding import (
+    CPU,
+    H100,
+    H200,
+    Planner,
+    Topology,
+    WirePrecision,
+    WireTransport,
+)
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
@@ -51,7 +59,8 @@ class TorchembedStep:
         """Of the slowest rank, by the stages of :mod:`bench.timeline`."""
         if num_ranks > 1:
             mesh = init_device_mesh(device.type, (num_ranks,))
-            shard_embeddings(self.model, mesh, plan=planner, wire=precision)
+            transport = WireTransport(setting.transport)
+            shard_embeddings(self.model, mesh, plan=planner, wire=precision, transport=transport)
         tables = [p for p in self.model.parameters() if table_of(p) is not None]
         dense = [p for p in self.model.parameters() if table_of(p) is None]
         numbers = {"lr": setting.lr}

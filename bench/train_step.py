@@ -49,6 +49,8 @@ class Config:
     optimizer: str = "adagrad"
     precision: str = "bf16"
     wire: str = "bf16"
+    transport: str = "collective"
+    """Of torchembed: ``collective`` or ``push``."""
     systems: tuple[str, ...] = SYSTEMS
     max_rows: int | None = None
     """Tables are cut to this; on one GPU 8 M where None."""
@@ -97,6 +99,7 @@ class Bench:
             optimizer=config.optimizer,
             precision=config.precision,
             wire=config.wire,
+            transport=config.transport,
             max_rows=self._max_rows,
             device=self._device,
         )
@@ -177,6 +180,7 @@ class Bench:
             "optimizer": setting.optimizer,
             "precision": setting.precision,
             "wire": setting.wire,
+            "transport": setting.transport if name == "torchembed" else None,
             "set_up_seconds": set_up_seconds,
         }
         limit = expected.tolerance[setting.precision, setting.wire]

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
 from tests.values import normal
-from torchembed.core.gradient_slots import joint_memory, slot_of
+from torchembed.core.gradient_slots import joint_spans, slot_of
 from torchembed.modules import MLP, LowRankCross
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
+from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.sharding.wire import WirePrecision
 
 
@@ -78,29 +80,39 @@ def deferral(kind: str) -> Any:
     return DeferredWeightGradients(torch.cuda.Stream() if kind == "on a stream" else None)
 
 
-def reduced_gradients(cases: list[dict[str, Any]], device: str) -> list[list[np.ndarray]]:
+def reduced_gradients(
+    cases: list[dict[str, Any]], device: str, pushes: bool
+) -> list[list[np.ndarray]]:
     """On one rank, the gradients of each case after two backwards."""
-    found, rank, group = [], dist.get_rank(), dist.new_group()
+    found, rank, group, push = [], dist.get_rank(), dist.new_group(), None
+    if pushes:
+        push = PushedMean(PushDomain(group, torch.device(device, rank)), "a test")
     for case in cases:
         module = model(case["dtype"], case["deferral"]).to(device)
         if case["flat"]:
             DenseSGD([p for p in module.parameters() if p.requires_grad])
         mean = GradientMean(
-            module.parameters(), group, dtype=case["wire"], bucket_bytes=case["bucket_bytes"]
+            module.parameters(),
+            group,
+            dtype=case["wire"],
+            push=push,
+            bucket_bytes=case["bucket_bytes"],
         )
         for step in range(2):
             with deferral(case["deferral"]):
                 backward(module, rank, step)
         assert not mean._buckets
         if case["flat"]:
-            assert joint_memory(list(module.last.parameters())) is not None
+            assert joint_spans(list(module.last.parameters())) is not None
             assert all(slot_of(p).holds(p.grad) for p in module.parameters() if p.requires_grad)
         found.append([p.grad.float().cpu().numpy() for p in module.parameters() if p.requires_grad])
         assert all(p.grad is None for p in module.frozen.parameters())
     return found
 
 
-def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend: str) -> None:
+def assert_means(
+    num_ranks: int, device: str, deferrals: Sequence[str], backend: str, *, pushes: bool = False
+) -> None:
     """Assert that ranks end up with the mean of their gradients, however it is reduced."""
     cases = [
         {"dtype": dtype, "wire": wire, "flat": flat, "deferral": kind, "bucket_bytes": size}
@@ -114,7 +126,7 @@ def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend:
         for kind in deferrals
         for size in (1, 200, 1 << 20)
     ]
-    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, backend=backend)
+    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, pushes, backend=backend)
     for number, case in enumerate(cases):
         first, *others = (results[number] for results in by_rank)
         kind = case["deferral"]
@@ -171,6 +183,26 @@ def gradients_after_trouble() -> list[list[float]]:
 def test_the_mean_after_a_failed_backward_and_of_what_was_frozen() -> None:
     for found in run_on_ranks(2, gradients_after_trouble, backend="gloo"):
         assert found == [[1.5, 1.5], [1.5, 1.5], [1.5]]
+
+
+def orders(_: None) -> list[list[int]]:
+    """On one rank, before and after a backward in which ranks use parameters in other orders."""
+    parameters = [nn.Parameter(torch.ones(())) for _ in range(3)]
+    mean, found = GradientMean(parameters, dist.group.WORLD), []
+    used = (parameters[1], parameters[0]) if dist.get_rank() == 0 else parameters
+    for _ in range(2):
+        found.append([mean._places[p] for p in mean._order])
+        value = torch.ones(())
+        for parameter in used:
+            value = value * parameter
+        value.backward()
+    return found
+
+
+def test_buckets_follow_the_first_ranks_gradients() -> None:
+    for before, after in run_on_ranks(2, orders, None):
+        assert before == [2, 1, 0]
+        assert after == [0, 1, 2]
 
 
 def test_a_wire_is_float32_or_bfloat16() -> None:

@@ -1,6 +1,7 @@
 """Static steps, whose batches are prepared ahead, train a sharded model as plain steps an unsharded
 one; over gloo as they are, over NCCL in CUDA graphs."""
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from tests.sharding.cases import (
 )
 from torchembed.data import Batch
 from torchembed.modules import MLP
+from torchembed.sharding import WireTransport
 from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
 from torchembed.training.static_step import StaticStep
@@ -168,7 +170,8 @@ def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
     rank, results = dist.get_rank(), []
     for case in cases:
         model = make_model(case, "meta")
-        torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+        plan, mesh = case.plan(dist.get_world_size()), case.mesh("cuda")
+        torchembed.shard_embeddings(model, mesh, plan, transport=case.transport)
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
         optimizers = [] if optimizer is None else [optimizer]
         pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
@@ -228,13 +231,15 @@ def test_static_steps_equal_plain_ones() -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_equal_plain_steps_on_all_gpus() -> None:
+@pytest.mark.parametrize("transport", WireTransport)
+def test_graphs_equal_plain_steps_on_all_gpus(transport: WireTransport) -> None:
     num_ranks = torch.cuda.device_count()
+    cases = [dataclasses.replace(case, transport=transport) for case in CASES]
     for bad_rank in (num_ranks - 1, NO_RANK):
         results = run_on_ranks(
-            num_ranks, train_in_graphs, CASES, bad_rank, backend="cpu:gloo,cuda:nccl"
+            num_ranks, train_in_graphs, cases, bad_rank, backend="cpu:gloo,cuda:nccl"
         )
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(cases):
             of_ranks = [rank_results[number] for rank_results in results]
             expected = train_plainly(case, num_ranks, bad_rank, "cuda")
             assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))

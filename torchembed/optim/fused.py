@@ -235,6 +235,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 merged = table_group.merged_pending()
                 if merged is not None:
                     updates.append((index, table_group, merged))
+        # What comes by a reduction over ranks comes last, and is waited for last.
+        updates.sort(key=lambda update: update[1].tables[0].gradient_reduction is not None)
         multiplier, skip = self._loss_scaling([entry for *_, entry in updates])
         if self.skip is not None:
             skip = self.skip if skip is None else skip.maximum(self.skip.to(skip.device))
@@ -250,6 +252,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         multiplier: Tensor | None,
         skip: Tensor | None,
     ) -> None:
+        entry.wait()
         weight, group = table_group.weight, self.param_groups[index]
         multiplier = None if multiplier is None else multiplier.to(weight.device)
         skip = None if skip is None else skip.to(weight.device)

@@ -1,5 +1,6 @@
 """Routes: the ids of a batch to the ranks that hold their rows, and the vectors back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torchembed.sharding.collectives import (
     gather_size,
 )
 from torchembed.sharding.layout import Layout
+from torchembed.sharding.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.wire import WirePrecision
 
@@ -87,10 +89,32 @@ class Route:
             by_block = vectors.view(num_samples, sum(of_rank)).split(of_rank, dim=1)
             for block, columns in zip(blocks, by_block, strict=True):
                 from_shards[block.part].append(columns)
-        return [
-            columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
-            for columns in from_shards
-        ]
+        return [_sum_over_shards(columns) for columns in from_shards]
+
+    def push_pooled(
+        self, groups: Sequence[GroupVectors], push: PooledPush
+    ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """:meth:`return_pooled` by push.
+
+        Args:
+            groups: the vectors of all of this rank's blocks.
+            push: of this layout.
+
+        Returns:
+            The values ``[B, columns]``, with the parts that have a place in them, and of each other
+            part its number and its ``[B, columns]``.
+        """
+        weights, anchor = self.features.weights, None
+        if not groups and weights is not None and weights.requires_grad:
+            # Nothing here uses the weights, but their exchange needs all ranks.
+            anchor = weights.flatten()[:0]
+        values, staged = push(groups, self.batch_sizes, anchor)
+        return values, [(part, _sum_over_shards(columns)) for part, columns in staged]
+
+
+def _sum_over_shards(columns: list[Tensor]) -> Tensor:
+    """In the order of ranks."""
+    return columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
 
 
 class FixedRoute(Route):

@@ -2,12 +2,14 @@
 
 import collections
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchembed.modules.bad_ids import Suspect
+from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
 from torchembed.training.bad_batches import raise_for
 from torchembed.training.ending import end_within
@@ -29,10 +31,13 @@ class StepsInFlight:
 
     Args:
         timeout_seconds: how long one is waited for.
+        push_domains: where GPUs store into each other's memory; they wait for each other as long.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, timeout_seconds: float, push_domains: Sequence[PushDomain] = ()) -> None:
+        self._timeout_seconds, self._push_domains = timeout_seconds, push_domains
+        for domain in push_domains:
+            domain.limit_seconds = timeout_seconds
         self._steps: collections.deque[_Step] = collections.deque()
 
     def add(self, report: Tensor | None, suspects: list[Suspect], held: Any) -> None:
@@ -51,7 +56,8 @@ class StepsInFlight:
 
         Raises:
             IndexError: for a bad id of a step that is done; further steps are left.
-            TimeoutError: where a step takes too long. One of several ranks then ends soon.
+            TimeoutError: where a step takes too long, or a GPU waited in vain for another one. One
+                of several ranks then ends soon.
         """
         while len(self._steps) > count:
             oldest = self._steps[0]
@@ -63,9 +69,18 @@ class StepsInFlight:
                     "several ranks train, look for one that died or is stuck"
                 )
             self._steps.popleft()
+            self._check_push()
             if oldest.report is not None:
                 skip, *found = oldest.report.tolist()
                 raise_for(skip, found, oldest.suspects)
+
+    def _check_push(self) -> None:
+        try:
+            for domain in self._push_domains:
+                domain.check()
+        except TimeoutError:
+            end_within(_GRACE_SECONDS)
+            raise
 
     def end_within(self, seconds: float) -> bool:
         """Whether all of them do."""

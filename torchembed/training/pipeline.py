@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from torchembed.core.trees import map_tensors
 from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
 from torchembed.training.batch_layout import to_device
 from torchembed.training.capturing import captured_on_all_ranks
@@ -73,8 +74,8 @@ class TrainPipeline:
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
         capture: False for eager steps only.
-        timeout_seconds: how long the host waits for a step of the GPU before it gives the other
-            ranks up; NCCL does not watch what is in a graph.
+        timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
+            each other, before they give the other ranks up; NCCL does not watch what is in a graph.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class TrainPipeline:
         self._group = _group_of(model)
         self._captures = capture and self.device.type == "cuda"
         self._upcoming = ReadAhead()
-        self._in_flight = StepsInFlight(timeout_seconds)
+        self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model))
         self._static: StaticStep | None = None
         self._jagged: JaggedStep | None = None
         self._captures_dense = True
@@ -346,3 +347,9 @@ def _group_of(model: nn.Module) -> Any:
         if isinstance(module, ShardedCollection):
             return module._ranks.group
     return dist.group.WORLD if ranks.world_size() > 1 else None
+
+
+def _push_domains_of(model: nn.Module) -> list[PushDomain]:
+    """Where the GPUs that train ``model`` store into each other's memory."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return list(dict.fromkeys(m._ranks.push for m in sharded if m._ranks.push is not None))

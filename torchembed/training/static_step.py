@@ -19,7 +19,7 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Prepared
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
-from torchembed.tables import RecordedGradients
+from torchembed.tables import RecordedGradients, table_of
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
@@ -75,7 +75,7 @@ class StaticStep:
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
         self._turns = [_Turn(), _Turn()]
-        self._vectors_stream = self._ids_stream = self._rows_stream = None
+        self._vectors_stream = self._ids_stream = self._rows_stream = self._leaves_stream = None
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
@@ -91,6 +91,8 @@ class StaticStep:
                 ours = [o for o in captured if isinstance(o, DenseOptimizer)]
                 self._late_optimizers = [o for o in captured if o not in ours]
                 self._early = EarlyUpdates(ours, device)
+            else:
+                self._leaves_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -184,11 +186,12 @@ class StaticStep:
         if self._rows_stream is not None:
             # Before backward: the update of rows begins with what needs no gradients.
             self._rows_stream.wait_stream(torch.cuda.current_stream())
-        early = self._early
+        early, leaves_stream = self._early, self._backward_stream()
         with DeferredWeightGradients() if early is None else early.around_backward():
-            with record_function("torchembed: backward"):
+            with record_function("torchembed: backward"), self._beside(leaves_stream):
                 loss.backward()
             recorded = self._update_rows(verdict)
+        self._join(leaves_stream)
         with record_function("torchembed: update"):
             update(self._late_optimizers, verdict)
             if early is not None:
@@ -199,6 +202,15 @@ class StaticStep:
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
+
+    def _backward_stream(self) -> torch.cuda.Stream | None:
+        """Where to call backward.
+
+        The caller's stream then waits for every stream on which a leaf got its gradient, also for
+        the vectors', whose leaves are tables; deferred gradients of weights need not wait for that.
+        """
+        tables = [table for p in self._model.parameters() if (table := table_of(p)) is not None]
+        return self._leaves_stream if all(table.group.rule for table in tables) else None
 
     def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
         """What is prepared, with its vectors, which come while the model begins its forward."""
@@ -237,8 +249,8 @@ class StaticStep:
             self._prepared[turn], self._prepared_suspects[turn] = found, suspects
 
     def _update_rows(self, verdict: Verdict | None) -> list[RecordedGradients]:
-        """Update rows as soon as their gradients are there, beside what backward and the other
-        optimizers have left to do.
+        """Update rows, each table group's as soon as its gradients are there, beside what backward
+        and the other optimizers have left to do.
 
         Returns:
             What must be held until the streams have joined, or its memory would be used again.

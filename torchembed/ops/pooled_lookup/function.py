@@ -1,6 +1,6 @@
 """The public function ``pooled_lookup`` and its gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from torchembed.ops.pooled_lookup.schema import (
 )
 from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
+
+LookupStore = Callable[[Tensor, Tensor, Tensor | None, list[int], Tensor | None, int, int], None]
+"""Takes weight, rows, offsets, hotness, per-id weights, features and samples of a lookup."""
 
 
 class _PooledLookup(torch.autograd.Function):
@@ -35,6 +38,7 @@ class _PooledLookup(torch.autograd.Function):
         form: WeightGradient,
         sink: GradientSink | None,
         known_map: tuple[Tensor, Tensor] | None,
+        store: LookupStore | None,
     ) -> Tensor:
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
         # the weight is not saved, so that an update before backward is no error.
@@ -46,6 +50,10 @@ class _PooledLookup(torch.autograd.Function):
         )
         ctx.hotness, ctx.mean, ctx.form, ctx.sink = hotness, mean, form, sink
         ctx.known_map = known_map
+        if store is not None:
+            store(weight, rows, offsets, hotness, per_id_weights, num_features, batch_size)
+            elsewhere = weight.new_zeros((), dtype=output_dtype)
+            return elsewhere.expand(batch_size, num_features, weight.shape[1])
         return pooled_lookup_forward_op(
             weight,
             rows,
@@ -85,7 +93,7 @@ class _PooledLookup(torch.autograd.Function):
             grad_per_id_weights = pooled_lookup_weights_backward_op(
                 grad, weight, rows, offsets, ctx.hotness, ctx.mean
             ).to(per_id_weights.dtype)
-        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 7
+        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 8
 
 
 def pooled_lookup(
@@ -102,6 +110,7 @@ def pooled_lookup(
     weight_form: WeightGradient = WeightGradient.DENSE,
     sink: GradientSink | None = None,
     known_map: tuple[Tensor, Tensor] | None = None,
+    store: LookupStore | None = None,
 ) -> Tensor:
     """Pool the rows of each bag into one vector; all features of a table group in one call.
 
@@ -125,6 +134,8 @@ def pooled_lookup(
         sink: called in backward with ``rows`` and their gradients; ``weight`` then gets none.
         known_map: what :func:`fixed_gradient_map` gave for bags of this form, which spares backward
             finding it.
+        store: pools, and stores the sums where others get them; what is returned then are zeros,
+            whose gradient is that of the sums.
 
     Returns:
         ``[batch_size, num_features, D]``.
@@ -156,6 +167,7 @@ def pooled_lookup(
         weight_form,
         sink,
         known_map,
+        store,
     )
 
 
