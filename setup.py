@@ -109,7 +109,7 @@ class BuildNative(build_ext):
         except ExecError as error:
             warnings.warn(
                 f"the CUDA compiler failed, so the library is built without its kernels for GPUs, "
-                f"and torch's sort takes their place: {error}",
+                f"and torch's and Triton's take their place: {error}",
                 stacklevel=1,
             )
             return
@@ -127,6 +127,7 @@ class BuildNative(build_ext):
             options = (
                 "-std=c++20",
                 "-O3",
+                "-fmad=false",  # as on the CPU
                 "-arch=all-major",
                 "-Xcompiler=-fPIC,-fvisibility=hidden",
             )

@@ -234,7 +234,7 @@ def print_row(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--output", type=Path, help="where to write the results")
     arguments = parser.parse_args()
     num_rows = tuple(min(size, MAX_ROWS) for size in MLPERF_TABLE_SIZES)
     copy_rate = copy_bytes_per_second()
@@ -267,8 +267,8 @@ def main() -> None:
         del weight, state, states, ours, theirs
         gc.collect()
         torch.cuda.empty_cache()
-    if arguments.json is not None:
-        write_results(arguments.json, rows)
+    if arguments.output is not None:
+        write_results(arguments.output, rows)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,16 @@ LARGEST_ROUNDING = {"bf16": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
 """Of a loss, in units of it; of float32 that of a sum of some thousand."""
 
 
+WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class Expected(NamedTuple):
     """What losses should be, and how far each may be from it."""
 
     losses: list[list[float]]
     """``[steps][ranks]``."""
-    tolerance: dict[str, float]
-    """By the precision of the dense part."""
+    tolerance: dict[tuple[str, str], float]
+    """By the precisions of the dense part and of the wire."""
 
 
 def dense_values(setting: StepSetting) -> list[Tensor]:
@@ -43,23 +46,26 @@ def dense_values(setting: StepSetting) -> list[Tensor]:
 
 
 def expected_losses(
-    setting: StepSetting, steps: Sequence[Sequence[Batch]], precisions: Sequence[str]
+    setting: StepSetting,
+    steps: Sequence[Sequence[Batch]],
+    precisions: Sequence[tuple[str, str]],
 ) -> Expected:
     """Train on ``steps``, each the batches of all ranks, with the dense part in float64.
 
-    A precision's tolerance is twice the largest error of plain PyTorch's own losses in it, and one
-    rounding of a loss.
+    A tolerance is twice the largest error of plain PyTorch's own losses in these precisions, of the
+    dense part and of the wire, and one rounding of a loss.
     """
     device = setting.device
     steps = [[_moved(batch, device) for batch in of_ranks] for of_ranks in steps]
     dense = dense_values(setting)
-    true = _losses(setting, steps, dense, "fp64")
+    true = _losses(setting, steps, dense, "fp64", "fp32")
     exact = torch.tensor(true, dtype=torch.float64)
     tolerance = {}
-    for precision in dict.fromkeys(precisions):
-        found = torch.tensor(_losses(setting, steps, dense, precision), dtype=torch.float64)
+    for precision, wire in dict.fromkeys(precisions):
+        losses = _losses(setting, steps, dense, precision, wire)
+        found = torch.tensor(losses, dtype=torch.float64)
         rounding = LARGEST_ROUNDING[precision] * exact.abs().max()
-        tolerance[precision] = float(2 * (found - exact).abs().max() + rounding)
+        tolerance[precision, wire] = float(2 * (found - exact).abs().max() + rounding)
     return Expected(true, tolerance)
 
 
@@ -68,7 +74,11 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def _losses(
-    setting: StepSetting, steps: list[list[Batch]], dense: list[Tensor], precision: str
+    setting: StepSetting,
+    steps: list[list[Batch]],
+    dense: list[Tensor],
+    precision: str,
+    wire: str,
 ) -> list[list[float]]:
     ids = [_ids_by_table([batch.sparse.values for batch in of_ranks]) for of_ranks in steps]
     tables, places = [], []
@@ -82,7 +92,7 @@ def _losses(
     with _matmul_precision(precision):
         for number, of_ranks in enumerate(steps):
             of_step = [of_table[number] for of_table in places]
-            losses.append(_step(part, tables, of_step, of_ranks, precision))
+            losses.append(_step(part, tables, of_step, of_ranks, precision, wire))
             rule()
     return losses
 
@@ -120,6 +130,7 @@ def _step(
     places: list[Tensor],
     of_ranks: list[Batch],
     precision: str,
+    wire: str,
 ) -> list[float]:
     """Each rank's loss; leaves the mean of their gradients."""
     losses = []
@@ -132,6 +143,8 @@ def _step(
             dim=1,
         )
         exact = precision == "fp64"
+        if wire in WIRES:
+            pooled = _Travelled.apply(pooled, WIRES[wire])
         pooled = pooled.double() if exact else pooled
         dense, labels = (t.double() if exact else t for t in (batch.dense, batch.labels))
         with torch.autocast(pooled.device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -139,6 +152,19 @@ def _step(
         (loss / len(of_ranks)).backward()
         losses.append(loss.item())
     return losses
+
+
+class _Travelled(torch.autograd.Function):
+    """Vectors rounded as on the wire, and so their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return vectors.to(dtype).to(vectors.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None
 
 
 def _rule(setting: StepSetting, parameters: list[nn.Parameter], num_tables: int) -> Any:

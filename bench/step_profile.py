@@ -46,7 +46,7 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
     kernels = launches = waits = 0
     stages = dict.fromkeys(STAGES, 0.0)
     spans, events = [], trace.events() or ()
-    (measured,) = (e for e in events if e.name == _STEPS and e.device_type.name == "CPU")
+    ends = [e.time_range.end for e in events if e.name == _STEPS and e.device_type.name == "CPU"]
     for event in events:
         if event.device_type.name == "CUDA":
             if not event.is_user_annotation:
@@ -56,7 +56,7 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepProfile:
                 stages[stage_of(event.name)] += (end - start) / 1e3 / num_steps
         elif event.name in WAITS:
             # Those that end the measurement, and the profiler's own, come after the steps.
-            waits += event.time_range.start < measured.time_range.end
+            waits += event.time_range.start < max(ends)
         elif "Launch" in event.name and event.name.startswith("cu"):
             launches += 1
     return StepProfile(

@@ -21,6 +21,8 @@ class StepSetting:
     """Of vectors and their gradients between ranks: ``bf16``, ``fp32``, or TorchRec's ``fp16``."""
     max_rows: int | None
     device: torch.device
+    transport: str = "collective"
+    """How torchembed's vectors and gradients travel: ``collective`` or ``push``."""
     lr: float = 0.0005
     """Not MLPerf's 0.004, under which Adagrad's first step throws the loss to 12, where rounding
     decides; the time of a step does not depend on it."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,7 +12,16 @@ from bench import dlrm_dcnv2 as workload
 from bench.step_setting import StepSetting
 from torchembed import optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
-from torchembed.sharding import CPU, H100, H200, Planner, Topology, WirePrecision
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from torchembed.sharding import (
+    CPU,
+    H100,
+    H200,
+    Planner,
+    Topology,
+    WirePrecision,
+    WireTransport,
+)
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
@@ -51,7 +59,8 @@ class TorchembedStep:
         """Of the slowest rank, by the stages of :mod:`bench.timeline`."""
         if num_ranks > 1:
             mesh = init_device_mesh(device.type, (num_ranks,))
-            shard_embeddings(self.model, mesh, plan=planner, wire=precision)
+            transport = WireTransport(setting.transport)
+            shard_embeddings(self.model, mesh, plan=planner, wire=precision, transport=transport)
         tables = [p for p in self.model.parameters() if table_of(p) is not None]
         dense = [p for p in self.model.parameters() if table_of(p) is None]
         numbers = {"lr": setting.lr}
@@ -62,9 +71,7 @@ class TorchembedStep:
             of_tables(tables or [{"params": []}], **numbers),
             of_dense(dense, **numbers, dtype=half),
         ]
-        self._pipeline = TrainPipeline(
-            self.model, F.binary_cross_entropy_with_logits, optimizers, autocast=half
-        )
+        self._pipeline = TrainPipeline(self.model, binary_cross_entropy, optimizers, autocast=half)
 
     @staticmethod
     def batch(batch: Batch, device: torch.device) -> Batch:

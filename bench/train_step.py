@@ -49,6 +49,8 @@ class Config:
     optimizer: str = "adagrad"
     precision: str = "bf16"
     wire: str = "bf16"
+    transport: str = "collective"
+    """Of torchembed: ``collective`` or ``push``."""
     systems: tuple[str, ...] = SYSTEMS
     max_rows: int | None = None
     """Tables are cut to this; on one GPU 8 M where None."""
@@ -97,6 +99,7 @@ class Bench:
             optimizer=config.optimizer,
             precision=config.precision,
             wire=config.wire,
+            transport=config.transport,
             max_rows=self._max_rows,
             device=self._device,
         )
@@ -106,7 +109,7 @@ class Bench:
         names = [s for s in self._config.systems if self._on_gpu or s != "torchrec_tuned"]
         settings = {name: setting_of(name, setting) for name in names}
         batches = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
-        expected = self._expected(setting, [own.precision for own in settings.values()])
+        expected = self._expected(setting, [(o.precision, o.wire) for o in settings.values()])
         dense = dense_values(setting)
         free_memory()
         for name, own in settings.items():
@@ -135,7 +138,7 @@ class Bench:
         number = step * dist.get_world_size() + rank
         return workload.make_batch(setting.ids, setting.batch_size, setting.max_rows, number)
 
-    def _expected(self, setting: StepSetting, precisions: Sequence[str]) -> Expected:
+    def _expected(self, setting: StepSetting, precisions: Sequence[tuple[str, str]]) -> Expected:
         """The right losses, and the rows of a step for its floor, from the first rank."""
         found: list[Any] = [None, None]
         if dist.get_rank() == 0:
@@ -177,9 +180,12 @@ class Bench:
             "optimizer": setting.optimizer,
             "precision": setting.precision,
             "wire": setting.wire,
+            "transport": setting.transport if name == "torchembed" else None,
             "set_up_seconds": set_up_seconds,
         }
-        problem = self._problem(losses, expected, setting.precision)
+        limit = expected.tolerance[setting.precision, setting.wire]
+        error, problem = self._error(losses, expected, limit)
+        row |= {"loss_error": error, "loss_tolerance": limit}
         if problem is not None:
             return {**row, "not_printed_because": problem}
         milliseconds = [1e3 * each for each in self._time(system, stream)]
@@ -206,17 +212,18 @@ class Bench:
                 row |= {"floor_ms": 1e3 * floor, "floor_fraction": 1e3 * floor / median}
         return row
 
-    def _problem(self, losses: list[float], expected: Expected, precision: str) -> str | None:
-        """What is wrong with the first losses of any rank."""
-        rank, limit = dist.get_rank(), expected.tolerance[precision]
-        true = [of_ranks[rank] for of_ranks in expected.losses]
-        apart = max(abs(a - b) for a, b in zip(losses, true, strict=True))
+    def _error(
+        self, losses: list[float], expected: Expected, limit: float
+    ) -> tuple[float, str | None]:
+        """The largest error of any rank's first losses, and what is wrong where it is too large."""
+        true = [of_ranks[dist.get_rank()] for of_ranks in expected.losses]
+        mine = max(abs(a - b) for a, b in zip(losses, true, strict=True))
         problem = None
-        if not apart <= limit:
-            problem = f"losses {losses} are up to {apart:.2e} > {limit:.2e} from {true}"
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        return next(filter(None, problems), None)
+        if not mine <= limit:
+            problem = f"losses {losses} are up to {mine:.2e} > {limit:.2e} from {true}"
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (mine, problem))
+        return max(error for error, _ in found), next(filter(None, (p for _, p in found)), None)
 
     def _time(self, system: Any, stream: Iterator[Any]) -> list[float]:
         """Seconds a step, of each repeat; the slowest rank's."""

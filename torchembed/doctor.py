@@ -100,8 +100,8 @@ def describe_native() -> str:
     if error is not None:
         return f"not used: {error}. Operations run their reference on the CPU."
     instruction_set = torch.ops.torchembed_native.instruction_set()
-    sorts = "with" if hasattr(torch.ops.torchembed_native, "sort_rows") else "without"
-    return f"loaded, with {instruction_set} instructions, {sorts} its sort for GPUs."
+    kernels = "with" if hasattr(torch.ops.torchembed_native, "sort_rows") else "without"
+    return f"loaded, with {instruction_set} instructions, {kernels} its kernels for GPUs."
 
 
 def picked_kernels() -> list[dispatch.PickedKernel]:

@@ -19,10 +19,10 @@ class _Tiling(NamedTuple):
     num_warps: int
 
 
-def _tiling(num_rows: int) -> _Tiling:
+def _tiling(num_rows: int, *, are_apart: bool) -> _Tiling:
     """Of few rows one program sums whole columns at once, so that no second kernel adds partial
-    sums."""
-    if num_rows <= 1024:
+    sums, unless these are wanted."""
+    if num_rows <= 1024 and not are_apart:
         rows = max(64, triton.next_power_of_2(num_rows))
         return _Tiling(rows, rows, 16, max(4, rows // 64))
     return _Tiling(128, 32, 128, 4)
@@ -82,7 +82,8 @@ def multiply_and_sum(
     rectify: bool = False,
 ) -> None:
     """Write ``matrix * factor`` to ``product``, or ``matrix * (factor > 0)``, all ``[B, N]``, and
-    its sum over rows, before it is rounded, to ``total [N]``; without a factor only the sum.
+    its sum over rows, before it is rounded, to ``total [N]``; without a factor only the sum. Into
+    float32 ``total [P, N]`` go the sums over 128 rows each.
 
     All are contiguous, but that rows of ``matrix`` may be apart, as those of a slice are.
     """
@@ -90,10 +91,11 @@ def multiply_and_sum(
     if num_rows == 0 or num_columns == 0:
         total.zero_()
         return
-    tiling = _tiling(num_rows)
+    are_apart = total.dim() == 2
+    tiling = _tiling(num_rows, are_apart=are_apart)
     num_partials = triton.cdiv(num_rows, tiling.rows_per_program)
     sums = total
-    if num_partials > 1:
+    if num_partials > 1 and not are_apart:
         sums = torch.empty(num_partials, num_columns, device=matrix.device, dtype=torch.float32)
     grid = (num_partials, triton.cdiv(num_columns, tiling.block_columns))
     with torch.cuda.device_of(matrix):
@@ -112,7 +114,7 @@ def multiply_and_sum(
             BLOCK_COLUMNS=tiling.block_columns,
             num_warps=tiling.num_warps,
         )
-    if num_partials > 1:
+    if sums is not total:
         sum_partials(sums, total)
 
 
@@ -141,9 +143,12 @@ def _sum_partials_kernel(
 
 
 def sum_partials(partials: Tensor, total: Tensor) -> None:
-    """Write the sum over the rows of float32 ``partials [P, N]`` to ``total [N]``."""
+    """Write the sum over the rows of float32 ``partials [P, N]`` to ``total [N]``:
+    ``torchembed::sum_partials``."""
     num_rows, num_columns = partials.shape
     block_columns = 32
+    if num_columns == 0:
+        return
     with torch.cuda.device_of(partials):
         _sum_partials_kernel[(triton.cdiv(num_columns, block_columns),)](
             partials,

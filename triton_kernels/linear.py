@@ -15,10 +15,10 @@ from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import index_type
 
 
-def launch_linear_relu_backward(grad: Tensor, output: Tensor, grad_bias: Tensor) -> Tensor:
+def launch_linear_relu_backward(grad: Tensor, output: Tensor, sums: Tensor) -> Tensor:
     """``torchembed::linear_relu_backward``; see :func:`torchembed.ops.linear.linear_relu`."""
     grad_product = torch.empty_like(output)
-    multiply_and_sum(grad, output, grad_product, grad_bias, rectify=True)
+    multiply_and_sum(grad, output, grad_product, sums, rectify=True)
     return grad_product
 
 

@@ -280,10 +280,10 @@ def launch_low_rank_cross_forward(
     return out, z
 
 
-def launch_low_rank_cross_scale(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> Tensor:
+def launch_low_rank_cross_scale(grad: Tensor, x0: Tensor, sums: Tensor) -> Tensor:
     """``torchembed::low_rank_cross_scale``."""
     grad_z = torch.empty_like(grad)
-    multiply_and_sum(grad, x0, grad_z, grad_bias)
+    multiply_and_sum(grad, x0, grad_z, sums)
     return grad_z
 
 
@@ -292,14 +292,17 @@ def _backward_factors(grad_h: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]
 
 
 def launch_low_rank_cross_backward(
-    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
+    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``torchembed::low_rank_cross_backward``."""
     grad_x, grad_z = torch.empty_like(grad), torch.empty_like(grad)
     num_rows, num_columns = grad.shape
     tiling = _tiling(num_rows, grad.dtype, num_read=2)
     num_partials = triton.cdiv(num_rows, tiling.block_rows)
-    partials = torch.empty(num_partials, num_columns, device=grad.device, dtype=torch.float32)
+    partials = sums
+    if sums.dim() == 1:
+        partials = torch.empty(num_partials, num_columns, device=grad.device, dtype=torch.float32)
+    assert partials.shape[0] == num_partials, "partial sums are over the rows of a tile"
     _launch(
         _low_rank_cross_backward_kernel,
         tiling,
@@ -312,10 +315,10 @@ def launch_low_rank_cross_backward(
         grad_z,
         partials,
     )
-    if grad.numel():
-        sum_partials(partials, grad_bias)
-    else:
-        grad_bias.zero_()
+    if not grad.numel():
+        sums.zero_()
+    elif partials is not sums:
+        sum_partials(partials, sums)
     return grad_x, grad_z
 
 

@@ -11,6 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from torchembed.triton_kernels.bags import bag_bounds, bag_extent, feature_at
+from torchembed.triton_kernels.push import (
+    MOVE_FIELDS,
+    TRITON_DTYPES,
+    Exchange,
+    Moves,
+    pushed_to,
+)
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import (
     NUM_WARPS,
@@ -21,6 +28,7 @@ from torchembed.triton_kernels.row_blocks import (
 )
 from torchembed.triton_kernels.searching import count_not_above
 
+_MOVE_FIELDS = tl.constexpr(MOVE_FIELDS)
 _BLOCK = 1024
 _UNROLL = 4
 # So few bags do not fill a GPU. Each may then have more registers, and more rows in flight.
@@ -68,6 +76,9 @@ def _pooled_lookup_forward_kernel(
     num_features,
     batch_size,
     blocks_per_feature,
+    moves_ptr,
+    state_ptr,
+    half_elements,
     FIXED: tl.constexpr,
     MEAN: tl.constexpr,
     DIM: tl.constexpr,
@@ -76,21 +87,34 @@ def _pooled_lookup_forward_kernel(
     UNROLL: tl.constexpr,
     UNROLL_OF_REST: tl.constexpr,
     INDEX: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    PUSHED: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """``out[b, f] = sum over p of bag (f, b) of per_id_weights[p] * weight[rows[p]]``.
 
     A program takes BLOCK_BAGS bags of a feature, all at once, and goes through them UNROLL ids at a
     time, then UNROLL_OF_REST ids at a time.
 
+    With ``moves``, one of each feature for each of NUM_RANKS ranks, vectors are stored as PUSHED
+    where :func:`~torchembed.triton_kernels.push._move_kernel` would move them from ``out``.
+
     Example: D = 1, ``weight = [[10], [20], [30]]``, two features and a batch of 2,
     ``rows = [0, 2, 2, 1, -1]``, ``offsets = [0, 2, 2, 3, 5]``: ``out = [[40, 30], [0, 20]]``; under
     MEAN ``[[20, 30], [0, 10]]``.
     """
     program = tl.program_id(0)
-    feature = feature_at(bounds_ptr, program // blocks_per_feature, num_features, FIXED)
+    place = program // blocks_per_feature
+    feature = feature_at(bounds_ptr, place // NUM_RANKS, num_features, FIXED)
     sample = (program % blocks_per_feature) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = sample < batch_size
+    if moves_ptr is None:
+        inside = sample < batch_size
+    else:
+        move = moves_ptr + (feature * NUM_RANKS + place % NUM_RANKS) * _MOVE_FIELDS
+        out_row = sample
+        inside = sample < tl.load(move + 1)
+        sample += tl.load(move + 3).to(tl.int32)
     start, length = bag_extent(bounds_ptr, feature, sample, batch_size, inside, FIXED, INDEX)
     longest = length if FIXED else tl.max(length, axis=0)
     rest = longest // UNROLL * UNROLL
@@ -129,9 +153,17 @@ def _pooled_lookup_forward_kernel(
     if MEAN:
         count = tl.zeros([BLOCK_BAGS], tl.float32) + tl.maximum(length, 1).to(tl.float32)
         total = tl.div_rn(total, count[:, None])
-    out_row = sample.to(INDEX) * num_features + feature
-    rounded = round_to_nearest(total, out_ptr.dtype.element_ty)
-    store_rows(out_ptr, out_row, inside, columns, rounded, DIM, INDEX)
+    if moves_ptr is None:
+        out_row = sample.to(INDEX) * num_features + feature
+        rounded = round_to_nearest(total, out_ptr.dtype.element_ty)
+        store_rows(out_ptr, out_row, inside, columns, rounded, DIM, INDEX)
+    else:
+        out = pushed_to(out_ptr, tl.load(move), state_ptr, half_elements, PUSHED)
+        out += tl.multiple_of(tl.load(move + 5), VECTOR)
+        stride = tl.multiple_of(tl.load(move + 6), VECTOR)
+        mask = inside[:, None] & (columns < DIM)[None, :]
+        rounded = round_to_nearest(total, PUSHED)
+        tl.store(out + out_row[:, None] * stride + columns[None, :], rounded, mask=mask)
 
 
 def launch_pooled_lookup_forward(
@@ -147,15 +179,57 @@ def launch_pooled_lookup_forward(
 ) -> Tensor:
     """``torchembed::pooled_lookup_forward``; see
     :func:`torchembed.ops.pooled_lookup.pooled_lookup`."""
-    dim = weight.shape[1]
-    shape = (batch_size, num_features, dim)
+    shape = (batch_size, num_features, weight.shape[1])
     out = torch.empty(shape, dtype=output_dtype, device=weight.device)
-    if out.numel() == 0:
-        return out
+    if out.numel() > 0:
+        bags = offsets, hotness, per_id_weights, num_features, batch_size, mean
+        _launch_forward(weight, rows, *bags, out, None, None)
+    return out
+
+
+def launch_pooled_lookup_push(
+    weight: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    per_id_weights: Tensor | None,
+    num_features: int,
+    batch_size: int,
+    moves: Moves,
+    to: Exchange,
+) -> None:
+    """Pool as :func:`launch_pooled_lookup_forward`, into the buffers of the ranks.
+
+    Args:
+        moves: feature by feature, one for each rank, together of all samples; rows and columns are
+            samples and those of the feature's vector.
+        to: where, and in which dtype.
+    """
+    bags = offsets, hotness, per_id_weights, num_features, batch_size, False
+    if num_features * batch_size > 0:
+        _launch_forward(weight, rows, *bags, to.buffers, moves, to)
+
+
+def _launch_forward(
+    weight: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    per_id_weights: Tensor | None,
+    num_features: int,
+    batch_size: int,
+    mean: bool,
+    out: Tensor,
+    moves: Moves | None,
+    to: Exchange | None,
+) -> None:
+    """To the matrix ``out``, or by ``moves`` to the buffers whose addresses it holds."""
+    dim = weight.shape[1]
     block = row_block(dim, weight.dtype)
     has_few = num_features * batch_size < _FEW_BAGS
-    blocks_per_feature = triton.cdiv(batch_size, block.rows)
-    grid = (num_features * blocks_per_feature, triton.cdiv(dim, block.columns))
+    num_ranks = 1 if to is None else to.buffers.numel()
+    blocks_per_feature = triton.cdiv(batch_size if moves is None else moves.most_rows, block.rows)
+    grid = (num_features * num_ranks * blocks_per_feature, triton.cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
         bounds = bag_bounds(offsets, hotness, weight.device)
         _pooled_lookup_forward_kernel[grid](
@@ -167,6 +241,9 @@ def launch_pooled_lookup_forward(
             num_features,
             batch_size,
             blocks_per_feature,
+            None if moves is None else moves.on_device(),
+            None if to is None else to.state,
+            0 if to is None else to.half_elements,
             FIXED=bounds.fixed,
             MEAN=mean,
             DIM=dim,
@@ -175,10 +252,12 @@ def launch_pooled_lookup_forward(
             UNROLL=_UNROLL_OF_FEW if has_few else _UNROLL,
             UNROLL_OF_REST=_UNROLL,
             INDEX=index_type(weight, rows, out),
+            NUM_RANKS=num_ranks,
+            PUSHED=None if to is None else TRITON_DTYPES[to.dtype],
+            VECTOR=1 if moves is None else moves.vector,
             num_warps=NUM_WARPS,
             maxnreg=_REGISTERS_OF_FEW if has_few else None,
         )
-    return out
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "batch_size"])

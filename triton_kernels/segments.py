@@ -9,8 +9,8 @@ The sort moves several times as much, most of it within the second-level cache.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -98,10 +98,36 @@ def _find_runs_kernel(
         tl.store(num_runs_ptr, num_runs)
 
 
+Sort = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Rows and their number of different ones to the rows in stable order and their positions."""
+
+
+def _library_sort(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    stream = torch.cuda.current_stream(rows.device).cuda_stream
+    return torch.ops.torchembed_native.sort_rows(rows, num_rows, stream)
+
+
 @functools.cache
-def _cuda_sort() -> Callable[..., Any] | None:
-    """The library's sort; None where it was built without CUDA or is not loaded."""
-    return getattr(torch.ops.torchembed_native, "sort_rows", None)
+def _cuda_sort(device: torch.device) -> Sort | None:
+    """The library's sort; None where it was built without CUDA, is not loaded or does not run."""
+    has_sort = device.type == "cuda" and hasattr(torch.ops.torchembed_native, "sort_rows")
+    return _that_runs(_library_sort, device) if has_sort else None
+
+
+def _that_runs(sort: Sort, device: torch.device) -> Sort | None:
+    """``sort``, unless it fails on ``device``: a driver that is older than the compiler cannot run
+    what it made."""
+    try:
+        sort(torch.zeros(1, dtype=torch.int32, device=device), 1)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        warnings.warn(
+            f"torchembed sorts rows by torch's kernels, which is slower: its own do not run on "
+            f"{device} ({reason}); build it with a CUDA toolkit that is no newer than the driver",
+            stacklevel=2,
+        )
+        return None
+    return sort
 
 
 def _sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -109,9 +135,9 @@ def _sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     if num_rows >= 2**31:
         sorted_rows, order = torch.sort(rows, stable=True)
         return sorted_rows, order
-    sort = _cuda_sort() if rows.is_cuda else None
+    sort = _cuda_sort(rows.device)
     if sort is not None:
-        return sort(rows, num_rows, torch.cuda.current_stream(rows.device).cuda_stream)
+        return sort(rows, num_rows)
     sorted_rows, order = torch.sort(rows.to(torch.int32), stable=True)
     return sorted_rows, order
 

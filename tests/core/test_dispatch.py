@@ -72,6 +72,18 @@ def test_native_serves_the_cpu_and_triton_cuda() -> None:
 
 
 @needs_triton
+def test_a_cuda_kernel_leaves_the_calls_it_does_not_take_to_triton() -> None:
+    def launch(x: Tensor) -> Any:
+        return x + 4 if x.numel() == 1 else NotImplemented
+
+    _, picks = define(cuda=dispatch.CudaKernel(launch, "one number"), triton=triton_path())
+    assert picks["CUDA"].kernel == "triton"
+    assert picks["CUDA"].reason == "triton is installed; the C++ library takes one number"
+    either = dispatch._first_of(launch, launch_probe)
+    assert [either(torch.zeros(size)).tolist() for size in (1, 2)] == [[4], [3, 3]]
+
+
+@needs_triton
 def test_the_interpreter_puts_triton_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     op, picks = define(native=native, triton=triton_path())

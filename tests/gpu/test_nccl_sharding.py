@@ -1,4 +1,6 @@
-"""A sharded model trains as the unsharded one, over NCCL on 1, 2, 4 and 8 GPUs."""
+"""A sharded model trains as the unsharded one, over NCCL and by push, on 1, 2, 4 and 8 GPUs."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -12,16 +14,22 @@ from tests.sharding.test_sharded_training import (
     OTHERS,
     on_two_nodes,
 )
+from torchembed.sharding import WireTransport
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("cases", [[*ALIKE, *OTHERS], MATRIX], ids=["placements", "matrix"])
-def test_sharded_equals_unsharded(num_ranks: int, cases: list[Case]) -> None:
+@pytest.mark.parametrize("transport", WireTransport)
+def test_sharded_equals_unsharded(
+    num_ranks: int, cases: list[Case], transport: WireTransport
+) -> None:
     if num_ranks > torch.cuda.device_count():
         pytest.skip(f"needs {num_ranks} GPUs, and {torch.cuda.device_count()} are here")
-    if num_ranks >= 4:
+    if transport is WireTransport.PUSH:
+        cases = [dataclasses.replace(c, transport=transport) for c in cases if c.pooled]
+    elif num_ranks >= 4:
         cases = [*on_two_nodes(cases), *ON_SOME_RANKS]
     results = run_on_ranks(num_ranks, train_sharded, cases, "cuda", backend="cpu:gloo,cuda:nccl")
     for number, case in enumerate(cases):

@@ -312,6 +312,23 @@ def test_opcheck_of_the_low_rank_operations(device: torch.device) -> None:
     torch.library.opcheck(ops.low_rank_cross_input_backward.default, arguments)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 128, 300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_each_128_samples(num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def small(*shape: int, seed: int) -> Tensor:
+        return normal(*shape, seed=seed, device=device).round().clamp(-2, 2).to(dtype)
+
+    grad, x0, grad_h = (small(num_rows, width, seed=width) for width in (37, 36, 3))
+    x0, v = torch.cat([x0, x0[:, :1]], dim=1), small(3, 37, seed=1)
+    of_scale, of_product = torch.full((2, -(-num_rows // 128), 37), torch.nan, device=device)
+    torch.ops.torchembed.low_rank_cross_scale(grad, x0, of_scale)
+    torch.ops.torchembed.low_rank_cross_backward(grad, grad_h, v, x0, of_product)
+    grad_x = grad.float() + grad_h.float() @ v.float()
+    for sums, summed in ((of_scale, grad), (of_product, grad_x)):
+        for partial, rows in zip(sums, (summed.float() * x0.float()).split(128), strict=False):
+            assert torch.equal(partial, rows.sum(0))
+
+
 def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
     backend = CompileCounterWithBackend("aot_eager")
 

@@ -162,12 +162,26 @@ def test_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> Non
     assert_repeats(lambda: results(linear_relu, tensors, grad))
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 128, 300])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sums_of_each_128_samples(num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    grad, output = (normal(num_rows, 37, seed=s, device=device).round().to(dtype) for s in (0, 1))
+    sums = torch.full((-(-num_rows // 128), 37), torch.nan, device=device)
+    product = torch.ops.torchembed.linear_relu_backward(grad, output, sums)
+    expected = torch.where(output > 0, grad, 0)
+    assert torch.equal(product, expected)
+    for partial, rows in zip(sums, expected.float().split(128), strict=False):
+        assert torch.equal(partial, rows.sum(0))
+
+
 def test_opcheck(device: torch.device) -> None:
     grad, output = normal(4, 5, seed=0, device=device), normal(4, 5, seed=1, device=device)
     total = torch.zeros(5, device=device)
     ops = torch.ops.torchembed
     torch.library.opcheck(ops.linear_relu_backward.default, (grad, output, total))
+    torch.library.opcheck(ops.linear_relu_backward.default, (grad, output, total[None].clone()))
     torch.library.opcheck(ops.sum_rows.default, (grad, total))
+    torch.library.opcheck(ops.sum_partials.default, (grad, total))
     weight, bias = normal(1, 5, seed=2, device=device), total[:1]
     torch.library.opcheck(ops.linear_to_one_forward.default, (output, weight, bias))
     arguments = (grad[:, :1].contiguous(), output, weight, weight.clone(), bias)
@@ -267,6 +281,26 @@ def test_deferred_gradients_are_the_same(is_flat: bool, device: torch.device) ->
         torch.testing.assert_close(parameter.grad, 2 * same)
 
 
+def test_sums_of_many_samples_are_deferred_too(device: torch.device) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(MLP(6, [5, 8]), LowRankCross(8, 2, 3)).to(device, torch.bfloat16)
+    x = normal(1100, 6, seed=0, dtype=torch.bfloat16, device=device)
+    module(x).float().sum().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    with DeferredWeightGradients():
+        module(x).float().sum().backward()
+        assert all(parameter.grad is None for parameter in module.parameters())
+    # Float32 sums in another order, rounded to bfloat16.
+    for parameter, same in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, same, rtol=2**-7, atol=2**-12)
+    module[1].bias[0].requires_grad_(False)
+    module.zero_grad()
+    with DeferredWeightGradients():
+        module(x).float().sum().backward()
+    assert module[1].bias[0].grad is None
+
+
 def test_deferred_gradients_of_a_shared_weight_are_added_up(device: torch.device) -> None:
     layer = MLP(4, [4], device=device)
     x = normal(3, 4, seed=0, device=device)
@@ -321,7 +355,7 @@ def test_what_cannot_be_deferred(device: torch.device) -> None:
     assert layer[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("op", ["linear_relu_backward", "sum_rows"])
+@pytest.mark.parametrize("op", ["linear_relu_backward", "sum_rows", "sum_partials"])
 def test_the_lane_runs_its_kernels(op: str, device: torch.device) -> None:
     lane = lanes.required_lane()
     if lane is None:

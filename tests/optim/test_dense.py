@@ -70,6 +70,37 @@ def test_trains_as_torchs(
 
 
 @each_pair
+def test_a_step_may_update_some_parameters_early(
+    ours: Any, theirs: Any, arguments: dict[str, Any], device: torch.device
+) -> None:
+    plain, early = model(device), model(device)
+    optimizers = [ours(module.parameters(), lr=0.1, **arguments) for module in (plain, early)]
+    for step in range(3):
+        for module, optimizer in zip((plain, early), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(module, step)
+        optimizers[1].step_early([early[0][2].weight])
+        optimizers[1].step_early([early[1].bias, early[0][0].bias, early[0][2].weight])
+        if step == 1:  # none is early that is not asked for
+            assert torch.equal(early[1].weight, plain[1].weight)
+        for optimizer in optimizers:
+            optimizer.step()
+        for parameter, expected in zip(early.parameters(), plain.parameters(), strict=True):
+            assert_same_bits(parameter, expected)
+    for entry, expected in zip(*(o.state.values() for o in optimizers), strict=True):
+        assert {name: value.tolist() for name, value in entry.items()} == {
+            name: value.tolist() for name, value in expected.items()
+        }
+    # The next step begins with the gradients that come after this.
+    optimizers[1].step_early([early[1].bias])
+    optimizers[1].zero_grad()
+    backward(early, 3)
+    before = early[1].bias.clone()
+    optimizers[1].step()
+    assert not torch.equal(early[1].bias, before)
+
+
+@each_pair
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_parameters_are_rounded_masters(
     ours: Any, theirs: Any, arguments: dict[str, Any], dtype: torch.dtype, device: torch.device

@@ -97,6 +97,43 @@ def test_one_bad_table_skips_all_of_the_optimizer(bad: float, device: torch.devi
     assert not torch.equal(model.dense.weight, dense_before)
 
 
+@pytest.mark.parametrize("with_dense", [True, False])
+@pytest.mark.parametrize("overflows", [True, False])
+def test_our_scale_also_follows_the_tables(
+    with_dense: bool, overflows: bool, device: torch.device
+) -> None:
+    model = Model(device)
+    fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
+    scaler = torchembed.optim.GradScaler(device.type, init_scale=1024.0, growth_interval=1)
+    before = rows(model.tables)
+    values = model.tables(batch(0).jagged(device)).values()
+    bad = float("inf") if overflows else 1.0
+    scaler.scale(model.dense(values.detach()).sum() + values[:, 8:].sum() * bad).backward()
+    scaler.step(fused)
+    if with_dense:
+        scaler.step(dense)
+    scaler.update()
+    assert scaler.get_scale() == (512.0 if overflows else 2048.0)
+    assert torch.equal(weight(model.tables, "c"), before["c"]) == overflows
+    # The flag was of that step alone.
+    model.zero_grad()
+    scaler.scale(model.loss(1)).backward()
+    scaler.step(fused)
+    scaler.update()
+    assert scaler.get_scale() == (1024.0 if overflows else 4096.0)
+
+
+def test_a_disabled_scaler_of_ours_steps_as_without(device: torch.device) -> None:
+    model = Model(device)
+    fused = SGD(model.tables.parameters())
+    scaler = torchembed.optim.GradScaler(device.type, enabled=False)
+    before = rows(model.tables)
+    scaler.scale(model.loss(0)).backward()
+    scaler.step(fused)
+    scaler.update()
+    assert all(not torch.equal(weight(model.tables, name), before[name]) for name in NAMES)
+
+
 def test_unscaling_by_the_scaler_is_refused_and_loses_nothing(device: torch.device) -> None:
     model = Model(device)
     fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())

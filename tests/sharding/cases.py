@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
 from torchembed.modules.shard import table_specs
-from torchembed.sharding import Placement, ShardingPlan, make_plan
+from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
 from torchembed.sharding.plan import place_table
 from torchembed.tables import Table
 
@@ -42,6 +42,7 @@ class Case:
     on_bad_id: str = "raise"
     dtype: torch.dtype = torch.float32
     num_nodes: int = 1
+    transport: WireTransport = WireTransport.COLLECTIVE
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -161,7 +162,8 @@ def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str,
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for case in cases:
         model = make_model(case, "meta")
-        torchembed.shard_embeddings(model, case.mesh(device_type), case.plan(num_ranks))
+        plan, mesh = case.plan(num_ranks), case.mesh(device_type)
+        torchembed.shard_embeddings(model, mesh, plan, transport=case.transport)
         optimizer = make_optimizer(case, model)
         outputs, weight_gradients = [], []
         for step in range(NUM_STEPS):

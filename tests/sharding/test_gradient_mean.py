@@ -12,19 +12,23 @@ from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
 from tests.values import normal
-from torchembed.core.gradient_slots import joint_memory, slot_of
+from torchembed.core.gradient_slots import joint_spans, slot_of
 from torchembed.modules import MLP, LowRankCross
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
+from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.sharding.wire import WirePrecision
 
 
 class Model(nn.Module):
     """Layers of ours and of torch's, and one that not every rank uses."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, shares: bool) -> None:
+        """``shares``: two gradients of one weight come from one backward, here and there."""
         super().__init__()
+        self.shares = shares
         self.first = MLP(6, [5, 8], dtype=dtype)
         self.between = nn.Linear(8, 8, dtype=dtype)
         self.cross = LowRankCross(8, 2, 3, dtype=dtype)
@@ -34,14 +38,17 @@ class Model(nn.Module):
         self.last = MLP(8, [4, 1], activation_on_last=False, dtype=dtype)
 
     def forward(self, x: Tensor, uses_all: bool) -> Tensor:
-        x = self.twice(self.twice(self.cross(self.frozen(self.between(self.first(x))))))
-        # One use of a weight is deferred, another is not.
-        penalty = self.last[0].weight.square().mean()
+        x = self.twice(self.cross(self.frozen(self.between(self.first(x)))))
+        penalty = 0.0
+        if self.shares:
+            x = self.twice(x)
+            # One use of a weight is deferred, another is not.
+            penalty = self.last[0].weight.square().mean()
         return self.last(self.sometimes(x) if uses_all else x) + penalty
 
 
-def model(dtype: torch.dtype) -> Model:
-    made = Model(dtype)
+def model(dtype: torch.dtype, kind: str) -> Model:
+    made = Model(dtype, shares=kind != "on a stream")  # which adds no gradients up
     with torch.no_grad():
         for seed, parameter in enumerate(made.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=seed) / 2)
@@ -55,9 +62,9 @@ def backward(module: nn.Module, rank: int, step: int) -> None:
     module(x, uses_all=rank == 0).float().square().mean().backward()
 
 
-def local_gradients(rank: int, dtype: torch.dtype, device: str) -> list[np.ndarray]:
+def local_gradients(rank: int, dtype: torch.dtype, kind: str, device: str) -> list[np.ndarray]:
     """Of two backwards together, with nothing that reduces."""
-    module = model(dtype).to(device)
+    module = model(dtype, kind).to(device)
     for step in range(2):
         backward(module, rank, step)
     return [
@@ -73,29 +80,39 @@ def deferral(kind: str) -> Any:
     return DeferredWeightGradients(torch.cuda.Stream() if kind == "on a stream" else None)
 
 
-def reduced_gradients(cases: list[dict[str, Any]], device: str) -> list[list[np.ndarray]]:
+def reduced_gradients(
+    cases: list[dict[str, Any]], device: str, pushes: bool
+) -> list[list[np.ndarray]]:
     """On one rank, the gradients of each case after two backwards."""
-    found, rank, group = [], dist.get_rank(), dist.new_group()
+    found, rank, group, push = [], dist.get_rank(), dist.new_group(), None
+    if pushes:
+        push = PushedMean(PushDomain(group, torch.device(device, rank)), "a test")
     for case in cases:
-        module = model(case["dtype"]).to(device)
+        module = model(case["dtype"], case["deferral"]).to(device)
         if case["flat"]:
             DenseSGD([p for p in module.parameters() if p.requires_grad])
         mean = GradientMean(
-            module.parameters(), group, dtype=case["wire"], bucket_bytes=case["bucket_bytes"]
+            module.parameters(),
+            group,
+            dtype=case["wire"],
+            push=push,
+            bucket_bytes=case["bucket_bytes"],
         )
         for step in range(2):
             with deferral(case["deferral"]):
                 backward(module, rank, step)
         assert not mean._buckets
         if case["flat"]:
-            assert joint_memory(list(module.last.parameters())) is not None
+            assert joint_spans(list(module.last.parameters())) is not None
             assert all(slot_of(p).holds(p.grad) for p in module.parameters() if p.requires_grad)
         found.append([p.grad.float().cpu().numpy() for p in module.parameters() if p.requires_grad])
         assert all(p.grad is None for p in module.frozen.parameters())
     return found
 
 
-def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend: str) -> None:
+def assert_means(
+    num_ranks: int, device: str, deferrals: Sequence[str], backend: str, *, pushes: bool = False
+) -> None:
     """Assert that ranks end up with the mean of their gradients, however it is reduced."""
     cases = [
         {"dtype": dtype, "wire": wire, "flat": flat, "deferral": kind, "bucket_bytes": size}
@@ -109,10 +126,11 @@ def assert_means(num_ranks: int, device: str, deferrals: Sequence[str], backend:
         for kind in deferrals
         for size in (1, 200, 1 << 20)
     ]
-    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, backend=backend)
+    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, pushes, backend=backend)
     for number, case in enumerate(cases):
         first, *others = (results[number] for results in by_rank)
-        locals_ = [local_gradients(rank, case["dtype"], device) for rank in range(num_ranks)]
+        kind = case["deferral"]
+        locals_ = [local_gradients(r, case["dtype"], kind, device) for r in range(num_ranks)]
         wires = {case["dtype"], case["wire"] or case["dtype"]}
         # Each of two backwards rounds gradients, the partial sums of ranks and their mean.
         steps = 2 * (num_ranks + (2 if torch.bfloat16 in wires else 0))
@@ -165,6 +183,26 @@ def gradients_after_trouble() -> list[list[float]]:
 def test_the_mean_after_a_failed_backward_and_of_what_was_frozen() -> None:
     for found in run_on_ranks(2, gradients_after_trouble, backend="gloo"):
         assert found == [[1.5, 1.5], [1.5, 1.5], [1.5]]
+
+
+def orders(_: None) -> list[list[int]]:
+    """On one rank, before and after a backward in which ranks use parameters in other orders."""
+    parameters = [nn.Parameter(torch.ones(())) for _ in range(3)]
+    mean, found = GradientMean(parameters, dist.group.WORLD), []
+    used = (parameters[1], parameters[0]) if dist.get_rank() == 0 else parameters
+    for _ in range(2):
+        found.append([mean._places[p] for p in mean._order])
+        value = torch.ones(())
+        for parameter in used:
+            value = value * parameter
+        value.backward()
+    return found
+
+
+def test_buckets_follow_the_first_ranks_gradients() -> None:
+    for before, after in run_on_ranks(2, orders, None):
+        assert before == [2, 1, 0]
+        assert after == [0, 1, 2]
 
 
 def test_a_wire_is_float32_or_bfloat16() -> None:

@@ -1,7 +1,9 @@
 """Static steps, whose batches are prepared ahead, train a sharded model as plain steps an unsharded
 one; over gloo as they are, over NCCL in CUDA graphs."""
 
+import dataclasses
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tests.sharding.cases import (
 )
 from torchembed.data import Batch
 from torchembed.modules import MLP
+from torchembed.sharding import WireTransport
 from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
 from torchembed.training.static_step import StaticStep
@@ -39,7 +42,6 @@ CASES = [
     Case(placements=dict.fromkeys("abcd", "row_wise"), fixed=True, dtype=torch.bfloat16),
     Case(placements=MIXED, fixed=True, fused=False, optimizer="SGD"),
 ]
-SEQUENCES = Case(placements=MIXED, fixed=True, pooled=False)
 
 
 class WithLoss(nn.Module):
@@ -168,7 +170,8 @@ def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
     rank, results = dist.get_rank(), []
     for case in cases:
         model = make_model(case, "meta")
-        torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+        plan, mesh = case.plan(dist.get_world_size()), case.mesh("cuda")
+        torchembed.shard_embeddings(model, mesh, plan, transport=case.transport)
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
         optimizers = [] if optimizer is None else [optimizer]
         pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
@@ -192,19 +195,22 @@ def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
 
 
 def train_plainly(
-    case: Case, num_ranks: int, bad_rank: int, device: str = "cpu"
+    case: Case,
+    num_ranks: int,
+    bad_rank: int,
+    device: str = "cpu",
+    num_steps: int = NUM_STEPS,
+    batch_of: Callable[[Case, int, int, int], torchembed.SparseFeatures] = static_batch,
 ) -> dict[str, tuple[Any, list[Any]]]:
     """The rows after training in one process on all ranks' batches, but those of the bad step."""
     model = make_model(case, device)
     optimizer = make_optimizer(case, model)
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         if step == BAD_STEP and bad_rank < num_ranks:
             continue
         optimizer.zero_grad()
-        losses = [
-            exact_loss(vectors_of(model.tables(static_batch(case, rank, step, NO_RANK).to(device))))
-            for rank in range(num_ranks)
-        ]
+        batches = [batch_of(case, rank, step, NO_RANK).to(device) for rank in range(num_ranks)]
+        losses = [exact_loss(vectors_of(model.tables(batch))) for batch in batches]
         (torch.stack(losses).sum() / num_ranks).backward()
         optimizer.step()
     return whole_rows(model)
@@ -225,13 +231,15 @@ def test_static_steps_equal_plain_ones() -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_equal_plain_steps_on_all_gpus() -> None:
+@pytest.mark.parametrize("transport", WireTransport)
+def test_graphs_equal_plain_steps_on_all_gpus(transport: WireTransport) -> None:
     num_ranks = torch.cuda.device_count()
+    cases = [dataclasses.replace(case, transport=transport) for case in CASES]
     for bad_rank in (num_ranks - 1, NO_RANK):
         results = run_on_ranks(
-            num_ranks, train_in_graphs, CASES, bad_rank, backend="cpu:gloo,cuda:nccl"
+            num_ranks, train_in_graphs, cases, bad_rank, backend="cpu:gloo,cuda:nccl"
         )
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(cases):
             of_ranks = [rank_results[number] for rank_results in results]
             expected = train_plainly(case, num_ranks, bad_rank, "cuda")
             assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
@@ -242,23 +250,3 @@ def test_graphs_equal_plain_steps_on_all_gpus() -> None:
                 if errors:
                     mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
                     assert mine in errors[0]
-
-
-@pytest.mark.gpu
-def test_what_waits_for_sizes_runs_eagerly() -> None:
-    num_ranks = torch.cuda.device_count()
-    results = run_on_ranks(num_ranks, train_in_graphs_with_warning, backend="cpu:gloo,cuda:nccl")
-    expected = train_plainly(SEQUENCES, num_ranks, NO_RANK, "cuda")
-    assert_equal_rows([result["rows"] for result in results], expected, str(SEQUENCES))
-    assert all(result["num_warnings"] == 1 and not result["captured"] for result in results)
-
-
-def train_in_graphs_with_warning() -> dict[str, Any]:
-    """The model whose vectors are not pooled, which waits for the sizes of what travels."""
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        (result,) = train_in_graphs([SEQUENCES], NO_RANK)
-    told = ["could not be captured" in str(warning.message) for warning in caught]
-    return {**result, "num_warnings": sum(told)}

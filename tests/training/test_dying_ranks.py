@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60
 CAUSES = {
     "raises": r"exitcode +: 1 .*\n(.*\n)* +RuntimeError: the third batch is bad",
-    "is-killed": r"exitcode +: -9 .*\(SIGKILL\)",
+    "is-killed": r"exitcode +: -9 (.*\n)+?.*Signal 9 \(SIGKILL\)",
 }
 
 

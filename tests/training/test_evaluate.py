@@ -1,6 +1,8 @@
 """Metrics against scikit-learn's, and what evaluation leaves behind."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +70,22 @@ def test_evaluate_gathers_all_batches_in_evaluation_mode() -> None:
     assert result.num_rows == sum(sizes)
     evaluate(model, make_batches(sizes))
     assert not model.training
+
+
+def test_each_module_gets_its_own_mode_back() -> None:
+    model = TinyModel(is_deep=True)
+    norm = next(module for module in model.modules() if isinstance(module, torch.nn.BatchNorm1d))
+    norm.eval()
+    evaluate(model, make_batches([4]))
+    assert [m for m in model.modules() if not m.training] == [norm]
+
+    def broken() -> Iterator[Any]:
+        yield from make_batches([4])
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        evaluate(model, broken())
+    assert [m for m in model.modules() if not m.training] == [norm]
 
 
 def test_logits_that_are_not_finite_are_named() -> None:

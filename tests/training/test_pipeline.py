@@ -158,13 +158,13 @@ def test_a_static_step_knows_when_the_model_has_changed() -> None:
     assert not step.is_stale
     (group,) = optimizers[0].param_groups
     group["lr"] = torch.tensor(0.125)
-    known = step._states_now()
+    known = step._optimizers.memory(is_cuda=False)
     group["lr"].fill_(0.5)
-    assert step._states_now() == known
+    assert step._optimizers.memory(is_cuda=False) == known
     before, group["lr"] = group["lr"], torch.tensor(0.25)
-    assert step._states_now() != known
+    assert step._optimizers.memory(is_cuda=False) != known
     group["lr"] = before
-    assert step._states_now() == known
+    assert step._optimizers.memory(is_cuda=False) == known
 
 
 class CallsTwice(TinyModel):
@@ -298,6 +298,29 @@ def test_what_was_prepared_before_a_regrouping_is_refused() -> None:
         pytest.raises(RuntimeError, match="tables f0, f1 were regrouped between prepare and"),
     ):
         model.tables(features)
+
+
+def then_fails(batches: Sequence[Batch]) -> Iterator[Batch]:
+    yield from batches
+    raise OSError("the disk is gone")
+
+
+def test_an_error_in_reading_hides_no_result(device: torch.device) -> None:
+    batches = fixed_batches(11)
+    losses, expected = by_hand([*batches[:7], *batches[9:]], device)
+    model = make_model(device)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    source, found = then_fails(batches[:5]), []
+    with pytest.raises(OSError, match="the disk is gone"):  # noqa: PT012 - when it is raised counts
+        while True:
+            found.append(pipeline.progress(source).loss.item())
+    assert len(found) == 5
+    # Of a source that is given up, what was read ahead is not trained later.
+    source = iter(batches[5:9])
+    found += [pipeline.progress(source).loss.item() for _ in range(2)]
+    found += results_of(pipeline, batches[9:])
+    assert found == losses
+    assert_same_state(model, expected)
 
 
 @pytest.mark.gpu
@@ -562,7 +585,7 @@ def test_waits_for_batches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 0.25 if number in (1, 2) else 1e-5
             yield batch
 
-    monkeypatch.setattr("torchembed.training.pipeline.time.perf_counter", lambda: now)
+    monkeypatch.setattr("torchembed.training.read_ahead.time.perf_counter", lambda: now)
     model = make_model(CPU)
     pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
     assert pipeline.input_stalls == (0, 0.0)

@@ -47,6 +47,22 @@ def test_train_equals_the_loop_by_hand() -> None:
     assert history.samples_per_second == history.num_samples / history.seconds
 
 
+def test_a_frozen_batch_norm_stays_frozen() -> None:
+    model = TinyModel(is_deep=True)
+    norm = next(module for module in model.modules() if isinstance(module, torch.nn.BatchNorm1d))
+    norm.eval()
+    assert norm.running_mean is not None
+    mean = norm.running_mean.clone()
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    train(pipeline, make_batches([4, 4]))
+    assert torch.equal(norm.running_mean, mean)
+    assert [m for m in model.modules() if not m.training] == [norm]
+    model.eval()
+    train(pipeline, make_batches([4]))
+    assert all(module.training for module in model.modules())
+    assert not torch.equal(norm.running_mean, mean)
+
+
 def test_an_iterator_is_continued_after_max_steps() -> None:
     whole, parts = TinyModel(), TinyModel()
     train(TrainPipeline(whole, LOSS, make_optimizers(whole)), make_batches([4] * 5))

@@ -18,6 +18,7 @@ from tests import lanes
 from torchembed.core.types import OptimizerKind
 from torchembed.triton_kernels import (
     binary_cross_entropy,
+    column_sums,
     cross,
     dense_update,
     jagged,
@@ -25,6 +26,7 @@ from torchembed.triton_kernels import (
     linearize_ids,
     low_rank_cross,
     pooled_lookup,
+    push,
     row_blocks,
     rowwise_update,
     segments,
@@ -164,6 +166,8 @@ def launch_low_rank_cross(dtype: torch.dtype, num_columns: int, rank: int, num_r
 def launch_linear(num_rows: int) -> None:
     x = torch.zeros(num_rows, 24, dtype=torch.bfloat16)
     linear.launch_linear_relu_backward(x, x, x[0])
+    linear.launch_linear_relu_backward(x, x, torch.zeros(-(-len(x) // 128), x.shape[1]))
+    column_sums.sum_partials(torch.zeros(3, x.shape[1]), x[0])
     linear.launch_sum_rows(x, x[0])
     grad = linear.launch_linear_to_one_forward(x, x[:1], x[0, :1])
     linear.launch_linear_to_one_backward(grad, x, x[:1], x[:1], x[0, :1])
@@ -184,6 +188,24 @@ def launch_binary_cross_entropy(dtype: torch.dtype) -> None:
     logits, labels = torch.zeros(9000, dtype=dtype), torch.zeros(9000)
     binary_cross_entropy.launch_binary_cross_entropy_forward(logits, labels)
     binary_cross_entropy.launch_binary_cross_entropy_backward(labels[:1], logits, labels)
+
+
+def launch_push(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
+    """All kernels of an exchange of two ranks."""
+    addresses, state = ids(count=2), ids(torch.int32, 2)
+    exchange = push.Exchange(addresses, state, 1 << 20, wire)
+    device, buffer = torch.device("cpu"), torch.zeros(1 << 20, dtype=wire)
+    source = torch.zeros(BATCH_SIZE, 4 * width, dtype=dtype)
+    moves = push.Moves([(1, BATCH_SIZE, width, 0, width, 0, 2 * width)] * 4, device)
+    weight = torch.zeros(NUM_ROWS, width, dtype=dtype)
+    pooled_lookup.launch_pooled_lookup_push(
+        weight, ids(), None, [1, 3], None, 2, BATCH_SIZE, moves, exchange
+    )
+    push.launch_push(source, moves, exchange, 0.25)
+    push.launch_meet(state, addresses, state, state, 1, 1.0)
+    push.launch_collect(buffer, 2 * width, moves, exchange, source)
+    push.launch_moves(source, moves, source)
+    push.launch_mean(buffer, exchange, exchange, 1 << 10, 1 << 10, 1)
 
 
 OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
@@ -222,6 +244,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "dense sgd": lambda: launch_dense_update(OptimizerKind.SGD, False),
     "dense adagrad": lambda: launch_dense_update(OptimizerKind.ADAGRAD, True),
     "dense adam": lambda: launch_dense_update(OptimizerKind.ADAM, True),
+    "push": lambda: launch_push(torch.bfloat16, torch.bfloat16, 128),
+    "push of odd columns": lambda: launch_push(torch.float32, torch.float16, 5),
     "log loss": lambda: launch_binary_cross_entropy(torch.bfloat16),
 }
 
@@ -246,6 +270,15 @@ def test_cross_products_are_on_tensor_cores_and_fit_twice(ptx: dict[str, str]) -
         assert "wgmma.mma_async" in text
         assert re.search(r"ld\.global\S*\.v4\.b32", text)
         assert not re.search(r"[ls][dt]\.local", text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pushes_are_16_bytes_at_a_time(dtype: torch.dtype, ptx: dict[str, str]) -> None:
+    launch_push(dtype, dtype, 128)
+    for name in ("_move_kernel", "_mean_kernel", "_pooled_lookup_forward_kernel"):
+        assert re.search(r"st\.global\S*\.v4\.b32", ptx[name])
+    assert "atom.global.sys.release" in ptx["_meet_kernel"]
+    assert "atom.global.sys.acquire" in ptx["_meet_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from torchembed.triton_kernels import bags
+from torchembed.triton_kernels import bags, segments
 from torchembed.triton_kernels.bags import bag_bounds
 from torchembed.triton_kernels.row_blocks import NARROW_LIMIT, index_type, row_block
 
@@ -65,3 +65,19 @@ def test_offsets_are_bounds_as_they_are(device: torch.device) -> None:
     bounds = bag_bounds(offsets, [], device)
     assert bounds.tensor is offsets
     assert not bounds.fixed
+
+
+def test_a_sort_that_does_not_run_is_left_to_torch() -> None:
+    def fails(rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("sorting rows on the GPU failed: CUDA driver version is insufficient")
+
+    def runs(rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows, rows
+
+    device = torch.device("cpu")
+    assert segments._that_runs(runs, device) is runs
+    words = (
+        r"sorts rows by torch's kernels.* do not run on cpu \(sorting .* driver version is insuff"
+    )
+    with pytest.warns(UserWarning, match=words):
+        assert segments._that_runs(fails, device) is None

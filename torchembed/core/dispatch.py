@@ -28,6 +28,15 @@ class PickedKernel(NamedTuple):
 picked_kernels: list[PickedKernel] = []
 
 
+class CudaKernel(NamedTuple):
+    """A kernel of the C++ library for GPUs, beside an operation's Triton kernel."""
+
+    launch: Callable[..., Any]
+    """Takes the operation's arguments; NotImplemented for a call that it leaves to Triton."""
+    covers: str
+    """Which calls it takes, in words."""
+
+
 def _launcher(path: str) -> Callable[..., Any]:
     """The function at ``module:name``, imported at its first call: importing Triton is slow."""
     module, name = path.split(":")
@@ -37,6 +46,16 @@ def _launcher(path: str) -> Callable[..., Any]:
 
     launch.__name__ = name
     return launch
+
+
+def _first_of(launch: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ``launch``, and ``other`` where that does not take the call."""
+
+    def launch_either(*args: Any, **kwargs: Any) -> Any:
+        result = launch(*args, **kwargs)
+        return other(*args, **kwargs) if result is NotImplemented else result
+
+    return launch_either
 
 
 def _triton_is_installed() -> bool:
@@ -49,6 +68,7 @@ def define_op(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     triton: str | None = None,
+    cuda: CudaKernel | None = None,
     native: Callable[..., Any] | None = None,
     native_missing: str = "it has no C++ kernel",
 ) -> Callable[..., Any]:
@@ -60,6 +80,7 @@ def define_op(
         fake: shapes and dtypes of the results, for tracing.
         triton: ``"module:launcher"`` of the Triton kernel, for CUDA (and for the CPU under
             Triton's interpreter).
+        cuda: what takes some of the Triton kernel's calls on a GPU.
         native: the C++ kernel for the CPU.
         native_missing: why ``native`` is None.
 
@@ -92,6 +113,9 @@ def define_op(
         pick("CUDA", "reference", "it has no Triton kernel", None)
     elif not _triton_is_installed():
         pick("CUDA", "reference", "triton is not installed", None)
-    else:
+    elif cuda is None:
         pick("CUDA", "triton", "triton is installed", _launcher(triton))
+    else:
+        reason = f"triton is installed; the C++ library takes {cuda.covers}"
+        pick("CUDA", "triton", reason, _first_of(cuda.launch, _launcher(triton)))
     return getattr(torch.ops.torchembed, name).default

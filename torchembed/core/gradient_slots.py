@@ -1,7 +1,7 @@
 """Where the gradient of a parameter belongs: its part of a flat buffer, that is used as a whole."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,19 +69,34 @@ def slot_of(parameter: Tensor) -> GradientSlot | None:
     return getattr(parameter, "torchembed_gradient_slot", None)
 
 
-def joint_memory(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The part of a flat buffer that is the slots of ``parameters`` and nothing else; None where
-    some have none, or they are not one after the other."""
+class FlatSpans(NamedTuple):
+    """Parts of a flat buffer."""
+
+    flat: Tensor
+    spans: list[tuple[int, int]]
+    """Where each begins and ends."""
+
+    def parts(self) -> list[Tensor]:
+        """Each part's memory."""
+        return [self.flat[start:stop] for start, stop in self.spans]
+
+
+def joint_spans(parameters: Sequence[Tensor]) -> FlatSpans | None:
+    """The parts of a flat buffer that are the slots of ``parameters``, in order, and nothing else:
+    one for all that come one after the other. None where some have none, or in other buffers."""
     slots = [slot_of(parameter) for parameter in parameters]
     first = slots[0]
     if first is None:
         return None
-    stop = first._start
+    spans: list[tuple[int, int]] = []
     for slot in slots:
-        if slot is None or slot._flat is not first._flat or slot._start != stop:
+        if slot is None or slot._flat is not first._flat:
             return None
-        stop = slot._stop
-    return first._flat[first._start : stop]
+        if spans and spans[-1][1] == slot._start:
+            spans[-1] = spans[-1][0], slot._stop
+        else:
+            spans.append((slot._start, slot._stop))
+    return FlatSpans(first._flat, spans)
 
 
 def gather_gradients(parameters: Sequence[Tensor]) -> None:
@@ -96,3 +111,7 @@ def gather_gradients(parameters: Sequence[Tensor]) -> None:
             parameter.grad = slot.memory.detach()
     if slots:
         torch._foreach_copy_(slots, elsewhere)  # type: ignore[attr-defined]
+    for gradient in elsewhere:
+        # Backward, that goes on elsewhere, would use their memory again before they are copied.
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())

@@ -2,6 +2,7 @@
 offsets outside the ids."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,19 +20,26 @@ class Suspect(NamedTuple):
     """Words the error, for a position and a value."""
 
 
-_collected: list[list[Suspect]] = []
+class _Collected(threading.local):
+    """The lists that this thread's suspects go to, the innermost last."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Suspect]] = []
+
+
+_collected = _Collected()
 
 
 @contextlib.contextmanager
 def deferred_bad_ids() -> Iterator[list[Suspect]]:
-    """Meanwhile no lookup raises for a bad id; its caller gets the suspects, one for each lookup,
-    and sees to them. Batches looked up in other threads are not told apart."""
+    """Meanwhile no lookup of this thread raises for a bad id; its caller gets the suspects, one for
+    each lookup, and sees to them."""
     suspects: list[Suspect] = []
-    _collected.append(suspects)
+    _collected.lists.append(suspects)
     try:
         yield suspects
     finally:
-        _collected.pop()
+        _collected.lists.pop()
 
 
 class BadIdReport:
@@ -57,8 +65,10 @@ class BadIdReport:
         Raises:
             IndexError: for this batch on the CPU, for an earlier one on a GPU.
         """
-        if _collected:
-            _collected[-1].append(Suspect(_found(values, first_bad), values.numel(), describe))
+        if _collected.lists:
+            _collected.lists[-1].append(
+                Suspect(_found(values, first_bad), values.numel(), describe)
+            )
             return
         if not values.is_cuda:
             position = int(first_bad)

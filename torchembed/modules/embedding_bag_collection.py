@@ -77,20 +77,19 @@ class EmbeddingBagCollection(Collection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _look_up(self, features: Any, lookups: SlotRows) -> Any:
-        configs = [self._configs[table] for table in self._feature_slots.tables]
-        values = pooled_slots(
-            lookups,
-            [config.pooling for config in configs],
-            self._output_dtype,
-            self._weight_form,
-        )
-        widths = [config.embedding_dim for config in configs]
-        return keyed_result(features, self._feature_slots.names, widths, values)
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> SparseFeatures:
+        return weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
 
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> SlotRows:
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        return self._slots.prepare(batch, finds_runs=finds_runs)
+    def _prepare(self, arrivals: SparseFeatures, *, finds_runs: bool) -> SlotRows:
+        return self._slots.prepare(arrivals, finds_runs=finds_runs)
+
+    def _look_up(self, lookups: SlotRows) -> Tensor:
+        poolings = [self._configs[table].pooling for table in self._feature_slots.tables]
+        return pooled_slots(lookups, poolings, self._output_dtype, self._weight_form)
+
+    def _result(self, features: Any, vectors: Tensor) -> Any:
+        widths = [self._configs[table].embedding_dim for table in self._feature_slots.tables]
+        return keyed_result(features, self._feature_slots.names, widths, vectors)
 
 
 def weighted_as_asked(batch: SparseFeatures, is_weighted: bool) -> SparseFeatures:

@@ -1,7 +1,7 @@
 """``EmbeddingCollection``: a vector for each id of many features."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torchembed.core.features import JaggedTensor, SparseFeatures, torchrec_clas
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingConfig
-from torchembed.modules.slots import SlotRows
+from torchembed.modules.slots import SlotRows, num_ids_of_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.sequence_lookup import sequence_lookup
 from torchembed.tables import Table, group_weight
@@ -35,6 +35,7 @@ class EmbeddingCollection(Collection):
         IndexError: in ``forward``, for a bad id: at once on the CPU, at a later call on a GPU.
     """
 
+    is_pooled = False
     _config_kind = EmbeddingConfig
 
     def __init__(
@@ -59,22 +60,55 @@ class EmbeddingCollection(Collection):
         """The tables' configs, in order."""
         return self._configs
 
-    def _look_up(self, features: Any, lookups: SlotRows) -> dict[str, Any]:
-        looked_up = sequence_slots(lookups, self._output_dtype, self._weight_form)
-        kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
-        return {
-            name: kind(values=values, offsets=offsets)
-            for name, (values, offsets) in zip(self._feature_slots.names, looked_up, strict=True)
-        }
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "SizedFeatures":
+        batch = self._feature_slots.batch(features)
+        return SizedFeatures(batch, num_ids_of_features(batch).tolist())
 
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> SlotRows:
-        return self._slots.prepare(self._feature_slots.batch(features), finds_runs=finds_runs)
+    def _prepare(self, arrivals: "SizedFeatures", *, finds_runs: bool) -> "SizedRows":
+        features, num_ids = arrivals
+        rows = self._slots.prepare(features, finds_runs=finds_runs, num_ids=num_ids)
+        return SizedRows(rows, num_ids)
+
+    def _look_up(self, lookups: "SizedRows") -> "SequenceVectors":
+        return sequence_slots(*lookups, self._output_dtype, self._weight_form)
+
+    def _result(self, features: Any, vectors: "SequenceVectors") -> dict[str, Any]:
+        return jagged_result(features, self._feature_slots.names, vectors)
+
+
+class SizedFeatures(NamedTuple):
+    """A batch whose features' sizes the host knows."""
+
+    features: SparseFeatures
+    num_ids: list[int]
+    """Of each feature."""
+
+
+class SizedRows(NamedTuple):
+    """Rows of slots whose sizes the host knows."""
+
+    rows: SlotRows
+    num_ids: list[int]
+    """Of each slot."""
+
+
+SequenceVectors = list[tuple[Tensor, Tensor]]
+"""For each slot ``([ids of the feature, D], offsets [B + 1])``."""
+
+
+def jagged_result(features: Any, names: list[str], vectors: SequenceVectors) -> dict[str, Any]:
+    """``vectors`` of the slots by name, in TorchRec's class where its ``features`` came in."""
+    kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
+    return {
+        name: kind(values=values, offsets=offsets)
+        for name, (values, offsets) in zip(names, vectors, strict=True)
+    }
 
 
 def sequence_slots(
-    rows: SlotRows, output_dtype: torch.dtype, weight_form: WeightGradient
-) -> list[tuple[Tensor, Tensor]]:
-    """For each slot ``([ids of the feature, D], offsets [B + 1])``; one call for each group."""
+    rows: SlotRows, num_ids: Sequence[int], output_dtype: torch.dtype, weight_form: WeightGradient
+) -> SequenceVectors:
+    """The vectors of each slot, of ``num_ids`` ids; one call for each group."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for group_rows in rows.groups:
         entry, features, _ = group_rows
@@ -85,22 +119,25 @@ def sequence_slots(
             weight_form=weight_form,
             sink=group_rows.sink(),
         )
-        found.update(zip(entry.slots, split_slots(features, vectors), strict=True))
+        split = split_slots(features, [num_ids[slot] for slot in entry.slots], vectors)
+        found.update(zip(entry.slots, split, strict=True))
     return [found[slot] for slot in range(len(found))]
 
 
-def split_slots(features: SparseFeatures, vectors: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """``vectors [L, D]`` of all features as ``([ids of the feature, D], [B + 1])`` for each."""
-    batch_size, num_features = features.batch_size, len(features.keys)
+def split_slots(
+    features: SparseFeatures, num_ids: Sequence[int], vectors: Tensor
+) -> SequenceVectors:
+    """``vectors [L, D]`` of all features, of ``num_ids`` ids each, one by one."""
+    batch_size = features.batch_size
+    # There may be more vectors than ids in bags.
+    parts = vectors.split([*num_ids, len(vectors) - sum(num_ids)])[:-1]
     if features.hotness is not None:
-        parts = vectors.split([count * batch_size for count in features.hotness])
         bags = torch.arange(batch_size + 1, device=vectors.device)
         return [(part, bags * count) for part, count in zip(parts, features.hotness, strict=True)]
     assert features.offsets is not None
-    starts = features.offsets[:: max(batch_size, 1)][: num_features + 1]
-    bounds = starts.tolist() if batch_size else [0] * (num_features + 1)
-    result = []
-    for slot in range(num_features):
+    result, first = [], 0
+    for slot, part in enumerate(parts):
         offsets = features.offsets[slot * batch_size : (slot + 1) * batch_size + 1]
-        result.append((vectors[bounds[slot] : bounds[slot + 1]], offsets - bounds[slot]))
+        result.append((part, offsets - first))
+        first += num_ids[slot]
     return result

@@ -5,9 +5,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.table_module import TableModule
+
+
+class Announced(NamedTuple):
+    """What a collection has found out about a batch before any id travels."""
+
+    features: SparseFeatures
+    """The batch that the collection is going to be called with."""
+    arrivals: Any
+    """The collection's own."""
 
 
 class Prepared(NamedTuple):
@@ -19,10 +30,10 @@ class Prepared(NamedTuple):
     """The batch that the collection is going to be called with."""
     lookups: Any
     """The collection's own."""
-    output: Any = None
-    """What it gives for the batch, where it was looked up already."""
-    is_there: torch.cuda.Event | None = None
-    """From when on the output may be used."""
+    vectors: Any = None
+    """What was looked up for the batch already, a tree of tensors."""
+    are_there: torch.cuda.Event | None = None
+    """From when on the vectors may be used."""
 
 
 class PreparingModule(TableModule):
@@ -30,8 +41,14 @@ class PreparingModule(TableModule):
 
     ``module(features)`` does both. A pipeline calls :meth:`prepare` a step ahead, :meth:`look_up`
     before the model's forward and :meth:`handing_over` around it: the collection then recognizes
-    the batch by its tensors, whatever the model did to pass them on.
+    the batch by its tensors, whatever the model did to pass them on. Where lengths vary, it calls
+    :meth:`announce` before, on a thread that may wait for sizes, and :meth:`prepare_announced`.
     """
+
+    is_pooled = True
+    """Whether what it gives has one shape for all batches of as many samples."""
+    always_waits_for_sizes = False
+    """Whether :meth:`announce` waits also where hotness is fixed."""
 
     _handed_over: Sequence[Prepared] = ()
 
@@ -47,20 +64,40 @@ class PreparingModule(TableModule):
         """
         batch = as_sparse_features(features)
         with torch.no_grad():
-            return Prepared(batch, self._prepare(batch, finds_runs=True))
+            return self.prepare_announced(Announced(batch, self._announce(batch, ahead=False)))
+
+    def announce(self, features: Any) -> Announced:
+        """The part of :meth:`prepare` that may wait for sizes: for this rank's from its GPU, and
+        for those of the others through the CPU. No id travels.
+
+        For a thread of its own, one for each process: every rank announces the same batches in the
+        same order.
+
+        Raises:
+            IndexError, ValueError, TypeError: as ``forward`` would.
+        """
+        batch = as_sparse_features(features)
+        with torch.no_grad():
+            return Announced(batch, self._announce(batch, ahead=True))
+
+    def prepare_announced(self, announced: Announced) -> Prepared:
+        """The rest of :meth:`prepare`. Never waits for a GPU; collective in the same way."""
+        with torch.no_grad():
+            lookups = self._prepare(announced.arrivals, finds_runs=True)
+        return Prepared(announced.features, lookups)
 
     def look_up(self, prepared: Prepared) -> Prepared:
-        """``prepared`` with its output, that ``forward`` gives without looking up again.
+        """``prepared`` with its vectors, that ``forward`` gives without looking up again.
 
         On another stream than forward's it runs beside what the model does before it needs the
         vectors, and so does its backward.
         """
-        output = self._look_up(prepared.features, prepared.lookups)
-        is_there = None
+        vectors = self._look_up(prepared.lookups)
+        are_there = None
         if self.device.type == "cuda":
-            is_there = torch.cuda.Event()
-            is_there.record()
-        return prepared._replace(output=output, is_there=is_there)
+            are_there = torch.cuda.Event()
+            are_there.record()
+        return prepared._replace(vectors=vectors, are_there=are_there)
 
     @contextlib.contextmanager
     def handing_over(self, prepared: Sequence[Prepared]) -> Iterator[None]:
@@ -78,30 +115,43 @@ class PreparingModule(TableModule):
     def forward(self, features: Any) -> Any:
         batch = as_sparse_features(features)
         for prepared in self._handed_over:
-            if not is_same_batch(prepared.features, batch):
-                continue
-            # What was looked up ahead has a gradient, also for what comes after ``no_grad``.
-            if prepared.output is None or not torch.is_grad_enabled():
-                return self._look_up(features, prepared.lookups)
-            if prepared.is_there is not None:
-                stream = torch.cuda.current_stream()
-                stream.wait_event(prepared.is_there)
-                for tensor in _tensors_of(prepared.output):
-                    tensor.record_stream(stream)
-            return prepared.output
-        return self._look_up(features, self._prepare(batch, finds_runs=False))
+            if is_same_batch(prepared.features, batch):
+                return self._result(features, self._vectors_of(prepared))
+        lookups = self._prepare(self._announce(batch, ahead=False), finds_runs=False)
+        return self._result(features, self._look_up(lookups))
+
+    def _vectors_of(self, prepared: Prepared) -> Any:
+        if prepared.vectors is None:
+            return self._look_up(prepared.lookups)
+        if prepared.are_there is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(prepared.are_there)
+            for tensor in tensors_in(prepared.vectors):
+                tensor.record_stream(stream)
+        # They have a gradient, also for what comes after ``no_grad``.
+        is_trained = torch.is_grad_enabled()
+        return prepared.vectors if is_trained else map_tensors(Tensor.detach, prepared.vectors)
 
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
         raise NotImplementedError
 
-    def _look_up(self, features: Any, lookups: Any) -> Any:
-        """What forward gives for ``features``, of which ``lookups`` are known."""
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> Any:
+        """What forward does before ids travel; ``ahead`` on the thread of :meth:`announce`."""
         raise NotImplementedError
 
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> Any:
-        """All of forward that depends on ids alone; ``finds_runs`` for fused optimizers' steps."""
+    def _prepare(self, arrivals: Any, *, finds_runs: bool) -> Any:
+        """What forward then does before vectors are looked up; ``finds_runs`` for fused optimizers'
+        steps."""
+        raise NotImplementedError
+
+    def _look_up(self, lookups: Any) -> Any:
+        """The vectors of a batch, a tree of tensors."""
+        raise NotImplementedError
+
+    def _result(self, features: Any, vectors: Any) -> Any:
+        """What forward gives for ``features``, whose vectors were looked up."""
         raise NotImplementedError
 
 
@@ -113,10 +163,3 @@ def is_same_batch(one: SparseFeatures, other: SparseFeatures) -> bool:
         and one.weights is other.weights
         and (one.keys, one.batch_size, one.hotness) == (other.keys, other.batch_size, other.hotness)
     )
-
-
-def _tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of what a collection gives."""
-    if isinstance(output, dict):
-        return [tensor for part in output.values() for tensor in (part.values(), part.offsets())]
-    return [output.values()]

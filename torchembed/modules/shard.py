@@ -26,6 +26,7 @@ from torchembed.sharding.plan_report import PlanReport
 from torchembed.sharding.planner import Planner
 from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
 from torchembed.sharding.topology import Topology, free_bytes
+from torchembed.sharding.transport import WireTransport, check_transport
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
@@ -136,6 +137,7 @@ def shard_embeddings(
     plan: ShardingPlan | Planner | Mapping[str, Placement | str] | Literal["auto"] | None = None,
     *,
     wire: WirePrecision | None = None,
+    transport: WireTransport = WireTransport.COLLECTIVE,
 ) -> nn.Module:
     """Spread the tables of ``model`` over the ranks of ``mesh`` and train the rest data-parallel.
 
@@ -149,9 +151,9 @@ def shard_embeddings(
     equally often; batches may differ in size and be empty.
 
     Make the optimizers afterwards: parameters of tables are new. Collective: every rank of the mesh
-    calls it, with the same model, plan and wire; where they differ, all ranks raise and say in
-    what, before anything is changed. What the tightest rank's memory will be used for is logged
-    by the first, at the level of ``INFO``, before it is allocated.
+    calls it, with the same model, plan, wire and transport; where they differ, all ranks raise and
+    say in what, before anything is changed. What the tightest rank's memory will be used for is
+    logged by the first, at the level of ``INFO``, before it is allocated.
 
     Args:
         model: any module; not itself a collection, since it is changed in place.
@@ -162,6 +164,8 @@ def shard_embeddings(
             :func:`plan_embeddings`); or placements of some tables by name (see
             :func:`~torchembed.sharding.make_plan` for the others).
         wire: the precision in which vectors and their gradients travel; as they are by default.
+        transport: how they travel. ``WireTransport.PUSH`` is for the GPUs of one node; results are
+            the same.
 
     Returns:
         ``model``.
@@ -169,7 +173,8 @@ def shard_embeddings(
     Raises:
         ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
             where planning fails on some of them only; where the tables do not fit into memory, as
-            far as is known: of a plan without a planner rows and the dense part are.
+            far as is known: of a plan without a planner rows and the dense part are; where GPUs
+            cannot store into each other's memory and should.
     """
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
     problem, checked, report, description = None, None, None, []
@@ -182,7 +187,8 @@ def shard_embeddings(
         if planner is not None:
             plan = _with_topology(planner, mesh, flat)
         checked, report = _checked_plan(model, mesh, plan, wire)
-        description = describe(model, checked, wire)
+        check_transport(transport, mesh, num_nodes(mesh))
+        description = describe(model, checked, wire, transport)
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
         problem, description = error, [f"the error: {type(error).__name__}: {error}"]
     check_agreement({"what is sharded, and how": description}, flat.get_group())
@@ -194,7 +200,7 @@ def shard_embeddings(
         isinstance(module, TableModule) and not isinstance(module, Collection)
         for module in model.modules()
     )
-    ranks = Ranks(flat, checked.tables, wire, all_hold_tables=has_other_tables)
+    ranks = Ranks(flat, checked.tables, wire, transport=transport, all_hold_tables=has_other_tables)
 
     device = _device(mesh)
     for path, module in list(model.named_modules()):
@@ -310,4 +316,4 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
         dist.broadcast(tensor, src=first, group=group)
-    GradientMean(replicated, ranks.gradient_group, dtype=ranks.wire.dense)
+    GradientMean(replicated, ranks.gradient_group, dtype=ranks.wire.dense, push=ranks.dense_mean)

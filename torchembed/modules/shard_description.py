@@ -8,15 +8,19 @@ from torch import nn
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.sharding.plan import ShardingPlan
+from torchembed.sharding.transport import WireTransport
 from torchembed.sharding.wire import WirePrecision
 
 
-def describe(model: nn.Module, plan: ShardingPlan, wire: WirePrecision) -> list[str]:
+def describe(
+    model: nn.Module, plan: ShardingPlan, wire: WirePrecision, transport: WireTransport
+) -> list[str]:
     """Lines that say what is sharded, and how; the same in every process that does the same."""
     lines = [
         f"torch {torch.__version__}",
         f"{plan.num_ranks} ranks on {plan.num_nodes} nodes",
         f"{wire}",
+        f"{transport}",
     ]
     for path, module in model.named_modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):

@@ -205,6 +205,11 @@ class ShardedCollection(PreparingModule):
             weights=batch.weights,
         )
 
+    def _group_of_sizes(self, *, ahead: bool) -> Any:
+        """The group through which a jagged batch is announced, ``ahead`` of its forward or in it:
+        collectives of two threads may not meet in one."""
+        return self._ranks.sizes_group if ahead else self._ranks.group
+
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""
         self.bad_ids.check(wait=True)

@@ -1,5 +1,7 @@
 """``EmbeddingBagCollection`` over several ranks."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +16,14 @@ from torchembed.modules.embedding_bag_collection import (
     keyed_result,
     weighted_as_asked,
 )
-from torchembed.modules.pooled_slots import pooled_slots
+from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import SlotRows, select_features
+from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
+from torchembed.sharding.channel import PushDomain
+from torchembed.sharding.columns import Piece, place_columns
 from torchembed.sharding.plan import TablePlan
+from torchembed.sharding.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.routes import FixedRoute, JaggedRoute, Route
 
@@ -28,7 +33,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
     are the mean over ranks. With fixed hotness no GPU is waited for; jagged batches wait once for
-    the sizes of what travels.
+    the sizes of what travels, which a :class:`~torchembed.training.TrainPipeline` does ahead.
     """
 
     _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]
@@ -51,6 +56,27 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
         self._poolings = [config.pooling for config in slot_configs]
+        self._push = None if ranks.push is None else self._pooled_push(ranks.push)
+
+    def _pooled_push(self, domain: PushDomain) -> PooledPush:
+        """What pushes vectors to their places among the values, but those of several shards, and
+        means, which are found from them."""
+        parts, layout, _ = self._sharded
+        columns, firsts = dict.fromkeys(self._sharded_slots, 0), []
+        starts = list(itertools.accumulate(self._widths, initial=0))
+        for part in parts:
+            firsts.append(starts[part.slot] + columns[part.slot])
+            columns[part.slot] += part.num_columns
+        self._part_columns = firsts
+        is_whole = [len(p.shards) == 1 and self._poolings[p.slot] is Pooling.SUM for p in parts]
+        places = [first if whole else None for first, whole in zip(firsts, is_whole, strict=True)]
+        widths = [self._widths[slot] for slot in self._replicated_slots]
+        sources = itertools.accumulate(widths, initial=0)
+        targets = [starts[slot] for slot in self._replicated_slots]
+        self._replicated_pieces = list(zip(sources, widths, targets, strict=False))
+        return PooledPush(
+            layout, domain, self._ranks.wire, places, sum(self._widths), self._output_dtype
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The whole tables' configs, in order."""
@@ -60,49 +86,102 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _look_up(self, features: Any, lookups: "_Lookups") -> Any:
-        columns: dict[int, Tensor] = {}
-        if lookups.sharded is not None:
-            columns.update(self._sharded_columns(lookups))
-        if lookups.replicated is not None:
-            replicated = self._replicated_slots
-            vectors = pooled_slots(
-                lookups.replicated,
-                [self._poolings[slot] for slot in replicated],
-                self._output_dtype,
-                WeightGradient.DENSE,
-            )
-            split = vectors.split([self._widths[slot] for slot in replicated], dim=1)
-            columns.update(zip(replicated, split, strict=True))
-        values = torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
-        return keyed_result(features, self._feature_slots.names, self._widths, values)
-
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
         batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch = self._checked(batch)
-        route = sharded = replicated = None
+        batch, route, num_replicated = self._checked(batch), None, None
+        if self._sharded_slots and batch.hotness is None:
+            parts, layout, _ = self._sharded
+            of_parts = select_features(batch, [part.slot for part in parts])
+            route = JaggedRoute(of_parts, layout, self._ranks)
+            numbers = num_ids_of_features(batch)
+            route.announce(self._group_of_sizes(ahead=ahead))
+            num_ids = numbers.tolist()
+            num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
+        replicated = None
+        if self._replicated_slots:
+            replicated = select_features(batch, self._replicated_slots, num_replicated)
+        return _Arrivals(batch, route, replicated)
+
+    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+        batch, jagged_route, of_replicated = arrivals
+        route = sharded = replicated = num_ids = None
         if self._sharded_slots:
             parts, layout, local = self._sharded
-            of_parts = select_features(batch, [part.slot for part in parts])
-            route_kind = JaggedRoute if batch.hotness is None else FixedRoute
-            route = route_kind(of_parts, layout, self._ranks)
-            sharded = local.prepare(route.features, finds_runs=finds_runs)
-        if self._replicated_slots:
-            of_replicated = select_features(batch, self._replicated_slots)
+            if jagged_route is None:
+                of_parts = select_features(batch, [part.slot for part in parts])
+                route = FixedRoute(of_parts, layout, self._ranks)
+            else:
+                jagged_route.travel()
+                route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
+            sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
+        if of_replicated is not None:
             # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
             replicated = self._replicated.prepare(of_replicated, finds_runs=False)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
         sizes = {slot: bag_sizes(batch, slot) for slot in means}
         return _Lookups(route, sharded, replicated, sizes)
 
-    def _sharded_columns(self, lookups: "_Lookups") -> dict[int, Tensor]:
-        """``[B, D]`` for each sharded slot, from the ranks that hold its rows."""
+    def _look_up(self, lookups: "_Lookups") -> Tensor:
+        if self._push is not None and lookups.sharded is not None:
+            return self._pushed_values(lookups, self._push)
+        return self._exchanged_values(lookups)
+
+    def _result(self, features: Any, vectors: Tensor) -> Any:
+        return keyed_result(features, self._feature_slots.names, self._widths, vectors)
+
+    # Backward begins with what forward made last. What other ranks send is waited for, so the
+    # exchange is last here; gradients of tables that every rank holds wait for all ranks, so their
+    # lookup is first.
+
+    def _exchanged_values(self, lookups: "_Lookups") -> Tensor:
+        """The vectors of all slots side by side, by an all-to-all."""
+        columns: dict[int, Tensor] = {}
+        if lookups.replicated is not None:
+            vectors = self._replicated_vectors(lookups.replicated)
+            split = vectors.split([self._widths[slot] for slot in self._replicated_slots], dim=1)
+            columns.update(zip(self._replicated_slots, split, strict=True))
+        if lookups.sharded is not None:
+            pooled = pooled_slots(*self._sums(lookups.sharded))
+            columns.update(self._sharded_columns(lookups, pooled))
+        return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
+
+    def _pushed_values(self, lookups: "_Lookups", push: PooledPush) -> Tensor:
+        """The vectors of all slots side by side, by push: each stored where it belongs."""
         assert lookups.route is not None
         assert lookups.sharded is not None
-        num_blocks = len(lookups.route.features.keys)
-        pooled = pooled_slots(
-            lookups.sharded, [Pooling.SUM] * num_blocks, self._output_dtype, self._weight_form
-        )
+        others: list[tuple[Tensor, list[Piece]]] = []
+        if lookups.replicated is not None:
+            vectors = self._replicated_vectors(lookups.replicated)
+            others.append((vectors, self._replicated_pieces))
+        store_of = functools.partial(push.store, batch_sizes=lookups.route.batch_sizes)
+        pooled = pooled_groups(*self._sums(lookups.sharded), store_of)
+        groups = [GroupVectors(*of_group) for of_group in pooled]
+        values, staged = lookups.route.push_pooled(groups, push)
+        for part, column in staged:
+            slot, width = self._sharded.parts[part].slot, column.shape[1]
+            if slot in lookups.bag_sizes:
+                column = column / lookups.bag_sizes[slot].to(column.dtype)
+            others.append((column, [(0, width, self._part_columns[part])]))
+        return place_columns(values, others)
+
+    def _replicated_vectors(self, replicated: SlotRows) -> Tensor:
+        """The pooled vectors of the slots whose tables every rank holds."""
+        poolings = [self._poolings[slot] for slot in self._replicated_slots]
+        return pooled_slots(replicated, poolings, self._output_dtype, WeightGradient.DENSE)
+
+    def _sums(
+        self, sharded: SlotRows
+    ) -> tuple[SlotRows, list[Pooling], torch.dtype, WeightGradient]:
+        """What pools this rank's blocks: sums, which are divided at home where means are due."""
+        poolings = [Pooling.SUM] * len(self._sharded.layout.blocks[self._ranks.rank])
+        return sharded, poolings, self._output_dtype, self._weight_form
+
+    def _sharded_columns(self, lookups: "_Lookups", pooled: Tensor) -> dict[int, Tensor]:
+        """``[B, D]`` for each sharded slot, from the ranks that hold its rows.
+
+        ``pooled`` are the vectors of this rank's blocks, ``[all ranks' samples, columns]``.
+        """
+        assert lookups.route is not None
         by_slot: dict[int, list[Tensor]] = {}
         returned = lookups.route.return_pooled(pooled)
         for part, vectors in zip(self._sharded.parts, returned, strict=True):
@@ -114,6 +193,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 column = column / lookups.bag_sizes[slot].to(column.dtype)
             columns[slot] = column
         return columns
+
+
+class _Arrivals(NamedTuple):
+    """A batch with checked ids, and where hotness is not fixed the way of those that travel."""
+
+    batch: SparseFeatures
+    route: JaggedRoute | None
+    replicated: SparseFeatures | None
+    """A feature for each replicated slot."""
 
 
 class _Lookups(NamedTuple):

@@ -6,15 +6,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.core.features import JaggedTensor, SparseFeatures, torchrec_class
+from torchembed.core.features import SparseFeatures
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.embedding_collection import (
     EmbeddingCollection,
+    SequenceVectors,
+    SizedFeatures,
+    SizedRows,
+    jagged_result,
     sequence_slots,
     split_slots,
 )
 from torchembed.modules.sharded_collection import ShardedCollection
-from torchembed.modules.slots import SlotRows, select_features
+from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.layout import SlotPart
 from torchembed.sharding.plan import TablePlan
@@ -26,9 +30,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """Gives what the unsharded collection gives, for this rank's samples.
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
-    are the mean over ranks. Waits once a batch and width of shards for the sizes of what travels.
+    are the mean over ranks. Waits once a batch and width of shards for the sizes of what travels,
+    which a :class:`~torchembed.training.TrainPipeline` does ahead.
     """
 
+    is_pooled = False
+    always_waits_for_sizes = True
     _container = "embeddings"
 
     def __init__(
@@ -51,41 +58,58 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """The whole tables' configs, in order."""
         return self._configs
 
-    def _look_up(self, features: Any, lookups: "_Lookups") -> dict[str, Any]:
-        found = self._sharded_vectors(lookups)
-        if lookups.replicated is not None:
-            looked_up = sequence_slots(lookups.replicated, self._output_dtype, WeightGradient.DENSE)
-            found.update(zip(self._replicated_slots, looked_up, strict=True))
-        kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
-        return {
-            name: kind(values=found[slot][0], offsets=found[slot][1])
-            for slot, name in enumerate(self._feature_slots.names)
-        }
-
-    def _prepare(self, features: SparseFeatures, *, finds_runs: bool) -> "_Lookups":
+    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
         batch = self._checked(with_offsets(self._feature_slots.batch(features)))
-        by_width = {}
-        for width, (parts, layout, local) in self._by_width.items():
+        routes = {}
+        for width, (parts, layout, _) in self._by_width.items():
             of_parts = select_features(batch, [part.slot for part in parts])
-            route = JaggedRoute(of_parts, layout, self._ranks)
-            rows = local.prepare(route.features, finds_runs=finds_runs)
-            by_width[width] = _WidthLookups(of_parts, route, rows)
+            routes[width] = (of_parts, JaggedRoute(of_parts, layout, self._ranks))
         replicated = None
         if self._replicated_slots:
             of_replicated = select_features(batch, self._replicated_slots)
+            numbers = num_ids_of_features(of_replicated)
+            replicated = SizedFeatures(of_replicated, numbers.tolist())
+        for _, route in routes.values():
+            route.announce(self._group_of_sizes(ahead=ahead))
+        return _Arrivals(routes, replicated)
+
+    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+        by_width = {}
+        for width, (of_parts, route) in arrivals.routes.items():
+            route.travel()
+            num_ids, local = route.num_ids_of_blocks, self._by_width[width].local
+            rows = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
+            by_width[width] = _WidthLookups(of_parts, route, rows)
+        replicated = None
+        if arrivals.replicated is not None:
+            features, num_ids = arrivals.replicated
             # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+            rows = self._replicated.prepare(features, finds_runs=False, num_ids=num_ids)
+            replicated = SizedRows(rows, num_ids)
         return _Lookups(by_width, replicated)
+
+    def _look_up(self, lookups: "_Lookups") -> SequenceVectors:
+        found = self._sharded_vectors(lookups)
+        if lookups.replicated is not None:
+            dense = WeightGradient.DENSE
+            looked_up = sequence_slots(*lookups.replicated, self._output_dtype, dense)
+            found.update(zip(self._replicated_slots, looked_up, strict=True))
+        return [found[slot] for slot in range(len(self._feature_slots.names))]
+
+    def _result(self, features: Any, vectors: SequenceVectors) -> dict[str, Any]:
+        return jagged_result(features, self._feature_slots.names, vectors)
 
     def _sharded_vectors(self, lookups: "_Lookups") -> dict[int, tuple[Tensor, Tensor]]:
         """For each sharded slot ``([ids, D], offsets [B + 1])``."""
         columns: dict[int, dict[int, Tensor]] = {}
         offsets: dict[int, Tensor] = {}
         for width, (of_parts, route, rows) in lookups.by_width.items():
-            looked_up = sequence_slots(rows, self._output_dtype, self._weight_form)
+            num_ids = route.num_ids_of_blocks
+            looked_up = sequence_slots(rows, num_ids, self._output_dtype, self._weight_form)
             like = torch.empty(0, width, dtype=self._output_dtype, device=rows.device)
             vectors = torch.cat([like, *(values for values, _ in looked_up)])
-            home = split_slots(of_parts, route.return_sequences(vectors))
+            returned = route.return_sequences(vectors)
+            home = split_slots(of_parts, route.num_ids_of_parts, returned)
             for part, (values, bags) in zip(self._by_width[width].parts, home, strict=True):
                 columns.setdefault(part.slot, {})[part.shards[0].first_column] = values
                 offsets[part.slot] = bags
@@ -107,18 +131,26 @@ class _WidthLookups(NamedTuple):
     """This rank's, for all ranks' samples."""
 
 
+class _Arrivals(NamedTuple):
+    """The ways of a batch's ids, by width, each with a feature for each part."""
+
+    routes: dict[int, tuple[SparseFeatures, JaggedRoute]]
+    replicated: SizedFeatures | None
+
+
 class _Lookups(NamedTuple):
     by_width: dict[int, _WidthLookups]
-    replicated: SlotRows | None
+    replicated: SizedRows | None
 
 
 def with_offsets(batch: SparseFeatures) -> SparseFeatures:
     """``batch`` with offsets in place of fixed hotness, and without weights."""
     offsets = batch.offsets
     if batch.hotness is not None:
-        device = batch.values.device
-        lengths = torch.tensor(batch.hotness, device=device).repeat_interleave(batch.batch_size)
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        # Filled there: a GPU would be waited for by a copy.
+        first = torch.zeros(1, dtype=torch.int64, device=batch.values.device)
+        lengths = [first.new_full((batch.batch_size,), count) for count in batch.hotness]
+        offsets = torch.cat([first, *lengths]).cumsum(0)
     return SparseFeatures(
         keys=batch.keys, values=batch.values, batch_size=batch.batch_size, offsets=offsets
     )

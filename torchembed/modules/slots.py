@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
-from torchembed.core.types import OnBadId
+from torchembed.core.host_numbers import HostNumbers
+from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.jagged import permute_features
 from torchembed.ops.linearize_ids import linearize_ids
+from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Table, TableGroup, TableSet
@@ -44,6 +46,8 @@ class GroupSlots:
         firsts, counts = [first[id(t)] for t in tables], [t.num_rows for t in tables]
         self.first_rows = torch.tensor(firsts, dtype=torch.int64, device=device)
         self.num_rows = torch.tensor(counts, dtype=torch.int64, device=device)
+        self.gradient_maps: dict[Any, tuple[Tensor, Tensor]] = {}
+        """By hotness, batch size and pooling; kept, since captured steps read them."""
 
 
 class GroupRows(NamedTuple):
@@ -54,6 +58,23 @@ class GroupRows(NamedTuple):
     """A feature for each of the entry's slots; its values are rows of the group, -1 for none."""
     runs: Runs | None
     """Of equal rows, where they were found ahead for the optimizer's step."""
+
+    def gradient_map(self, pooling: Pooling) -> tuple[Tensor, Tensor] | None:
+        """Where the positions of ``features`` have their gradients, where that was known before."""
+        features, maps = self.features, self.entry.gradient_maps
+        if self.runs is None or features.hotness is None or features.weights is not None:
+            return None
+        form = features.hotness, features.batch_size, pooling
+        if form not in maps:
+            if features.values.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            maps[form] = fixed_gradient_map(
+                features.values,
+                hotness=features.hotness,
+                batch_size=features.batch_size,
+                pooling=pooling,
+            )
+        return maps[form]
 
     def sink(self) -> GradientSink | None:
         """Takes the gradients of the rows; None where no fused optimizer updates the group.
@@ -119,19 +140,23 @@ class Slots:
         """Copies and pickles find their groups anew."""
         return {**vars(self), "_known_groups": None, "_by_group": []}
 
-    def prepare(self, batch: SparseFeatures, *, finds_runs: bool) -> SlotRows:
+    def prepare(
+        self, batch: SparseFeatures, *, finds_runs: bool, num_ids: Sequence[int] | None = None
+    ) -> SlotRows:
         """The rows of every slot's ids.
 
         Args:
             batch: exactly one feature for each slot, in their order.
             finds_runs: whether to find the runs of equal rows for fused optimizers, too.
+            num_ids: of each feature, where the host knows.
 
         Raises:
             IndexError: as :meth:`rows` does.
         """
         groups = []
         for entry in self.by_group():
-            group, features = entry.group, select_features(batch, entry.slots)
+            known = None if num_ids is None else sum(num_ids[slot] for slot in entry.slots)
+            group, features = entry.group, select_features(batch, entry.slots, known)
             rows = self.rows(entry, features)
             is_updated = group.rule is not None and group.tables[0].parameter.requires_grad
             runs = find_runs(rows, group.num_rows) if finds_runs and is_updated else None
@@ -203,11 +228,26 @@ def checked_rows(
     return rows
 
 
-def select_features(features: SparseFeatures, indices: Sequence[int]) -> SparseFeatures:
+def num_ids_of_features(features: SparseFeatures) -> HostNumbers:
+    """How many ids each feature has."""
+    batch_size, num_features = features.batch_size, len(features.keys)
+    if features.hotness is not None:
+        hotness = torch.tensor(features.hotness, dtype=torch.int64, device="cpu")
+        return HostNumbers(hotness * batch_size)
+    assert features.offsets is not None
+    if not batch_size:
+        return HostNumbers(torch.zeros(num_features, dtype=torch.int64, device="cpu"))
+    return HostNumbers(features.offsets[::batch_size][: num_features + 1].diff())
+
+
+def select_features(
+    features: SparseFeatures, indices: Sequence[int], num_ids: int | None = None
+) -> SparseFeatures:
     """The features at ``indices``, in that order, as a batch of its own.
 
-    Returns ``features`` itself where that is the same. Never synchronizes on a GPU: jagged values
-    then keep a capacity of ids that no bag holds at their end.
+    Returns ``features`` itself where that is the same. Never synchronizes on a GPU: where it is not
+    told the ``num_ids`` of what it selects, jagged values then keep a capacity of ids that no bag
+    holds at their end.
     """
     indices = list(indices)
     if indices == list(range(len(features.keys))):
@@ -229,11 +269,8 @@ def select_features(features: SparseFeatures, indices: Sequence[int]) -> SparseF
             keys=keys, values=values, batch_size=batch_size, hotness=hotness, weights=weights
         )
     assert features.offsets is not None
-    if features.values.is_cuda:
-        num_ids = features.values.numel() * max(Counter(indices).values(), default=0)
-    else:
-        starts = features.offsets[::batch_size] if batch_size else features.offsets
-        num_ids = int(starts.diff()[indices].sum()) if batch_size else 0
+    if num_ids is None:
+        num_ids = _room_for(features, indices)
     permuted = permute_features(
         features.values,
         features.offsets,
@@ -250,3 +287,14 @@ def select_features(features: SparseFeatures, indices: Sequence[int]) -> SparseF
         offsets=permuted.offsets,
         weights=permuted.weights,
     )
+
+
+def _room_for(features: SparseFeatures, indices: Sequence[int]) -> int:
+    """How many ids jagged ``features`` have at ``indices``; on a GPU, the most that they can."""
+    batch_size = features.batch_size
+    if features.values.is_cuda:
+        return features.values.numel() * max(Counter(indices).values(), default=0)
+    if not batch_size:
+        return 0
+    assert features.offsets is not None
+    return int(features.offsets[::batch_size].diff()[indices].sum())

@@ -17,7 +17,8 @@ class DeferredWeightGradients:
     """Lets backward compute the gradients of inputs first, and those of weights after them.
 
     Within it, torchembed's linear and cross layers leave the gradients of their weights for later,
-    so that what waits for the gradients of embeddings (wires, row updates) can run beside them::
+    and the last part of sums over many samples for biases, so that what waits for the gradients of
+    embeddings (wires, row updates) can run beside them::
 
         with DeferredWeightGradients() as deferred:
             loss.backward()          # gradients of inputs, and of other modules' weights
@@ -40,11 +41,14 @@ class DeferredWeightGradients:
 
     def __init__(self, stream: "torch.cuda.Stream | None" = None) -> None:
         self.stream = stream
+        self.weights: list[Tensor] = []
+        """Of the gradients deferred so far, in their order."""
         self._waiting: list[tuple[Tensor, Compute]] = []
         self._held: list[Compute] = []
         """What the stream reads; freed where the current stream has waited for it."""
         self._seen: set[int] = set()
         self._completions: list[Callable[[], None]] = []
+        self._uses_stream = False
 
     def __enter__(self) -> Self:
         if _entered:
@@ -60,13 +64,14 @@ class DeferredWeightGradients:
             if error is None:
                 self.run()
         finally:
-            if self.stream is not None:
-                # Before what is held there is freed, where backward failed too.
-                torch.cuda.current_stream().wait_stream(self.stream)
+            # Before what is held there is freed, where backward failed too.
+            self._wait()
             self._waiting.clear()
             self._held.clear()
             self._seen.clear()
             self._completions.clear()
+            self.weights.clear()
+            self._uses_stream = False
             _entered.clear()
 
     @torch.no_grad()
@@ -77,11 +82,16 @@ class DeferredWeightGradients:
         for complete in self._completions:
             complete()
         self._completions.clear()
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        self._wait()
         self._held.clear()
 
+    def _wait(self) -> None:
+        """Let the current stream wait for the other one, which a capture may not know yet."""
+        if self.stream is not None and self._uses_stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
     def _defer(self, weight: Tensor, compute: Compute) -> None:
+        self.weights.append(weight)
         if self.stream is None:
             self._waiting.append((weight, compute))
             return
@@ -99,6 +109,11 @@ class DeferredWeightGradients:
 
 _entered: list[DeferredWeightGradients] = []
 """None or one. Backward runs on threads of the engine, so this is no context variable."""
+
+
+def are_deferred() -> bool:
+    """Whether gradients of weights are deferred now."""
+    return bool(_entered) and not torch.compiler.is_compiling()
 
 
 def weight_gradient(weight: Tensor, compute: Compute) -> Tensor | None:
@@ -150,6 +165,7 @@ def on_gradient_stream() -> Iterator[None]:
     if stream is None:
         yield
         return
+    _entered[0]._uses_stream = True
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield

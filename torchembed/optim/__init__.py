@@ -4,6 +4,7 @@ from torchembed.optim.clipping import clip_grad_norm_
 from torchembed.optim.dense import DenseOptimizer
 from torchembed.optim.dense_optimizers import DenseAdagrad, DenseAdam, DenseSGD
 from torchembed.optim.fused import FusedOptimizer
+from torchembed.optim.grad_scaler import GradScaler
 from torchembed.optim.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DenseOptimizer",
     "DenseSGD",
     "FusedOptimizer",
+    "GradScaler",
     "RowwiseAdagrad",
     "clip_grad_norm_",
 ]

@@ -1,6 +1,6 @@
 """The base of the optimizers of dense parameters: one update over a flat buffer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -137,12 +137,32 @@ class DenseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update_some(None)
+        for buffers in self._buffers:
+            for buffer in buffers:
+                buffer.updated.clear()
+        return loss
+
+    @torch.no_grad()
+    def step_early(self, parameters: Collection[Tensor]) -> None:
+        """Update some parameters, whose gradients are there and not to change, before :meth:`step`,
+        which then updates the others only: both are one step. ``zero_grad`` between them makes two
+        of it."""
+        self._update_some(parameters)
+
+    def _update_some(self, parameters: Collection[Tensor] | None) -> None:
         for group, buffers in zip(self.param_groups, self._buffers, strict=True):
             rule = self._rule(group)
             for buffer in buffers:
                 multiplier, skip = self._loss_scaling(buffer.flat.values.device)
-                buffer.update(rule, group, multiplier, skip)
-        return loss
+                buffer.update(rule, group, multiplier, skip, parameters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any torch optimizer."""
+        super().zero_grad(set_to_none)
+        for buffers in self._buffers:
+            for buffer in buffers:
+                buffer.updated.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's; values that something else has written are in the masters."""
@@ -216,6 +236,8 @@ class _Buffer:
         self.states = tuple(torch.full_like(flat.master, initial_state) for _ in state_names)
         self.step = torch.zeros((), device=flat.values.device)
         """Updates done, float32 ``[]``."""
+        self.updated: set[Tensor] = set()
+        """Parameters that the step under way has updated early."""
         self._lr: tuple[float, Tensor] | None = None
 
     def entries(self) -> list[dict[str, Tensor]]:
@@ -235,14 +257,20 @@ class _Buffer:
         group: dict[str, Any],
         multiplier: Tensor | None,
         skip: Tensor | None,
+        parameters: Collection[Tensor] | None,
     ) -> None:
-        """One step of ``rule`` with the hyperparameters of ``group``."""
+        """A step of ``rule`` with the hyperparameters of ``group``, of some parameters, or of those
+        that it has not updated yet."""
         flat = self.flat
-        flat.take_changed_values()
-        parts = flat.gather_gradients()
-        if not parts:
+        among = set(flat.parameters if parameters is None else parameters) - self.updated
+        chosen = [p for p in flat.parameters if p in among and p.grad is not None]
+        if not chosen:
             return
-        self.step += 1.0 if skip is None else skip[0] == 0
+        flat.take_changed_values()
+        parts = flat.gather_gradients(chosen)
+        if not self.updated:
+            self.step += 1.0 if skip is None else skip[0] == 0
+        self.updated.update(chosen)
         lr = self.current_lr(group)
         for part in parts:
             dense_update(
@@ -256,7 +284,7 @@ class _Buffer:
                 grad_multiplier=multiplier,
                 skip=skip,
             )
-        flat.values_were_updated()
+        flat.values_were_updated(chosen)
 
     def current_lr(self, group: dict[str, Any]) -> Tensor:
         """The learning rate as a float32 tensor on the parameters' device."""

@@ -71,10 +71,9 @@ class FlatParameters:
         # Whoever writes to a parameter, also through load_state_dict, counts its version up.
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def values_were_updated(self) -> None:
-        """Note that ``values`` and ``master`` have changed where there are gradients, so that a
-        backward which needs what was there before is an error."""
-        updated = [parameter for parameter in self.parameters if parameter.grad is not None]
+    def values_were_updated(self, updated: Sequence[Tensor]) -> None:
+        """Note that ``values`` and ``master`` have changed for some parameters, so that a backward
+        which needs what was there before is an error."""
         torch.autograd.graph.increment_version(updated)
         self.values_are_current()
 
@@ -101,15 +100,17 @@ class FlatParameters:
                 master.copy_(torch.where(is_same, master, parameter.detach().float()))
         self._versions = versions
 
-    def gather_gradients(self) -> list[slice]:
-        """Bring gradients that lie elsewhere into ``gradients``; the parts of it that are set.
+    def gather_gradients(self, chosen: Sequence[Tensor]) -> list[slice]:
+        """Bring gradients of ``chosen`` parameters that lie elsewhere into ``gradients``; the parts
+        of it that are theirs.
 
-        Each part is as long as can be: one for all where every parameter has a gradient.
+        Each part is as long as can be: one for all where every parameter is chosen.
         """
-        gather_gradients(self.parameters)
+        gather_gradients(chosen)
         parts: list[slice] = []
+        among = set(chosen)
         for parameter, start, end in zip(self.parameters, self._starts, self._ends, strict=True):
-            if parameter.grad is None:
+            if parameter not in among:
                 continue
             if parts and parts[-1].stop == start:
                 parts[-1] = slice(parts[-1].start, end)

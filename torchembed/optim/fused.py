@@ -1,13 +1,13 @@
 """The base of the fused optimizers: a ``torch.optim.Optimizer`` over embedding tables."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
-from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
+from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
 from torchembed.optim.hyperparameters import check_hyperparameters
 from torchembed.optim.learning_rate import learning_rate
@@ -30,9 +30,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     With ``torch.amp.GradScaler``, ``scaler.step(optimizer)`` unscales inside the update and skips
     it on the device where a gradient is not finite; ``scaler.unscale_`` is for other optimizers
     (``step`` raises after it). Pass dense parameters' optimizer through the same scaler: torch
-    wants at least one that it can inspect itself, and the loss scale follows the gradients of that
-    one. Ranks that share sharded tables skip together, by one small collective in each scaled
-    step: give all tables of the model to one optimizer, and step it on every rank that has tables.
+    wants at least one that it can inspect itself, and its loss scale follows the gradients of that
+    one; that of :class:`torchembed.optim.GradScaler` also follows those of the tables. Ranks that
+    share sharded tables skip together, by one small collective in each scaled step: give all tables
+    of the model to one optimizer, and step it on every rank that has tables.
     ``torch.nn.utils.clip_grad_norm_`` does not see tables; use
     :func:`torchembed.optim.clip_grad_norm_`.
     """
@@ -46,6 +47,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     skip: Tensor | None = None
     """float32 ``[1]``; where it is not zero on the device, :meth:`step` discards the gradients and
     changes nothing. For whoever finds out there that a batch is bad."""
+    overflow: Tensor | None = None
+    """float32 ``[]``; of the last scaled step, 1 where it was skipped since a gradient was not
+    finite."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, stochastic_rounding: bool
@@ -178,7 +182,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._lr_tensors[index, device] = (lr, tensor)
 
     def _loss_scaling(
-        self, gradients: Iterable[RowGradients]
+        self, entries: Sequence[RecordedGradients]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The inverse loss scale ``[1]`` and the flag ``[1]`` that skips the step, under a scaler.
 
@@ -187,6 +191,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not hasattr(self, "found_inf"):
             return None, None
+        for entry in entries:
+            entry.wait()
         scale, found_inf = self.grad_scale, self.found_inf
         if scale is None:
             # GradScaler takes its attributes back only where step succeeds.
@@ -197,12 +203,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         # Where no parameter has a weight.grad, found_inf is the number 0.
         skip = torch.zeros((), device=scale.device) + found_inf
-        for grad, _, _ in gradients:
+        for grad, _, _ in (entry.gradients for entry in entries):
             skip = skip.maximum(1.0 - torch.isfinite(grad).all().float().to(scale.device))
         tables = [_table(p) for group in self.param_groups for p in group["params"]]
         for make_maximum in dict.fromkeys(table.max_over_holders for table in tables):
             if make_maximum is not None:
                 make_maximum(skip)
+        self.overflow = skip
         return scale.float().reciprocal().reshape(1), skip.reshape(1)
 
     @torch.no_grad()
@@ -228,7 +235,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 merged = table_group.merged_pending()
                 if merged is not None:
                     updates.append((index, table_group, merged))
-        multiplier, skip = self._loss_scaling(entry.gradients for *_, entry in updates)
+        # What comes by a reduction over ranks comes last, and is waited for last.
+        updates.sort(key=lambda update: update[1].tables[0].gradient_reduction is not None)
+        multiplier, skip = self._loss_scaling([entry for *_, entry in updates])
         if self.skip is not None:
             skip = self.skip if skip is None else skip.maximum(self.skip.to(skip.device))
         for index, table_group, entry in updates:
@@ -243,10 +252,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         multiplier: Tensor | None,
         skip: Tensor | None,
     ) -> None:
+        entry.wait()
         weight, group = table_group.weight, self.param_groups[index]
         multiplier = None if multiplier is None else multiplier.to(weight.device)
         skip = None if skip is None else skip.to(weight.device)
+        # First, since the count needs no gradients.
         table_group.step += 1.0 if skip is None else skip == 0
+        entry.wait()
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
         runs, gradients = entry.runs(table_group.num_rows), entry.gradients
         rule, lr = self._rule(group), self._lr(index, group, table_group)

@@ -7,6 +7,7 @@ from torchembed.sharding.plan_picture import draw_plan
 from torchembed.sharding.plan_report import PlanReport, RankCost, TableCost
 from torchembed.sharding.planner import Planner
 from torchembed.sharding.topology import CPU, H100, H200, Hardware, Topology
+from torchembed.sharding.transport import WireTransport
 from torchembed.sharding.wire import WirePrecision
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TableUse",
     "Topology",
     "WirePrecision",
+    "WireTransport",
     "draw_plan",
     "make_plan",
 ]

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchembed.core.gradient_slots import FlatSpans
 from torchembed.ops.row_gradients import WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.sharding.collectives import gather_size
 from torchembed.sharding.finished_work import all_reduce
+from torchembed.sharding.pushed_mean import PushedMean
 
 
 def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:
@@ -39,12 +41,15 @@ def max_over(group: Any) -> Callable[[Tensor], None]:
     return reduce
 
 
-def row_gradient_mean(group: Any) -> Callable[[Tensor, RowGradients, Tensor], Any]:
+def row_gradient_mean(
+    group: Any, push: PushedMean | None = None
+) -> Callable[[Tensor, RowGradients, Tensor], Any]:
     """How a replicated table's recorded gradients become the mean over ranks.
 
     The result is a function of ``(rows, gradients, weight)`` that gives ``(rows, gradients)``: one
     dense gradient for each row of ``weight [R, D]``, equal on all ranks, and -1 for each row that
-    no rank has touched. It is called by every rank in the same backward.
+    no rank has touched. It is called by every rank in the same backward, and sums over ``group``,
+    or takes the mean by ``push``.
     """
 
     def reduce(
@@ -56,8 +61,13 @@ def row_gradient_mean(group: Any) -> Callable[[Tensor, RowGradients, Tensor], An
         # By scatter_, since setting by index copies the number from the host.
         touched.scatter_(0, torch.where(rows >= 0, rows, num_rows).long(), 1.0)
         flat = torch.cat([dense.reshape(-1), touched[:num_rows]])
-        all_reduce(flat, group)
-        dense = flat[: num_rows * dim].view(num_rows, dim) / dist.get_world_size(group)
+        if push is None:
+            all_reduce(flat, group)
+        else:
+            push.take(FlatSpans(flat, [(0, flat.numel())]), flat.dtype)
+        dense = flat[: num_rows * dim].view(num_rows, dim)
+        if push is None:
+            dense = dense / dist.get_world_size(group)
         numbers = torch.arange(num_rows, device=weight.device, dtype=rows.dtype)
         return torch.where(flat[num_rows * dim :] > 0, numbers, -1), RowGradients(dense)
 

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.data_parallel import max_over, row_gradient_mean
 from torchembed.sharding.plan import Placement, TablePlan
+from torchembed.sharding.pushed_mean import PushedMean
+from torchembed.sharding.transport import WireTransport, check_peer_access
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables.group import RankMaximum
 
@@ -71,7 +75,10 @@ class Ranks:
         rank: this rank's place in it.
         gradient_group: another process group of the same ranks, for the dense gradients alone:
             these are reduced while backward exchanges vectors in ``group``.
+        sizes_group: another one, through the CPU, for a thread that announces ids ahead.
         wire: the precision in which vectors and gradients travel.
+        push: the GPUs that store into each other's memory; None where none do.
+        dense_mean: takes means over them, of dense gradients.
         row_gradient_mean: for tables that every rank holds.
         max_over_holders: of all tables; None where no two ranks hold different ones.
     """
@@ -82,25 +89,41 @@ class Ranks:
         plans: Sequence[TablePlan],
         wire: WirePrecision,
         *,
+        transport: WireTransport = WireTransport.COLLECTIVE,
         all_hold_tables: bool = False,
     ) -> None:
-        """``all_hold_tables``: every rank has others than those of ``plans``."""
+        """``all_hold_tables``: every rank has others than those of ``plans``.
+
+        Raises:
+            ValueError: where ``transport`` cannot be taken between the GPUs of the ranks.
+        """
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
         # A mesh of some processes is made by these alone.
         is_part = mesh.size() < dist.get_world_size()
-        self.gradient_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=is_part)
+        members = mesh.mesh.tolist()
+        self.gradient_group = dist.new_group(members, use_local_synchronization=is_part)
+        self.sizes_group = dist.new_group(
+            members, backend="gloo", use_local_synchronization=is_part
+        )
         self.rank = mesh.get_local_rank()
-        self.row_gradient_mean = row_gradient_mean(self.group)
+        self.push: PushDomain | None = None
+        self.dense_mean: PushedMean | None = None
+        mean_of_rows = None
+        if transport is WireTransport.PUSH:
+            device = torch.device("cuda", torch.cuda.current_device())
+            check_peer_access(self.group, device)
+            self.push = PushDomain(self.group, device)
+            self.dense_mean = PushedMean(self.push, "dense gradients")
+            mean_of_rows = PushedMean(self.push, "rows of tables that every rank holds")
+        self.row_gradient_mean = row_gradient_mean(self.group, mean_of_rows)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
-        processes = mesh.mesh.tolist()
         for plan in plans:
             ranks = _ranks_of(plan)
             if plan.placement.is_divided and ranks not in self._meshes:
                 if mesh.size() < dist.get_world_size() and _leaves_out_empty(plan, mesh.size()):
                     continue
-                members = [processes[rank] for rank in ranks]
-                self._meshes[ranks] = _mesh_of(members, mesh)
+                self._meshes[ranks] = _mesh_of([members[rank] for rank in ranks], mesh)
         self.max_over_holders: RankMaximum | None = None
         if any(plan.placement is not Placement.DATA_PARALLEL for plan in plans):
             held = {shard.rank for plan in plans for shard in plan.shards}

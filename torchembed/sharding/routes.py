@@ -1,11 +1,13 @@
 """Routes: the ids of a batch to the ranks that hold their rows, and the vectors back."""
 
-import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
+from torchembed.core.host_numbers import HostNumbers
 from torchembed.ops.jagged import bucketize_rows, permute_features
 from torchembed.sharding.collectives import (
     differentiable_exchange,
@@ -14,6 +16,7 @@ from torchembed.sharding.collectives import (
     gather_size,
 )
 from torchembed.sharding.layout import Layout
+from torchembed.sharding.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.ranks import Ranks
 from torchembed.sharding.wire import WirePrecision
 
@@ -86,10 +89,32 @@ class Route:
             by_block = vectors.view(num_samples, sum(of_rank)).split(of_rank, dim=1)
             for block, columns in zip(blocks, by_block, strict=True):
                 from_shards[block.part].append(columns)
-        return [
-            columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
-            for columns in from_shards
-        ]
+        return [_sum_over_shards(columns) for columns in from_shards]
+
+    def push_pooled(
+        self, groups: Sequence[GroupVectors], push: PooledPush
+    ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """:meth:`return_pooled` by push.
+
+        Args:
+            groups: the vectors of all of this rank's blocks.
+            push: of this layout.
+
+        Returns:
+            The values ``[B, columns]``, with the parts that have a place in them, and of each other
+            part its number and its ``[B, columns]``.
+        """
+        weights, anchor = self.features.weights, None
+        if not groups and weights is not None and weights.requires_grad:
+            # Nothing here uses the weights, but their exchange needs all ranks.
+            anchor = weights.flatten()[:0]
+        values, staged = push(groups, self.batch_sizes, anchor)
+        return values, [(part, _sum_over_shards(columns)) for part, columns in staged]
+
+
+def _sum_over_shards(columns: list[Tensor]) -> Tensor:
+    """In the order of ranks."""
+    return columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
 
 
 class FixedRoute(Route):
@@ -147,38 +172,60 @@ class FixedRoute(Route):
 class JaggedRoute(Route):
     """Any lengths. Ids go to exactly the rank that holds their row.
 
-    How many travel is found on the host: on a GPU it waits once for the batch's sizes.
+    Made in three parts, each by every rank in the same order: the constructor sorts this rank's ids
+    by where they go; :meth:`announce` tells the others how many will come; :meth:`travel` sends
+    them, and only then the route can be used. The first two may run in another thread than the
+    third, beside whatever its device does.
+
+    Attributes:
+        num_ids_of_parts: of each part, this rank's; once they were announced.
+        num_ids_of_blocks: of each of this rank's blocks, all ranks'; likewise.
     """
+
+    num_ids_of_parts: list[int]
+    num_ids_of_blocks: list[int]
 
     def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
         super().__init__(layout, ranks)
-        group, rank = ranks.group, ranks.rank
         assert features.offsets is not None
-        device, num_samples, num_ranks = (
-            features.values.device,
-            features.batch_size,
-            layout.num_ranks,
-        )
-        buckets = bucketize_rows(
+        device, self._num_samples = features.values.device, features.batch_size
+        self._buckets = bucketize_rows(
             features.values,
             features.offsets,
             layout.boundaries(device),
-            batch_size=num_samples,
+            batch_size=self._num_samples,
             weights=features.weights,
         )
-        self._positions = buckets.positions
-        bags_a_rank = layout.num_parts * num_samples
-        ends = buckets.offsets[torch.arange(num_ranks + 1, device=device) * bags_a_rank].tolist()
-        self._send = [end - start for start, end in itertools.pairwise(ends)]
-        sizes = torch.tensor([[num_samples, count] for count in self._send])
-        from_ranks = exchange_sizes(sizes, group)
-        self.batch_sizes = [size for size, _ in from_ranks]
-        self._receive = [count for _, count in from_ranks]
+        num_buckets = layout.num_ranks * layout.num_parts
+        ends = torch.arange(num_buckets + 1, device=device) * self._num_samples
+        self._sizes = HostNumbers(self._buckets.offsets[ends].diff())
 
+    def announce(self, group: Any) -> None:
+        """Find out how many ids travel; on a GPU this waits for this rank's sizes.
+
+        Args:
+            group: of the same ranks, through the CPU; of one thread's collectives.
+        """
+        layout = self._layout
+        sizes = torch.tensor(self._sizes.tolist(), dtype=torch.int64, device="cpu")
+        sizes = sizes.view(layout.num_ranks, layout.num_parts)
+        self.num_ids_of_parts = sizes.sum(dim=0).tolist()
+        self._send = sizes.sum(dim=1).tolist()
+        head = sizes.new_full((layout.num_ranks, 1), self._num_samples)
+        from_ranks = exchange_sizes(torch.cat([head, sizes], dim=1), group)
+        self.batch_sizes = [num_samples for num_samples, *_ in from_ranks]
+        self._receive = [sum(of_parts) for _, *of_parts in from_ranks]
+        blocks = layout.blocks[self._rank]
+        self.num_ids_of_blocks = [sum(row[1 + b.part] for row in from_ranks) for b in blocks]
+
+    def travel(self) -> None:
+        """Send the ids to where their rows are; never waits for a GPU."""
+        layout, group, buckets = self._layout, self._group, self._buckets
+        num_samples, num_ranks = self._num_samples, layout.num_ranks
         num_blocks = [len(blocks) for blocks in layout.blocks]
         lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
-        lengths = lengths[layout.bucket_rows(device)].flatten()
-        mine = num_blocks[rank]
+        lengths = lengths[layout.bucket_rows(lengths.device)].flatten()
+        mine = num_blocks[self._rank]
         received_sizes = [mine * size for size in self.batch_sizes]
         sent_sizes = [count * num_samples for count in num_blocks]
         lengths = exchange(lengths, sent_sizes, received_sizes, group)
@@ -186,11 +233,11 @@ class JaggedRoute(Route):
             part.view(mine, size)
             for part, size in zip(lengths.split(received_sizes), self.batch_sizes, strict=True)
         ]
-        sent_values = buckets.values[: ends[-1]]
-        values = exchange(sent_values, self._send, self._receive, group)
+        num_sent = sum(self._send)
+        values = exchange(buckets.values[:num_sent], self._send, self._receive, group)
         weights = buckets.weights
         if weights is not None:
-            weights = self._exchange_weights(weights[: ends[-1]], self._send, self._receive)
+            weights = self._exchange_weights(weights[:num_sent], self._send, self._receive)
 
         # Pieces arrive in (rank, block) order and are looked up in (block, rank) order.
         piece_lengths = torch.cat([part.sum(dim=1) for part in by_rank])
@@ -237,4 +284,4 @@ class JaggedRoute(Route):
         home = differentiable_exchange(
             vectors[as_received], self._receive, self._send, self._group, scale, self._ranks.wire
         )
-        return home[self._positions[: home.shape[0]].long()]
+        return home[self._buckets.positions[: home.shape[0]].long()]

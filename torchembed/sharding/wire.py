@@ -46,11 +46,14 @@ class WirePrecision:
                 )
 
 
+def narrow_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    """``wire`` where that is narrower than ``dtype``, else ``dtype``."""
+    return dtype if wire is None or wire.itemsize >= dtype.itemsize else wire
+
+
 def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """``tensor`` in ``dtype`` where that is narrower."""
-    if dtype is None or dtype.itemsize >= tensor.dtype.itemsize:
-        return tensor
-    return tensor.to(dtype)
+    return tensor.to(narrow_dtype(tensor.dtype, dtype))
 
 
 def float16_scale(gradients: Tensor, group: Any) -> tuple[Tensor, Tensor]:

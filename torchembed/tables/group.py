@@ -109,6 +109,11 @@ class RecordedGradients(NamedTuple):
     ready: torch.cuda.Event | None = None
     """From when on another stream of the GPU may use them."""
 
+    def wait(self) -> None:
+        """Let the current stream wait until they are there."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.rows.device).wait_event(self.ready)
+
     def runs(self, num_rows: int) -> Runs:
         """The runs of equal rows, of a group of ``num_rows``."""
         return find_runs(self.rows, num_rows) if self.known_runs is None else self.known_runs
@@ -246,6 +251,8 @@ class TableGroup:
         """All pending gradients as one entry, or None where there are none."""
         if len(self.pending) <= 1:
             return self.pending[0] if self.pending else None
+        for entry in self.pending:
+            entry.wait()
         rows, gradient_rows, scales, first = [], [], [], 0
         for entry_rows, (grad, entry_gradient_rows, entry_scales), *_ in self.pending:
             rows.append(entry_rows)

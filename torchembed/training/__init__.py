@@ -16,7 +16,7 @@ from torchembed.training.pipeline import TrainPipeline
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
 from torchembed.training.schedule import LearningRate
-from torchembed.training.static_step import StepResult
+from torchembed.training.step_result import StepResult
 from torchembed.training.stop import StopSignal
 from torchembed.training.tensor_file import open_safetensors
 from torchembed.training.train import train

@@ -1,34 +1,131 @@
-"""Batches of any kind: whether their shapes are fixed, and their way to a device."""
+"""Batches of any kind: what is alike in them, and their way to a device."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchembed.core.features import SparseFeatures
-from torchembed.core.trees import map_tensors
+from torchembed.core.features import SparseFeatures, as_sparse_features, torchrec_class
+from torchembed.core.trees import layout_of, tensors_in
+
+
+def map_parts(
+    of_features: Callable[[Any], Any], of_tensor: Callable[[Tensor], Any], batch: Any
+) -> Any:
+    """``batch``, a tree, with a function's value in place of each ``SparseFeatures`` or
+    ``KeyedJaggedTensor`` in it, and another's in place of each tensor that is in none of these."""
+    if _is_features(batch):
+        return of_features(batch)
+    if isinstance(batch, Tensor):
+        return of_tensor(batch)
+    if isinstance(batch, (tuple, list)):
+        parts = [map_parts(of_features, of_tensor, part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, dict):
+        return {key: map_parts(of_features, of_tensor, part) for key, part in batch.items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        parts = {name: map_parts(of_features, of_tensor, getattr(batch, name)) for name in names}
+        return dataclasses.replace(batch, **parts)
+    return batch
+
+
+def _is_features(node: Any) -> bool:
+    """Also TorchRec's, where collections take it."""
+    kind = torchrec_class(node, "KeyedJaggedTensor")
+    if kind is None or not isinstance(node, kind):
+        return isinstance(node, SparseFeatures)
+    return not node.variable_stride_per_key() and node.inverse_indices_or_none() is None
+
+
+def with_sparse_features(batch: Any) -> Any:
+    """``batch``, whose ``KeyedJaggedTensor``s became ``SparseFeatures`` of the same tensors."""
+    return map_parts(as_sparse_features, _same, batch)
+
+
+def dense_tensors(batch: Any) -> list[Tensor]:
+    """The tensors of ``batch`` that are not of its sparse features."""
+    return tensors_in(map_parts(_nothing, _same, batch))
 
 
 def has_fixed_shape(batch: Any) -> bool:
     """Whether batches of the layout of ``batch`` have their shapes in common, and samples: bags of
     fixed hotness, no empty tensors."""
-    if isinstance(batch, Tensor):
-        return batch.numel() > 0
-    if isinstance(batch, SparseFeatures):
-        return batch.hotness is not None and batch.batch_size > 0
-    if isinstance(batch, (tuple, list)):
-        return all(map(has_fixed_shape, batch))
-    if isinstance(batch, dict):
-        return all(map(has_fixed_shape, batch.values()))
-    if dataclasses.is_dataclass(batch):
-        return all(has_fixed_shape(getattr(batch, f.name)) for f in dataclasses.fields(batch))
-    return True
+    shapes = _shapes(batch)
+    return _has_samples(batch, shapes) and all(shape.hotness is not None for shape in shapes)
+
+
+def jagged_layout(batch: Any) -> Hashable:
+    """Equal for batches that differ in contents and in the lengths of bags alone; None where there
+    are no sparse features with samples, or things that are no part of a tree."""
+    shapes = _shapes(batch)
+    if not shapes or not _has_samples(batch, shapes):
+        return None
+    return layout_of(map_parts(_shape_of, _same, batch))
+
+
+class _Shape(NamedTuple):
+    """What sparse features are made of, but for lengths."""
+
+    kind: str
+    keys: tuple[str, ...]
+    batch_size: int
+    hotness: tuple[int, ...] | None
+    dtypes: tuple[str, ...]
+    is_cuda: bool
+
+
+def _shape_of(features: Any) -> _Shape:
+    """Without the offsets of TorchRec's features, which take time to find out on the host."""
+    kind = type(features).__name__
+    if not isinstance(features, SparseFeatures):
+        dtypes = _names(features.values(), features.weights_or_none())
+        is_cuda = features.values().is_cuda
+        return _Shape(kind, tuple(features.keys()), features.stride(), None, dtypes, is_cuda)
+    dtypes = _names(features.values, features.offsets, features.weights)
+    is_cuda = features.values.is_cuda
+    return _Shape(kind, features.keys, features.batch_size, features.hotness, dtypes, is_cuda)
+
+
+def _names(*tensors: Tensor | None) -> tuple[str, ...]:
+    return tuple("none" if tensor is None else str(tensor.dtype) for tensor in tensors)
+
+
+def _shapes(batch: Any) -> list[_Shape]:
+    """Of all sparse features in ``batch``."""
+    found: list[_Shape] = []
+    map_parts(lambda features: found.append(_shape_of(features)), _nothing, batch)
+    return found
+
+
+def is_on_gpu(batch: Any) -> bool:
+    """Whether a part of ``batch`` is."""
+    shapes, tensors = _shapes(batch), dense_tensors(batch)
+    return any(part.is_cuda for part in (*shapes, *tensors))
+
+
+def _has_samples(batch: Any, shapes: list[_Shape]) -> bool:
+    has_dense = all(tensor.numel() > 0 for tensor in dense_tensors(batch))
+    return has_dense and all(shape.batch_size > 0 for shape in shapes)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` on ``device``, by its own ``to`` or as a tree of tensors; copies from pinned memory
-    do not block."""
+    """``batch`` on ``device``, by its own ``to`` or as a tree of tensors and sparse features;
+    copies from pinned memory do not block."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device, non_blocking=True)
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def move(part: Any) -> Any:
+        return part.to(device, non_blocking=True)
+
+    return map_parts(move, move, batch)
+
+
+def _same(part: Any) -> Any:
+    return part
+
+
+def _nothing(_: Any) -> None:
+    return None

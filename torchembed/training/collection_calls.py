@@ -1,7 +1,7 @@
 """Which collections of a model look up which tensors of its batches."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -9,6 +9,7 @@ from torch import nn
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.preparing import Prepared, PreparingModule, is_same_batch
+from torchembed.training.batch_layout import with_sparse_features
 
 
 class CollectionCall(NamedTuple):
@@ -19,12 +20,10 @@ class CollectionCall(NamedTuple):
     tensors: list[int]
     """For each tensor of ``features`` its number among the batch's."""
 
-    def prepare(self, batch: Any) -> Prepared:
-        """What the collection prepares of another batch of the layout."""
-        of_batch, numbers = tensors_in(batch), iter(self.tensors)
-        return self.collection.prepare(
-            map_tensors(lambda _: of_batch[next(numbers)], self.features)
-        )
+    def features_of(self, batch: Any) -> SparseFeatures:
+        """What the collection is called with for another batch of the layout."""
+        of_batch, numbers = tensors_in(with_sparse_features(batch)), iter(self.tensors)
+        return map_tensors(lambda _: of_batch[next(numbers)], self.features)
 
     def is_same(self, other: "CollectionCall") -> bool:
         """Whether both look up the same."""
@@ -36,7 +35,8 @@ class CollectionCall(NamedTuple):
 def observed_calls(model: nn.Module, batch: Any) -> Iterator[list[CollectionCall]]:
     """The calls of collections of ``model`` meanwhile, once each, with features whose tensors are
     those of ``batch`` themselves, whatever holds them."""
-    places = {id(tensor): number for number, tensor in enumerate(tensors_in(batch))}
+    tensors_of_batch = tensors_in(with_sparse_features(batch))
+    places = {id(tensor): number for number, tensor in enumerate(tensors_of_batch)}
     calls: list[CollectionCall] = []
 
     def note(collection: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -55,3 +55,15 @@ def observed_calls(model: nn.Module, batch: Any) -> Iterator[list[CollectionCall
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def handing_over(calls: Sequence[CollectionCall], prepared: Sequence[Prepared]) -> Iterator[None]:
+    """Meanwhile the collections of ``calls`` use what was ``prepared`` of each."""
+    by_collection: dict[PreparingModule, list[Prepared]] = {}
+    for call, of_call in zip(calls, prepared, strict=True):
+        by_collection.setdefault(call.collection, []).append(of_call)
+    with contextlib.ExitStack() as stack:
+        for collection, of_collection in by_collection.items():
+            stack.enter_context(collection.handing_over(of_collection))
+        yield

@@ -1,7 +1,8 @@
 """AUC and log loss over the held-out rows of all ranks."""
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -39,8 +40,8 @@ def evaluate(
 ) -> Evaluation | None:
     """AUC and log loss of ``model`` over the batches of all ranks; every rank gets the result.
 
-    Dropout and batch norm are in evaluation mode meanwhile. Logits and labels of all rows are kept
-    on the device, then on the CPU of rank 0.
+    Modules are in evaluation mode meanwhile, and each in its own again after. Logits and labels of
+    all rows are kept on the device, then on the CPU of rank 0.
 
     Args:
         model: as for :func:`train`.
@@ -52,14 +53,12 @@ def evaluate(
         FloatingPointError: where a logit is not finite.
         ValueError: where there is no row.
     """
-    was_training = model.training
-    model.eval()
     logits, labels = [], []
     device = next(model.parameters()).device
-    for batch in in_step(batches, device, stop=stop):
-        logits.append(model(batch.dense, batch.sparse).reshape(-1).float())
-        labels.append(batch.labels)
-    model.train(was_training)
+    with _evaluation_mode(model):
+        for batch in in_step(batches, device, stop=stop):
+            logits.append(model(batch.dense, batch.sparse).reshape(-1).float())
+            labels.append(batch.labels)
     if stop is not None and stop.is_agreed:
         return None
     empty = torch.empty(0, device=device)
@@ -70,6 +69,18 @@ def evaluate(
     if isinstance(result, Exception):
         raise result
     return result
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Each module gets its own mode back, which may not be that of ``model``."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def _try_metrics(logits: Tensor, labels: Tensor) -> Evaluation | Exception:

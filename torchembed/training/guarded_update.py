@@ -1,5 +1,7 @@
 """Optimizers' steps that do not happen where the device found the batch bad."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,11 +40,8 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     if skip is None:
         optimizer.step()
     elif hasattr(optimizer, "before_replay"):
-        optimizer.skip = skip  # type: ignore[attr-defined]
-        try:
+        with skipping(optimizer, skip):
             optimizer.step()
-        finally:
-            optimizer.skip = None  # type: ignore[attr-defined]
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
         of_scaler: Any = optimizer
         of_scaler.found_inf, of_scaler.grad_scale = skip[0], None
@@ -50,6 +49,17 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
         del of_scaler.found_inf, of_scaler.grad_scale
     else:
         _step_and_put_back(optimizer, skip)
+
+
+@contextlib.contextmanager
+def skipping(optimizer: Any, skip: Tensor | None) -> Iterator[None]:
+    """Steps of one of torchembed's optimizers change nothing meanwhile where ``skip`` is not
+    zero."""
+    optimizer.skip = skip
+    try:
+        yield
+    finally:
+        optimizer.skip = None
 
 
 @torch.no_grad()

@@ -1,68 +1,39 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
-import collections
 import functools
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchembed.core.trees import layout_of, map_tensors
+from torchembed.core.trees import map_tensors
 from torchembed.data.batch import as_batch
-from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
-from torchembed.training.bad_batches import judge, raise_for
-from torchembed.training.batch_layout import has_fixed_shape, to_device
-from torchembed.training.ending import end_within
-from torchembed.training.guarded_update import step_unless
+from torchembed.training.batch_layout import to_device
+from torchembed.training.capturing import captured_on_all_ranks
+from torchembed.training.eager_step import eager_step
+from torchembed.training.in_flight import StepsInFlight
+from torchembed.training.jagged_step import JaggedBatch, JaggedStep
 from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
-from torchembed.training.static_step import StaticStep, StepResult
+from torchembed.training.read_ahead import InputStalls, ReadAhead, Upcoming
+from torchembed.training.static_step import StaticStep
+from torchembed.training.step_kinds import Layouts, StepKinds
+from torchembed.training.step_optimizers import StepOptimizers
+from torchembed.training.step_result import StepResult
 
 _WARM_UP_STEPS = 3
 """Before the first capture: the first finds out what is prepared ahead, the next two do it once for
 each turn; kernels are compiled and communicators made on the way."""
 _STEPS_AHEAD = 2
 """So many steps the host may be ahead of the device."""
-_POLL_SECONDS = 2e-5
-_GRACE_SECONDS = 10.0
-"""For a program to say why it ends."""
-_STALL_SECONDS = 1e-4
-"""A batch that is ready comes faster."""
 _RELEASE_SECONDS = 2.0
 """For the steps under way to end, where graphs are to be destroyed."""
-
-
-class _Upcoming(NamedTuple):
-    """A batch that was read and not trained yet."""
-
-    batch: Any
-    number: int
-    is_static: Callable[[], bool]
-    """Whether every rank's batch is of its layout and being copied to its slot."""
-
-    @property
-    def turn(self) -> int:
-        return self.number % 2
-
-
-class InputStalls(NamedTuple):
-    """Waits for batches that were not ready."""
-
-    count: int
-    seconds: float
-
-
-class _InFlight(NamedTuple):
-    done: torch.cuda.Event
-    report: Tensor | None
-    suspects: list[Suspect]
 
 
 class TrainPipeline:
@@ -75,16 +46,20 @@ class TrainPipeline:
     run without a graph (they train as well, and compile what there is to compile).
 
     What can be captured must not wait for the GPU nor depend on values on the host: batches with
-    fixed hotness, of one layout, that of the first of them. Others (a smaller last one; jagged ids)
-    run eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
-    warning says why, and steps are eager from then on. Use it in a ``with``, or :meth:`close` it,
-    before the process group is destroyed.
+    fixed hotness, of one layout, that of the first of them. Where lengths vary (jagged
+    ``SparseFeatures``, a ``KeyedJaggedTensor``, sequences between ranks), a thread of its own finds
+    out the next batch's sizes and tells the other ranks through the CPU; its ids travel while the
+    dense part of this one runs, which is a graph where all that it needs of the ids are pooled
+    vectors of tables with fused optimizers; the host waits for nothing there, either. Other batches
+    (a smaller last one) run eagerly, on all ranks where it is so on one, as all do on the CPU.
+    Where capture fails, a warning says why, and that part of steps is eager from then on. Use it in
+    a ``with``, or :meth:`close` it, before the process group is destroyed.
 
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
     ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
     must stay as they are. Parameters may be frozen, moved or loaded between steps, and modules set
-    to training or evaluation: steps are captured anew. Where that concerns tables of some ranks
-    only, :meth:`close` the pipeline on every rank then, so that all of them do.
+    to training or evaluation: steps are captured anew. Where that concerns what some ranks only
+    hold, their tables, call :meth:`take_up_changes` on every rank then.
 
     A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
     as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
@@ -99,8 +74,8 @@ class TrainPipeline:
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
         capture: False for eager steps only.
-        timeout_seconds: how long the host waits for a step of the GPU before it gives the other
-            ranks up; NCCL does not watch what is in a graph.
+        timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
+            each other, before they give the other ranks up; NCCL does not watch what is in a graph.
     """
 
     def __init__(
@@ -116,7 +91,6 @@ class TrainPipeline:
     ) -> None:
         self.model, self.loss_fn, self.optimizers = model, loss_fn, list(optimizers)
         self.device = torch.device(next(model.parameters()).device if device is None else device)
-        self.timeout_seconds = timeout_seconds
         # No method: graphs should go with the pipeline, not with the next garbage collection.
         self._compute_loss: ComputeLoss = functools.partial(
             loss_and_output,
@@ -125,15 +99,15 @@ class TrainPipeline:
         )
         self._group = _group_of(model)
         self._captures = capture and self.device.type == "cuda"
-        self._upcoming: collections.deque[_Upcoming] = collections.deque()
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._upcoming = ReadAhead()
+        self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model))
         self._static: StaticStep | None = None
-        self._layout: Any = None
-        self._num_read = self._num_static_steps = 0
+        self._jagged: JaggedStep | None = None
+        self._captures_dense = True
+        self._layouts = Layouts(model)
+        self._num_read = self._num_static_steps = self._num_jagged_steps = 0
         self._prepared: int | None = None
         """The batch that the step before has prepared."""
-        self.input_stalls = InputStalls(0, 0.0)
-        """So far; zero where the iterators given to :meth:`progress` keep up."""
         if self._captures:
             ranks.check_cpu_backend()
 
@@ -145,7 +119,8 @@ class TrainPipeline:
                 nested tuples, lists, dicts and dataclasses of tensors. Each call is given the same
                 iterator, which is read two batches ahead on a GPU: a position in the data that is
                 to be saved, :class:`Epochs` too, is right once the iterator has ended, as it has
-                after each :func:`train`. Every rank's gives equally many.
+                after each :func:`train`. Every rank's gives equally many. What was read ahead of
+                another iterator is left out.
 
         Returns:
             The loss, the model's output and the batch; the next step but one may overwrite them.
@@ -156,27 +131,35 @@ class TrainPipeline:
             IndexError: for a bad id of this batch on the CPU, of an earlier one on a GPU.
             TimeoutError: where the device has not finished a step in ``timeout_seconds``. One of
                 several ranks then ends soon, also where closing it hangs.
+            Exception: what reading a batch raised, once those before it are trained; of several
+                ranks at the next call, since the others may wait for this one to read.
         """
-        while len(self._in_flight) >= _STEPS_AHEAD:
-            self._finish_oldest()
-        if self._static is not None and self._static.is_stale:
+        self._upcoming.follow(batches)
+        self._upcoming.check()
+        self._in_flight.wait_until(_STEPS_AHEAD - 1)
+        if self._is_stale():
             self.close()
-        if not self._upcoming:
-            self._read(batches)
-        if self._captures and len(self._upcoming) == 1:
-            self._read(batches)
-        if not self._upcoming:
+        self._upcoming.fill(2 if self._captures else 1, self._taken_in)
+        self._announce_read()
+        now = self._upcoming.pop()
+        if now is None:
             self.check_ids()
             raise StopIteration
-        now = self._upcoming.popleft()
-        if self._captures and now.is_static() and self._is_ready(now):
-            result = self._static_step(now)
-        else:
-            result = self._eager_step(now.batch)
+        result = self._step(now)
         if self._captures:
             with record_function("torchembed: copy"):
-                self._read(batches)
+                self._upcoming.fill(2, self._taken_in)
+                self._announce_read()
         return result
+
+    def _step(self, now: Upcoming) -> StepResult:
+        if self._captures:
+            if now.kinds.static and self._is_ready(now):
+                return self._static_step(now)
+            self._prepared = None
+            if now.kinds.jagged and self._captures:
+                return self._jagged_step(now)
+        return self._eager_step(now.batch)
 
     def close(self) -> None:
         """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
@@ -194,11 +177,15 @@ class TrainPipeline:
 
     def _release(self) -> None:
         """Destroy the graphs, but one that hangs: that might wait for it, and the error be lost."""
-        deadline = time.monotonic() + _RELEASE_SECONDS
-        if self._static is None or not all(_wait(s.done, deadline) for s in self._in_flight):
+        if not self._in_flight.end_within(_RELEASE_SECONDS):
             return
-        self._static.release()
-        self._static, self._prepared = None, None
+        if self._static is not None:
+            self._static.release()
+        if self._jagged is not None:
+            self._jagged.release()
+        for upcoming in self._upcoming:
+            upcoming.jagged = None
+        self._static, self._prepared, self._jagged = None, None, None
 
     def __enter__(self) -> Self:
         return self
@@ -214,37 +201,50 @@ class TrainPipeline:
         else:
             self._release()
 
+    def take_up_changes(self) -> None:
+        """Capture anew on all ranks where the model was changed on one of them.
+
+        Collective. What all ranks change alike, as modes of modules and dense parameters, needs no
+        such call; after a table that some ranks only hold was frozen, moved or loaded, every rank
+        calls it before the next step. :func:`train` begins with it.
+
+        Raises:
+            IndexError, TimeoutError: as :meth:`close`.
+        """
+        ranks.check_cpu_backend()
+        if ranks.any_rank(self._is_stale()):
+            self.close()
+
+    @property
+    def input_stalls(self) -> InputStalls:
+        """So far; zero where the iterators given to :meth:`progress` keep up."""
+        return self._upcoming.stalls
+
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
-        while self._in_flight:
-            self._finish_oldest()
+        self._in_flight.wait_until(0)
 
-    def _read(self, batches: Iterator[Any]) -> None:
-        """Read a batch, and begin its copy where it has the layout."""
-        start = time.perf_counter()
-        item = next(batches, None)
-        seconds = time.perf_counter() - start
-        if seconds > _STALL_SECONDS:
-            count, total = self.input_stalls
-            self.input_stalls = InputStalls(count + 1, total + seconds)
-        if item is None:
-            return
+    def _is_stale(self) -> bool:
+        """Whether steps were prepared or captured of a model that has changed since."""
+        return any(step is not None and step.is_stale for step in (self._static, self._jagged))
+
+    def _taken_in(self, item: Any) -> Upcoming:
+        """A batch that was read; its copy is begun where it has the layout of static steps."""
         batch = item if self.loss_fn is None else as_batch(item)
-        number, fits = self._num_read, False
-        self._num_read += 1
+        number, kinds = self._num_read, StepKinds(static=False, jagged=False)
         if self._captures:
-            fits = self._fits(batch)
-            if fits:
+            kinds = self._layouts.kinds_of(batch)
+            if kinds.static:
                 self._static_for(batch).slots.fill(number % 2, batch)
-        agreed = ranks.start_all_ranks(fits) if self._captures else _never
-        self._upcoming.append(_Upcoming(batch, number, agreed))
+        agreed = ranks.start_all_ranks(*kinds) if self._captures else _never
+        self._num_read += 1
+        return Upcoming(batch, number, agreed)
 
-    def _fits(self, batch: Any) -> bool:
-        """Whether ``batch`` has the layout of the static step, which the first that could sets."""
-        layout = layout_of(batch)
-        if self._layout is None and layout is not None and has_fixed_shape(batch):
-            self._layout = layout
-        return layout is not None and layout == self._layout
+    def _announce_read(self) -> None:
+        """Have the sizes found out of batches that are to be trained in jagged steps."""
+        for upcoming in self._upcoming:
+            if self._jagged is not None and upcoming.jagged is None:
+                upcoming.jagged = self._jagged.announce(upcoming.batch, upcoming.is_jagged)
 
     def _static_for(self, example: Any) -> StaticStep:
         if self._static is None:
@@ -253,11 +253,11 @@ class TrainPipeline:
             )
             self._num_static_steps = 0
             for upcoming in self._upcoming:
-                if layout_of(upcoming.batch) == self._layout:
+                if self._layouts.kinds_of(upcoming.batch).static:
                     self._static.slots.fill(upcoming.turn, upcoming.batch)
         return self._static
 
-    def _is_ready(self, now: _Upcoming) -> bool:
+    def _is_ready(self, now: Upcoming) -> bool:
         """Make the static step ready for ``now``; False where there is none any more."""
         is_new, static = self._static is None, self._static_for(now.batch)
         if is_new:
@@ -268,77 +268,76 @@ class TrainPipeline:
             static.prepare(now.turn)
         if self._num_static_steps < _WARM_UP_STEPS or static.is_captured(now.turn):
             return True
-        error = None
-        try:
-            static.capture(now.turn)
-        except Exception as caught:  # noqa: BLE001 - said in the warning, once all ranks know
-            error = caught
-        if not ranks.any_rank(error is not None):
+        if captured_on_all_ranks(lambda: static.capture(now.turn), "the train step"):
             return True
-        warnings.warn(
-            f"the train step could not be captured as a CUDA graph, so steps run eagerly and wait "
-            f"for the host: {_reason(error)}",
-            stacklevel=3,
-        )
         self._captures = False
         self._release()
         return False
 
-    def _static_step(self, now: _Upcoming) -> StepResult:
+    def _static_step(self, now: Upcoming) -> StepResult:
         static = self._static
         assert static is not None
         with record_function("torchembed: step"):
             result = static.run(now.turn)
         self._num_static_steps += 1
-        following = self._upcoming[0] if self._upcoming else None
+        following = self._upcoming.first
         self._prepared = None if following is None else following.number
         report, suspects = static.verdict(now.turn)
-        self._track(report, suspects)
+        self._in_flight.add(report, suspects, None)
         return result
 
+    def _jagged_step(self, now: Upcoming) -> StepResult:
+        if self._jagged is None:
+            self._jagged = JaggedStep(
+                self.model, self._compute_loss, self.optimizers, self.device, self._group
+            )
+            self._num_jagged_steps = 0
+            outcome = self._jagged.observe(now.batch)
+        else:
+            assert now.jagged is not None
+            if self._num_jagged_steps == _WARM_UP_STEPS and self._captures_dense:
+                self._capture_dense(self._jagged, now.jagged)
+            following = self._upcoming.first
+            next_batch = None
+            if following is not None and following.is_jagged():
+                next_batch = following.jagged
+            with record_function("torchembed: step"):
+                outcome = self._jagged.run(now.jagged, next_batch)
+        self._num_jagged_steps += 1
+        report = None if outcome.verdict is None else outcome.verdict.to_host()
+        self._in_flight.add(report, outcome.suspects, outcome.held)
+        return outcome.result
+
+    def _capture_dense(self, jagged: JaggedStep, now: JaggedBatch) -> None:
+        """Let the dense part be a graph, where it can be one."""
+        if ranks.any_rank(not jagged.can_capture):
+            return
+        what = "the dense part of the train step"
+        self._captures_dense = captured_on_all_ranks(lambda: jagged.capture(now), what)
+        if not self._captures_dense:
+            jagged.give_up_capture()
+
     def _eager_step(self, host_batch: Any) -> StepResult:
-        self._prepared = None
         batch = to_device(host_batch, self.device)
+        if self.device.type == "cuda":
+            optimizers = StepOptimizers(self.optimizers)
+            result, verdict, suspects = eager_step(
+                self.model, self._compute_loss, optimizers, batch, self._group
+            )
+            report = None if verdict is None else verdict.to_host()
+            self._in_flight.add(report, suspects, host_batch)
+            return result
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        if self.device.type != "cuda":
-            loss, output = self._compute_loss(self.model, batch)
-            loss.backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-            return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
-        with deferred_bad_ids() as suspects:
-            loss, output = self._compute_loss(self.model, batch)
-        verdict = judge(suspects, self._group)
+        loss, output = self._compute_loss(self.model, batch)
         loss.backward()
         for optimizer in self.optimizers:
-            step_unless(optimizer, None if verdict is None else verdict.skip)
-        self._track(None if verdict is None else verdict.to_host(), suspects)
+            optimizer.step()
         return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
 
-    def _track(self, report: Tensor | None, suspects: list[Suspect]) -> None:
-        done = torch.cuda.Event()
-        done.record()
-        self._in_flight.append(_InFlight(done, report, suspects))
 
-    def _finish_oldest(self) -> None:
-        """Wait for the oldest step in flight, and raise where it was skipped."""
-        oldest = self._in_flight[0]
-        if not _wait(oldest.done, time.monotonic() + self.timeout_seconds):
-            if ranks.world_size() > 1:
-                end_within(_GRACE_SECONDS)
-            raise TimeoutError(
-                f"the GPU has not finished a step in {self.timeout_seconds:g} s; where several "
-                "ranks train, look for one that died or is stuck"
-            )
-        self._in_flight.popleft()
-        if oldest.report is not None:
-            skip, *found = oldest.report.tolist()
-            raise_for(skip, found, oldest.suspects)
-
-
-def _never() -> bool:
-    return False
+def _never() -> list[bool]:
+    return list(StepKinds(static=False, jagged=False))
 
 
 def _group_of(model: nn.Module) -> Any:
@@ -350,21 +349,7 @@ def _group_of(model: nn.Module) -> Any:
     return dist.group.WORLD if ranks.world_size() > 1 else None
 
 
-def _reason(error: Exception | None) -> str:
-    """The first of the errors that led to ``error``."""
-    if error is None:
-        return "another rank failed, whose warning says why"
-    first: BaseException = error
-    while first.__context__ is not None:
-        first = first.__context__
-    lines = str(first).splitlines()
-    return f"{type(first).__name__}: {lines[0] if lines else ''}"
-
-
-def _wait(done: torch.cuda.Event, deadline: float) -> bool:
-    """Whether ``done`` comes before the ``deadline`` of the monotonic clock."""
-    while not done.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
+def _push_domains_of(model: nn.Module) -> list[PushDomain]:
+    """Where the GPUs that train ``model`` store into each other's memory."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return list(dict.fromkeys(m._ranks.push for m in sharded if m._ranks.push is not None))

@@ -49,18 +49,18 @@ def any_rank_each(*flags: bool) -> list[bool]:
     return [bool(number) for number in numbers]
 
 
-def start_all_ranks(flag: bool) -> Callable[[], bool]:
-    """Begin to find out whether ``flag`` is true on every rank, which a call of the result says;
-    every rank must call it."""
+def start_all_ranks(*flags: bool) -> Callable[[], list[bool]]:
+    """Begin to find out which of ``flags`` are true on every rank, which a call of the result says,
+    in any thread; every rank must call it."""
     if world_size() == 1:
-        return lambda: flag
-    number = torch.tensor([flag], dtype=torch.int32)
-    work = dist.all_reduce(number, dist.ReduceOp.MIN, async_op=True)
+        return lambda: list(flags)
+    numbers = torch.tensor(flags, dtype=torch.int32)
+    work = dist.all_reduce(numbers, dist.ReduceOp.MIN, async_op=True)
 
-    def finish() -> bool:
+    def finish() -> list[bool]:
         if work is not None:
             work.wait()
-        return bool(number)
+        return [bool(number) for number in numbers]
 
     return finish
 

@@ -16,27 +16,22 @@ from torch.profiler import record_function
 
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.modules.preparing import Prepared, PreparingModule
-from torchembed.modules.table_module import TableModule
+from torchembed.modules.preparing import Prepared
 from torchembed.ops.weight_gradients import DeferredWeightGradients
-from torchembed.optim import FusedOptimizer
-from torchembed.tables import RecordedGradients
+from torchembed.optim import DenseOptimizer
+from torchembed.tables import RecordedGradients, table_of
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_slots import BatchSlots
-from torchembed.training.collection_calls import CollectionCall, observed_calls
-from torchembed.training.guarded_update import before_replay, follows_replays, step_unless
+from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
+from torchembed.training.early_updates import EarlyUpdates
 from torchembed.training.loss import ComputeLoss
-
-
-class StepResult(NamedTuple):
-    """What a step gives, on the device and detached from autograd."""
-
-    loss: Tensor
-    """``[]``, this rank's."""
-    output: Any
-    """The model's, a tree of tensors: logits, where there is a loss function."""
-    batch: Any
-    """What was trained."""
+from torchembed.training.step_optimizers import (
+    Assumptions,
+    StepOptimizers,
+    prepare_replay,
+    update,
+)
+from torchembed.training.step_result import StepResult
 
 
 class _PreparedBatch(NamedTuple):
@@ -70,59 +65,40 @@ class StaticStep:
     ) -> None:
         self.slots = BatchSlots(example, device)
         self._model, self._compute_loss, self._group = model, compute_loss, group
-        modules = [module for module in model.modules() if isinstance(module, TableModule)]
-        self._table_sets = [module._table_set for module in modules]
-        self._parameters, self._modules = list(model.parameters()), list(model.modules())
         self._is_cuda = device.type == "cuda"
-        self._model_before = self._model_now()
-        self._optimizers = list(optimizers)
-        self._table_optimizers = [o for o in optimizers if isinstance(o, FusedOptimizer)]
-        captured = [o for o in optimizers if follows_replays(o)]
-        self._dense_optimizers = [o for o in captured if not isinstance(o, FusedOptimizer)]
-        self._other_optimizers = [o for o in optimizers if not follows_replays(o)]
+        self._optimizers = StepOptimizers(optimizers)
+        self._assumptions = Assumptions(model, self._optimizers, device)
         self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
         self._calls: list[CollectionCall] | None = None
         self._prepared: list[_PreparedBatch | None] = [None, None]
         self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
-        self._states: list[int] = []
         self._turns = [_Turn(), _Turn()]
-        self._vectors_stream = self._ids_stream = self._rows_stream = None
+        self._vectors_stream = self._ids_stream = self._rows_stream = self._leaves_stream = None
+        self._late_optimizers = self._optimizers.captured
+        """Those that begin once backward is done."""
+        self._early: EarlyUpdates | None = None
         if self._is_cuda:
-            # What others wait for goes first where several streams have kernels to run.
-            self._stream = torch.cuda.Stream(device, priority=-1)
-            self._vectors_stream = torch.cuda.Stream(device, priority=-1)
+            # Where several streams have kernels to run, what others wait for goes first, and the
+            # rows' update last: nothing waits for it, and alone it fills the GPU.
+            self._stream = torch.cuda.Stream(device, priority=-3)
+            self._vectors_stream = torch.cuda.Stream(device, priority=-3)
+            self._ids_stream = torch.cuda.Stream(device, priority=-1)
             self._rows_stream = torch.cuda.Stream(device)
-            self._ids_stream = torch.cuda.Stream(device)
+            if group is None:
+                captured = self._optimizers.captured
+                ours = [o for o in captured if isinstance(o, DenseOptimizer)]
+                self._late_optimizers = [o for o in captured if o not in ours]
+                self._early = EarlyUpdates(ours, device)
+            else:
+                self._leaves_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
-
-    def _model_now(self) -> Any:
-        groups = [list(table_set.current_groups()) for table_set in self._table_sets]
-        parameters = [(p.data_ptr(), p.requires_grad) for p in self._parameters]
-        return groups, parameters, [module.training for module in self._modules]
-
-    def _states_now(self) -> list[int]:
-        """Where the states of torch's own captured optimizers are, since loading moves them, and
-        the learning rates that captured steps read."""
-        states = [
-            state
-            for optimizer in self._dense_optimizers
-            if not hasattr(optimizer, "before_replay")
-            for of_parameter in optimizer.state.values()
-            for state in of_parameter.values()
-        ]
-        captured = (*self._table_optimizers, *self._dense_optimizers)
-        rates = [group["lr"] for optimizer in captured for group in optimizer.param_groups]
-        rates = [r for r in rates if isinstance(r, Tensor) and r.is_cuda == self._is_cuda]
-        return [tensor.data_ptr() for tensor in (*states, *rates) if isinstance(tensor, Tensor)]
 
     @property
     def is_stale(self) -> bool:
-        """Whether tables were regrouped since, parameters frozen or given other memory, modules set
-        to training or evaluation, or states or learning rates that a capture knows replaced."""
-        moved = self._has_captured and self._states != self._states_now()
-        return moved or self._model_before != self._model_now()
+        """Whether what its steps take for granted has changed."""
+        return self._assumptions.are_stale
 
     def prepare(self, turn: int) -> None:
         """Prepare the batch in slot ``turn`` by itself, where no step before did it."""
@@ -132,14 +108,15 @@ class StaticStep:
     def capture(self, turn: int) -> None:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
         self._before_replay()  # what a graph does itself, it does at each replay
-        self._has_captured, self._states = True, self._states_now()
+        self._has_captured = True
+        self._assumptions.note_capture()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             self._step(turn)
         self._turns[turn].graph = graph
-        self._keep_gradients(turn)
+        self._turns[turn].gradients = self._optimizers.take_gradients_of_others()
 
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
@@ -173,14 +150,13 @@ class StaticStep:
             torch.cuda.current_stream().wait_stream(self._stream)
         else:
             self._step(turn)
-        self._update(self._other_optimizers, state.verdict)
+        update(self._optimizers.others, state.verdict)
         self.slots.note_use(1 - turn)
         assert state.result is not None
         return state.result
 
     def _before_replay(self) -> None:
-        for optimizer in (*self._table_optimizers, *self._dense_optimizers):
-            before_replay(optimizer)
+        prepare_replay((*self._optimizers.of_tables, *self._optimizers.captured))
 
     def verdict(self, turn: int) -> tuple[Tensor | None, list[Suspect]]:
         """Of the last step of ``turn``: what :meth:`Verdict.to_host` gave, and the suspects."""
@@ -188,15 +164,15 @@ class StaticStep:
 
     def _step(self, turn: int) -> None:
         state = self._turns[turn]
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
+        self._optimizers.zero_grad()
         batch, prepared = self._batches[turn], self._prepared[turn]
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
                     loss, output = self._compute_loss(self._model, batch)
             else:
-                with self._handing_over(self._looked_up(prepared)):
+                looked_up = self._looked_up(prepared)
+                with handing_over(self._calls if looked_up else [], looked_up):
                     loss, output = self._compute_loss(self._model, batch)
         verdict = judge(suspects, self._group)
         state.suspects = suspects
@@ -207,16 +183,34 @@ class StaticStep:
         with self._beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
-        with DeferredWeightGradients():
-            with record_function("torchembed: backward"):
+        if self._rows_stream is not None:
+            # Before backward: the update of rows begins with what needs no gradients.
+            self._rows_stream.wait_stream(torch.cuda.current_stream())
+        early, leaves_stream = self._early, self._backward_stream()
+        with DeferredWeightGradients() if early is None else early.around_backward():
+            with record_function("torchembed: backward"), self._beside(leaves_stream):
                 loss.backward()
             recorded = self._update_rows(verdict)
+        self._join(leaves_stream)
         with record_function("torchembed: update"):
-            self._update(self._dense_optimizers, verdict)
-        self._join(self._rows_stream if recorded else None)
+            update(self._late_optimizers, verdict)
+            if early is not None:
+                early.update(None if verdict is None else verdict.skip)
+                early.join()
+        self._join(self._rows_stream)
+        del recorded
         self._join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
+
+    def _backward_stream(self) -> torch.cuda.Stream | None:
+        """Where to call backward.
+
+        The caller's stream then waits for every stream on which a leaf got its gradient, also for
+        the vectors', whose leaves are tables; deferred gradients of weights need not wait for that.
+        """
+        tables = [table for p in self._model.parameters() if (table := table_of(p)) is not None]
+        return self._leaves_stream if all(table.group.rule for table in tables) else None
 
     def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
         """What is prepared, with its vectors, which come while the model begins its forward."""
@@ -227,16 +221,6 @@ class StaticStep:
                 call.collection.look_up(of_call)
                 for call, of_call in zip(self._calls, prepared.lookups, strict=True)
             ]
-
-    @contextlib.contextmanager
-    def _handing_over(self, looked_up: list[Prepared]) -> Any:
-        by_collection: dict[PreparingModule, list[Prepared]] = {}
-        for call, of_call in zip(self._calls or (), looked_up, strict=False):
-            by_collection.setdefault(call.collection, []).append(of_call)
-        with contextlib.ExitStack() as stack:
-            for collection, of_collection in by_collection.items():
-                stack.enter_context(collection.handing_over(of_collection))
-            yield
 
     @contextlib.contextmanager
     def _beside(self, stream: torch.cuda.Stream | None) -> Any:
@@ -255,7 +239,8 @@ class StaticStep:
         if not self._calls:
             return
         with deferred_bad_ids() as suspects:
-            lookups = [call.prepare(self._batches[turn]) for call in self._calls]
+            batch = self._batches[turn]
+            lookups = [call.collection.prepare(call.features_of(batch)) for call in self._calls]
         found = _PreparedBatch(lookups, judge(suspects, self._group))
         known = self._prepared[turn]
         if known is not None and self._has_captured:
@@ -263,26 +248,19 @@ class StaticStep:
         else:
             self._prepared[turn], self._prepared_suspects[turn] = found, suspects
 
-    def _update(self, optimizers: Sequence[torch.optim.Optimizer], verdict: Verdict | None) -> None:
-        for optimizer in optimizers:
-            step_unless(optimizer, None if verdict is None else verdict.skip)
-
     def _update_rows(self, verdict: Verdict | None) -> list[RecordedGradients]:
-        """Update rows as soon as their gradients are there, beside what backward and the other
-        optimizers have left to do.
+        """Update rows, each table group's as soon as its gradients are there, beside what backward
+        and the other optimizers have left to do.
 
         Returns:
             What must be held until the streams have joined, or its memory would be used again.
         """
-        recorded = [entry for o in self._table_optimizers for entry in o.recorded()]
+        recorded = [entry for o in self._optimizers.of_tables for entry in o.recorded()]
         if self._rows_stream is None:
-            self._update(self._table_optimizers, verdict)
+            update(self._optimizers.of_tables, verdict)
         elif recorded:
-            for entry in recorded:
-                assert entry.ready is not None
-                self._rows_stream.wait_event(entry.ready)
             with torch.cuda.stream(self._rows_stream), record_function("torchembed: rows"):
-                self._update(self._table_optimizers, verdict)
+                update(self._optimizers.of_tables, verdict)
         return recorded
 
     def _join(self, *streams: torch.cuda.Stream | None) -> None:
@@ -290,14 +268,6 @@ class StaticStep:
         for stream in streams:
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
-
-    def _keep_gradients(self, turn: int) -> None:
-        """Of the captured gradients those that steps after the replay need; others make room."""
-        groups = [group for optimizer in self._other_optimizers for group in optimizer.param_groups]
-        kept = [parameter for group in groups for parameter in group["params"]]
-        self._turns[turn].gradients = [(parameter, parameter.grad) for parameter in kept]
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
 
 
 class _Turn:

@@ -28,12 +28,15 @@ def train(
     metrics: MetricsWriter | None = None,
     stop: StopSignal | None = None,
 ) -> History:
-    """Train on every batch of all ranks, and leave the model in training mode.
+    """Train on every batch of all ranks, in training mode.
 
     Ranks take their steps together. A rank with fewer batches goes on with empty ones until the
     last rank is done. Each rank's loss is the mean over its own samples, and gradients are the mean
     over ranks, as in DDP, which is the model's to do (``shard_embeddings`` does it): a rank with
     fewer samples weighs as much as the others, an empty one adds zero.
+
+    A model in evaluation mode is set to training; in one in training mode, modules that were set
+    to evaluation, such as a frozen batch norm, stay so.
 
     Args:
         pipeline: with a loss function; takes the steps, and is used up to its last batch, so that
@@ -57,7 +60,9 @@ def train(
         ValueError, RuntimeError: as for :func:`in_step`.
     """
     history = History() if history is None else history
-    pipeline.model.train()
+    if not pipeline.model.training:
+        pipeline.model.train()
+    pipeline.take_up_changes()
     meter, num_before = _Meter(history, progress, metrics), history.num_steps
     ready = in_step(batches, None, max_steps, stop)
     while True:

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.core.first_order import first_order
 from torchembed.ops.binary_cross_entropy.schema import (
     binary_cross_entropy_backward_op,
     binary_cross_entropy_forward_op,
@@ -20,7 +20,9 @@ class _BinaryCrossEntropy(torch.autograd.Function):
         return binary_cross_entropy_forward_op(logits, labels)
 
     @staticmethod
-    @once_differentiable
+    @first_order(
+        "torchembed's binary_cross_entropy", "torch.nn.functional.binary_cross_entropy_with_logits"
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return binary_cross_entropy_backward_op(grad, *ctx.saved_tensors), None
 

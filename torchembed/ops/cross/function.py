@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.core.first_order import first_order
 from torchembed.ops.cross.schema import cross_epilogue_backward_op, cross_epilogue_forward_op
 from torchembed.ops.linear import linear
 
@@ -19,7 +19,7 @@ class _CrossEpilogue(torch.autograd.Function):
         return cross_epilogue_forward_op(x0, z, bias, x0 if x is None else x)
 
     @staticmethod
-    @once_differentiable
+    @first_order("torchembed's cross epilogue", "x0 * (z + bias) + x")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x0, grad_z, grad_bias = cross_epilogue_backward_op(
             grad.contiguous(), *ctx.saved_tensors, ctx.x_dtype is None

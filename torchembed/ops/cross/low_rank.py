@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.core.first_order import first_order
 from torchembed.ops.cross.schema import (
     low_rank_cross_backward_op,
     low_rank_cross_forward_op,
     low_rank_cross_input_backward_op,
     low_rank_cross_scale_op,
 )
-from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
+from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
+from torchembed.ops.weight_gradients import weight_gradient
 
 
 class _LowRankCrossNetwork(torch.autograd.Function):
@@ -37,34 +38,41 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         return xs[-1]
 
     @staticmethod
-    @once_differentiable
+    @first_order("torchembed's low-rank cross network", "torch's own operations")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         num_layers, saved = ctx.num_layers, ctx.saved_tensors
         xs, hs, zs, v, u, bias = (
             saved[part * num_layers : (part + 1) * num_layers] for part in range(6)
         )
         is_needed = ctx.needs_input_grad[1 + len(ctx.widths) :]
-        grads, grads_v, grads_u = [], [], []
-        grads_bias = [gradient_memory(parameter) for parameter in bias]
+        grads, grads_v, grads_u, grads_bias = [], [], [], []
+        # Where there is a product, sums are over the rows of its tiles; float32's have fewer rows.
+        num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
+        sums = [empty_sums(b, num_rows, adds_partials=by_tiles) for b in bias[:-1]]
+        sums.append(empty_sums(bias[-1], num_rows, adds_partials=num_rows > SUMMED_AT_ONCE))
         grad, grad_parts = grad.contiguous(), []
-        next_grad_z = low_rank_cross_scale_op(grad, xs[0], grads_bias[-1])
+        next_grad_z = low_rank_cross_scale_op(grad, xs[0], sums[-1])
         for layer in reversed(range(num_layers)):
             grads.insert(0, grad)
             grad_z = next_grad_z
             grad_h = grad_z @ u[layer]
+            grad_bias, grad_u, grad_v = None, None, None
+            if is_needed[2 * num_layers + layer]:
+                grad_bias = bias_gradient(bias[layer], sums[layer])
+            if is_needed[num_layers + layer]:
+                grad_u = _product_gradient(u[layer], grad_z, hs[layer])
             if layer:
                 grad, next_grad_z = low_rank_cross_backward_op(
-                    grad, grad_h, v[layer], xs[0], grads_bias[layer - 1]
+                    grad, grad_h, v[layer], xs[0], sums[layer - 1]
                 )
             else:
                 grad_parts = low_rank_cross_input_backward_op(
                     grad_h, v[0], grads, list(zs), ctx.widths
                 )
-            grad_u, grad_v = None, None
-            if is_needed[num_layers + layer]:
-                grad_u = _product_gradient(u[layer], grad_z, hs[layer])
+            # After the last use of v, which may be updated as soon as its gradient is there.
             if is_needed[layer]:
                 grad_v = _product_gradient(v[layer], grad_h, xs[layer])
+            grads_bias.insert(0, grad_bias)
             grads_u.insert(0, grad_u)
             grads_v.insert(0, grad_v)
         return None, *grad_parts, *grads_v, *grads_u, *grads_bias

@@ -4,6 +4,8 @@ torch."""
 import torch
 from torch import Tensor
 
+from torchembed.ops.linear.reference import put_sums_reference
+
 
 def epilogue_dtype(x0: Tensor, z: Tensor, x: Tensor) -> torch.dtype:
     """Torch's promotion of the three; the bias does not take part."""
@@ -32,18 +34,18 @@ def low_rank_cross_forward_reference(
     return (x0.float() * z + x.float()).to(x0.dtype), z.to(x0.dtype)
 
 
-def low_rank_cross_scale_reference(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> Tensor:
+def low_rank_cross_scale_reference(grad: Tensor, x0: Tensor, sums: Tensor) -> Tensor:
     grad_z = grad.float() * x0.float()
-    grad_bias.copy_(grad_z.sum(0))
+    put_sums_reference(grad_z, sums)
     return grad_z.to(grad.dtype)
 
 
 def low_rank_cross_backward_reference(
-    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
+    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad_x = grad.float() + grad_h.float() @ v.float()
     grad_z = grad_x * x0.float()
-    grad_bias.copy_(grad_z.sum(0))
+    put_sums_reference(grad_z, sums)
     return grad_x.to(grad.dtype), grad_z.to(grad.dtype)
 
 

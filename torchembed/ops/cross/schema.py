@@ -35,12 +35,12 @@ def _low_rank_forward_fake(
     return torch.empty_like(x0), torch.empty_like(x0)
 
 
-def _low_rank_scale_fake(grad: Tensor, x0: Tensor, grad_bias: Tensor) -> Tensor:
+def _low_rank_scale_fake(grad: Tensor, x0: Tensor, sums: Tensor) -> Tensor:
     return torch.empty_like(grad)
 
 
 def _low_rank_backward_fake(
-    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, grad_bias: Tensor
+    grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(grad), torch.empty_like(grad)
 
@@ -72,14 +72,14 @@ low_rank_cross_forward_op = define_op(
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_forward",
 )
 low_rank_cross_scale_op = define_op(
-    "low_rank_cross_scale(Tensor grad, Tensor x0, Tensor(a!) grad_bias) -> Tensor",
+    "low_rank_cross_scale(Tensor grad, Tensor x0, Tensor(a!) sums) -> Tensor",
     reference=low_rank_cross_scale_reference,
     fake=_low_rank_scale_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_scale",
 )
 low_rank_cross_backward_op = define_op(
     "low_rank_cross_backward(Tensor grad, Tensor grad_h, Tensor v, Tensor x0,"
-    " Tensor(a!) grad_bias) -> (Tensor, Tensor)",
+    " Tensor(a!) sums) -> (Tensor, Tensor)",
     reference=low_rank_cross_backward_reference,
     fake=_low_rank_backward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_backward",

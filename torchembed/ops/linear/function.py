@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.core.first_order import first_order
+from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
     linear_to_one_backward_op,
@@ -30,23 +31,26 @@ class _Linear(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, output = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = None, None, None
+        grad_x, grad_weight, grad_bias, sums = None, None, None, None
         # Rows that are apart, as those of a concatenation's gradient, need no copy.
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if output is not None:
-            grad_bias = gradient_memory(bias)
-            grad = linear_relu_backward_op(grad, output, grad_bias)
+            num_rows = grad.shape[0]
+            sums = empty_sums(bias, num_rows, adds_partials=num_rows > SUMMED_AT_ONCE)
+            grad = linear_relu_backward_op(grad, output, sums)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
         if output is None and ctx.needs_input_grad[2]:
-            grad_bias = gradient_memory(bias)
-            sum_rows_op(grad, grad_bias)
+            sums = gradient_memory(bias)
+            sum_rows_op(grad, sums)
+        if sums is not None and ctx.needs_input_grad[2]:
+            grad_bias = bias_gradient(bias, sums)
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
-        return grad_x, grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _LinearToOne(torch.autograd.Function):
@@ -56,7 +60,7 @@ class _LinearToOne(torch.autograd.Function):
         return linear_to_one_forward_op(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         grad_weight = gradient_memory(weight)

@@ -4,10 +4,20 @@ import torch
 from torch import Tensor
 
 
-def linear_relu_backward_reference(grad: Tensor, output: Tensor, grad_bias: Tensor) -> Tensor:
+def linear_relu_backward_reference(grad: Tensor, output: Tensor, sums: Tensor) -> Tensor:
     grad_product = torch.where(output > 0, grad, 0)
-    sum_rows_reference(grad_product, grad_bias)
+    put_sums_reference(grad_product.float(), sums)
     return grad_product
+
+
+def put_sums_reference(grad: Tensor, sums: Tensor) -> None:
+    """The sum over all rows of float32 ``grad`` into ``sums [N]``; or, into row p of ``sums [P,
+    N]``, that over the p-th 128 rows."""
+    if sums.dim() == 1:
+        sums.copy_(grad.sum(0))
+        return
+    for partial, rows in zip(sums, grad.split(128), strict=False):  # no rows are one empty part
+        partial.copy_(rows.sum(0))
 
 
 def sum_rows_reference(grad: Tensor, total: Tensor) -> None:

@@ -14,7 +14,7 @@ from torchembed.ops.linear.reference import (
 _TRITON = "torchembed.triton_kernels.linear"
 
 
-def _linear_relu_backward_fake(grad: Tensor, output: Tensor, grad_bias: Tensor) -> Tensor:
+def _linear_relu_backward_fake(grad: Tensor, output: Tensor, sums: Tensor) -> Tensor:
     return torch.empty_like(output)
 
 
@@ -33,7 +33,7 @@ def _linear_to_one_backward_fake(
 
 
 linear_relu_backward_op = define_op(
-    "linear_relu_backward(Tensor grad, Tensor output, Tensor(a!) grad_bias) -> Tensor",
+    "linear_relu_backward(Tensor grad, Tensor output, Tensor(a!) sums) -> Tensor",
     reference=linear_relu_backward_reference,
     fake=_linear_relu_backward_fake,
     triton=f"{_TRITON}:launch_linear_relu_backward",
@@ -43,6 +43,12 @@ sum_rows_op = define_op(
     reference=sum_rows_reference,
     fake=_sum_rows_fake,
     triton=f"{_TRITON}:launch_sum_rows",
+)
+sum_partials_op = define_op(
+    "sum_partials(Tensor partials, Tensor(a!) total) -> ()",
+    reference=sum_rows_reference,
+    fake=_sum_rows_fake,
+    triton="torchembed.triton_kernels.column_sums:sum_partials",
 )
 linear_to_one_forward_op = define_op(
     "linear_to_one_forward(Tensor x, Tensor weight, Tensor? bias) -> Tensor",

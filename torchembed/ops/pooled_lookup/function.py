@@ -1,6 +1,6 @@
 """The public function ``pooled_lookup`` and its gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from torchembed.ops.pooled_lookup.schema import (
 from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
 
+LookupStore = Callable[[Tensor, Tensor, Tensor | None, list[int], Tensor | None, int, int], None]
+"""Takes weight, rows, offsets, hotness, per-id weights, features and samples of a lookup."""
+
 
 class _PooledLookup(torch.autograd.Function):
     @staticmethod
@@ -34,6 +37,8 @@ class _PooledLookup(torch.autograd.Function):
         output_dtype: torch.dtype,
         form: WeightGradient,
         sink: GradientSink | None,
+        known_map: tuple[Tensor, Tensor] | None,
+        store: LookupStore | None,
     ) -> Tensor:
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
         # the weight is not saved, so that an update before backward is no error.
@@ -44,6 +49,11 @@ class _PooledLookup(torch.autograd.Function):
             weight if weights_need_grad else None, rows, offsets, per_id_weights, rows_like
         )
         ctx.hotness, ctx.mean, ctx.form, ctx.sink = hotness, mean, form, sink
+        ctx.known_map = known_map
+        if store is not None:
+            store(weight, rows, offsets, hotness, per_id_weights, num_features, batch_size)
+            elsewhere = weight.new_zeros((), dtype=output_dtype)
+            return elsewhere.expand(batch_size, num_features, weight.shape[1])
         return pooled_lookup_forward_op(
             weight,
             rows,
@@ -70,7 +80,7 @@ class _PooledLookup(torch.autograd.Function):
                 grad, weight, rows, offsets, ctx.hotness, ctx.mean
             ).to(per_id_weights.dtype)
         if ctx.needs_input_grad[0]:
-            gradient_rows, scales = pooled_lookup_gradient_map_op(
+            gradient_rows, scales = ctx.known_map or pooled_lookup_gradient_map_op(
                 rows, offsets, ctx.hotness, per_id_weights, num_features, batch_size, ctx.mean
             )
             has_scales = ctx.mean or per_id_weights is not None
@@ -84,7 +94,7 @@ class _PooledLookup(torch.autograd.Function):
             else:
                 shape = torch.Size((rows_like.shape[0], dim))
                 grad_weight = weight_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
-        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 6
+        return grad_weight, None, None, None, grad_per_id_weights, *[None] * 8
 
 
 def pooled_lookup(
@@ -100,6 +110,8 @@ def pooled_lookup(
     output_dtype: torch.dtype | None = None,
     weight_form: WeightGradient = WeightGradient.DENSE,
     sink: GradientSink | None = None,
+    known_map: tuple[Tensor, Tensor] | None = None,
+    store: LookupStore | None = None,
 ) -> Tensor:
     """Pool the rows of each bag into one vector; all features of a table group in one call.
 
@@ -121,6 +133,10 @@ def pooled_lookup(
         output_dtype: float32, float16 or bfloat16; the weight's where None.
         weight_form: form of the gradient of ``weight``.
         sink: called in backward with ``rows`` and their gradients; ``weight`` then gets none.
+        known_map: what :func:`fixed_gradient_map` gave for bags of this form, which spares backward
+            finding it.
+        store: pools, and stores the sums where others get them; what is returned then are zeros,
+            whose gradient is that of the sums.
 
     Returns:
         ``[batch_size, num_features, D]``.
@@ -151,4 +167,17 @@ def pooled_lookup(
         output_dtype,
         weight_form,
         sink,
+        known_map,
+        store,
     )
+
+
+def fixed_gradient_map(
+    rows: Tensor, *, hotness: Sequence[int], batch_size: int, pooling: Pooling
+) -> tuple[Tensor, Tensor]:
+    """For each position of ``rows [L]``, in bags of fixed ``hotness`` without weights, which row of
+    the gradient ``[batch_size * num_features, D]`` is its own, and what multiplies that: a function
+    of the bags' form, not of the ids."""
+    mean = pooling is Pooling.MEAN
+    fixed = check_bags("rows", rows, None, hotness, len(hotness), batch_size)
+    return pooled_lookup_gradient_map_op(rows, None, fixed, None, len(hotness), batch_size, mean)

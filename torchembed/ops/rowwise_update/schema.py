@@ -4,6 +4,7 @@ from typing import Any
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.ops.rowwise_update.cuda import cuda_kernel
 from torchembed.ops.rowwise_update.reference import rowwise_update_reference
 
 
@@ -22,6 +23,7 @@ rowwise_update_op = define_op(
     reference=rowwise_update_reference,
     fake=_fake,
     triton="torchembed.triton_kernels.rowwise_update:launch_rowwise_update",
+    cuda=cuda_kernel(),
     native=_native.native_op("rowwise_update"),
     native_missing=_native.missing_reason(),
 )

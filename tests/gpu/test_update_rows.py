@@ -1,0 +1,160 @@
+"""The library's update of rows on a GPU, against the Triton kernels': the same bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.row_updates import scalar
+from tests.tolerance import assert_same_bits
+from tests.values import normal
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.rowwise_update import RowGradients, UpdateRule
+from torchembed.ops.rowwise_update.cuda import cuda_kernel
+from torchembed.ops.segments import find_runs
+from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
+
+pytestmark = pytest.mark.gpu
+
+CHUNK, DIM = 32, 128
+
+
+@pytest.fixture(autouse=True)
+def library_updates(device: torch.device) -> None:
+    if cuda_kernel() is None:
+        pytest.skip("the C++ library was built without CUDA")
+
+
+def launch(kernel: Callable[..., Any], weight: Tensor, rows: Tensor, **options: Any) -> list[Any]:
+    """What the kernel returns, then the weight and the state that it leaves."""
+    options = {"kind": OptimizerKind.ROWWISE_ADAGRAD, "multiplier": None, "skip": None} | options
+    num_rows, rule = weight.shape[0], UpdateRule(kind=options["kind"], **options.get("rule", {}))
+    weight = weight.clone()
+    state = normal(*rule.state_shape(*weight.shape), seed=4, device=weight.device).abs()
+    result = kernel(
+        *(weight, state, None, *find_runs(rows, num_rows), *options["gradients"]),
+        *(scalar(0.1, weight.device), None, options["multiplier"], options["skip"]),
+        *(None, None, None, int(rule.kind), rule.eps, 0.0, 0.0),
+        *(rule.weight_decay, rule.max_gradient),
+    )
+    return [result, weight, state]
+
+
+def check(rows: Tensor, num_rows: int, gradients: RowGradients, **options: Any) -> None:
+    weight = normal(num_rows, DIM, seed=3, device=rows.device)
+    kernel = cuda_kernel()
+    assert kernel is not None
+    found, expected = (
+        launch(each, weight, rows, gradients=gradients, **options)
+        for each in (kernel.launch, launch_rowwise_update)
+    )
+    assert found[0] is None
+    for tensor, same in zip(found[1:], expected[1:], strict=True):
+        assert_same_bits(tensor, same)
+
+
+def skewed(num_ids: int, num_rows: int, device: torch.device) -> Tensor:
+    """Rows of which some are hot, in no order, and a few missing."""
+    generator = torch.Generator(device).manual_seed(num_ids)
+    uniform = torch.rand(num_ids, generator=generator, device=device)
+    rows = (uniform**3 * num_rows).long().clamp_max(num_rows - 1)
+    rows[::37] = -1
+    return rows
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pooled_gradients(grad_dtype: torch.dtype, device: torch.device) -> None:
+    num_ids, num_bags = 50_000, 10_000
+    gradient_rows = (torch.arange(num_ids, device=device) * 7 % num_bags).int()
+    grad = normal(num_bags, DIM, seed=0, dtype=grad_dtype, device=device)
+    rows = skewed(num_ids, 20_000, device).int()
+    check(rows, 20_000, RowGradients(grad, gradient_rows))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_every_option(grad_dtype: torch.dtype, device: torch.device) -> None:
+    num_ids, num_rows = 3_000, 700
+    gradients = RowGradients(
+        normal(num_ids, DIM, seed=0, dtype=grad_dtype, device=device),
+        torch.arange(num_ids, device=device).flip(0),
+        normal(num_ids, seed=1, device=device),
+    )
+    check(
+        skewed(num_ids, num_rows, device),
+        num_rows,
+        gradients,
+        rule={"eps": 1e-6, "weight_decay": 0.05, "max_gradient": 1.5},
+        multiplier=scalar(0.7, device),
+    )
+
+
+@pytest.mark.parametrize(
+    "length",
+    [1, 2, 3, 4, 5, 10, CHUNK - 1, CHUNK, CHUNK + 1, *(CHUNK**2 + n for n in (-1, 0, 1, 40_000))],
+)
+def test_runs_of_every_length(length: int, device: torch.device) -> None:
+    rows = torch.arange(9, device=device).repeat_interleave(length)
+    rows = torch.cat([rows, torch.full((length % 5 + 1,), 11, device=device)])
+    for dtype in (torch.bfloat16, torch.float32):
+        grad = normal(rows.numel(), DIM, seed=0, dtype=dtype, device=device)
+        check(rows, 20, RowGradients(grad))
+
+
+def test_extreme_gradients(device: torch.device) -> None:
+    values = [0.0, -0.0, 1e-45, -1e-38, 1e-20, 3e19, -3e38, float("inf"), float("nan"), 1.0]
+    grad = torch.tensor(values, device=device).repeat_interleave(DIM).view(-1, DIM)
+    grad[:, 4:] = 1e-3
+    check(torch.arange(len(values), device=device), len(values), RowGradients(grad))
+
+
+@pytest.mark.parametrize("flag", [1.0, float("nan")])
+def test_skips(flag: float, device: torch.device) -> None:
+    gradients = RowGradients(normal(100, DIM, seed=0, device=device))
+    check(skewed(100, 20, device), 20, gradients, skip=scalar(flag, device))
+
+
+def test_no_run_at_all(device: torch.device) -> None:
+    gradients = RowGradients(normal(50, DIM, seed=0, device=device))
+    check(torch.full((50,), -1, device=device), 20, gradients)
+
+
+def test_leaves_other_calls_to_triton(device: torch.device) -> None:
+    kernel = cuda_kernel()
+    assert kernel is not None
+    rows = torch.tensor([1, 2], device=device)
+    weight = normal(5, DIM, seed=0, device=device)
+    grad = normal(2, DIM, seed=1, device=device)
+    cases = [
+        launch(kernel.launch, weight, rows, gradients=RowGradients(grad), kind=kind)
+        for kind in (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ADAM)
+    ]
+    narrow = RowGradients(grad[:, :64].contiguous())
+    cases.append(launch(kernel.launch, weight[:, :64].contiguous(), rows, gradients=narrow))
+    cases.append(launch(kernel.launch, weight.bfloat16(), rows, gradients=RowGradients(grad)))
+    assert [result for result, *_ in cases] == [NotImplemented] * len(cases)
+
+
+def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
+    update = torch.ops.torchembed_native.update_rows
+    runs = find_runs(torch.tensor([0, 1, 2], device=device), 5)
+    one = scalar(1.0, device)
+
+    def call(weight: Tensor, state: Tensor, grad: Tensor) -> None:
+        scalars = (one, None, None, 0.0, 0.0, 0.0, 1, 0)
+        update(weight, state, *runs, None, None, grad, None, None, *scalars)
+
+    weight, state, grad = (
+        torch.zeros(*shape, device=device) for shape in ((5, DIM), (5,), (3, DIM))
+    )
+    with pytest.raises(
+        RuntimeError, match="weight and grad must be contiguous and have 128 columns"
+    ):
+        call(weight[:, :64].contiguous(), state, grad)
+    with pytest.raises(
+        RuntimeError, match="weight and grad must be contiguous and have 128 columns"
+    ):
+        call(weight, state, grad[:, ::2])
+    with pytest.raises(RuntimeError, match="state must have 5 elements, got 4"):
+        call(weight, state[:4], grad)

@@ -1,0 +1,255 @@
+"""Jagged steps, whose sizes a thread finds out ahead, train a sharded model as plain steps an
+unsharded one; over gloo as they are, over NCCL without waiting for a GPU."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchembed
+from tests.ranks import run_on_ranks
+from tests.sharding.cases import (
+    Case,
+    assert_equal_rows,
+    held_rows,
+    make_batch,
+    make_model,
+    make_optimizer,
+)
+from tests.sharding.test_static_steps import (
+    BAD_STEP,
+    MIXED,
+    NO_RANK,
+    NUM_STEPS,
+    WithLoss,
+    static_batch,
+    train_plainly,
+)
+from torchembed.core.host_numbers import HostNumbers
+from torchembed.sharding import routes
+from torchembed.training import TrainPipeline
+from torchembed.training.jagged_step import JaggedOutcome, JaggedStep
+
+CASES = [
+    Case(placements=dict.fromkeys("abcd", "table_wise")),
+    Case(placements=MIXED, optimizer="RowwiseAdagrad"),
+    Case(placements=MIXED, optimizer="Adam", weighted=True),
+    Case(placements=dict.fromkeys("abcd", "row_wise"), dtype=torch.bfloat16),
+    Case(placements=MIXED, fused=False, optimizer="SGD"),
+    Case(placements=MIXED, pooled=False),
+    Case(placements=MIXED, pooled=False, fixed=True),
+]
+
+
+NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
+
+
+def takes_dense_graph(case: Case) -> bool:
+    """Whether the dense part's shapes are static and it trains no tables."""
+    return case.pooled and case.fused
+
+
+def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[JaggedOutcome]:
+    """What a pipeline does with batches that all ranks train in jagged steps."""
+    yield step.observe(batches[0])
+    coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
+    for number, (now, following) in enumerate(zip(coming, [*coming[1:], None], strict=True)):
+        if number == 2 and step.can_capture:
+            step.capture(now)
+        yield step.run(now, following)
+    step.release()
+
+
+@contextlib.contextmanager
+def threads_that_wait() -> Iterator[set[str]]:
+    """The names of the threads that meanwhile wait for sizes, a device's or other ranks'."""
+    threads: set[str] = set()
+    waiting = [(HostNumbers, "tolist"), (routes, "exchange_sizes")]
+    with contextlib.ExitStack() as stack:
+        for holder, name in waiting:
+            function = getattr(holder, name)
+
+            def noted(*arguments: Any, function: Any = function) -> Any:
+                threads.add(threading.current_thread().name)
+                return function(*arguments)
+
+            setattr(holder, name, noted)
+            stack.callback(setattr, holder, name, function)
+        yield threads
+
+
+def train_in_jagged_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
+    """On a rank of gloo: its rows after training, the verdict of each step, and which threads have
+    waited for sizes after the first step."""
+    rank, results = dist.get_rank(), []
+    for case, bad_rank in runs:
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
+        batches = [static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS)]
+        step = JaggedStep(
+            with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
+        )
+        outcomes = steps_of(step, batches)
+        verdicts = [next(outcomes).verdict]
+        with threads_that_wait() as threads:
+            verdicts += [outcome.verdict for outcome in outcomes]
+        skipped = [None if verdict is None else int(verdict.skip) for verdict in verdicts]
+        results.append({"rows": held_rows(model), "skipped": skipped, "threads": threads})
+    return results
+
+
+def test_jagged_steps_equal_plain_ones() -> None:
+    runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
+    results = run_on_ranks(2, train_in_jagged_steps, runs)
+    for number, (case, bad_rank) in enumerate(runs):
+        of_ranks = [rank_results[number] for rank_results in results]
+        expected = train_plainly(case, 2, bad_rank)
+        assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+        skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
+        assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
+        assert [result["threads"] for result in of_ranks] == [NOT_THE_MAIN_ONE] * 2, case
+
+
+NUM_STEPS_ON_GPUS, PARTIAL_STEP = 20, 16
+
+
+def gpu_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
+    if step == PARTIAL_STEP:
+        return make_batch(case, rank, step, num_samples=1 + rank % 2)
+    return static_batch(case, rank, step, bad_rank)
+
+
+def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
+    """On a rank of NCCL, with a last but few smaller batch: its rows after training, what was
+    raised and warned of, and whether the dense part was a graph."""
+    rank, results = dist.get_rank(), []
+    for case, bad_rank in runs:
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
+        batches = iter(
+            [
+                gpu_batch(case, rank, step, bad_rank).pin_memory()
+                for step in range(NUM_STEPS_ON_GPUS)
+            ]
+        )
+        errors, captured = [], []
+        waiting: set[str] = set()
+        with warnings.catch_warnings(record=True) as caught, pipeline:
+            warnings.simplefilter("always")
+            for number in range(10**9):
+                # Before: first steps, capture; after: a smaller batch, that runs eagerly.
+                may_wait = not 8 <= number < PARTIAL_STEP - 2
+                torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
+                try:
+                    with threads_that_wait() as threads:
+                        pipeline.progress(batches)
+                    if not may_wait:
+                        waiting |= threads
+                except IndexError as error:
+                    errors.append(str(error))
+                except StopIteration:
+                    break
+                captured.append(pipeline._jagged is not None and pipeline._jagged.is_captured)
+        told = [str(w.message) for w in caught if "captured" in str(w.message)]
+        results.append(
+            {
+                "rows": held_rows(model),
+                "errors": errors,
+                "captured": captured[-1],
+                "told": told,
+                "waiting": waiting,
+            }
+        )
+    return results
+
+
+def assert_trained_without_waiting(
+    case: Case, bad_rank: int, of_ranks: list[dict[str, Any]]
+) -> None:
+    """Assert it of the results of :func:`train_over_nccl` on all ranks."""
+    num_ranks = len(of_ranks)
+    expected = train_plainly(
+        case, num_ranks, bad_rank, "cuda", num_steps=NUM_STEPS_ON_GPUS, batch_of=gpu_batch
+    )
+    assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+    for rank, result in enumerate(of_ranks):
+        assert result["told"] == [], case
+        assert result["waiting"] <= NOT_THE_MAIN_ONE, case
+        assert result["captured"] == takes_dense_graph(case), case
+        errors = result["errors"]
+        assert len(errors) == (bad_rank < num_ranks), errors
+        if errors:
+            mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
+            assert mine in errors[0]
+
+
+FROZEN = [
+    Case(placements=dict.fromkeys("abcd", "table_wise")),
+    Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
+]
+
+
+def train_with_a_frozen_table(cases: list[Case]) -> list[list[dict[str, Any]]]:
+    """On a rank of NCCL, eagerly and captured: its rows, where the only rank that holds table "a"
+    freezes it half-way."""
+    rank, results = dist.get_rank(), []
+    for case in cases:
+        of_case = []
+        for capture in (False, True):
+            model = make_model(case, "meta")
+            torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+            optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+            optimizers = [] if optimizer is None else [optimizer]
+            pipeline = TrainPipeline(
+                with_loss, None, optimizers, device=f"cuda:{rank}", capture=capture
+            )
+            batches = iter([static_batch(case, rank, step, NO_RANK) for step in range(20)])
+            with pipeline:
+                for step in range(20):
+                    if step == 10:
+                        for name, parameter in model.tables.named_parameters():
+                            parameter.requires_grad_(".a." not in name)
+                        pipeline.take_up_changes()
+                    pipeline.progress(batches)
+            of_case.append(held_rows(model))
+        results.append(of_case)
+    return results
+
+
+def assert_same_rows(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that a rank holds the same, bit for bit."""
+    assert one.keys() == other.keys()
+    for name, (extent, rows, states) in one.items():
+        assert other[name][0] == extent
+        assert (other[name][1] == rows).all(), name
+        assert all((a == b).all() for a, b in zip(other[name][2], states, strict=True)), name
+
+
+def on_a_gpu(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """All that NCCL's ranks do, in one launch."""
+    return train_over_nccl(runs), train_with_a_frozen_table(FROZEN)
+
+
+@pytest.mark.gpu
+def test_jagged_steps_wait_for_nothing_on_all_gpus() -> None:
+    num_ranks = torch.cuda.device_count()
+    runs = [*((case, NO_RANK) for case in CASES), *((c, num_ranks - 1) for c in CASES[1:3])]
+    found = run_on_ranks(num_ranks, on_a_gpu, runs, backend="cpu:gloo,cuda:nccl")
+    results, frozen = zip(*found, strict=True)
+    for number, (case, bad_rank) in enumerate(runs):
+        assert_trained_without_waiting(case, bad_rank, [of_rank[number] for of_rank in results])
+    # A table that one rank froze half-way is the same, captured or not.
+    for of_rank in frozen:
+        for eager, captured in of_rank:
+            assert_same_rows(eager, captured)

@@ -1,0 +1,298 @@
+"""Vectors and gradients by push are those of the all-to-all, bit for bit.
+
+Real GPUs are in tests/gpu/test_push.py. Here ranks are processes that map each other's memory, and
+the kernels run in Triton's interpreter.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torchembed
+from tests import lanes
+from tests.ranks import run_on_ranks
+from tests.sharding.cases import Case, made_mesh, make_batch, make_model, vectors_of
+from torchembed.core.gradient_slots import FlatSpans
+from torchembed.sharding import WirePrecision, WireTransport, make_plan
+from torchembed.sharding.channel import PushDomain
+from torchembed.sharding.columns import joined_moves
+from torchembed.sharding.layout import Layout, slot_parts
+from torchembed.sharding.pooled_push import backward_moves, forward_moves, home_of
+from torchembed.sharding.pushed_mean import PushedMean, shares
+from torchembed.sharding.transport import peer_problem
+from torchembed.tables import TableSpec
+
+MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
+CASES = [
+    Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True, fused=False),
+    Case(placements=MIXED, fixed=True, weighted=True, fused=False),
+    Case(placements=MIXED, fused=False, dtype=torch.bfloat16),
+]
+WIRES = [
+    WirePrecision(),
+    WirePrecision(forward=torch.bfloat16, backward=torch.bfloat16),
+    WirePrecision(forward=torch.float16, backward=torch.float16),
+]
+
+
+class MappedMemory:
+    """Files of a folder, which every rank maps: a CPU's symmetric memory."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._maps = Path(folder), []
+
+    def __call__(self, num_bytes: int, group: Any, _: torch.device) -> tuple[Tensor, list[int]]:
+        number, rank = len(self._maps), dist.get_rank(group)
+        names = [str(self._folder / f"{number}-{r}") for r in range(dist.get_world_size(group))]
+        Path(names[rank]).write_bytes(bytes(num_bytes))
+        dist.barrier(group)
+        maps = [torch.from_file(n, shared=True, size=num_bytes, dtype=torch.uint8) for n in names]
+        self._maps.append(maps)
+        return maps[rank], [memory.data_ptr() for memory in maps]
+
+
+def vectors_and_gradients(
+    pairs: list[tuple[Case, WirePrecision]],
+    device_type: str,
+    transport: WireTransport,
+    memory: MappedMemory | None = None,
+) -> list[list[np.ndarray]]:
+    """On a rank, of each case and wire: vectors of batches of different sizes, each followed by its
+    backward but the last two, whose backwards come together; and the gradients of all weights."""
+    found = []
+    for case, wire in pairs:
+        model: Any = make_model(case, "meta")
+        mesh, plan = made_mesh(device_type, 1), case.plan(dist.get_world_size())
+        torchembed.shard_embeddings(model, mesh, plan, wire=wire, transport=transport)
+        if memory is not None:
+            domain = PushDomain(mesh.get_group(), torch.device("cpu"), allocate=memory)
+            model.tables._push = model.tables._pooled_push(domain)
+        arrays, losses = [], []
+        for step in range(4):
+            batch = make_batch(case, dist.get_rank(), step).to(device_type)
+            if case.weighted:
+                batch.weights.requires_grad_()
+            vectors = vectors_of(model.tables(batch))
+            arrays.append(vectors.detach().cpu().numpy())
+            coefficients = torch.linspace(-1, 1, vectors.numel(), device=vectors.device) ** 3
+            losses.append((vectors * coefficients).sum())
+            if step < 2:
+                losses.pop().backward()
+                if case.weighted:
+                    arrays.append(batch.weights.grad.cpu().numpy())
+        torch.stack(losses).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append(arrays + [gradient.float().cpu().numpy() for gradient in gradients])
+    return found
+
+
+MEANS = [
+    (torch.float32, torch.float32, [(0, 300)]),
+    (torch.float32, torch.bfloat16, [(64, 128), (192, 256)]),
+    (torch.bfloat16, torch.float32, [(0, 64)]),
+]
+"""Dtype, that in which it travels, and parts of 300 numbers."""
+
+
+def numbers_of(rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(300, generator=generator).to(dtype)
+
+
+def means(memory: MappedMemory) -> list[np.ndarray]:
+    """On a rank: its numbers once parts of them are means, which are taken twice."""
+    domain, found = PushDomain(dist.group.WORLD, torch.device("cpu"), allocate=memory), []
+    push = PushedMean(domain, "a test")
+    for dtype, wire, spans in MEANS:
+        for _ in range(2):
+            # A buffer that spans are of has no partial row.
+            flat = torch.nn.functional.pad(numbers_of(dist.get_rank(), dtype), (0, 20))
+            flat = flat[:300] if spans == [(0, 300)] else flat
+            push.take(FlatSpans(flat, spans), wire)
+        found.append(flat[:300].float().numpy())
+    return found
+
+
+def assert_means(of_ranks: list[list[np.ndarray]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        for (dtype, wire, spans), numbers in zip(MEANS, found, strict=True):
+            expected = numbers_of(rank, dtype).float()
+            sent = [numbers_of(r, dtype).to(wire).float() for r in range(len(of_ranks))]
+            mean = (sum(sent, torch.zeros(300)) / len(of_ranks)).to(wire).to(dtype).float()
+            for start, stop in spans:
+                expected[start:stop] = mean[start:stop]
+            np.testing.assert_array_equal(numbers, expected.numpy())
+
+
+def on_a_rank(folder: str) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]], list[Any]]:
+    """By the all-to-all, and by push; and means."""
+    pairs, collective = list(zip(CASES, WIRES, strict=True)), WireTransport.COLLECTIVE
+    plain = vectors_and_gradients(pairs, "cpu", collective)
+    memory = MappedMemory(folder)
+    return plain, vectors_and_gradients(pairs, "cpu", collective, memory), means(memory)
+
+
+def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarray]]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.dtype == b.dtype == np.float32
+            np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+
+
+@pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
+def test_push_equals_the_all_to_all_and_takes_means(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(2, on_a_rank, str(tmp_path))
+    for plain, pushed, _ in of_ranks:
+        assert_same_arrays(plain, pushed)
+    assert_means([found for *_, found in of_ranks])
+
+
+def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | None = None) -> str:
+    """What the first of two ranks says where the other one comes to one exchange of two."""
+    device = torch.device(device_type, dist.get_rank()) if memory is None else torch.device("cpu")
+    domain = PushDomain(
+        dist.group.WORLD,
+        device,
+        limit_seconds=limit_seconds,
+        **({} if memory is None else {"allocate": memory}),
+    )
+    channel = domain.channel("a test", 64)
+    for _ in range(2 - dist.get_rank()):
+        channel.meet()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    try:
+        domain.check()
+    except TimeoutError as error:
+        return str(error)
+    return ""
+
+
+def late_rank_on_the_cpu(folder: str) -> str:
+    # The interpreter counts looks at a flag in place of nanoseconds.
+    return late_rank("cpu", 2e-6, MappedMemory(folder))
+
+
+LATE = "rank 1 of 2 has not come to an exchange of vectors or gradients in .* s; look for one that"
+
+
+@pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
+def test_a_rank_that_does_not_come_is_an_error(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, late_rank_on_the_cpu, str(tmp_path))
+    assert re.match(LATE, first)
+    assert not second
+
+
+def layout_of(num_ranks: int, placements: dict[str, str]) -> Layout:
+    """Of three tables with one slot each."""
+    dims = {"a": 4, "b": 8, "c": 2}
+    specs = {name: TableSpec(name=name, num_rows=8, dim=dim) for name, dim in dims.items()}
+    plan = make_plan(specs, num_ranks, placements)
+    parts = [part for slot, name in enumerate("abc") for part in slot_parts(slot, plan.table(name))]
+    return Layout(parts, num_ranks)
+
+
+@pytest.mark.parametrize("batch_sizes", [(3, 2, 4), (0, 5, 1)])
+def test_moves_are_inverse_and_fill_each_home_once(batch_sizes: tuple[int, ...]) -> None:
+    layout = layout_of(3, {"a": "row_wise", "b": "column_wise", "c": "table_wise"})
+    home, num_samples = home_of(layout), sum(batch_sizes)
+    widths = [sum(block.num_columns for block in blocks) for blocks in layout.blocks]
+    # Of element (sample, column) of each rank's pooled vectors, a number of its own.
+    pooled = [
+        (1 + rank * 1000 + torch.arange(num_samples * width)).view(num_samples, width)
+        for rank, width in enumerate(widths)
+    ]
+    homes = [torch.zeros(size, home.num_columns, dtype=torch.int64) for size in batch_sizes]
+    for rank, source in enumerate(pooled):
+        apply_moves(
+            source, forward_moves(layout, batch_sizes, rank, range(len(layout.blocks[rank]))), homes
+        )
+    for rank, vectors in enumerate(homes):
+        start = sum(batch_sizes[:rank])
+        from_ranks = [source[start : start + batch_sizes[rank]] for source in pooled]
+        expected = torch.zeros_like(vectors)
+        for source, columns, blocks in zip(from_ranks, home.columns, layout.blocks, strict=True):
+            column = 0
+            for first, block in zip(columns, blocks, strict=True):
+                width = block.num_columns
+                expected[:, first : first + width] = source[:, column : column + width]
+                column += width
+        assert torch.equal(vectors, expected)
+        assert (vectors > 0).all()
+    back = [torch.zeros_like(source) for source in pooled]
+    for rank, vectors in enumerate(homes):
+        apply_moves(vectors, backward_moves(layout, batch_sizes, rank, home.columns), back)
+    assert all(map(torch.equal, back, pooled))
+
+
+def apply_moves(source: Tensor, moves: list[tuple[int, ...]], targets: list[Tensor]) -> None:
+    """What the kernel does, where no element is stored twice."""
+    for rank, num_rows, num_columns, row, column, target, stride in moves:
+        if num_rows:
+            shape = num_rows, num_columns
+            part = targets[rank].view(-1).as_strided(shape, (stride, 1), target)
+            assert not part.any()
+            part.copy_(source[row : row + num_rows, column : column + num_columns])
+
+
+def test_parts_are_side_by_side_at_home_and_shards_in_the_order_of_ranks() -> None:
+    home = home_of(layout_of(2, {"a": "row_wise", "b": "column_wise", "c": "table_wise"}))
+    # Two shards of rows of a, 4 columns each; two parts of b; c is where there is most room.
+    assert home.widths == [[4, 4], [4], [4], [2]]
+    assert [columns[:2] for columns in home.columns] == [[0, 8], [4, 12]]
+    assert sorted(first for columns in home.columns for first in columns) == [0, 4, 8, 12, 16]
+
+
+def test_where_gpus_cannot_push() -> None:
+    hosts = [("one", "gpu-0"), ("one", "gpu-1"), ("two", "gpu-0"), ("one", "gpu-1")]
+    assert peer_problem(hosts[:2], 0) is None
+    assert peer_problem(hosts[:3], 1) == "rank 2 is on two and not on one"
+    assert peer_problem([hosts[0], hosts[1], hosts[3]], 2) == "rank 1 uses the same GPU"
+
+
+def refusals() -> list[str]:
+    """What is said on a rank without GPUs."""
+    said: list[str] = []
+    model, mesh = make_model(CASES[0], "meta"), made_mesh("cpu", 1)
+    for transport in (WireTransport.PUSH, "push"):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            torchembed.shard_embeddings(model, mesh, transport=transport)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_transport_that_cannot_be_taken_is_refused() -> None:
+    for cpu, unknown in run_on_ranks(1, refusals):
+        assert re.match(
+            r"transport must be WireTransport.COLLECTIVE on cpu, got Wire.*PUSH; on", cpu
+        )
+        assert re.match("transport must be a WireTransport, got 'push'", unknown)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("spans", [[(0, 5)], [(2, 3), (7, 20)], [(0, 1)]])
+def test_each_rank_takes_a_share_of_the_spans(num_ranks: int, spans: list[tuple[int, int]]) -> None:
+    rows = [row for start, stop in spans for row in range(start, stop)]
+    rows_a_rank = -(-len(rows) // num_ranks)
+    for rank in range(num_ranks):
+        taken = {}
+        for peer, size, width, first, column, target, stride in shares(
+            spans, rows_a_rank, rank, num_ranks
+        ):
+            assert (width, column, stride) == (64, 0, 64)
+            for number in range(size):
+                place = peer * rows_a_rank + target // 64 - rank * rows_a_rank + number
+                taken[place] = first + number
+        assert [taken[place] for place in range(len(rows))] == rows
+
+
+def test_neighbours_move_together() -> None:
+    moves = [(0, 4, 2, 0, 0, 6, 9), (0, 4, 3, 0, 2, 8, 9), (0, 4, 1, 0, 5, 0, 9)]
+    assert joined_moves(moves) == [(0, 4, 5, 0, 0, 6, 9), moves[2]]
+    assert joined_moves([]) == []

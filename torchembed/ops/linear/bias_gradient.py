@@ -1,0 +1,35 @@
+"""Gradients of biases: sums over samples, of which a kernel that passes over them makes a part."""
+
+import torch
+from torch import Tensor
+
+from torchembed.ops.linear.schema import sum_partials_op
+from torchembed.ops.weight_gradients import are_deferred, gradient_memory, weight_gradient
+
+ROWS_OF_PARTIAL = 128
+"""Samples of which each partial sum is."""
+SUMMED_AT_ONCE = 1024
+"""So many samples, but for those of a product's tiles, one kernel sums."""
+
+
+def empty_sums(bias: Tensor, num_rows: int, *, adds_partials: bool) -> Tensor:
+    """Where an operation puts the sums over ``num_rows`` samples for ``bias [N]``: its gradient's
+    memory, ``[N]``. Where gradients of weights are deferred, and the operation would add partial
+    sums up in a second kernel, float32 ``[P, N]`` for these, which :func:`bias_gradient` adds."""
+    if not (adds_partials and are_deferred()):
+        return gradient_memory(bias)
+    num_partials = -(-num_rows // ROWS_OF_PARTIAL)
+    return torch.empty(num_partials, bias.numel(), device=bias.device, dtype=torch.float32)
+
+
+def bias_gradient(bias: Tensor, sums: Tensor) -> Tensor | None:
+    """What ``backward`` returns for ``bias``, once ``sums`` are there."""
+    if sums.dim() == 1:
+        return sums
+
+    def total(memory: Tensor | None) -> Tensor:
+        memory = torch.empty_like(bias) if memory is None else memory
+        sum_partials_op(sums, memory)
+        return memory
+
+    return weight_gradient(bias, total)

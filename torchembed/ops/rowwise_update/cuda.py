@@ -1,0 +1,106 @@
+"""The C++ library's kernel of ``rowwise_update`` for GPUs."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchembed import _native
+from torchembed.core.dispatch import CudaKernel
+from torchembed.core.types import OptimizerKind
+
+_DIM = 128
+_OLDEST_GPU = (8, 0)
+_MAX_ROWS = 2**31
+_COVERS = f"row-wise Adagrad of float32 rows of {_DIM} columns"
+
+
+@functools.cache
+def _num_blocks(device: torch.device) -> int:
+    """Five in six multiprocessors saturate the memory; the others are left to what runs beside."""
+    return torch.cuda.get_device_properties(device).multi_processor_count * 5 // 6
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _OLDEST_GPU
+
+
+def _launch_update_rows(
+    weight: Tensor,
+    state0: Tensor | None,
+    state1: Tensor | None,
+    unique_rows: Tensor,
+    starts: Tensor,
+    order: Tensor,
+    num_runs: Tensor,
+    grad: Tensor,
+    gradient_rows: Tensor | None,
+    scales: Tensor | None,
+    lr: Tensor,
+    step: Tensor | None,
+    grad_multiplier: Tensor | None,
+    skip: Tensor | None,
+    row_offsets: Tensor | None,
+    row_keys: Tensor | None,
+    first_columns: Tensor | None,
+    optimizer: int,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    max_gradient: float,
+) -> Any:
+    """``torchembed::rowwise_update``; see :func:`torchembed.ops.rowwise_update.rowwise_update`.
+
+    The bits are those of the Triton kernel, which is slower for what this one takes.
+    """
+    num_rows, dim = weight.shape
+    if (
+        optimizer != OptimizerKind.ROWWISE_ADAGRAD
+        or weight.dtype != torch.float32
+        or dim != _DIM
+        or max(num_rows, grad.shape[0]) >= _MAX_ROWS
+        or any(rows.data_ptr() % 16 != 0 for rows in (weight, grad))
+        or not _runs_on(weight.device)
+    ):
+        return NotImplemented
+    num_ids = order.numel()
+    if num_ids == 0 or num_rows == 0:
+        return None
+    from torchembed.triton_kernels.row_blocks import index_type
+    from torchembed.triton_kernels.run_sums import empty_chunk_sums, sum_chunks
+
+    sums = empty_chunk_sums(num_ids, dim, weight.device)
+    index = index_type(grad, order, sums.chunks)
+    with torch.cuda.device_of(weight):
+        sum_chunks(sums, starts, order, num_runs, grad, gradient_rows, scales, index)
+        torch.ops.torchembed_native.update_rows(
+            weight,
+            state0,
+            unique_rows,
+            starts,
+            order,
+            num_runs,
+            *sums,
+            grad,
+            gradient_rows,
+            scales,
+            lr,
+            grad_multiplier,
+            skip,
+            eps,
+            weight_decay,
+            max_gradient,
+            _num_blocks(weight.device),
+            torch.cuda.current_stream(weight.device).cuda_stream,
+        )
+    return None
+
+
+def cuda_kernel() -> CudaKernel | None:
+    """None where the library is not loaded or was built without CUDA."""
+    if _native.load_error() is not None or not hasattr(torch.ops.torchembed_native, "update_rows"):
+        return None
+    return CudaKernel(_launch_update_rows, _COVERS)

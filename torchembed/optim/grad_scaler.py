@@ -1,0 +1,50 @@
+"""Loss scaling that follows the gradients of tables, too."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchembed.optim.fused import FusedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose scale also falls where only gradients of tables overflow.
+
+    Torch's own skips such a step for the tables, but cannot see why: gradients of rows are no
+    ``weight.grad``. Where processes train together, an overflow on one lowers the scale of all, by
+    one small collective in :meth:`update`, which every one of them calls. Never synchronizes.
+
+    Args:
+        device: as for torch's, like all other arguments.
+        group: the processes that train together; all of them where it is None.
+    """
+
+    def __init__(self, device: str = "cuda", *arguments: Any, group: Any = None, **others: Any):
+        super().__init__(device, *arguments, **others)
+        self._group = group
+
+    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **others: Any) -> Any:
+        """As torch's."""
+        result = super().step(optimizer, *arguments, **others)
+        if self.is_enabled() and isinstance(optimizer, FusedOptimizer):
+            flag = optimizer.overflow
+            assert flag is not None
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            known = found.get(flag.device)
+            found[flag.device] = flag if known is None else known.maximum(flag)
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's; collective where processes train together."""
+        if self.is_enabled() and new_scale is None and dist.is_initialized():
+            scale, _ = self._check_scale_growth_tracker("update")
+            combined = torch.zeros((), device=scale.device)
+            for state in self._per_optimizer_states.values():
+                for flag in state["found_inf_per_device"].values():
+                    combined = combined.maximum(flag.to(scale.device, non_blocking=True))
+            dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._group)
+            self._per_optimizer_states.clear()
+            self._per_optimizer_states[0]["found_inf_per_device"] = {scale.device: combined}
+        super().update(new_scale)

@@ -1,0 +1,39 @@
+"""A train step without a graph, that never waits for a GPU by itself."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchembed.core.trees import map_tensors
+from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
+from torchembed.training.bad_batches import Verdict, either, judge
+from torchembed.training.loss import ComputeLoss
+from torchembed.training.step_optimizers import StepOptimizers, update
+from torchembed.training.step_result import StepResult
+
+
+def eager_step(
+    model: nn.Module,
+    compute_loss: ComputeLoss,
+    optimizers: StepOptimizers,
+    batch: Any,
+    group: Any,
+    known: Verdict | None = None,
+) -> tuple[StepResult, Verdict | None, list[Suspect]]:
+    """Forward, backward and update, unless ids are bad: on a device that the host is ahead of.
+
+    Args:
+        batch: on the device.
+        group: the ranks that train together; None for one.
+        known: of ids that were looked at before.
+
+    Returns:
+        What the step gives, the verdict on all ids of the batch, and this forward's suspects.
+    """
+    optimizers.zero_grad()
+    with deferred_bad_ids() as suspects:
+        loss, output = compute_loss(model, batch)
+    verdict = either(known, judge(suspects, group))
+    loss.backward()
+    update(optimizers.all, verdict)
+    return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch), verdict, suspects

@@ -1,0 +1,136 @@
+"""Dense weights that are updated as soon as their gradients are there, while backward goes on."""
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchembed.core.gradient_slots import slot_of
+from torchembed.core.trees import tensors_in
+from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.optim import DenseOptimizer
+from torchembed.training.guarded_update import skipping, step_unless
+
+_MIN_ELEMENTS = 1 << 16
+"""Of a weight that is worth a kernel of its own."""
+
+
+class EarlyUpdates:
+    """The steps of dense optimizers, begun while backward goes on to the layers before.
+
+    Each gradient of a weight that a layer defers is computed on a stream of its own, as soon as
+    backward has come by the layer. The weight is updated, on another stream, as soon as its
+    gradient is there, unless something reads it later in the same backward. Where weights have
+    several gradients to be added up, all are computed and updated after backward; the first
+    backward shows whether they have.
+
+    For steps that become a graph, where what waits for what matters and not when it was launched;
+    and for one rank, since what becomes of gradients between ranks is not known here.
+    """
+
+    def __init__(self, optimizers: Sequence[DenseOptimizer], device: torch.device) -> None:
+        self._optimizers = list(optimizers)
+        self._are_alone: bool | None = None
+        """Whether no two gradients of a deferred weight are to be added up; None: not known yet."""
+        self._ready: dict[Tensor, torch.cuda.Event] = {}
+        """By weight that may change, from when on."""
+        self._gradients_stream = torch.cuda.Stream(device, priority=-2)
+        self._updates_stream = torch.cuda.Stream(device, priority=-1)
+
+    @contextlib.contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Gradients of weights are deferred meanwhile, and there at the end."""
+        stream = self._gradients_stream if self._are_alone else None
+        weights: list[Tensor] = []
+        computed: dict[Tensor, torch.cuda.Event] = {}
+
+        def note(weight: Tensor) -> None:
+            # The engine calls once more for a gradient that the stream has computed.
+            if weight not in computed:
+                computed[weight] = torch.cuda.Event()
+                computed[weight].record()
+
+        hooks = [w.register_post_accumulate_grad_hook(note) for w in self._candidates()]
+        try:
+            with DeferredWeightGradients(stream) as deferred, _LateReads(deferred) as reads:
+                yield
+                weights += deferred.weights
+                if self._are_alone is None:
+                    counts = collections.Counter(map(id, weights))
+                    self._are_alone = all(counts[id(w)] == 1 and w.grad is None for w in weights)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._ready = {}
+        if stream is not None:
+            may_change = [w for w in weights if w in computed and id(w) not in reads.found]
+            self._ready = {weight: computed[weight] for weight in may_change}
+
+    def _candidates(self) -> list[Tensor]:
+        """Large weights, of optimizers and with gradients that nobody else has to do with."""
+        parameters = [
+            parameter
+            for optimizer in self._optimizers
+            if not optimizer._optimizer_step_pre_hooks
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.numel() >= _MIN_ELEMENTS
+        ]
+        # One hook is the slot's own.
+        return [p for p in parameters if len(p._post_accumulate_grad_hooks or {}) <= 1]
+
+    def update(self, skip: Tensor | None) -> None:
+        """The optimizers' step, that changes nothing where ``skip`` is not zero. The current stream
+        waits for it in :meth:`join`, and must allocate nothing before that."""
+        for weight, ready in self._ready.items():
+            slot = slot_of(weight)
+            if slot is None or not slot.holds(weight.grad):
+                continue
+            self._updates_stream.wait_event(ready)
+            with torch.cuda.stream(self._updates_stream):
+                for optimizer in self._optimizers:
+                    with skipping(optimizer, skip):
+                        optimizer.step_early([weight])
+        self._updates_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._updates_stream):
+            for optimizer in self._optimizers:
+                step_unless(optimizer, skip)
+
+    def join(self) -> None:
+        """Let the current stream wait for the updates."""
+        torch.cuda.current_stream().wait_stream(self._updates_stream)
+
+
+class _LateReads(TorchDispatchMode):
+    """Finds weights whose memory an operation is given after their gradients were deferred."""
+
+    def __init__(self, deferred: DeferredWeightGradients) -> None:
+        super().__init__()
+        self._deferred = deferred
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Others than plain tensors stand for none, as while something is compiled.
+        given = [t for t in tensors_in((args, kwargs)) if type(t) in (Tensor, nn.Parameter)]
+        for weight in self._deferred.weights:
+            first, last = _extent(weight)
+            for start, stop in map(_extent, given):
+                if start < last and first < stop:
+                    self.found.add(id(weight))
+        return func(*args, **(kwargs or {}))
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which the elements of ``tensor`` are."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return first, first + (last + 1) * tensor.element_size()

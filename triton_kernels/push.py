@@ -1,0 +1,350 @@
+"""The Triton kernels of exchanges by push: ranks store into each other's memory, then meet.
+
+Byte floor of an exchange: what is sent read once and stored once, over the wire where it is another
+rank's; what arrived read once and written once.
+
+A channel has two halves. Exchange number ``epoch`` (1, 2, ...) uses half ``epoch % 2``: whoever
+stores into a half has met every rank in the exchange before, so each of them had read what the
+exchange before that one left there. ``state`` int32 ``[2]`` is the number of exchanges that are
+over, and 1 once a rank has failed to come; flags and epochs only increase.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from torchembed.core import environment
+from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
+
+_INTERPRETED = tl.constexpr(environment.triton_interpreted())
+_NUM_WARPS = 4
+_ELEMENTS = 4096
+"""Of a program."""
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+MOVE_FIELDS = 7
+_FIELDS = tl.constexpr(MOVE_FIELDS)
+
+
+@triton.jit
+def _converted(value, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """``value`` times ``scale`` in its own dtype, then in DTYPE."""
+    if SCALED:
+        value = round_to_nearest(as_float32(value) * scale, value.dtype)
+    if value.dtype != DTYPE:
+        value = round_to_nearest(as_float32(value), DTYPE)
+    return value
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _move_kernel(
+    source_ptr,
+    target_ptr,
+    moves_ptr,
+    state_ptr,
+    source_stride,
+    half_elements,
+    scale,
+    PUSHES: tl.constexpr,
+    COLLECTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rectangles of one matrix to places in others: for each of the ``moves``, which are
+    ``(rank, rows, columns, r, c, target, stride)``,
+    ``out[target + i * stride + j] = scale * source[r + i, c + j]``.
+
+    If PUSHES, ``target_ptr`` are addresses of every rank's buffer, and ``out`` is the coming
+    exchange's half of that of ``rank``; if COLLECTS, ``source`` is in this rank's buffer the half
+    of the exchange that is over.
+
+    Example: ``source = [[1, 2], [3, 4]]``, two ranks, ``moves = [(0, 1, 2, 0, 0, 0, 2),
+    (1, 1, 1, 1, 1, 3, 2)]``: rank 0's buffer begins with 1 2, and element 3 of rank 1's is 4.
+    """
+    move = moves_ptr + tl.program_id(0) * _FIELDS
+    num_rows = tl.load(move + 1)
+    first = tl.program_id(1) * ROWS
+    if first < num_rows:
+        num_columns = tl.multiple_of(tl.load(move + 2), VECTOR)
+        row = first + tl.arange(0, ROWS)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        if COLLECTS:
+            source_ptr += (tl.load(state_ptr) % 2) * half_elements
+        source = source_ptr + (tl.load(move + 3) + row)[:, None] * source_stride
+        source_column = tl.multiple_of(tl.load(move + 4), VECTOR)
+        value = tl.load(source + (source_column + column)[None, :], mask=inside, other=0.0)
+        value = _converted(value, scale, SCALED, DTYPE)
+        if PUSHES:
+            out = pushed_to(target_ptr, tl.load(move), state_ptr, half_elements, DTYPE)
+        else:
+            out = target_ptr
+        out += tl.multiple_of(tl.load(move + 5), VECTOR)
+        stride = tl.multiple_of(tl.load(move + 6), VECTOR)
+        tl.store(out + row[:, None] * stride + column[None, :], value, mask=inside)
+
+
+@triton.jit
+def pushed_to(buffers_ptr, rank, state_ptr, half_elements, DTYPE: tl.constexpr):
+    """Where in the buffer of ``rank`` the coming exchange's half begins."""
+    address = tl.load(buffers_ptr + rank).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(address, 16) + ((tl.load(state_ptr) + 1) % 2) * half_elements
+
+
+@triton.jit
+def _nanoseconds(before):
+    """The GPU's clock; the interpreter has none, and each look at it takes one there."""
+    if _INTERPRETED:
+        return before + 1
+    return globaltimer()
+
+
+@triton.jit(do_not_specialize=["limit_nanoseconds"])
+def _meet_kernel(
+    own_flags_ptr,
+    flags_ptr,
+    state_ptr,
+    failed_ptr,
+    rank,
+    num_ranks,
+    limit_nanoseconds,
+    BLOCK: tl.constexpr,
+):
+    """Tell every rank that this one has stored all of the exchange's, and wait until each has.
+
+    Ranks' flags hold the last epoch of every rank. Where one does not come in time, the exchange
+    ends as if it had, later ones wait no more, and ``failed`` is 1 + the first rank that is late.
+
+    Example: two ranks, ``state = [4, 0]``: rank 0 stores 5 in ``flags[0]`` of both, waits until its
+    own are at least ``[5, 5]``, and leaves ``state = [5, 0]``.
+    """
+    lane = tl.arange(0, BLOCK)
+    inside = lane < num_ranks
+    epoch = tl.load(state_ptr) + 1
+    limit = tl.where(tl.load(state_ptr + 1) == 0, limit_nanoseconds, 0)
+    theirs = tl.load(flags_ptr + lane, mask=inside, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs + rank, epoch, mask=inside, sem="release", scope="sys")
+    mine = own_flags_ptr + lane
+    start = _nanoseconds(tl.zeros([], tl.int64))
+    now = start
+    is_late = tl.load(mine, mask=inside, other=epoch, volatile=True) - epoch < 0
+    while (tl.max(is_late.to(tl.int32), axis=0) > 0) & (now - start < limit):
+        is_late = tl.load(mine, mask=inside, other=epoch, volatile=True) - epoch < 0
+        now = _nanoseconds(now)
+    # What the ranks stored before their flags is to be seen by what comes after this kernel.
+    tl.atomic_add(mine, 0, mask=inside, sem="acquire", scope="sys")
+    if tl.max(is_late.to(tl.int32), axis=0) > 0:
+        tl.store(failed_ptr, 1 + tl.min(tl.where(is_late, lane, BLOCK), axis=0))
+        tl.store(state_ptr + 1, 1)
+    tl.store(state_ptr, epoch)
+
+
+@triton.jit
+def _mean_kernel(
+    parts_ptr,
+    parts_state_ptr,
+    means_ptr,
+    means_state_ptr,
+    share,
+    num_elements,
+    half_elements,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The mean of what every rank has pushed of this one's share, into every rank's buffer of
+    means: ``means[r][rank * share + i] = sum over ranks s of parts[s * share + i] / NUM_RANKS``, in
+    float32 and in the order of s.
+
+    Example: two ranks, ``share = 2``, ``parts = [1, 2, 3, 6]``: rank 1 stores 2 4 in elements 2 and
+    3 of both.
+    """
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < num_elements
+    parts = parts_ptr + (tl.load(parts_state_ptr) % 2) * half_elements + offset
+    total = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(NUM_RANKS):
+        total += as_float32(tl.load(parts + source * share, mask=inside, other=0.0))
+    DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
+    mean = round_to_nearest(tl.div_rn(total, tl.full([BLOCK], NUM_RANKS, tl.float32)), DTYPE)
+    for turn in tl.static_range(NUM_RANKS):
+        peer = (rank + 1 + turn) % NUM_RANKS
+        means = pushed_to(means_ptr, peer, means_state_ptr, half_elements, DTYPE)
+        tl.store(means + rank * share + offset, mean, mask=inside)
+
+
+class Moves:
+    """Rectangles to move, on a device: see :func:`_move_kernel`.
+
+    Args:
+        moves: tuples of MOVE_FIELDS numbers; one of no rows or columns moves nothing.
+    """
+
+    def __init__(self, moves: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self.num_moves = len(moves)
+        self.most_rows = max((move[1] for move in moves), default=0)
+        self.most_columns = max((move[2] for move in moves), default=0)
+        vector = 8
+        while any(move[field] % vector for move in moves for field in (2, 4, 5, 6)):
+            vector //= 2
+        self.vector = vector
+        """Elements that columns and targets are multiples of: a thread takes so many at once."""
+        numbers = torch.tensor(moves, dtype=torch.int64, device="cpu").reshape(-1, MOVE_FIELDS)
+        self.numbers = numbers.to(device)
+
+    def on_device(self) -> Tensor:
+        """The numbers, for a kernel."""
+        if self.numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+            _captured.setdefault(self.numbers.data_ptr(), self.numbers)
+        return self.numbers
+
+
+@functools.lru_cache(maxsize=1024)
+def moves_on(device: torch.device, moves: tuple[tuple[int, ...], ...]) -> Moves:
+    """``moves`` on ``device``; the host waits for it where they are seen for the first time."""
+    return Moves(moves, device)
+
+
+_captured: dict[int, Tensor] = {}
+"""By address, what a CUDA graph has captured: a replay reads it however long ago that was."""
+
+
+class Exchange(NamedTuple):
+    """What kernels know of a channel."""
+
+    buffers: Tensor
+    """int64 ``[W]``, addresses of the ranks' buffers."""
+    state: Tensor
+    half_elements: int
+    """Of a half of a buffer, a multiple of 64."""
+    dtype: torch.dtype
+    """Of what travels."""
+
+
+def launch_push(source: Tensor, moves: Moves, to: Exchange, scale: float | None = None) -> None:
+    """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' buffers."""
+    _launch_moves(source, to.buffers, moves, to, to.dtype, scale, pushes=True)
+
+
+def launch_collect(
+    buffer: Tensor, stride: int, moves: Moves, arrived: Exchange, out: Tensor
+) -> None:
+    """Move what arrived in this rank's ``buffer``, in rows of ``stride`` elements, to ``out``."""
+    source = buffer.as_strided((1, stride), (stride, 1))
+    _launch_moves(source, out, moves, arrived, out.dtype, None, collects=True)
+
+
+def launch_moves(source: Tensor, moves: Moves, out: Tensor) -> None:
+    """Move within this GPU, from ``source [rows, columns]`` to ``out``."""
+    _launch_moves(source, out, moves, None, out.dtype, None)
+
+
+def _launch_moves(
+    source: Tensor,
+    target: Tensor,
+    moves: Moves,
+    exchange: Exchange | None,
+    dtype: torch.dtype,
+    scale: float | None,
+    *,
+    pushes: bool = False,
+    collects: bool = False,
+) -> None:
+    if moves.most_rows == 0 or moves.most_columns == 0:
+        return
+    columns = min(triton.next_power_of_2(moves.most_columns), 256)
+    rows = _ELEMENTS // columns
+    grid = (
+        moves.num_moves,
+        triton.cdiv(moves.most_rows, rows),
+        triton.cdiv(moves.most_columns, columns),
+    )
+    with torch.cuda.device_of(source):
+        _move_kernel[grid](
+            source,
+            target,
+            moves.on_device(),
+            None if exchange is None else exchange.state,
+            source.stride(0),
+            0 if exchange is None else exchange.half_elements,
+            1.0 if scale is None else scale,
+            PUSHES=pushes,
+            COLLECTS=collects,
+            SCALED=scale is not None,
+            DTYPE=TRITON_DTYPES[dtype],
+            VECTOR=moves.vector,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def launch_meet(
+    own_flags: Tensor,
+    flags: Tensor,
+    state: Tensor,
+    failed: Tensor,
+    rank: int,
+    limit_seconds: float,
+) -> None:
+    """Let the ranks of a channel wait for each other: see :func:`_meet_kernel`.
+
+    Args:
+        own_flags: int32 ``[W]`` of this rank.
+        flags: int64 ``[W]``, addresses of every rank's.
+        failed: int32 ``[1]``, in pinned memory of the host.
+    """
+    num_ranks = flags.numel()
+    with torch.cuda.device_of(own_flags):
+        _meet_kernel[(1,)](
+            own_flags,
+            flags,
+            state,
+            failed,
+            rank,
+            num_ranks,
+            int(limit_seconds * 1e9),
+            BLOCK=triton.next_power_of_2(num_ranks),
+            num_warps=1,
+        )
+
+
+def launch_mean(
+    parts: Tensor, arrived: Exchange, means: Exchange, share: int, num_elements: int, rank: int
+) -> None:
+    """Store the mean of this rank's share into every rank's buffer: see :func:`_mean_kernel`.
+
+    Args:
+        parts: this rank's buffer, of the dtype that travels, whose exchange is over.
+        means: as large a channel.
+        share: elements of each rank's but the last ones', a multiple of 64.
+        num_elements: of this rank's.
+    """
+    if num_elements <= 0:
+        return
+    with torch.cuda.device_of(parts):
+        _mean_kernel[(triton.cdiv(num_elements, _ELEMENTS),)](
+            parts,
+            arrived.state,
+            means.buffers,
+            means.state,
+            share,
+            num_elements,
+            means.half_elements,
+            rank,
+            NUM_RANKS=means.buffers.numel(),
+            BLOCK=_ELEMENTS,
+            num_warps=_NUM_WARPS,
+        )
