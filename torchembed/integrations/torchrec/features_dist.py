@@ -42,9 +42,10 @@ class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         """Where each rank's bags begin, int64 ``[W + 1]``, and the batch size, int64 ``[W]``."""
         if self._sizes is None or self._sizes[0] != batch_size:
             counts = torch.tensor([0, *self.features_per_rank])
+            sizes = torch.full_like(counts[1:], batch_size)
+            # Copied with a wait of the host, so that any stream may read them from now on.
             begins = (counts.cumsum(0) * batch_size).to(device)
-            sizes = torch.full((len(self.features_per_rank),), batch_size, device=device)
-            self._sizes = batch_size, begins, sizes
+            self._sizes = batch_size, begins, sizes.to(device)
         return self._sizes[1:]
 
     def order(self, batch_sizes: list[int], device: torch.device) -> Tensor | None:
