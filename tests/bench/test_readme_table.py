@@ -45,8 +45,9 @@ def test_steps_and_kernels(tmp_path: Path) -> None:
         kernel("torchembed", "update", "Adagrad", 100.4),
         kernel("torchembed", "forward", None, 26.0),
     ]
-    (tmp_path / "b.json").write_text(json.dumps({"rows": steps}))
-    (tmp_path / "a.json").write_text(json.dumps({"rows": kernels}))
+    for name, rows in {"b": steps, "a": kernels}.items():
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
     lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| ")]
     times = "0.50 (0.40 to 0.75) |  | 10.00 (9.90 to 10.25) | 8.00 (7.90 to 8.25) | 16.0 | 0.52"
     assert lines[2:] == [
