@@ -86,7 +86,9 @@ def what_is_installed() -> dict[str, Any]:
         )
         positions = PositionWeightedModuleCollection({"user": 4}, device=torch.device("cpu"))
         module = torch.nn.Sequential(FeatureProcessedEmbeddingBagCollection(bags, positions))
-        wrapped = DistributedModelParallel(module, device=torch.device("cpu"), sharders=sharders)
+        wrapped: Any = DistributedModelParallel(
+            module, device=torch.device("cpu"), sharders=sharders
+        )
         return wrapped.module[0]._embedding_bag_collection
 
     found: dict[str, Any] = {}
@@ -102,7 +104,8 @@ def what_is_installed() -> dict[str, Any]:
     note("installed", lambda: sharded("theirs"))
     note("installed, sequences", lambda: sharded("theirs", is_sequence=True))
     note("installed, processed", lambda: processed(None))
-    fallback = {"fused_params": {"gradient_clipping": True}}
+    note("installed, default sharders", lambda: processed(ours.get_default_sharders()))
+    fallback: dict[str, Any] = {"fused_params": {"gradient_clipping": True}}
     note("installed, clipping", lambda: sharded("theirs", **fallback))
     note("installed, our clipping", lambda: sharded("ours", **fallback))
     ours.uninstall()
@@ -116,6 +119,7 @@ def what_is_refused() -> dict[str, str]:
     import torchrec
 
     from tests.integrations.torchrec.training import IDS
+    from torchembed.integrations.torchrec.run import run
     from torchembed.integrations.torchrec.versions import check_version
 
     batches = torchrec.KeyedJaggedTensor(
@@ -129,6 +133,9 @@ def what_is_refused() -> dict[str, str]:
     for name, call in {
         "variable batches": lambda: sharded()(batches),
         "variable batches of sequences": lambda: sharded(is_sequence=True)(batches),
+        "no script": lambda: run([]),
+        "no module": lambda: run(["-m"]),
+        "another option": lambda: run(["--help"]),
         "old": lambda: check_version("1.5.0"),
         "new": lambda: check_version("1.10.0"),
         "right": lambda: [check_version(v) for v in ("1.6.1", "1.7.0", "1.8.0", "1.9.0")],
@@ -136,7 +143,7 @@ def what_is_refused() -> dict[str, str]:
         try:
             call()
             found[name] = ""
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -185,6 +192,7 @@ def test_install_replaces_the_two_sharders_and_nothing_within_other_modules(
         "installed": OURS,
         "installed, sequences": OURS,
         "installed, processed": bags,
+        "installed, default sharders": bags,
         "installed, clipping": bags,
         "installed, our clipping": bags,
         "uninstalled": bags,
@@ -194,6 +202,7 @@ def test_install_replaces_the_two_sharders_and_nothing_within_other_modules(
     assert {name: len(each) for name, each in lines.items() if each} == {
         "default sharders": 1,
         "installed, processed": 1,
+        "installed, default sharders": 1,
         "installed, clipping": 1,
         "installed, our clipping": 1,
     }
@@ -207,6 +216,10 @@ def test_install_replaces_the_two_sharders_and_nothing_within_other_modules(
         (
             "variable batches of sequences",
             "NotImplementedError: features must have one batch size for all keys",
+        ),
+        *(
+            (name, r"SystemExit: usage: .*run \(script\.py \| -m module\)")
+            for name in ("no script", "no module", "another option")
         ),
         ("old", r"ImportError: .* needs TorchRec 1\.6 to 1\.9, got 1\.5\.0; install one of these"),
         ("new", r"ImportError: .* needs TorchRec 1\.6 to 1\.9, got 1\.10\.0; install one of these"),

@@ -1,6 +1,5 @@
 """Our sharding wherever TorchRec's two sharders are used, without a changed line."""
 
-import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +8,15 @@ from torchrec.distributed import sharding_plan
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from torchembed.integrations.torchrec.sharders import announcing, shard_bags, shard_sequences
+from torchembed.integrations.torchrec.sharders import (
+    announcing,
+    shard_bags,
+    shard_sequences,
+    within_torchrec,
+)
 
 _replaced: dict[type, Callable[..., Any]] = {}
 """The sharders whose ``shard`` is not TorchRec's now, and what it was."""
-
-_within_torchrec = contextvars.ContextVar("_within_torchrec", default=False)
-"""True while TorchRec shards a module as a whole, the collections in it included."""
 
 
 def install() -> None:
@@ -46,7 +47,7 @@ def _replace(kind: Any, ours: Callable[..., Any]) -> None:
 
     @functools.wraps(theirs)
     def shard(self: Any, *args: Any, **named: Any) -> Any:
-        return (theirs if _within_torchrec.get() else ours)(self, *args, **named)
+        return (theirs if within_torchrec.get() else ours)(self, *args, **named)
 
     kind.shard = shard
 
@@ -56,10 +57,6 @@ def _keep_whole(kind: Any) -> None:
 
     @functools.wraps(theirs)
     def shard(self: Any, *args: Any, **named: Any) -> Any:
-        token = _within_torchrec.set(True)
-        try:
-            return announcing(functools.partial(theirs, self))(*args, **named)
-        finally:
-            _within_torchrec.reset(token)
+        return announcing(functools.partial(theirs, self))(*args, **named)
 
     kind.shard = shard

@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> None:
     """Run ``arguments``: a script's path or ``-m`` and a module, then its own arguments."""
     is_module = arguments[:1] == ["-m"]
     sys.argv = arguments[1:] if is_module else arguments
-    if not sys.argv:
+    if not sys.argv or sys.argv[0].startswith("-"):
         raise SystemExit(USAGE)
     install()
     if is_module:

@@ -1,5 +1,7 @@
 """Sharders for ``DistributedModelParallel``, and what TorchRec keeps for itself."""
 
+import contextvars
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -24,6 +26,9 @@ from torchembed.integrations.torchrec.sharded import (
 )
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
+
+within_torchrec = contextvars.ContextVar("within_torchrec", default=False)
+"""True while TorchRec shards a module as a whole, the collections in it included."""
 
 # Taken on import, since install() replaces them.
 _torchrec_shard_bags = TorchrecEmbeddingBagCollectionSharder.shard
@@ -136,8 +141,10 @@ class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
 
 
 def announcing(shard: Callable[..., Any]) -> Callable[..., Any]:
-    """``shard`` of another sharder of TorchRec's, bound, which says that it was used."""
+    """``shard`` of another sharder of TorchRec's, bound, which says that it was used, once for a
+    module and all that is in it."""
 
+    @functools.wraps(shard)
     def announced(
         module: nn.Module,
         params: Any,
@@ -145,9 +152,15 @@ def announcing(shard: Callable[..., Any]) -> Callable[..., Any]:
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
+        if within_torchrec.get():
+            return shard(module, params, env, device, module_fqn)
         reason = "only EmbeddingBagCollection and EmbeddingCollection are ours"
         announce_fallback(env, module, module_fqn, reason)
-        return shard(module, params, env, device, module_fqn)
+        token = within_torchrec.set(True)
+        try:
+            return shard(module, params, env, device, module_fqn)
+        finally:
+            within_torchrec.reset(token)
 
     return announced
 
