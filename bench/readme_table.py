@@ -44,29 +44,30 @@ def with_tables(readme: str, written: str) -> str:
 
 def _train_step(rows: Sequence[Row]) -> str:
     """A line for each setting that torchembed was measured in."""
-    lines, found = (
-        [],
-        _by(rows, ("num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")),
-    )
-    for (num_gpus, gpu, size, ids, optimizer, max_rows), systems in found.items():
+    # By file, too: what is compared comes from one run.
+    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
+    precision = _only(row["precision"] for row in rows if row["system"] == "torchembed")
+    lines, found = [], _by(rows, keys)
+    for (_, num_gpus, gpu, size, ids, optimizer, max_rows), systems in found.items():
         ours = systems.get("torchembed", {})
         if "ms_median" not in ours:
             continue
         peers = {name: systems[name]["ms_median"] for name in _PEERS if _is_shown(systems, name)}
         cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
-        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}", _spread(ours)]
+        way = ", push" if ours.get("transport") == "push" else ""
+        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}{way}", _spread(ours)]
         line.append(_spread(systems.get("torchembed_tf32", {})))
         line += [_spread(systems.get(name, {})) for name in _PEERS]
         line.append(f"{min(peers.values()) / ours['ms_median']:.1f}" if peers else "")
         line.append(f"{ours['floor_fraction']:.2f}" if "floor_fraction" in ours else "")
         lines.append(line)
-    head = ["GPUs, samples", f"torchembed {rows[0]['precision']}", "torchembed tf32"]
+    head = ["GPUs, samples", f"torchembed {precision}", "torchembed tf32"]
     head += [*_PEERS.values(), "times faster", "of the floor"]
     return _text(
         "A step of MLPerf's DLRM-DCNv2 in milliseconds, median (least to most), by "
         f"`torchrun -m bench.train_step` ({_files(rows)}). Times faster is TorchRec's better time "
-        "over our bf16 in the same run; it runs in tf32. The floor is what bytes, FLOPs and wires "
-        "allow:",
+        f"over our {precision} in the same run; it runs in tf32. The floor is what bytes, FLOPs "
+        "and wires allow:",
         head,
         lines,
     )
@@ -99,7 +100,8 @@ def _kernels(rows: Sequence[Row]) -> str:
     return _text(
         "Lookups and row updates of MLPerf's tables, cut to 8 M rows, in microseconds; in brackets "
         f"over FBGEMM's time in the same run, by `python -m bench.kernels` ({_files(rows)}) on one "
-        f"{rows[0]['gpu']}. An update is the part of a backward that needs the gradient:",
+        f"{_only(row['gpu'] for row in rows)}. An update is the part of a backward that needs the "
+        "gradient:",
         head,
         lines,
     )
@@ -130,7 +132,7 @@ def _dense(rows: Sequence[Row]) -> str:
     return _text(
         "The dense part of MLPerf's DLRM-DCNv2, forward and backward in a CUDA graph, and its "
         f"optimizers, in milliseconds, by `python -m bench.dense` ({_files(rows)}) on one "
-        f"{rows[0]['gpu']}:",
+        f"{_only(row['gpu'] for row in rows)}:",
         ["", *names.values()],
         lines,
     )
@@ -146,6 +148,14 @@ def _by(
             systems = found.setdefault(tuple(row[key] for key in keys), {})
             systems.setdefault(row["system"], row)
     return found
+
+
+def _only(values: Iterable[str]) -> str:
+    """What a sentence says of all rows alike."""
+    found = sorted(set(values))
+    if len(found) != 1:
+        raise ValueError(f"bench/results must hold one of {', '.join(found)} in a table; move rows")
+    return found[0]
 
 
 def _files(rows: Sequence[Row]) -> str:
