@@ -118,6 +118,7 @@ class Bench:
                     f"{setting.batch_size:5d} {setting.ids:8} {name}: left out, the budget is spent"
                 )
                 continue
+            torch.backends.cuda.matmul.allow_tf32 = own.precision != "fp32"
             start = time.perf_counter()
             system = make_system(name, own, dense)
             row = self._measure(name, system, own, batches, expected, start)
@@ -318,7 +319,6 @@ def main() -> None:
     # What sharding takes of the memory.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torchembed").setLevel(logging.INFO)
-    torch.backends.cuda.matmul.allow_tf32 = config.precision != "fp32"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     bench = Bench(config, device)
     bench.run()
