@@ -11,10 +11,10 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), 
 
 
 def test_readme_has_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["torchrun", "drop_in"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["torchrun", "drop_in", "torchrec"])
 def test_readme_example_runs(example: str, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(example)
