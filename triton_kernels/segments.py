@@ -108,7 +108,7 @@ def _library_sort(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _cuda_sort(device: torch.device) -> Sort | None:
+def library_sort_on(device: torch.device) -> Sort | None:
     """The library's sort; None where it was built without CUDA, is not loaded or does not run."""
     has_sort = device.type == "cuda" and hasattr(torch.ops.torchembed_native, "sort_rows")
     return _that_runs(_library_sort, device) if has_sort else None
@@ -135,7 +135,7 @@ def _sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     if num_rows >= 2**31:
         sorted_rows, order = torch.sort(rows, stable=True)
         return sorted_rows, order
-    sort = _cuda_sort(rows.device)
+    sort = library_sort_on(rows.device)
     if sort is not None:
         return sort(rows, num_rows)
     sorted_rows, order = torch.sort(rows.to(torch.int32), stable=True)

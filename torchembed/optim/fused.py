@@ -252,7 +252,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         multiplier: Tensor | None,
         skip: Tensor | None,
     ) -> None:
-        entry.wait()
         weight, group = table_group.weight, self.param_groups[index]
         multiplier = None if multiplier is None else multiplier.to(weight.device)
         skip = None if skip is None else skip.to(weight.device)

@@ -141,15 +141,15 @@ class JaggedStep:
         )
         return JaggedBatch(batch, self._worker.submit(task))
 
-    def observe(self, batch: Any) -> JaggedOutcome:
+    def observe(self, source: Any) -> JaggedOutcome:
         """Train the first batch, from wherever it is."""
         with self._on_its_stream():
-            batch = to_device(batch, self._device)
+            batch = to_device(source, self._device)
             with observed_calls(self._model, batch) as self._calls:
                 outcome = eager_step(
                     self._model, self._compute_loss, self._optimizers, batch, self._group
                 )
-        return JaggedOutcome(*outcome, held=batch)
+        return JaggedOutcome(*outcome, held=source)
 
     def run(self, now: JaggedBatch, following: JaggedBatch | None) -> JaggedOutcome:
         """Train ``now``, and send the ids of ``following``.

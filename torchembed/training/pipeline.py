@@ -70,7 +70,7 @@ class TrainPipeline:
             ``[B, 1]``; where ``loss_fn`` is None, ``model(batch)``, gives its loss, or a tuple of
             the loss and what else there is, as TorchRec's models for training do.
         loss_fn: ``(logits [B], labels [B])`` to their mean loss.
-        optimizers: of all parameters; where steps are captured, tables are updated first.
+        optimizers: of all parameters; captured steps update in an order of their own.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
         capture: False for eager steps only.
@@ -288,11 +288,12 @@ class TrainPipeline:
 
     def _jagged_step(self, now: Upcoming) -> StepResult:
         if self._jagged is None:
-            self._jagged = JaggedStep(
+            jagged = JaggedStep(
                 self.model, self._compute_loss, self.optimizers, self.device, self._group
             )
-            self._num_jagged_steps = 0
-            outcome = self._jagged.observe(now.batch)
+            outcome = jagged.observe(now.batch)
+            # Only now: one that failed before has not seen all calls.
+            self._jagged, self._num_jagged_steps = jagged, 0
         else:
             assert now.jagged is not None
             if self._num_jagged_steps == _WARM_UP_STEPS and self._captures_dense:

@@ -30,11 +30,6 @@ def check_cpu_backend() -> None:
         )
 
 
-def wait_for_all() -> None:
-    """Return once every rank is here."""
-    any_rank(False)
-
-
 def any_rank(flag: bool) -> bool:
     """True where ``flag`` is on some rank; every rank must call it."""
     return any_rank_each(flag)[0]

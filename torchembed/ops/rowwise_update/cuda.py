@@ -24,7 +24,11 @@ def _num_blocks(device: torch.device) -> int:
 
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _OLDEST_GPU
+    """Where the library's sort does, too: the driver is not older than the compiler of both."""
+    from torchembed.triton_kernels.segments import library_sort_on
+
+    is_new_enough = torch.cuda.get_device_capability(device) >= _OLDEST_GPU
+    return is_new_enough and library_sort_on(device) is not None
 
 
 def _launch_update_rows(
