@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class WireTransport(enum.Enum):
-    """How pooled vectors and their gradients travel. Results are the same, bit for bit.
+    """How pooled vectors and their gradients travel, and dense gradients for their mean. Vectors
+    and their gradients are the same, bit for bit; means may be summed in another order.
 
     ``COLLECTIVE``: by the process group's all-to-all, NCCL's on GPUs; anywhere.
 
