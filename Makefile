@@ -52,7 +52,7 @@ train: $(READY) ## Train RECIPE on RANKS processes
 test: $(READY) ## Run the CPU suite in each of its lanes
 	@$(call checked,test)
 	$(strip $(NATIVE_LANE) $(PYTEST))
-	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) tests/ops tests/triton_kernels
+	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) tests/ops tests/triton_kernels tests/sharding/test_push.py
 	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(PYTEST) tests/ops
 
 .PHONY: lint

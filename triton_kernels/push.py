@@ -176,13 +176,14 @@ def _mean_kernel(
     parts = parts_ptr + (tl.load(parts_state_ptr) % 2) * half_elements + offset
     total = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(NUM_RANKS):
-        total += as_float32(tl.load(parts + source * share, mask=inside, other=0.0))
+        first = tl.cast(share, tl.int64) * source
+        total += as_float32(tl.load(parts + first, mask=inside, other=0.0))
     DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
     mean = round_to_nearest(tl.div_rn(total, tl.full([BLOCK], NUM_RANKS, tl.float32)), DTYPE)
     for turn in tl.static_range(NUM_RANKS):
         peer = (rank + 1 + turn) % NUM_RANKS
         means = pushed_to(means_ptr, peer, means_state_ptr, half_elements, DTYPE)
-        tl.store(means + rank * share + offset, mean, mask=inside)
+        tl.store(means + tl.cast(share, tl.int64) * rank + offset, mean, mask=inside)
 
 
 class Moves:

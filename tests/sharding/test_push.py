@@ -57,6 +57,23 @@ class MappedMemory:
         return maps[rank], [memory.data_ptr() for memory in maps]
 
 
+def sharded_model(
+    case: Case,
+    wire: WirePrecision,
+    device_type: str,
+    transport: WireTransport,
+    memory: MappedMemory | None,
+) -> Any:
+    """The model of ``case``; with ``memory`` it pushes on the CPU."""
+    model: Any = make_model(case, "meta")
+    mesh, plan = made_mesh(device_type, 1), case.plan(dist.get_world_size())
+    torchembed.shard_embeddings(model, mesh, plan, wire=wire, transport=transport)
+    if memory is not None:
+        domain = PushDomain(mesh.get_group(), torch.device("cpu"), allocate=memory)
+        model.tables._push = model.tables._pooled_push(domain)
+    return model
+
+
 def vectors_and_gradients(
     pairs: list[tuple[Case, WirePrecision]],
     device_type: str,
@@ -67,12 +84,7 @@ def vectors_and_gradients(
     backward but the last two, whose backwards come together; and the gradients of all weights."""
     found = []
     for case, wire in pairs:
-        model: Any = make_model(case, "meta")
-        mesh, plan = made_mesh(device_type, 1), case.plan(dist.get_world_size())
-        torchembed.shard_embeddings(model, mesh, plan, wire=wire, transport=transport)
-        if memory is not None:
-            domain = PushDomain(mesh.get_group(), torch.device("cpu"), allocate=memory)
-            model.tables._push = model.tables._pooled_push(domain)
+        model = sharded_model(case, wire, device_type, transport, memory)
         arrays, losses = [], []
         for step in range(4):
             batch = make_batch(case, dist.get_rank(), step).to(device_type)
@@ -130,12 +142,29 @@ def assert_means(of_ranks: list[list[np.ndarray]]) -> None:
             np.testing.assert_array_equal(numbers, expected.numpy())
 
 
-def on_a_rank(folder: str) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]], list[Any]]:
-    """By the all-to-all, and by push; and means."""
+def refusal(memory: MappedMemory) -> str:
+    """What a collection says that is called for a batch beside the one that was looked up ahead."""
+    collective = WireTransport.COLLECTIVE
+    tables = sharded_model(CASES[0], WirePrecision(), "cpu", collective, memory).tables
+    ahead, beside = (make_batch(CASES[0], dist.get_rank(), step) for step in range(2))
+    with tables.handing_over([tables.look_up(tables.prepare(ahead))]):
+        tables(ahead)
+        try:
+            tables(beside)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def on_a_rank(
+    folder: str,
+) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]], list[Any], str]:
+    """By the all-to-all, and by push; means; and what is refused."""
     pairs, collective = list(zip(CASES, WIRES, strict=True)), WireTransport.COLLECTIVE
     plain = vectors_and_gradients(pairs, "cpu", collective)
     memory = MappedMemory(folder)
-    return plain, vectors_and_gradients(pairs, "cpu", collective, memory), means(memory)
+    pushed = vectors_and_gradients(pairs, "cpu", collective, memory)
+    return plain, pushed, means(memory), refusal(memory)
 
 
 def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarray]]) -> None:
@@ -148,9 +177,14 @@ def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarra
 @pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
 def test_push_equals_the_all_to_all_and_takes_means(tmp_path: Path) -> None:
     of_ranks = run_on_ranks(2, on_a_rank, str(tmp_path))
-    for plain, pushed, _ in of_ranks:
+    for plain, pushed, _, refused in of_ranks:
         assert_same_arrays(plain, pushed)
-    assert_means([found for *_, found in of_ranks])
+        assert re.match(
+            r"with WireTransport\.PUSH a collection must be called with the batch's own tensors "
+            r"in the steps of a TrainPipeline, got others beside them; shard with ",
+            refused,
+        )
+    assert_means([found for _, _, found, _ in of_ranks])
 
 
 def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | None = None) -> str:

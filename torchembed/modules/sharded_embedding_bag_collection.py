@@ -147,6 +147,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _pushed_values(self, lookups: "_Lookups", push: PooledPush) -> Tensor:
         """The vectors of all slots side by side, by push: each stored where it belongs."""
+        if any(prepared.vectors is not None for prepared in self._handed_over):
+            # The two lookups would be on two streams, and share a channel.
+            raise RuntimeError(
+                "with WireTransport.PUSH a collection must be called with the batch's own tensors "
+                "in the steps of a TrainPipeline, got others beside them; shard with "
+                "WireTransport.COLLECTIVE, or make the pipeline with capture=False"
+            )
         assert lookups.route is not None
         assert lookups.sharded is not None
         others: list[tuple[Tensor, list[Piece]]] = []
