@@ -8,12 +8,7 @@ from torchrec.distributed import sharding_plan
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from torchembed.integrations.torchrec.sharders import (
-    announcing,
-    shard_bags,
-    shard_sequences,
-    within_torchrec,
-)
+from torchembed.integrations.torchrec import sharders
 
 _replaced: dict[type, Callable[..., Any]] = {}
 """The sharders whose ``shard`` is not TorchRec's now, and what it was."""
@@ -28,8 +23,8 @@ def install() -> None:
     """
     if _replaced:
         return
-    _replace(EmbeddingBagCollectionSharder, shard_bags)
-    _replace(EmbeddingCollectionSharder, shard_sequences)
+    _replace(EmbeddingBagCollectionSharder, sharders.EmbeddingBagCollectionSharder.shard)
+    _replace(EmbeddingCollectionSharder, sharders.EmbeddingCollectionSharder.shard)
     for sharder in sharding_plan.get_default_sharders():
         if type(sharder) not in _replaced:
             _keep_whole(type(sharder))
@@ -47,7 +42,7 @@ def _replace(kind: Any, ours: Callable[..., Any]) -> None:
 
     @functools.wraps(theirs)
     def shard(self: Any, *args: Any, **named: Any) -> Any:
-        return (theirs if within_torchrec.get() else ours)(self, *args, **named)
+        return (theirs if sharders.within_torchrec.get() else ours)(self, *args, **named)
 
     kind.shard = shard
 
@@ -57,6 +52,6 @@ def _keep_whole(kind: Any) -> None:
 
     @functools.wraps(theirs)
     def shard(self: Any, *args: Any, **named: Any) -> Any:
-        return announcing(functools.partial(theirs, self))(*args, **named)
+        return sharders.announcing(functools.partial(theirs, self))(*args, **named)
 
     kind.shard = shard

@@ -44,62 +44,6 @@ def announce_fallback(env: ShardingEnv, module: nn.Module, name: str | None, rea
         )
 
 
-def shard_bags(
-    sharder: Any,
-    module: EmbeddingBagCollection,
-    params: dict[str, ParameterSharding],
-    env: ShardingEnv,
-    device: torch.device | None = None,
-    module_fqn: str | None = None,
-) -> Any:
-    """``sharder.shard`` for an ``EmbeddingBagCollection``."""
-    groups = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
-        module, params, "embedding_bags.", sharder.fused_params
-    )
-    reason = unsupported(params, itertools.chain(*groups.values()), env, device)
-    if reason is not None:
-        announce_fallback(env, module, module_fqn, reason)
-        return _torchrec_shard_bags(sharder, module, params, env, device, module_fqn)
-    return ShardedEmbeddingBagCollection(
-        module=module,
-        table_name_to_parameter_sharding=params,
-        env=env,
-        fused_params=sharder.fused_params,
-        device=device,
-        qcomm_codecs_registry=sharder.qcomm_codecs_registry,
-        module_fqn=module_fqn,
-        sharded_module_order_overwrite=sharder._sharded_module_order_overwrite,
-    )
-
-
-def shard_sequences(
-    sharder: Any,
-    module: EmbeddingCollection,
-    params: dict[str, ParameterSharding],
-    env: ShardingEnv,
-    device: torch.device | None = None,
-    module_fqn: str | None = None,
-) -> Any:
-    """``sharder.shard`` for an ``EmbeddingCollection``."""
-    groups = ShardedEmbeddingCollection.create_grouped_sharding_infos(
-        module, params, sharder.fused_params
-    )
-    reason = unsupported(params, itertools.chain(*groups.values()), env, device)
-    if reason is not None:
-        announce_fallback(env, module, module_fqn, reason)
-        return _torchrec_shard_sequences(sharder, module, params, env, device, module_fqn)
-    return ShardedEmbeddingCollection(
-        module,
-        params,
-        env,
-        sharder.fused_params,
-        device,
-        qcomm_codecs_registry=sharder.qcomm_codecs_registry,
-        use_index_dedup=sharder._use_index_dedup,
-        module_fqn=module_fqn,
-    )
-
-
 class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
     """Shards ``EmbeddingBagCollection`` over our tables, with TorchRec's plans and checkpoints.
 
@@ -115,7 +59,23 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        return shard_bags(self, module, params, env, device, module_fqn)
+        groups = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
+            module, params, "embedding_bags.", self.fused_params
+        )
+        reason = unsupported(params, itertools.chain(*groups.values()), env, device)
+        if reason is not None:
+            announce_fallback(env, module, module_fqn, reason)
+            return _torchrec_shard_bags(self, module, params, env, device, module_fqn)
+        return ShardedEmbeddingBagCollection(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
+        )
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
@@ -133,7 +93,23 @@ class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        return shard_sequences(self, module, params, env, device, module_fqn)
+        groups = ShardedEmbeddingCollection.create_grouped_sharding_infos(
+            module, params, self.fused_params
+        )
+        reason = unsupported(params, itertools.chain(*groups.values()), env, device)
+        if reason is not None:
+            announce_fallback(env, module, module_fqn, reason)
+            return _torchrec_shard_sequences(self, module, params, env, device, module_fqn)
+        return ShardedEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+        )
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingCollection]:
