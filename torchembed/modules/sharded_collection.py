@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
-from torchembed.modules.collection import Collection
+from torchembed.modules.collection import Collection, FeatureSlots
+from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.slots import SlotName, Slots, checked_rows
 from torchembed.modules.table_module import TableWeight
@@ -97,13 +98,7 @@ class ShardedCollection(PreparingModule):
         self, source: Collection, plans: Sequence[TablePlan], ranks: Ranks, device: torch.device
     ) -> None:
         super().__init__()
-        self._configs = source._configs
-        self._feature_slots = source._feature_slots
-        self._on_bad_id = source._on_bad_id
-        self._plans = list(plans)
-        self._ranks = ranks
-        self.bad_ids = BadIdReport()
-
+        self._settle(source._configs, plans, ranks, source._on_bad_id)
         self._local: dict[int, Table] = {}
         for number, (table, plan) in enumerate(zip(source._tables, plans, strict=True)):
             local = _local_table(table.spec, plan, ranks)
@@ -117,8 +112,25 @@ class ShardedCollection(PreparingModule):
             local.parameter.requires_grad_(source._tables[number].parameter.requires_grad)
         if not source._tables[0].parameter.is_meta:
             self._copy_rows(source)
+        self._assign_slots(device)
 
-        tables = self._feature_slots.tables
+    def _settle(
+        self,
+        configs: Sequence[EmbeddingConfig],
+        plans: Sequence[TablePlan],
+        ranks: Ranks,
+        on_bad_id: OnBadId,
+    ) -> None:
+        """Take what every rank has alike: whole tables, and where they are."""
+        self._configs = list(configs)
+        self._feature_slots = FeatureSlots(configs)
+        self._plans = list(plans)
+        self._ranks, self._on_bad_id = ranks, on_bad_id
+        self.bad_ids = BadIdReport()
+
+    def _assign_slots(self, device: torch.device) -> None:
+        """Find out which slots travel, once this rank's tables are held."""
+        tables, plans = self._feature_slots.tables, self._plans
         is_replicated = [plans[t].placement is Placement.DATA_PARALLEL for t in tables]
         self._replicated_slots = [s for s, replicated in enumerate(is_replicated) if replicated]
         self._sharded_slots = [s for s, replicated in enumerate(is_replicated) if not replicated]
@@ -128,12 +140,15 @@ class ShardedCollection(PreparingModule):
             [self._feature_slots.features[s] for s in self._replicated_slots],
             OnBadId.ZERO,
         )
-        specs = [table.spec for table in source._tables]
         self._slot_names = [
-            SlotName(specs[t].name, feature, specs[t].num_rows)
+            SlotName(self._configs[t].name, feature, self._configs[t].num_embeddings)
             for t, feature in zip(tables, self._feature_slots.features, strict=True)
         ]
         self._num_rows = self._rows_of_slots(device)
+
+    def _table_of(self, part: SlotPart) -> Table:
+        """What this rank holds of a part."""
+        return self._local[self._feature_slots.tables[part.slot]]
 
     def _sharded_parts(self) -> list[SlotPart]:
         """The parts of all sharded slots, slot by slot and from left to right."""
@@ -142,13 +157,12 @@ class ShardedCollection(PreparingModule):
 
     def _travellers(self, parts: list[SlotPart]) -> Travellers:
         """The layout of ``parts`` over the ranks and the lookups of this rank's blocks of them."""
-        tables = self._feature_slots.tables
         layout = Layout(parts, self._ranks.mesh.size())
-        mine = [parts[block.part].slot for block in layout.blocks[self._ranks.rank]]
+        mine = [parts[block.part] for block in layout.blocks[self._ranks.rank]]
         local = Slots(
             self._table_set,
-            [self._local[tables[s]] for s in mine],
-            [self._feature_slots.features[s] for s in mine],
+            [self._table_of(part) for part in mine],
+            [self._feature_slots.features[part.slot] for part in mine],
             OnBadId.ZERO,  # ids outside a shard's rows are other ranks'; bad ones were found before
         )
         return Travellers(parts, layout, local)

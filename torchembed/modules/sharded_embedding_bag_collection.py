@@ -49,14 +49,20 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     ) -> None:
         super().__init__(source, plans, ranks, device)
         self.embedding_bags = self._table_weights()
-        self._is_weighted = source._is_weighted
-        self._output_dtype = source._output_dtype
-        self._weight_form = source._weight_form
+        self._look_up_as(source._is_weighted, source._output_dtype, source._weight_form)
+
+    def _look_up_as(
+        self, is_weighted: bool, output_dtype: torch.dtype, weight_form: WeightGradient
+    ) -> None:
+        """Lay lookups out, once slots are assigned."""
+        self._is_weighted = is_weighted
+        self._output_dtype, self._weight_form = output_dtype, weight_form
         self._sharded = self._travellers(self._sharded_parts())
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
         self._poolings = [config.pooling for config in slot_configs]
-        self._push = None if ranks.push is None else self._pooled_push(ranks.push)
+        domain = self._ranks.push
+        self._push = None if domain is None else self._pooled_push(domain)
 
     def _pooled_push(self, domain: PushDomain) -> PooledPush:
         """What pushes vectors to their places among the values, but those of several shards, and

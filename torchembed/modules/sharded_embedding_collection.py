@@ -47,8 +47,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
     ) -> None:
         super().__init__(source, plans, ranks, device)
         self.embeddings = self._table_weights()
-        self._output_dtype = source._output_dtype
-        self._weight_form = source._weight_form
+        self._look_up_as(source._output_dtype, source._weight_form)
+
+    def _look_up_as(self, output_dtype: torch.dtype, weight_form: WeightGradient) -> None:
+        """Lay lookups out, once slots are assigned."""
+        self._output_dtype, self._weight_form = output_dtype, weight_form
         by_width: dict[int, list[SlotPart]] = {}
         for part in self._sharded_parts():
             by_width.setdefault(part.num_columns, []).append(part)

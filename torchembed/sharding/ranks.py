@@ -1,6 +1,7 @@
 """The ranks that share a model's tables: their mesh, and the meshes of some of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,9 @@ class Ranks:
         # A mesh of some processes is made by these alone.
         is_part = mesh.size() < dist.get_world_size()
         members = mesh.mesh.tolist()
-        self.gradient_group = dist.new_group(members, use_local_synchronization=is_part)
+        self.gradient_group = dist.new_group(
+            members, backend=_backend_of(self.group), use_local_synchronization=is_part
+        )
         self.sizes_group = dist.new_group(
             members, backend="gloo", use_local_synchronization=is_part
         )
@@ -148,6 +151,12 @@ class Ranks:
         mesh = self._meshes.get(_ranks_of(plan), self.mesh)
         assert mesh is not None
         return mesh
+
+
+def _backend_of(group: Any) -> str | None:
+    """The backends of ``group`` where they are not the default's."""
+    backends = dist.get_backend_config(group)
+    return None if backends == dist.get_backend_config() else backends
 
 
 def _refuse_maximum(_: Tensor) -> None:

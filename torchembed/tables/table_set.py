@@ -40,6 +40,24 @@ class TableSet:
         self._formed_for = self._parameters_now()
         self.fill_initial_rows()
 
+    @classmethod
+    def over(cls, groups: Sequence[TableGroup]) -> "TableSet":
+        """The tables of ``groups``, which stay as they are, weights and optimizer states too.
+
+        A table gets a parameter of its own, which trains, over its group's weight.
+        """
+        made = cls.__new__(cls)
+        made.groups, made.tables, made.lookup_keys = list(groups), [], []
+        for number, group in enumerate(groups):
+            for table in group.tables:
+                table.owner = made
+                table.parameter = nn.Parameter(group.table_rows(group.weight, table))
+                made.tables.append(table)
+                made.lookup_keys.append(number)
+            group.point_parameters()
+        made._formed_for = made._parameters_now()
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles form their groups anew, without optimizer state."""
         return {**vars(self), "groups": [], "_formed_for": None}

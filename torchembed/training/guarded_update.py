@@ -17,11 +17,12 @@ def follows_replays(optimizer: torch.optim.Optimizer) -> bool:
     """
     if hasattr(optimizer, "before_replay"):
         return True
-    return all(
+    follow = [
         group.get("capturable") and isinstance(lr := group["lr"], Tensor) and lr.device == p.device
         for group in optimizer.param_groups
         for p in group["params"]
-    )
+    ]
+    return bool(follow) and all(follow)
 
 
 def before_replay(optimizer: torch.optim.Optimizer) -> None:

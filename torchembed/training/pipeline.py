@@ -134,6 +134,21 @@ class TrainPipeline:
             Exception: what reading a batch raised, once those before it are trained; of several
                 ranks at the next call, since the others may wait for this one to read.
         """
+        now = self._next(batches)
+        result = self._step(now)
+        self._read_ahead()
+        return result
+
+    def take(self, batches: Iterator[Any]) -> Any:
+        """The batch that :meth:`progress` would train next, on the device, which it is not trained
+        with; arguments and errors are the same."""
+        now = self._next(batches)
+        self._prepared = None
+        batch = to_device(now.batch, self.device)
+        self._read_ahead()
+        return batch
+
+    def _next(self, batches: Iterator[Any]) -> Upcoming:
         self._upcoming.follow(batches)
         self._upcoming.check()
         self._in_flight.wait_until(_STEPS_AHEAD - 1)
@@ -145,12 +160,13 @@ class TrainPipeline:
         if now is None:
             self.check_ids()
             raise StopIteration
-        result = self._step(now)
+        return now
+
+    def _read_ahead(self) -> None:
         if self._captures:
             with record_function("torchembed: copy"):
                 self._upcoming.fill(2, self._taken_in)
                 self._announce_read()
-        return result
 
     def _step(self, now: Upcoming) -> StepResult:
         if self._captures:

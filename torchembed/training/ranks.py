@@ -21,9 +21,27 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+_made: list[Any] = []
+"""The default process group that carries no CPU tensors, and the group made beside it."""
+
+
+def make_cpu_group() -> None:
+    """Where the process group carries no CPU tensors, make one beside it that does, for what ranks
+    tell each other from now on; collective."""
+    if dist.is_initialized() and "cpu:" not in dist.get_backend_config() and _group() is None:
+        _made[:] = dist.group.WORLD, dist.new_group(backend="gloo")
+
+
+def _group() -> Any:
+    """For CPU tensors; None for the default one."""
+    return _made[1] if _made and _made[0] is dist.group.WORLD else None
+
+
 def check_cpu_backend() -> None:
     """Raise ``RuntimeError`` where the process group cannot carry CPU tensors."""
-    if dist.is_initialized() and "cpu:" not in (backends := dist.get_backend_config()):
+    if not dist.is_initialized() or _group() is not None:
+        return
+    if "cpu:" not in (backends := dist.get_backend_config()):
         raise RuntimeError(
             "the process group must carry CPU tensors beside the device's, got the backends "
             f"{backends}; call init_process_group(backend='cpu:gloo,cuda:nccl')"
@@ -40,7 +58,7 @@ def any_rank_each(*flags: bool) -> list[bool]:
     if world_size() == 1:
         return list(flags)
     numbers = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=_group())
     return [bool(number) for number in numbers]
 
 
@@ -50,7 +68,7 @@ def start_all_ranks(*flags: bool) -> Callable[[], list[bool]]:
     if world_size() == 1:
         return lambda: list(flags)
     numbers = torch.tensor(flags, dtype=torch.int32)
-    work = dist.all_reduce(numbers, dist.ReduceOp.MIN, async_op=True)
+    work = dist.all_reduce(numbers, dist.ReduceOp.MIN, group=_group(), async_op=True)
 
     def finish() -> list[bool]:
         if work is not None:
@@ -64,7 +82,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of every rank's ``values``, on the CPU in float64; every rank must call it."""
     total = values.detach().to("cpu", torch.float64)
     if world_size() > 1:
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=_group())
     return total
 
 

@@ -131,10 +131,29 @@ class Sequences(nn.Module):
     def forward(self, dense: Tensor, features: Any) -> Tensor:
         sums = [dense]
         for jagged in self.sparse(features).values():
-            samples = torch.arange(BATCH_SIZE, device=dense.device)
+            samples = torch.arange(len(dense), device=dense.device)
             samples = samples.repeat_interleave(jagged.lengths())
-            sums.append(dense.new_zeros(BATCH_SIZE, DIM).index_add(0, samples, jagged.values()))
+            sums.append(dense.new_zeros(len(dense), DIM).index_add(0, samples, jagged.values()))
         return self.over(torch.cat(sums, dim=1)).squeeze(1)
+
+
+class BagsForTraining(Bags):
+    """In the form that TorchRec's pipelines train: a batch to its loss and what else there is."""
+
+    def forward(self, batch: Any) -> Any:  # type: ignore[override]
+        return _with_loss(super().forward(batch.dense_features, batch.sparse_features), batch)
+
+
+class SequencesForTraining(Sequences):
+    """Likewise."""
+
+    def forward(self, batch: Any) -> Any:  # type: ignore[override]
+        return _with_loss(super().forward(batch.dense_features, batch.sparse_features), batch)
+
+
+def _with_loss(logits: Tensor, batch: Any) -> Any:
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+    return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
 def over_arch(num_sparse: int) -> nn.Module:
@@ -201,12 +220,15 @@ def make_run(
     codecs: Any = None,
     env: ShardingEnv | None = None,
     is_sequence: bool = False,
+    for_pipeline: bool = False,
     data_type: DataType = DataType.FP32,
     ids_dtype: torch.dtype = torch.int64,
 ) -> Run:
     """A model that begins alike whosever sharders it has."""
     torch.manual_seed(7)
     kind = Sequences if is_sequence else Bags
+    if for_pipeline:
+        kind = SequencesForTraining if is_sequence else BagsForTraining
     model = kind(is_weighted=weighted, pooling=pooling, dims=dims or {}, data_type=data_type)
     model.over.to(device)
     _apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(settings))

@@ -44,6 +44,7 @@ __all__ = [
     "dense_parameters_by_table",
     "exchange_order",
     "frees_features_early",
+    "grouped_configs",
     "lookup_arguments",
     "table_feature",
 ]
@@ -70,6 +71,14 @@ def lookup_arguments(sharding: Any) -> LookupArguments:
         sharding._device,
         sharding._env,
     )
+
+
+def grouped_configs(sharding: Any) -> list[Any]:
+    """What the kernels of all ranks are made from."""
+    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
+    if per_rank is None:  # data-parallel
+        return list(sharding._grouped_embedding_configs)
+    return [config for of_rank in per_rank for config in of_rank]
 
 
 def frees_features_early(module: Any) -> bool:

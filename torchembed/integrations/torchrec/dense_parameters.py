@@ -1,0 +1,90 @@
+"""Dense parameters of a TorchRec model, trained beside ``DistributedDataParallel``.
+
+Its hooks would reduce gradients on streams and at times of their own, which no graph can hold. So
+steps compute with leaves of their own over the same memory, and hand gradients over.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.sharding.gradient_mean import GradientMean
+
+
+class Leaf(NamedTuple):
+    """A parameter, and what stands for it in steps."""
+
+    parameter: Tensor
+    """The model's, that its optimizer knows."""
+    own: nn.Parameter
+
+    def follow(self) -> None:
+        """Take over where the parameter lies, and whether it trains."""
+        parameter, own = self
+        if own.data_ptr() != parameter.data_ptr():
+            own.data = parameter.data
+        if own.requires_grad != parameter.requires_grad:
+            own.requires_grad_(parameter.requires_grad)
+
+
+class DenseParameters:
+    """The dense parameters of a model and its tables that every rank holds.
+
+    Args:
+        named: the dense ones, by every name that they have in the model.
+        replicated: those of tables.
+        averaged: of both, the ones whose gradients are the mean over ranks.
+        group: of these ranks, for this alone.
+        dtype: in which gradients are summed; their own where None.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        replicated: Iterable[Leaf],
+        averaged: Iterable[Tensor],
+        group: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        owns = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in named.values()}
+        self._dense = [Leaf(parameter, own) for parameter, own in owns.items()]
+        self.leaves = [*self._dense, *replicated]
+        self.by_name: dict[str, Tensor] = {name: owns[parameter] for name, parameter in named.items()}
+        """What a model is called with in place of its own."""
+        wanted = set(averaged)
+        of_mean = [leaf.own for leaf in self.leaves if leaf.parameter in wanted]
+        if of_mean:
+            GradientMean(of_mean, group, dtype=dtype)
+
+    def follow(self) -> None:
+        """Before a step: take over what was changed in the model."""
+        for leaf in self._dense:
+            leaf.follow()
+
+
+class OptimizerOfLeaves:
+    """Steps the user's optimizer by the gradients of leaves, as a pipeline of ours has it do.
+
+    It has the parts of a ``torch.optim.Optimizer`` that a pipeline uses.
+    """
+
+    def __init__(self, optimizer: Any, leaves: Iterable[Leaf]) -> None:
+        self._optimizer, self._leaves = optimizer, list(leaves)
+        self.param_groups = [{"params": [leaf.own for leaf in self._leaves]}]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """Of each leaf, the user's."""
+        state = self._optimizer.state
+        return {leaf.own: state.get(leaf.parameter, {}) for leaf in self._leaves}
+
+    def zero_grad(self) -> None:
+        for leaf in self._leaves:
+            leaf.own.grad = None
+
+    def step(self) -> None:
+        for leaf in self._leaves:
+            leaf.parameter.grad = leaf.own.grad
+        self._optimizer.step()

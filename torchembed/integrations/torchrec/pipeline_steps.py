@@ -1,0 +1,135 @@
+"""The steps of our pipeline on a TorchRec model."""
+
+import logging
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchembed.core.trees import map_tensors
+from torchembed.integrations.torchrec.batches import BatchReader
+from torchembed.integrations.torchrec.dense_parameters import OptimizerOfLeaves
+from torchembed.integrations.torchrec.pipeline_model import Parts, PipelineModel, wire_precision
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.sharding.ranks import Ranks
+from torchembed.training import TrainPipeline, ranks
+from torchembed.training.reading_thread import ReadingThread
+
+_logger = logging.getLogger("torchembed.integrations.torchrec")
+
+_NUM_READ_AHEAD = 2
+"""Beside the two batches that steps on a GPU are ahead."""
+
+
+class PipelineSteps:
+    """Trains the model of ``parts``, which our pipeline can; collective.
+
+    Args:
+        optimizer: the user's, of all parameters or of the dense ones.
+        device: where batches go.
+        timeout_seconds: for a step of a GPU.
+    """
+
+    def __init__(
+        self, parts: Parts, optimizer: Any, device: torch.device, timeout_seconds: float
+    ) -> None:
+        self._is_cuda = device.type == "cuda"
+        ranks.make_cpu_group()
+        group = _with_cpu(parts.collections[0][1]._env.process_group)
+        mesh = DeviceMesh.from_group(group, device.type)
+        self._model = PipelineModel(parts, Ranks(mesh, (), wire_precision(parts)))
+        self._of_tables = self._model.optimizers_of_tables
+        self._rules: list[UpdateRule] | None = None
+        self._dense = self._model.dense
+        of_leaves: Any = OptimizerOfLeaves(optimizer, self._dense.leaves)
+        self._pipeline = TrainPipeline(
+            self._model,
+            None,
+            [*self._of_tables, of_leaves],
+            device=device,
+            timeout_seconds=timeout_seconds,
+        )
+        reader = BatchReader(
+            None if dist.get_world_size(group) == 1 else dist.new_group(backend="gloo"),
+            device,
+            takes_fixed=not any(o.needs_host for o in self._of_tables),
+        )
+        self._batches = ReadingThread(reader.read, _NUM_READ_AHEAD)
+        self._num_taken = 0
+
+    def follow(self, batches: Iterator[Any]) -> None:
+        """Read from ``batches`` from now on."""
+        self._batches.follow(batches)
+
+    def has_left(self, count: int) -> bool:
+        """Whether ``count`` batches are left, those included that the pipeline has read."""
+        held = self._batches.num_given - self._num_taken
+        return self._batches.has(count - held)
+
+    def next_output(self) -> Any:
+        """Train the next batch; the model's output, which is the caller's own."""
+        self._follow_model()
+        result = self._progress(self._pipeline.progress)
+        for optimizer in self._of_tables:
+            optimizer.end()
+        # Steps to come use the memory of the result.
+        return map_tensors(Tensor.clone, result.output) if self._is_cuda else result.output
+
+    def next_untrained(self) -> Any:
+        """The next batch on the device, in the user's form."""
+        return self._model.restored(self._progress(self._pipeline.take))
+
+    def _progress(self, take: Callable[[Iterator[Any]], Any]) -> Any:
+        try:
+            taken = take(self._batches)
+        except StopIteration:
+            self._report_bad_ids()
+            raise
+        self._num_taken += 1
+        return taken
+
+    def _follow_model(self) -> None:
+        """Take over what was changed since the step before."""
+        self._dense.follow()
+        rules = [optimizer.begin() for optimizer in self._of_tables]
+        if self._rules not in (None, rules):
+            self._pipeline.close()  # graphs hold them
+        self._rules = rules
+
+    def _report_bad_ids(self) -> None:
+        number = sum(collection.take_num_bad() for collection in self._model.adopted)
+        if number:
+            _logger.warning(
+                "%d ids were outside their tables and counted as id 0, as bounds_check_mode has it",
+                number,
+            )
+
+    def close(self) -> None:
+        """End the thread, wait for the steps so far, and destroy the graphs."""
+        self._batches.close()
+        self._pipeline.close()
+        self._report_bad_ids()
+
+    def exit(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """As :meth:`close`; where there is an ``error``, without waiting."""
+        self._batches.close()
+        self._pipeline.__exit__(kind, error, trace)
+        if error is None:
+            self._report_bad_ids()
+
+
+def _with_cpu(group: Any) -> Any:
+    """``group``, or one of the same ranks where that carries no CPU tensors; collective."""
+    backends = dist.get_backend_config(group)
+    if "cpu:" in backends:
+        return group
+    return dist.new_group(dist.get_process_group_ranks(group), backend=f"cpu:gloo,{backends}")

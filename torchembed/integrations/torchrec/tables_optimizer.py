@@ -1,0 +1,68 @@
+"""The updates of TorchRec's fused tables as an optimizer of ours, for steps of our pipeline."""
+
+import dataclasses
+import math
+from typing import Any
+
+from torchembed.core.types import OptimizerKind
+from torchembed.integrations.torchrec.tables import STATE_NAMES, FusedTables
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.optim.fused import FusedOptimizer
+from torchembed.tables import table_of
+
+
+class TablesOptimizer(FusedOptimizer):
+    """Steps ``tables``, which a collection of ours has adopted, by their settings and states.
+
+    The learning rate is read on the device, where TorchRec's optimizer of the tables sets it.
+    """
+
+    def __init__(self, tables: FusedTables) -> None:
+        self._tables = tables
+        self.kind = tables._rule.kind  # type: ignore[misc]
+        self.state_names = STATE_NAMES[self.kind]  # type: ignore[misc]
+        self._groups = tables._layout.groups
+        self._known_iteration: int | None = None
+        parameters = [table.parameter for group in self._groups for table in group.tables]
+        super().__init__(
+            parameters,
+            {"lr": tables._learning_rate_tensor},
+            stochastic_rounding=tables._rounds,
+        )
+
+    def _take_over(self, first: int) -> None:
+        """Their rule and states are there already."""
+        for parameter in self.param_groups[0]["params"]:
+            table = table_of(parameter)
+            assert table is not None
+            table.update_key = self._update_key(table, 0)
+        self._groups[0].tables[0].owner.form_groups()
+        self._publish_state()
+
+    def _rule(self, group: dict[str, Any]) -> UpdateRule:
+        rule = self._tables._rule
+        if rule.kind is not OptimizerKind.ADAM:
+            return rule
+        # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
+        correction = math.sqrt(1 - rule.beta2 ** (self._tables._iteration + 1))
+        return dataclasses.replace(rule, eps=rule.eps * correction)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a step's numbers are found on the host, so that no graph may hold it."""
+        return self._tables._rule.kind is OptimizerKind.ADAM
+
+    def begin(self) -> UpdateRule:
+        """Before a step: count on from where the tables are, and say what a graph takes for
+        granted of it."""
+        iteration = self._tables._iteration
+        if iteration != self._known_iteration:
+            for group in self._groups:
+                group.step.fill_(iteration)
+        return self._tables._rule
+
+    def end(self) -> None:
+        """After a step: count it, as a forward of the tables does."""
+        if self._tables._counts:
+            self._tables._iteration += 1
+        self._known_iteration = self._tables._iteration
