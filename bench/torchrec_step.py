@@ -1,7 +1,7 @@
 """DLRM-DCNv2 trained by TorchRec and FBGEMM: the peer of ``bench.train_step``."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from bench import dlrm_dcnv2 as workload
 from bench.step_setting import StepSetting
 from bench.torchrec_model import as_torchrec, make_torchrec_model
 from torchembed.data import Batch
+from torchembed.integrations.torchrec import TrainPipeline
 
 
 class TorchrecStep:
@@ -30,6 +31,7 @@ class TorchrecStep:
             :func:`bench.dlrm_dcnv2.dense_parameters`.
         is_tuned: vectors and gradients travel in fp16, through ``TrainPipelineFusedSparseDist``.
         is_drop_in: with torchembed's sharder in the place of TorchRec's.
+        is_our_pipeline: with torchembed's pipeline in the place of TorchRec's, too.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TorchrecStep:
         *,
         is_tuned: bool = False,
         is_drop_in: bool = False,
+        is_our_pipeline: bool = False,
     ) -> None:
         codecs = None
         if is_tuned:
@@ -59,10 +62,13 @@ class TorchrecStep:
                 for key, count in zip(workload.KEYS, workload.HOTNESS, strict=True)
             },
             codecs=codecs,
-            is_drop_in=is_drop_in,
+            is_drop_in=is_drop_in or is_our_pipeline,
         )
-        pipeline = TrainPipelineFusedSparseDist if is_tuned else TrainPipelineSparseDist
+        pipeline: Any = TrainPipelineFusedSparseDist if is_tuned else TrainPipelineSparseDist
+        if is_our_pipeline:
+            pipeline = TrainPipeline
         self._pipeline = pipeline(self.model, optimizer, setting.device)
+        self._is_ours = is_our_pipeline
 
     @staticmethod
     def batch(batch: Batch, device: torch.device) -> TorchrecBatch:
@@ -81,4 +87,6 @@ class TorchrecStep:
     """It has no count of its own; its batches lie ready too."""
 
     def close(self) -> None:
-        """Nothing that its end does not do."""
+        """Destroy graphs; TorchRec's pipelines have none."""
+        if self._is_ours:
+            self._pipeline.close()

@@ -31,9 +31,13 @@ from bench.step_table import print_row
 from bench.torchembed_step import TorchembedStep
 from torchembed.data import Batch
 
-SYSTEMS = ("torchembed", "torchrec", "torchrec_tuned", "torchembed_tf32", "drop_in")
+SYSTEMS = (
+    *("torchembed", "torchrec", "torchrec_tuned", "torchembed_tf32", "drop_in"),
+    "drop_in_pipeline",
+)
 """``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in TorchRec's
-own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder."""
+own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder;
+``drop_in_pipeline``: and with its pipeline."""
 NUM_CHECKED, NUM_PASSES = 2, 3
 """Batches whose losses are checked, and how often they are taken in turn: what the updates of one
 pass made of the rows, the next one looks up; from the fourth step on our steps are graphs."""
@@ -286,7 +290,11 @@ def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> Any
     from bench.torchrec_step import TorchrecStep
 
     return TorchrecStep(
-        setting, dense, is_tuned=name == "torchrec_tuned", is_drop_in=name == "drop_in"
+        setting,
+        dense,
+        is_tuned=name == "torchrec_tuned",
+        is_drop_in=name == "drop_in",
+        is_our_pipeline=name == "drop_in_pipeline",
     )
 
 

@@ -11,9 +11,15 @@ from tests.ranks import run_on_ranks
 
 def small_questions(device_type: str) -> dict[str, Any]:
     """On a rank: what the tests of each module compare."""
-    from tests.integrations.torchrec import test_features_dist, test_sharders, test_tables
+    from tests.integrations.torchrec import (
+        test_features_dist,
+        test_pipeline,
+        test_sharders,
+        test_tables,
+    )
 
     found = {"features_dist": test_features_dist.both(device_type)}
+    found["pipeline"] = test_pipeline.everything(device_type)
     if device_type == "cpu":
         found["tables"] = test_tables.everything()
         found["sharders"] = test_sharders.everything()

@@ -129,12 +129,18 @@ class Sequences(nn.Module):
         self.over = over_arch(DIM * sum(map(len, FEATURES.values())))
 
     def forward(self, dense: Tensor, features: Any) -> Tensor:
-        sums = [dense]
-        for jagged in self.sparse(features).values():
-            samples = torch.arange(len(dense), device=dense.device)
-            samples = samples.repeat_interleave(jagged.lengths())
-            sums.append(dense.new_zeros(len(dense), DIM).index_add(0, samples, jagged.values()))
-        return self.over(torch.cat(sums, dim=1)).squeeze(1)
+        return self.over(summed(dense, self.sparse(features))).squeeze(1)
+
+
+@torch.fx.wrap
+def summed(dense: Tensor, vectors: Mapping[str, Any]) -> Tensor:
+    """``dense`` and beside it the sums of each feature's ``vectors``, for TorchRec in one piece."""
+    sums = [dense]
+    for jagged in vectors.values():
+        samples = torch.arange(len(dense), device=dense.device)
+        samples = samples.repeat_interleave(jagged.lengths())
+        sums.append(dense.new_zeros(len(dense), DIM).index_add(0, samples, jagged.values()))
+    return torch.cat(sums, dim=1)
 
 
 class BagsForTraining(Bags):
@@ -161,11 +167,20 @@ def over_arch(num_sparse: int) -> nn.Module:
 
 
 def batch(
-    step: int, device: torch.device, *, weighted: bool, ids_dtype: torch.dtype
+    step: int,
+    device: torch.device,
+    *,
+    weighted: bool,
+    ids_dtype: torch.dtype,
+    size: int = BATCH_SIZE,
+    is_fixed: bool = False,
 ) -> tuple[Tensor, Any, Tensor]:
-    """Dense features, sparse ones and labels of a step on this rank; bags may be empty."""
+    """Dense features, sparse ones and labels of a step on this rank; bags may be empty, or all of a
+    feature have as many ids."""
     generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
-    lengths = torch.randint(0, 5, (len(IDS), BATCH_SIZE), generator=generator)
+    lengths = torch.randint(0, 5, (len(IDS), size), generator=generator)
+    if is_fixed:
+        lengths = torch.arange(1, len(IDS) + 1).unsqueeze(1).expand(-1, size)
     counts = lengths.sum(dim=1).tolist()
     values = [
         # Few ids often, so that rows repeat within a batch.
@@ -176,7 +191,7 @@ def batch(
     features = torchrec.KeyedJaggedTensor(
         keys=list(IDS), values=torch.cat(values), lengths=lengths.flatten().int(), weights=weights
     )
-    dense = torch.randn(BATCH_SIZE, NUM_DENSE, generator=generator)
+    dense = torch.randn(size, NUM_DENSE, generator=generator)
     labels = (dense.sum(dim=1) + lengths[0] - 2 > 0).float()
     return dense.to(device), features.to(device), labels.to(device)
 

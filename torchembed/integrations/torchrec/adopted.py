@@ -162,7 +162,7 @@ class AdoptedBags(_Adopted, ShardedEmbeddingBagCollection):
     """Gives what ``sharded``, one of TorchRec's over our tables, gives for this rank's samples."""
 
     def __init__(self, sharded: TorchrecBags, ranks: Ranks) -> None:
-        names = [n for sharding in shardings_of(sharded) for n in sharding.embedding_names()]
+        names = _names_of(sharded)
         self._adopt(sharded, _in_order(sharded._embedding_bag_configs, names), ranks)
         (dtype,) = output_dtypes(sharded)
         self._look_up_as(sharded._is_weighted, dtype, WeightGradient.DENSE)
@@ -185,12 +185,15 @@ class AdoptedSequences(_Adopted, ShardedEmbeddingCollection):
         self._adopt(sharded, configs, ranks)
         (dtype,) = output_dtypes(sharded)
         self._look_up_as(dtype, WeightGradient.DENSE)
+        slots = self._feature_slots.names
+        self._slots_of_names = {name: slots.index(name) for name in _names_of(sharded)}
 
     def _result(self, features: Any, vectors: SequenceVectors) -> dict[str, JaggedTensor]:
-        return {
-            name: JaggedTensor(values=values, offsets=offsets)
-            for name, (values, offsets) in zip(self._feature_slots.names, vectors, strict=True)
-        }
+        found = {}
+        for name, slot in self._slots_of_names.items():
+            values, offsets = vectors[slot]
+            found[name] = JaggedTensor(values=values, offsets=offsets)
+        return found
 
 
 def output_dtypes(sharded: Any) -> set[torch.dtype]:
@@ -204,6 +207,12 @@ def shardings_of(sharded: Any) -> list[Any]:
     is_pooled = isinstance(sharded, TorchrecBags)
     by_type = None if is_pooled else sharded._sharding_type_to_sharding
     return sharded._embedding_shardings if by_type is None else list(by_type.values())
+
+
+def _names_of(sharded: Any) -> list[str]:
+    """Of its results, in their order."""
+    names = (name for sharding in shardings_of(sharded) for name in sharding.embedding_names())
+    return list(dict.fromkeys(names))
 
 
 def _in_order(configs: Iterable[Any], names: Sequence[str]) -> list[EmbeddingBagConfig]:

@@ -51,7 +51,9 @@ class DenseParameters:
         owns = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in named.values()}
         self._dense = [Leaf(parameter, own) for parameter, own in owns.items()]
         self.leaves = [*self._dense, *replicated]
-        self.by_name: dict[str, Tensor] = {name: owns[parameter] for name, parameter in named.items()}
+        self.by_name: dict[str, Tensor] = {
+            name: owns[parameter] for name, parameter in named.items()
+        }
         """What a model is called with in place of its own."""
         wanted = set(averaged)
         of_mean = [leaf.own for leaf in self.leaves if leaf.parameter in wanted]
