@@ -63,6 +63,9 @@ class BatchReader:
             RuntimeError: where other ranks have more batches than this one, or fail to read.
             TypeError: for what :func:`unfit` finds unfit.
         """
+        if self._device.type == "cuda":
+            # Of this thread, which would take the first one.
+            torch.cuda.set_device(self._device)
         batch, error, hotness = None, None, None
         try:
             # None is the end too, as TorchRec's pipelines have it.
@@ -139,9 +142,7 @@ class BatchReader:
             return part
         if isinstance(part, SparseFeatures):
             return part._map(self._pinned)
-        # By the device's own context: this thread would open another one.
-        with torch.cuda.device(self._device):
-            return part if part.is_cuda or part.is_pinned() else part.pin_memory()
+        return part if part.is_cuda or part.is_pinned() else part.pin_memory()
 
 
 class TorchrecForm:

@@ -74,6 +74,7 @@ class OptimizerOfLeaves:
 
     def __init__(self, optimizer: Any, leaves: Iterable[Leaf]) -> None:
         self._optimizer, self._leaves = optimizer, list(leaves)
+        self._are_clear = False
         self.param_groups = [{"params": [leaf.own for leaf in self._leaves]}]
 
     @property
@@ -84,9 +85,21 @@ class OptimizerOfLeaves:
 
     def zero_grad(self) -> None:
         for leaf in self._leaves:
-            leaf.own.grad = None
+            leaf.own.grad = leaf.parameter.grad = None
+        self._are_clear = True
 
     def step(self) -> None:
+        """
+        Raises:
+            RuntimeError: where the model has not computed with the leaves.
+        """
+        if self._are_clear and any(leaf.parameter.grad is not None for leaf in self._leaves):
+            raise RuntimeError(
+                "the model must compute with the parameters that are registered in its modules, "
+                "but one got a gradient otherwise; look it up by self.<name> in forward, or train "
+                "by TorchRec's pipeline"
+            )
         for leaf in self._leaves:
             leaf.parameter.grad = leaf.own.grad
+        self._are_clear = False
         self._optimizer.step()

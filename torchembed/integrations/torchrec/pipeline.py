@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchembed.integrations.torchrec.batches import unfit
-from torchembed.integrations.torchrec.pipeline_model import parts_of, unfit_model
+from torchembed.integrations.torchrec.model_parts import parts_of, unfit_model
 from torchembed.integrations.torchrec.pipeline_steps import PipelineSteps
 from torchembed.training import ranks
 

@@ -6,101 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.types import ShardedModule
 
-from torchembed.integrations.torchrec.adopted import adopted, kernels_of, output_dtypes, plans_of
+from torchembed.integrations.torchrec.adopted import adopted, kernels_of
 from torchembed.integrations.torchrec.batches import TorchrecForm
 from torchembed.integrations.torchrec.dense_parameters import DenseParameters, Leaf
-from torchembed.integrations.torchrec.sharded import (
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-)
+from torchembed.integrations.torchrec.model_parts import Parts
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
 from torchembed.integrations.torchrec.tables_optimizer import TablesOptimizer
-from torchembed.integrations.torchrec.wires import wire_of
 from torchembed.sharding.ranks import Ranks
-from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import Table
-
-_OURS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-
-
-class Parts(NamedTuple):
-    """What a model for training is made of."""
-
-    inner: nn.Module
-    """Without what ``DistributedModelParallel`` and ``DistributedDataParallel`` put around it."""
-    ddp: DistributedDataParallel | None
-    collections: list[tuple[str, Any]]
-    """Those over our tables."""
-
-    @property
-    def dense_wire(self) -> torch.dtype | None:
-        """In which its dense gradients are summed."""
-        hooks = self.ddp._comm_hooks if self.ddp is not None else []
-        return torch.bfloat16 if hooks else None
-
-
-def parts_of(model: nn.Module) -> Parts:
-    """Take ``model`` apart."""
-    inner: Any = model
-    ddp = None
-    if isinstance(inner, DistributedModelParallel):
-        inner = inner._dmp_wrapped_module
-    if isinstance(inner, DistributedDataParallel):
-        ddp, inner = inner, inner.module
-    collections = [(name, m) for name, m in inner.named_modules() if isinstance(m, _OURS)]
-    return Parts(inner, ddp, collections)
-
-
-def unfit_model(parts: Parts) -> str | None:
-    """Why our pipeline cannot train a model; None where it can. The same on every rank."""
-    inner, ddp, collections = parts
-    inside = [f"{name}." for name, _ in collections]
-    for name, module in inner.named_modules():
-        if isinstance(module, ShardedModule) and not isinstance(module, _OURS):
-            return f"{type(module).__name__} ({name}) is sharded by TorchRec itself"
-        is_wrapped = type(module).__name__ in (
-            "DistributedDataParallel",
-            "FullyShardedDataParallel",
-        )
-        if is_wrapped and not any(name.startswith(path) for path in inside):
-            return f"{name or 'the model'} is a {type(module).__name__}"
-    if not collections:
-        return "it has no collection that our sharders have sharded"
-    if ddp is not None:
-        others = [hook for hook, _ in ddp._comm_hooks if hook is not bf16_compress_hook]
-        if others:
-            return f"its dense gradients are reduced by {others[0].__name__}"
-    wires = [wire_of(sharded.qcomm_codecs_registry) for _, sharded in collections]
-    for (name, sharded), wire in zip(collections, wires, strict=True):
-        if isinstance(wire, str):
-            return f"{name} has {wire}"
-        if wire != wires[0]:
-            return f"{name} has other quantized communication than {collections[0][0]}"
-        reason = _unfit_collection(sharded)
-        if reason is not None:
-            return f"{name} {reason}"
-    return None
-
-
-def _unfit_collection(sharded: Any) -> str | None:
-    pooled = isinstance(sharded, ShardedEmbeddingBagCollection)
-    configs = sharded._embedding_bag_configs if pooled else sharded._embedding_configs
-    if not pooled and sharded._need_indices:
-        return "gives indices beside its vectors"
-    if len(output_dtypes(sharded)) > 1:
-        return "gives vectors of several types"
-    for plan in plans_of(sharded, configs):
-        by_column: dict[int, list[tuple[int, int]]] = {}
-        for shard in plan.shards:
-            by_column.setdefault(shard.first_column, []).append((shard.rank, shard.first_row))
-        if any(places != sorted(set(places)) for places in by_column.values()):
-            return f"has the rows of table {plan.table} in another order than its ranks"
-    return None
 
 
 class PipelineModel(nn.Module):
@@ -128,13 +42,12 @@ class PipelineModel(nn.Module):
                 self.optimizers_of_tables.append(TablesOptimizer(tables))
             else:
                 replicated += _leaves(kernel, tables)
-        named = _dense_parameters(parts)
-        averaged: list[Tensor] = [leaf.parameter for leaf in replicated]
-        if parts.ddp is not None:
-            left_out = parts.ddp.parameters_to_ignore
-            averaged += [p for name, p in named.items() if name not in left_out]
+        averaged: list[Tensor] = []
+        if ranks.mesh.size() > 1:
+            averaged += [leaf.parameter for leaf in replicated]
+            averaged += parts.averaged_parameters()
         self.dense = DenseParameters(
-            named, replicated, averaged, ranks.gradient_group, parts.dense_wire
+            parts.dense_parameters(), replicated, averaged, ranks.gradient_group, parts.wire.dense
         )
 
     def forward(self, item: tuple[Any]) -> tuple[Tensor, Any]:
@@ -182,18 +95,3 @@ def _leaves(kernel: Any, tables: DenseTables) -> Sequence[Leaf]:
     for table in held:
         table.parameter.requires_grad_(tables.weights.requires_grad)
     return [Leaf(kernel._param_per_table[table.spec.name], table.parameter) for table in held]
-
-
-def _dense_parameters(parts: Parts) -> dict[str, nn.Parameter]:
-    """Those that are in no collection, by all of their names."""
-    inside = tuple(f"{name}." if name else "" for name, _ in parts.collections)
-    named = parts.inner.named_parameters(remove_duplicate=False)
-    return {name: p for name, p in named if not name.startswith(inside)}
-
-
-def wire_precision(parts: Parts) -> WirePrecision:
-    """How vectors and gradients of a model travel."""
-    wire = wire_of(parts.collections[0][1].qcomm_codecs_registry)
-    assert not isinstance(wire, str)
-    forward, backward = wire
-    return WirePrecision(forward=forward, backward=backward, dense=parts.dense_wire)

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchembed.core.trees import map_tensors
 from torchembed.integrations.torchrec.batches import BatchReader
 from torchembed.integrations.torchrec.dense_parameters import OptimizerOfLeaves
-from torchembed.integrations.torchrec.pipeline_model import Parts, PipelineModel, wire_precision
+from torchembed.integrations.torchrec.model_parts import Parts
+from torchembed.integrations.torchrec.pipeline_model import PipelineModel
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.ranks import Ranks
 from torchembed.training import TrainPipeline, ranks
@@ -41,7 +42,7 @@ class PipelineSteps:
         ranks.make_cpu_group()
         group = _with_cpu(parts.collections[0][1]._env.process_group)
         mesh = DeviceMesh.from_group(group, device.type)
-        self._model = PipelineModel(parts, Ranks(mesh, (), wire_precision(parts)))
+        self._model = PipelineModel(parts, Ranks(mesh, (), parts.wire))
         self._of_tables = self._model.optimizers_of_tables
         self._rules: list[UpdateRule] | None = None
         self._dense = self._model.dense
