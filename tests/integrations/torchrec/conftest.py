@@ -14,6 +14,7 @@ def small_questions(device_type: str) -> dict[str, Any]:
     from tests.integrations.torchrec import (
         test_features_dist,
         test_pipeline,
+        test_pipeline_use,
         test_sharders,
         test_tables,
     )
@@ -22,6 +23,7 @@ def small_questions(device_type: str) -> dict[str, Any]:
     found["pipeline"] = test_pipeline.everything(device_type)
     if device_type == "cpu":
         found["tables"] = test_tables.everything()
+        found["pipeline_use"] = test_pipeline_use.everything()
         found["sharders"] = test_sharders.everything()
     return found
 

@@ -236,6 +236,7 @@ def make_run(
     env: ShardingEnv | None = None,
     is_sequence: bool = False,
     for_pipeline: bool = False,
+    init_data_parallel: bool = True,
     data_type: DataType = DataType.FP32,
     ids_dtype: torch.dtype = torch.int64,
 ) -> Run:
@@ -259,6 +260,7 @@ def make_run(
         device=device,
         plan=plan_of(model.sparse, placements, device.type),
         sharders=[sharder],
+        init_data_parallel=init_data_parallel,
     )
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     of_dense = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05))

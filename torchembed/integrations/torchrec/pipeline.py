@@ -129,6 +129,11 @@ class TrainPipeline:
             **self._torchrec_settings,
         )
 
+    def detach(self) -> nn.Module:
+        """The model, to be used by itself until the next :meth:`progress`; ours has changed nothing
+        of it."""
+        return self._model if self._theirs is None else self._theirs.detach()
+
     def close(self) -> None:
         """Wait for the steps so far, and destroy graphs; leaving a ``with`` does it too.
 
