@@ -15,6 +15,7 @@ BEGIN, END = "<!-- written by bench.readme_table -->", "<!-- end of what it writ
 Row = dict[str, Any]
 
 _PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
+_DROP_INS = {"drop_in": "our sharders", "drop_in_pipeline": "and our pipeline"}
 
 
 def tables(results: Path) -> str:
@@ -25,8 +26,14 @@ def tables(results: Path) -> str:
         for row in result["rows"]:
             about = {"gpu": result["hardware"]["gpu"], "file": file.name}
             rows.setdefault(row["bench"], []).append(about | row)
-    makers = {"train_step": _train_step, "kernels": _kernels, "dense": _dense}
-    return "\n".join(make(rows[bench]) for bench, make in makers.items() if bench in rows)
+    makers = [
+        ("train_step", _train_step),
+        ("train_step", _drop_ins),
+        ("kernels", _kernels),
+        ("dense", _dense),
+    ]
+    written = (make(rows[bench]) for bench, make in makers if bench in rows)
+    return "\n".join(filter(None, written))
 
 
 def with_tables(readme: str, written: str) -> str:
@@ -69,6 +76,36 @@ def _train_step(rows: Sequence[Row]) -> str:
         f"over our {precision} in the same run; it runs in tf32. The floor is what bytes, FLOPs "
         "and wires allow:",
         head,
+        lines,
+    )
+
+
+def _drop_ins(rows: Sequence[Row]) -> str:
+    """A line for each setting in which TorchRec's model was measured with our parts in it."""
+    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
+    lines, used = [], []
+    for key, systems in _by(rows, keys).items():
+        peers = {name: systems[name]["ms_median"] for name in _PEERS if _is_shown(systems, name)}
+        if not peers or not any(_is_shown(systems, name) for name in _DROP_INS):
+            continue
+        _, num_gpus, gpu, size, ids, optimizer, max_rows = key
+        cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
+        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}"]
+        line += [_spread(systems.get(name, {})) for name in _PEERS]
+        for name in _DROP_INS:
+            row = systems.get(name, {})
+            is_shown = _is_shown(systems, name)
+            times = f", {min(peers.values()) / row['ms_median']:.1f} times" if is_shown else ""
+            line.append(_spread(row) + times)
+        lines.append(line)
+        used += [row for name, row in systems.items() if name in _DROP_INS]
+    if not lines:
+        return ""
+    return _text(
+        "The same step of TorchRec's own model in milliseconds, in tf32: as it is, with our "
+        "sharders in place of TorchRec's, and with our pipeline too; times faster than TorchRec's "
+        f"better time in the same run ({_files(used)}):",
+        ["GPUs, samples", *_PEERS.values(), *_DROP_INS.values()],
         lines,
     )
 

@@ -1,6 +1,5 @@
 """Our pipeline trains as TorchRec's, as far as two placements of TorchRec's own agree."""
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from tests.integrations.torchrec.test_training import (
     ADAGRAD,
     ADAM,
     MIXED,
-    ROWWISE_ADAGRAD,
     SETTINGS,
     SGD,
     optimizer_class,
@@ -117,67 +115,78 @@ def _kind_of_steps(pipeline: Any) -> str:
     return "dense graphs" if ours._jagged is not None and ours._jagged.is_captured else "none"
 
 
-class Comparison(NamedTuple):
-    """Distances of ours from theirs, and between placements of theirs."""
-
+class Distances(NamedTuple):
     losses: float
     logits: float
     weights: float
-    losses_drift: float
-    logits_drift: float
-    weights_drift: float
+
+
+class Comparison(NamedTuple):
+    ours: Distances
+    """Of ours from theirs."""
+    drift: Distances
+    """The greatest between placements of theirs."""
     steps: str
+    expected_steps: str
+
+
+PLACEMENTS = ["table_wise", "row_wise", "column_wise", "data_parallel"]
+"""The optimizer of the last one's tables is that of the dense part."""
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names, and the arguments of :func:`train` but ``whose``."""
-    placements = ["table_wise", "row_wise", "column_wise", "data_parallel"]
-    optimizers = [SGD, ADAGRAD, ROWWISE_ADAGRAD]
-    takes_turns = itertools.cycle([True, False])
-    for number, placement in enumerate(placements):
-        optimizer = optimizers[number % 3]
-        for is_fixed in (True, False):
-            name = f"{placement}, {optimizer}, {'fixed' if is_fixed else 'jagged'}"
+    for optimizer, is_fixed in ((ADAGRAD, True), (SGD, False)):
+        for placement in PLACEMENTS:
             case = {"optimizer": optimizer, "placements": [placement], "is_fixed": is_fixed}
-            yield name, case
+            yield f"{placement}, {optimizer}, {'fixed' if is_fixed else 'jagged'}", case
+    yield "rowwise_adagrad", {**MIXED, "is_fixed": True}
     found = variants(device)
+    # Else TorchRec divides vectors of the other tables, too.
+    found["mean"] |= {"placements": ["row_wise"]}
+    found["other mean"] = {**found["mean"], "placements": ["table_wise", "column_wise"]}
     if device.type == "cuda":
-        adam = {**MIXED, "optimizer": ADAM}
-        found |= {"adam": adam}
+        found |= {"adam": {"optimizer": ADAM}}
+    takes_turns = itertools.cycle([True, False])
     for name, rest in found.items():
         is_fixed = next(takes_turns)
-        yield (
-            f"{name}, {'fixed' if is_fixed else 'jagged'}",
-            {
-                **MIXED,
-                **rest,
-                "is_fixed": is_fixed,
-            },
-        )
+        case = {**MIXED, **rest, "is_fixed": is_fixed}
+        yield f"{name}, {'fixed' if is_fixed else 'jagged'}", case
+
+
+def _expected_steps(case: dict[str, Any]) -> str:
+    """What steps are on a GPU."""
+    if case.get("is_sequence"):
+        return "none"
+    if case["is_fixed"] and case["optimizer"] != ADAM:
+        return "graphs"
+    return "none" if "data_parallel" in case["placements"] else "dense graphs"
+
+
+def _distances(a: Trained, b: Trained) -> Distances:
+    return Distances(
+        float((a.losses - b.losses).abs().max()),
+        float((a.logits - b.logits).abs().max()),
+        float((a.weights - b.weights).abs().mean()),
+    )
 
 
 def compare(device: torch.device) -> dict[str, Comparison]:
-    @functools.cache
-    def drift(optimizer: str, is_fixed: bool) -> tuple[Trained, Trained]:
-        return tuple(  # type: ignore[return-value]
-            train("theirs", optimizer, [placement], device, is_fixed=is_fixed)
-            for placement in ("table_wise", "row_wise")
-        )
-
-    found = {}
+    theirs: dict[str, Trained] = {}
+    of_cases: dict[str, tuple[Distances, Trained, dict[str, Any]]] = {}
     for name, case in cases(device):
-        by_table, by_row = drift(case["optimizer"], case["is_fixed"])
-        a, b = (train(whose, device=device, **case) for whose in ("theirs", "ours"))
-        found[name] = Comparison(
-            losses=float((a.losses - b.losses).abs().max()),
-            logits=float((a.logits - b.logits).abs().max()),
-            weights=float((a.weights - b.weights).abs().mean()),
-            losses_drift=float((by_table.losses - by_row.losses).abs().max()),
-            logits_drift=float((by_table.logits - by_row.logits).abs().max()),
-            weights_drift=float((by_table.weights - by_row.weights).abs().mean()),
-            steps=b.steps,
-        )
-    return found
+        theirs[name], ours = (train(whose, device=device, **case) for whose in ("theirs", "ours"))
+        of_cases[name] = _distances(theirs[name], ours), ours, case
+    drifts = [
+        _distances(theirs[f"{one}, {kind}"], theirs[f"{other}, {kind}"])
+        for kind in (f"{ADAGRAD}, fixed", f"{SGD}, jagged")
+        for one, other in itertools.combinations(PLACEMENTS[:3], 2)
+    ]
+    drift = Distances(*(max(of_kind) for of_kind in zip(*drifts, strict=True)))
+    return {
+        name: Comparison(distances, drift, ours.steps, _expected_steps(case))
+        for name, (distances, ours, case) in of_cases.items()
+    }
 
 
 def everything(device_type: str) -> dict[str, Any]:
@@ -189,10 +198,10 @@ def everything(device_type: str) -> dict[str, Any]:
 
 def test_training_is_torchrecs(answers: list[dict[str, Any]], device: torch.device) -> None:
     for answer in answers:
-        for name, case in answer["pipeline"]["training"].items():
-            rounding = torch.finfo(torch.float32).eps
-            assert case.losses <= 3 * case.losses_drift + rounding, (name, case)
-            assert case.logits <= 3 * case.logits_drift + 4 * rounding, (name, case)
-            assert case.weights <= 3 * case.weights_drift, (name, case)
+        for name, (ours, drift, steps, expected_steps) in answer["pipeline"]["training"].items():
+            is_rounded = "half" in name or "wire" in name
+            rounding = torch.finfo(torch.float16 if is_rounded else torch.float32).eps
+            for distance, of_theirs in zip(ours, drift, strict=True):
+                assert distance <= 3 * of_theirs + rounding, (name, ours, drift)
             if device.type == "cuda":
-                assert case.steps in ("graphs", "dense graphs"), (name, case)
+                assert steps == expected_steps, name

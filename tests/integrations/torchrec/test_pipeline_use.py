@@ -24,9 +24,7 @@ def make(whose: str, optimizer: str = ADAGRAD, **arguments: Any) -> Any:
     placements = arguments.pop("placements", MIXED["placements"])
     settings = SETTINGS[optimizer]
     torch_class = optimizer_class(optimizer)
-    return make_run(
-        whose, CPU, placements, torch_class, settings, for_pipeline=True, **arguments
-    )
+    return make_run(whose, CPU, placements, torch_class, settings, for_pipeline=True, **arguments)
 
 
 def losses_of(pipeline: Any, stream: Iterator[Any], count: int) -> list[float]:
@@ -268,20 +266,21 @@ def test_errors_of_reading_come_in_their_turn(ranks: list[dict[str, Any]]) -> No
 
 def test_what_it_has_not_is_torchrecs_and_one_rank_says_why(ranks: list[dict[str, Any]]) -> None:
     head = "TorchRec's TrainPipelineSparseDist trains, since "
+    opaque = (
+        "its batches are Opaque, and not tensors and KeyedJaggedTensors in tuples, lists, dicts "
+        "and dataclasses"
+    )
     expected = {
         "nothing": [],
         "theirs": [f"{head}ShardedEmbeddingBagCollection (sparse) is sharded by TorchRec itself"],
         "settings": [f"{head}it is given pipeline_postproc"],
         "hooks": [f"{head}parameter over.0.weight has hooks, or an optimizer, in backward"],
-        "opaque": [
-            f"{head}its batches are Opaque, and not tensors and KeyedJaggedTensors in tuples, "
-            "lists, dicts and dataclasses"
-        ],
+        "opaque": [f"{head}{opaque}"],
     }
     for number, rank in enumerate(ranks):
         found = rank["falls back"]
         lines = {name: lines for name, (lines, _) in found.items()}
-        assert lines == (expected if number == 0 else dict.fromkeys(expected, []))
+        assert lines == (expected if number == 0 else {name: [] for name in expected})
         _, losses = found["nothing"]
         for _, others in found.values():
             assert others == pytest.approx(losses, rel=2e-6)

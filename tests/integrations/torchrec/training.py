@@ -38,6 +38,7 @@ BATCH_SIZE = 32
 TABLES = {"a": 50, "b": 200, "c": 1000, "d": 30}
 FEATURES = {"a": ["user"], "b": ["item"], "c": ["words", "tags"], "d": ["user"]}
 """``user`` looks up two tables, and ``c`` is looked up by two features."""
+RESULTS = ["item", "tags", "user@a", "user@d", "words"]
 IDS = {"user": 30, "item": 200, "words": 1000, "tags": 1000}
 
 
@@ -109,7 +110,10 @@ class Bags(nn.Module):
         self.over = over_arch(width)
 
     def forward(self, dense: Tensor, features: Any) -> Tensor:
-        return self.over(torch.cat([dense, self.sparse(features).values()], dim=1)).squeeze(1)
+        vectors = self.sparse(features)
+        # By name, since their order depends on the placement.
+        columns = [vectors[name] for name in RESULTS]
+        return self.over(torch.cat([dense, *columns], dim=1)).squeeze(1)
 
 
 class Sequences(nn.Module):
@@ -136,7 +140,7 @@ class Sequences(nn.Module):
 def summed(dense: Tensor, vectors: Mapping[str, Any]) -> Tensor:
     """``dense`` and beside it the sums of each feature's ``vectors``, for TorchRec in one piece."""
     sums = [dense]
-    for jagged in vectors.values():
+    for _, jagged in sorted(vectors.items()):
         samples = torch.arange(len(dense), device=dense.device)
         samples = samples.repeat_interleave(jagged.lengths())
         sums.append(dense.new_zeros(len(dense), DIM).index_add(0, samples, jagged.values()))
@@ -262,10 +266,28 @@ def make_run(
         sharders=[sharder],
         init_data_parallel=init_data_parallel,
     )
+    if for_pipeline:
+        _begin_alike(sharded)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     of_dense = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05))
     both = CombinedOptimizer([sharded.fused_optimizer, of_dense])
     return Run(sharded, both, device, weighted, ids_dtype)
+
+
+@torch.no_grad()
+def _begin_alike(model: nn.Module) -> None:
+    """Give tables the same rows wherever they are."""
+    generator = torch.Generator().manual_seed(5)
+    for name, value in sorted(model.state_dict().items()):
+        if not name.startswith("sparse."):
+            continue
+        rows = (torch.rand(value.size(), generator=generator) - 0.5) * 0.2
+        if isinstance(value, torch.distributed._shard.sharded_tensor.ShardedTensor):
+            for shard in value.local_shards():
+                place = zip(shard.metadata.shard_offsets, shard.tensor.shape, strict=True)
+                shard.tensor.copy_(rows[tuple(slice(o, o + n) for o, n in place)])
+        else:
+            value.copy_(rows)
 
 
 def whole(value: Any) -> Tensor:

@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import ShardedModule, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 
 from torchembed.integrations.torchrec.adopted import output_dtypes, plans_of
 from torchembed.integrations.torchrec.sharded import (
@@ -104,6 +105,8 @@ def _unfit_collection(sharded: Any) -> str | None:
     configs = sharded._embedding_bag_configs if pooled else sharded._embedding_configs
     if not pooled and sharded._need_indices:
         return "gives indices beside its vectors"
+    if pooled and _divides_all(sharded):
+        return "has means of row-wise tables beside others, whose vectors TorchRec divides too"
     if len(output_dtypes(sharded)) > 1:
         return "gives vectors of several types"
     for plan in plans_of(sharded, configs):
@@ -113,3 +116,17 @@ def _unfit_collection(sharded: Any) -> str | None:
         if any(places != sorted(set(places)) for places in by_column.values()):
             return f"has the rows of table {plan.table} in another order than its ranks"
     return None
+
+
+def _divides_all(sharded: Any) -> bool:
+    """Whether TorchRec divides vectors by the lengths of bags that need it not."""
+    by_row = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value}
+    types = {
+        config.name: sharded.module_sharding_plan[config.name].sharding_type
+        for config in sharded._embedding_bag_configs
+    }
+    has_mean = any(
+        config.pooling is PoolingType.MEAN and types[config.name] in by_row
+        for config in sharded._embedding_bag_configs
+    )
+    return has_mean and not by_row.issuperset(types.values())
