@@ -15,7 +15,12 @@ BEGIN, END = "<!-- written by bench.readme_table -->", "<!-- end of what it writ
 Row = dict[str, Any]
 
 _PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
-_DROP_INS = {"drop_in": "our sharders", "drop_in_pipeline": "and our pipeline"}
+_DROP_INS = {
+    "drop_in": "our sharders",
+    "drop_in_pipeline": "and our pipeline",
+    "torchrec_bf16": "TorchRec, bf16",
+    "drop_in_pipeline_bf16": "our sharders and pipeline, bf16",
+}
 
 
 def tables(results: Path) -> str:
@@ -102,9 +107,9 @@ def _drop_ins(rows: Sequence[Row]) -> str:
     if not lines:
         return ""
     return _text(
-        "The same step of TorchRec's own model in milliseconds, in tf32: as it is, with our "
-        "sharders in place of TorchRec's, and with our pipeline too; times faster than TorchRec's "
-        f"better time in the same run ({_files(used)}):",
+        "The same step of TorchRec's own model in milliseconds: as it is, with our sharders in "
+        "place of TorchRec's, and with our pipeline too, in tf32, and in bf16 by torch.autocast; "
+        f"times faster than TorchRec's better time in tf32 in the same run ({_files(used)}):",
         ["GPUs, samples", *_PEERS.values(), *_DROP_INS.values()],
         lines,
     )

@@ -47,6 +47,14 @@ class _OurSharder(_RowWiseEverywhere, OurSharder):
     """The one line that is changed."""
 
 
+class _TrainIn16Bits(DLRMTrain):
+    """Computes forward and loss under ``torch.autocast``, in bfloat16."""
+
+    def forward(self, batch: TorchrecBatch) -> Any:
+        with torch.autocast(batch.dense_features.device.type, torch.bfloat16):
+            return super().forward(batch)
+
+
 class TorchrecModel(NamedTuple):
     """A sharded model that computes its loss, and the optimizer of all of its parameters."""
 
@@ -68,6 +76,7 @@ def make_torchrec_model(
     constraints: Mapping[str, ParameterConstraints],
     codecs: Any = None,
     is_drop_in: bool = False,
+    in_16_bits: bool = False,
 ) -> TorchrecModel:
     """TorchRec's model, as its planner places it over all ranks.
 
@@ -85,6 +94,7 @@ def make_torchrec_model(
         constraints: what the planner must keep to, by table.
         codecs: of the wires.
         is_drop_in: with torchembed's sharder in the place of TorchRec's.
+        in_16_bits: compute the dense part in bfloat16, by ``torch.autocast``.
     """
     tables = [
         TorchrecConfig(
@@ -109,7 +119,7 @@ def make_torchrec_model(
         fused_params={"optimizer": OPTIMIZERS[optimizer], **fused_params},
         qcomm_codecs_registry=codecs,
     )
-    model = DLRMTrain(dlrm)
+    model = (_TrainIn16Bits if in_16_bits else DLRMTrain)(dlrm)
     num_ranks = dist.get_world_size()
     memory = 0.9 * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
     planner = EmbeddingShardingPlanner(

@@ -26,7 +26,7 @@ class TorchrecStep:
     """A model, its planner's plan, and a pipeline over batches in pinned memory.
 
     Args:
-        setting: what to train. TorchRec runs in tf32, its fastest here, whatever ``precision`` is.
+        setting: what to train; in a ``precision`` of bf16 under ``torch.autocast``.
         dense: the initial values of all dense parameters, in the order of
             :func:`bench.dlrm_dcnv2.dense_parameters`.
         is_tuned: vectors and gradients travel in fp16, through ``TrainPipelineFusedSparseDist``.
@@ -63,6 +63,7 @@ class TorchrecStep:
             },
             codecs=codecs,
             is_drop_in=is_drop_in or is_our_pipeline,
+            in_16_bits=setting.precision == "bf16",
         )
         pipeline: Any = TrainPipelineFusedSparseDist if is_tuned else TrainPipelineSparseDist
         if is_our_pipeline:

@@ -33,11 +33,12 @@ from torchembed.data import Batch
 
 SYSTEMS = (
     *("torchembed", "torchrec", "torchrec_tuned", "torchembed_tf32", "drop_in"),
-    "drop_in_pipeline",
+    *("drop_in_pipeline", "torchrec_bf16", "drop_in_pipeline_bf16"),
 )
 """``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in TorchRec's
 own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder;
-``drop_in_pipeline``: and with its pipeline."""
+``drop_in_pipeline``: and with its pipeline. TorchRec's model computes in tf32, or, where the name
+says so, in bf16 under ``torch.autocast``."""
 NUM_CHECKED, NUM_PASSES = 2, 3
 """Batches whose losses are checked, and how often they are taken in turn: what the updates of one
 pass made of the rows, the next one looks up; from the fourth step on our steps are graphs."""
@@ -279,7 +280,8 @@ def setting_of(name: str, setting: StepSetting) -> StepSetting:
     if name == "torchembed":
         return setting
     wire = "fp16" if name == "torchrec_tuned" else "fp32"
-    return dataclasses.replace(setting, precision="tf32", wire=wire)
+    precision = "bf16" if name.endswith("_bf16") else "tf32"
+    return dataclasses.replace(setting, precision=precision, wire=wire)
 
 
 def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> Any:
@@ -294,7 +296,7 @@ def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> Any
         dense,
         is_tuned=name == "torchrec_tuned",
         is_drop_in=name == "drop_in",
-        is_our_pipeline=name == "drop_in_pipeline",
+        is_our_pipeline=name.startswith("drop_in_pipeline"),
     )
 
 

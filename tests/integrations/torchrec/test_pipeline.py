@@ -1,5 +1,6 @@
 """Our pipeline trains as TorchRec's, as far as two placements of TorchRec's own agree."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -145,6 +146,18 @@ def cases(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
     # Else TorchRec divides vectors of the other tables, too.
     found["mean"] |= {"placements": ["row_wise"]}
     found["other mean"] = {**found["mean"], "placements": ["table_wise", "column_wise"]}
+    of_dense = torch.optim
+    found["dense adagrad"] = {
+        "dense_optimizer": functools.partial(of_dense.Adagrad, lr=0.02, weight_decay=0.01)
+    }
+    # Its step count, and what is not ours of it.
+    found["dense adam"] = {
+        "dense_optimizer": functools.partial(of_dense.Adam, lr=0.01, eps=1e-4),
+        "with_scheduler": True,
+    }
+    found["dense momentum"] = {
+        "dense_optimizer": functools.partial(of_dense.SGD, lr=0.05, momentum=0.9)
+    }
     if device.type == "cuda":
         found |= {"adam": {"optimizer": ADAM}}
     takes_turns = itertools.cycle([True, False])

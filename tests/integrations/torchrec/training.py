@@ -1,5 +1,6 @@
 """A model in TorchRec's own style, trained with TorchRec's sharders or with ours."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -241,6 +242,7 @@ def make_run(
     is_sequence: bool = False,
     for_pipeline: bool = False,
     init_data_parallel: bool = True,
+    dense_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     data_type: DataType = DataType.FP32,
     ids_dtype: torch.dtype = torch.int64,
 ) -> Run:
@@ -269,7 +271,8 @@ def make_run(
     if for_pipeline:
         _begin_alike(sharded)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    of_dense = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05))
+    make_dense = dense_optimizer or functools.partial(torch.optim.SGD, lr=0.05)
+    of_dense = KeyedOptimizerWrapper(dense, make_dense)
     both = CombinedOptimizer([sharded.fused_optimizer, of_dense])
     return Run(sharded, both, device, weighted, ids_dtype)
 

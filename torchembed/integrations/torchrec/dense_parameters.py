@@ -70,18 +70,25 @@ class OptimizerOfLeaves:
     """Steps the user's optimizer by the gradients of leaves, as a pipeline of ours has it do.
 
     It has the parts of a ``torch.optim.Optimizer`` that a pipeline uses.
+
+    Args:
+        optimizer: the user's.
+        leaves: all of them.
+        updated: those that something else updates before; the optimizer gets no gradient of these.
     """
 
-    def __init__(self, optimizer: Any, leaves: Iterable[Leaf]) -> None:
+    def __init__(self, optimizer: Any, leaves: Iterable[Leaf], updated: Iterable[Leaf]) -> None:
         self._optimizer, self._leaves = optimizer, list(leaves)
-        self._are_clear = False
+        left_out = {leaf.own for leaf in updated}
+        self._stepped = [leaf for leaf in self._leaves if leaf.own not in left_out]
         self.param_groups = [{"params": [leaf.own for leaf in self._leaves]}]
+        self._are_clear = False
 
     @property
     def state(self) -> dict[Tensor, Any]:
         """Of each leaf, the user's."""
         state = self._optimizer.state
-        return {leaf.own: state.get(leaf.parameter, {}) for leaf in self._leaves}
+        return {leaf.own: state.get(leaf.parameter, {}) for leaf in self._stepped}
 
     def zero_grad(self) -> None:
         for leaf in self._leaves:
@@ -99,7 +106,9 @@ class OptimizerOfLeaves:
                 "but one got a gradient otherwise; look it up by self.<name> in forward, or train "
                 "by TorchRec's pipeline"
             )
-        for leaf in self._leaves:
+        for leaf in self._stepped:
             leaf.parameter.grad = leaf.own.grad
         self._are_clear = False
         self._optimizer.step()
+        for leaf in self._leaves:
+            leaf.parameter.grad = leaf.own.grad

@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchembed.integrations.torchrec.batches import unfit
 from torchembed.integrations.torchrec.model_parts import parts_of, unfit_model
 from torchembed.integrations.torchrec.pipeline_steps import PipelineSteps
+from torchembed.sharding.transport import WireTransport
 from torchembed.training import ranks
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
@@ -47,6 +48,9 @@ class TrainPipeline:
         optimizer: TorchRec's or torch's, stepped as TorchRec's pipeline does.
         device: where batches go.
         execute_all_batches: False leaves the last two batches out, as TorchRec's does.
+        transport: ``WireTransport.PUSH`` is faster on the GPUs of one node.
+        fuses_layers: False has ``nn.Linear`` and TorchRec's ``LowRankCrossNet`` computed by torch's
+            operations and not by ours, which take fewer passes but have no second derivative.
         timeout_seconds: how long the host waits for a step of a GPU.
         torchrec_settings: of ``TrainPipelineSparseDist`` alone, which then trains.
     """
@@ -58,6 +62,8 @@ class TrainPipeline:
         device: torch.device,
         execute_all_batches: bool = True,
         *,
+        transport: WireTransport = WireTransport.COLLECTIVE,
+        fuses_layers: bool = True,
         timeout_seconds: float = 600.0,
         **torchrec_settings: Any,
     ) -> None:
@@ -74,7 +80,14 @@ class TrainPipeline:
         if reason is not None:
             self._fall_back(reason)
             return
-        self._steps = PipelineSteps(parts, optimizer, self._device, timeout_seconds)
+        self._steps = PipelineSteps(
+            parts,
+            optimizer,
+            self._device,
+            transport=transport,
+            fuses_layers=fuses_layers,
+            timeout_seconds=timeout_seconds,
+        )
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train the next batch.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchembed.integrations.torchrec.adopted import adopted, kernels_of
 from torchembed.integrations.torchrec.batches import TorchrecForm
 from torchembed.integrations.torchrec.dense_parameters import DenseParameters, Leaf
+from torchembed.integrations.torchrec.fused_layers import fused_forwards
 from torchembed.integrations.torchrec.model_parts import Parts
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
 from torchembed.integrations.torchrec.tables_optimizer import TablesOptimizer
@@ -25,14 +26,16 @@ class PipelineModel(nn.Module):
     Args:
         parts: of the user's model.
         ranks: all of them.
+        fuses_layers: whether layers are computed by our operations where we have them.
     """
 
-    def __init__(self, parts: Parts, ranks: Ranks) -> None:
+    def __init__(self, parts: Parts, ranks: Ranks, *, fuses_layers: bool) -> None:
         super().__init__()
         self.inner = parts.inner
         self.adopted = [adopted(sharded, ranks) for _, sharded in parts.collections]
         self.collections = nn.ModuleList(self.adopted)
         self._sharded = [sharded for _, sharded in parts.collections]
+        self._layers = fused_forwards(self.inner) if fuses_layers else []
         self._form = TorchrecForm()
         self.optimizers_of_tables: list[TablesOptimizer] = []
         replicated: list[Leaf] = []
@@ -66,17 +69,20 @@ class PipelineModel(nn.Module):
     @contextlib.contextmanager
     def _ours_in_place(self, made: dict[int, tuple[Any, Any]]) -> Iterator[None]:
         """Meanwhile calls of TorchRec's collections are calls of ours, with what the features that
-        they are given were ``made`` of."""
-        before = [vars(sharded).get("forward") for sharded in self._sharded]
+        they are given were ``made`` of, and layers are ours."""
+        replaced: list[tuple[nn.Module, Any]] = [*self._layers]
         for sharded, ours in zip(self._sharded, self.adopted, strict=True):
-            sharded.forward = _Forward(ours, made)
+            replaced.append((sharded, _Forward(ours, made)))
+        before = [vars(module).get("forward") for module, _ in replaced]
+        for module, forward in replaced:
+            module.forward = forward
         try:
             yield
         finally:
-            for sharded, forward in zip(self._sharded, before, strict=True):
-                del sharded.forward
+            for (module, _), forward in zip(replaced, before, strict=True):
+                del module.forward
                 if forward is not None:
-                    sharded.forward = forward
+                    module.forward = forward
 
 
 class _Forward(NamedTuple):

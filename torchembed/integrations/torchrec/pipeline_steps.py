@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchembed.core.trees import map_tensors
 from torchembed.integrations.torchrec.batches import BatchReader
 from torchembed.integrations.torchrec.dense_parameters import OptimizerOfLeaves
+from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
 from torchembed.integrations.torchrec.model_parts import Parts
 from torchembed.integrations.torchrec.pipeline_model import PipelineModel
-from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.ranks import Ranks
+from torchembed.sharding.transport import WireTransport
 from torchembed.training import TrainPipeline, ranks
 from torchembed.training.reading_thread import ReadingThread
 
@@ -32,25 +33,38 @@ class PipelineSteps:
     Args:
         optimizer: the user's, of all parameters or of the dense ones.
         device: where batches go.
+        transport: of pooled vectors and dense gradients.
+        fuses_layers: whether layers are computed by our operations where we have them.
         timeout_seconds: for a step of a GPU.
     """
 
     def __init__(
-        self, parts: Parts, optimizer: Any, device: torch.device, timeout_seconds: float
+        self,
+        parts: Parts,
+        optimizer: Any,
+        device: torch.device,
+        *,
+        transport: WireTransport,
+        fuses_layers: bool,
+        timeout_seconds: float,
     ) -> None:
         self._is_cuda = device.type == "cuda"
         ranks.make_cpu_group()
         group = _with_cpu(parts.collections[0][1]._env.process_group)
         mesh = DeviceMesh.from_group(group, device.type)
-        self._model = PipelineModel(parts, Ranks(mesh, (), parts.wire))
+        of_all = Ranks(mesh, (), parts.wire, transport=transport)
+        self._model = PipelineModel(parts, of_all, fuses_layers=fuses_layers)
         self._of_tables = self._model.optimizers_of_tables
-        self._rules: list[UpdateRule] | None = None
-        self._dense = self._model.dense
-        of_leaves: Any = OptimizerOfLeaves(optimizer, self._dense.leaves)
+        leaves = self._model.dense.leaves
+        updates = DenseUpdates(plain_optimizers(optimizer), leaves)
+        self._optimizers: list[Any] = [*self._of_tables, updates]
+        self._granted: list[Any] | None = None
+        """What graphs take for granted of the optimizers."""
+        of_leaves: Any = OptimizerOfLeaves(optimizer, leaves, updates.leaves)
         self._pipeline = TrainPipeline(
             self._model,
             None,
-            [*self._of_tables, of_leaves],
+            [*self._optimizers, of_leaves],
             device=device,
             timeout_seconds=timeout_seconds,
         )
@@ -75,7 +89,7 @@ class PipelineSteps:
         """Train the next batch; the model's output, which is the caller's own."""
         self._follow_model()
         result = self._progress(self._pipeline.progress)
-        for optimizer in self._of_tables:
+        for optimizer in self._optimizers:
             optimizer.end()
         # Steps to come use the memory of the result.
         return map_tensors(Tensor.clone, result.output) if self._is_cuda else result.output
@@ -95,11 +109,11 @@ class PipelineSteps:
 
     def _follow_model(self) -> None:
         """Take over what was changed since the step before."""
-        self._dense.follow()
-        rules = [optimizer.begin() for optimizer in self._of_tables]
-        if self._rules not in (None, rules):
-            self._pipeline.close()  # graphs hold them
-        self._rules = rules
+        self._model.dense.follow()
+        granted = [optimizer.begin() for optimizer in self._optimizers]
+        if self._granted not in (None, granted):
+            self._pipeline.close()
+        self._granted = granted
 
     def _report_bad_ids(self) -> None:
         number = sum(collection.take_num_bad() for collection in self._model.adopted)
