@@ -215,6 +215,7 @@ def test_training_is_torchrecs(answers: list[dict[str, Any]], device: torch.devi
             is_rounded = "half" in name or "wire" in name
             rounding = torch.finfo(torch.float16 if is_rounded else torch.float32).eps
             for distance, of_theirs in zip(ours, drift, strict=True):
-                assert distance <= 3 * of_theirs + rounding, (name, ours, drift)
+                # A rounding of the tables, and one of the dense part, whose optimizer may differ.
+                assert distance <= 3 * of_theirs + 2 * rounding, (name, ours, drift)
             if device.type == "cuda":
                 assert steps == expected_steps, name

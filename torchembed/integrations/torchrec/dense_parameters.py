@@ -4,13 +4,16 @@ Its hooks would reduce gradients on streams and at times of their own, which no 
 steps compute with leaves of their own over the same memory, and hand gradients over.
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.gradient_slots import GradientSlot
 from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.sharding.pushed_mean import PushedMean
 
 
 class Leaf(NamedTuple):
@@ -38,6 +41,7 @@ class DenseParameters:
         averaged: of both, the ones whose gradients are the mean over ranks.
         group: of these ranks, for this alone.
         dtype: in which gradients are summed; their own where None.
+        push: takes the means by push; the group's all-reduce does where it is None.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class DenseParameters:
         averaged: Iterable[Tensor],
         group: Any,
         dtype: torch.dtype | None,
+        push: PushedMean | None,
     ) -> None:
         owns = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in named.values()}
         self._dense = [Leaf(parameter, own) for parameter, own in owns.items()]
@@ -57,13 +62,30 @@ class DenseParameters:
         """What a model is called with in place of its own."""
         wanted = set(averaged)
         of_mean = [leaf.own for leaf in self.leaves if leaf.parameter in wanted]
+        _give_slots([leaf.own for leaf in self._dense])
         if of_mean:
-            GradientMean(of_mean, group, dtype=dtype)
+            GradientMean(of_mean, group, dtype=dtype, push=push)
 
     def follow(self) -> None:
         """Before a step: take over what was changed in the model."""
         for leaf in self._dense:
             leaf.follow()
+
+
+_ALIGNMENT = 128
+"""Elements between the beginnings of gradients, as cuBLAS likes it."""
+
+
+def _give_slots(parameters: Sequence[nn.Parameter]) -> None:
+    """Have gradients lie side by side, where their mean can be taken without a copy."""
+    together: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in filter(torch.is_floating_point, parameters):
+        together.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for (device, dtype), same in together.items():
+        sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in same]
+        flat = torch.zeros(sum(sizes), device=device, dtype=dtype)
+        for parameter, size, end in zip(same, sizes, itertools.accumulate(sizes), strict=True):
+            GradientSlot(parameter, flat, end - size, end)
 
 
 class OptimizerOfLeaves:

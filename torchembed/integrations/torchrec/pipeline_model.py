@@ -50,7 +50,12 @@ class PipelineModel(nn.Module):
             averaged += [leaf.parameter for leaf in replicated]
             averaged += parts.averaged_parameters()
         self.dense = DenseParameters(
-            parts.dense_parameters(), replicated, averaged, ranks.gradient_group, parts.wire.dense
+            parts.dense_parameters(),
+            replicated,
+            averaged,
+            ranks.gradient_group,
+            parts.wire.dense,
+            ranks.dense_mean,
         )
 
     def forward(self, item: tuple[Any]) -> tuple[Tensor, Any]:

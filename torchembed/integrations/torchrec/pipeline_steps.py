@@ -17,7 +17,7 @@ from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_o
 from torchembed.integrations.torchrec.model_parts import Parts
 from torchembed.integrations.torchrec.pipeline_model import PipelineModel
 from torchembed.sharding.ranks import Ranks
-from torchembed.sharding.transport import WireTransport
+from torchembed.sharding.transport import WireTransport, check_transport
 from torchembed.training import TrainPipeline, ranks
 from torchembed.training.reading_thread import ReadingThread
 
@@ -52,6 +52,7 @@ class PipelineSteps:
         ranks.make_cpu_group()
         group = _with_cpu(parts.collections[0][1]._env.process_group)
         mesh = DeviceMesh.from_group(group, device.type)
+        check_transport(transport, mesh, num_nodes=1)
         of_all = Ranks(mesh, (), parts.wire, transport=transport)
         self._model = PipelineModel(parts, of_all, fuses_layers=fuses_layers)
         self._of_tables = self._model.optimizers_of_tables
