@@ -50,8 +50,13 @@ class _OurSharder(_RowWiseEverywhere, OurSharder):
 class _TrainIn16Bits(DLRMTrain):
     """Computes forward and loss under ``torch.autocast``, in bfloat16."""
 
+    def __init__(self, model: Any, device_type: str) -> None:
+        super().__init__(model)
+        # Not the batch's: TorchRec traces forward without one.
+        self._device_type = device_type
+
     def forward(self, batch: TorchrecBatch) -> Any:
-        with torch.autocast(batch.dense_features.device.type, torch.bfloat16):
+        with torch.autocast(self._device_type, torch.bfloat16):
             return super().forward(batch)
 
 
@@ -119,7 +124,7 @@ def make_torchrec_model(
         fused_params={"optimizer": OPTIMIZERS[optimizer], **fused_params},
         qcomm_codecs_registry=codecs,
     )
-    model = (_TrainIn16Bits if in_16_bits else DLRMTrain)(dlrm)
+    model = _TrainIn16Bits(dlrm, device.type) if in_16_bits else DLRMTrain(dlrm)
     num_ranks = dist.get_world_size()
     memory = 0.9 * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
     planner = EmbeddingShardingPlanner(
