@@ -145,6 +145,9 @@ class ShardedCollection(PreparingModule):
             for t, feature in zip(tables, self._feature_slots.features, strict=True)
         ]
         self._num_rows = self._rows_of_slots(device)
+        is_narrow = all(name.num_rows <= 2**31 for name in self._slot_names)
+        self._id_dtype = torch.int32 if is_narrow else torch.int64
+        """In which ids travel."""
 
     def _table_of(self, part: SlotPart) -> Table:
         """What this rank holds of a part."""
@@ -205,7 +208,7 @@ class ShardedCollection(PreparingModule):
             batch,
             torch.zeros_like(self._num_rows),
             self._num_rows,
-            batch.values.dtype,
+            self._id_dtype,
             self._on_bad_id,
             self._slot_names,
             self.bad_ids,
