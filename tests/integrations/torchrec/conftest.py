@@ -13,6 +13,7 @@ def small_questions(device_type: str) -> dict[str, Any]:
     """On a rank: what the tests of each module compare."""
     from tests.integrations.torchrec import (
         test_features_dist,
+        test_fused_layers,
         test_pipeline,
         test_pipeline_use,
         test_sharders,
@@ -20,6 +21,7 @@ def small_questions(device_type: str) -> dict[str, Any]:
     )
 
     found = {"features_dist": test_features_dist.both(device_type)}
+    found["fused_layers"] = test_fused_layers.everything(device_type)
     found["pipeline"] = test_pipeline.everything(device_type)
     if device_type == "cpu":
         found["tables"] = test_tables.everything()
