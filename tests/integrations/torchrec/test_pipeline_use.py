@@ -175,6 +175,8 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
 
         def record_stream(self, stream: Any) -> None: ...
 
+    from torchrec.modules.embedding_configs import PoolingType
+
     hooked = make("ours")
     next(iter(hooked.model.module.over.parameters())).register_hook(lambda grad: grad)
     cases: dict[str, tuple[Any, dict[str, Any], Any]] = {
@@ -183,6 +185,7 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
         "settings": (make("ours"), {"pipeline_postproc": True}, None),
         "hooks": (hooked, {}, None),
         "opaque": (make("ours"), {}, Opaque),
+        "means": (make("ours", pooling=PoolingType.MEAN), {}, None),
     }
     found = {}
     for name, (run, settings, wraps) in cases.items():
@@ -193,6 +196,43 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
             pipeline = make_pipeline("ours", run, **settings)
             found[name] = lines, losses_of(pipeline, stream, 4)
     return found
+
+
+def wires() -> list[Any]:
+    """What several quantized communications are in our terms."""
+    from torchrec.distributed.fbgemm_qcomm_codec import (
+        CommType,
+        QCommsConfig,
+        get_qcomm_codecs_registry,
+    )
+    from torchrec.distributed.types import CommOp
+
+    from torchembed.integrations.torchrec.wires import wire_of
+
+    def registry(forward: CommType, backward: CommType) -> Any:
+        settings = QCommsConfig(forward_precision=forward, backward_precision=backward)
+        return get_qcomm_codecs_registry(settings, device=torch.device("cuda"))
+
+    half = registry(CommType.FP16, CommType.FP16)
+    mixed = registry(CommType.FP32, CommType.FP16)
+    name = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
+    registries = [
+        None,
+        registry(CommType.FP16, CommType.BF16),
+        mixed,
+        {name: registry(CommType.FP8, CommType.FP8)[name]},
+        {**half, name: mixed[name]},
+    ]
+    found = map(wire_of, registries)
+    # Plain, since the process that asks imports no TorchRec.
+    return [wire if isinstance(wire, str) else tuple(wire) for wire in found]
+
+
+def pushing_on_the_cpu() -> str:
+    from torchembed.sharding.transport import WireTransport
+
+    run = make("ours")
+    return error_of(lambda: make_pipeline("ours", run, transport=WireTransport.PUSH))
 
 
 def everything() -> dict[str, Any]:
@@ -210,6 +250,8 @@ def everything() -> dict[str, Any]:
     found["fatal"] = fatal_ids()
     found["failing reads"] = failing_reads()
     found["unequal"] = unequal_counts()
+    found["wires"] = wires()
+    found["push"] = pushing_on_the_cpu()
     found["falls back"] = what_falls_back()
     return found
 
@@ -270,17 +312,37 @@ def test_what_it_has_not_is_torchrecs_and_one_rank_says_why(ranks: list[dict[str
         "its batches are Opaque, and not tensors and KeyedJaggedTensors in tuples, lists, dicts "
         "and dataclasses"
     )
+    means = "sparse has means of row-wise tables beside others, whose vectors TorchRec divides too"
     expected = {
         "nothing": [],
         "theirs": [f"{head}ShardedEmbeddingBagCollection (sparse) is sharded by TorchRec itself"],
         "settings": [f"{head}it is given pipeline_postproc"],
         "hooks": [f"{head}parameter over.0.weight has hooks, or an optimizer, in backward"],
         "opaque": [f"{head}{opaque}"],
+        "means": [f"{head}{means}"],
     }
     for number, rank in enumerate(ranks):
         found = rank["falls back"]
         lines = {name: lines for name, (lines, _) in found.items()}
         assert lines == (expected if number == 0 else {name: [] for name in expected})
+        del found["means"]
         _, losses = found["nothing"]
         for _, others in found.values():
             assert others == pytest.approx(losses, rel=2e-6)
+
+
+def test_wires_are_torchrecs_where_we_have_them(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["wires"] == [
+        (None, None),
+        (torch.float16, torch.bfloat16),
+        (None, torch.float16),
+        "vectors that travel as fp8",
+        "quantized communication of several kinds",
+    ]
+
+
+def test_gpus_alone_push(ranks: list[dict[str, Any]]) -> None:
+    assert re.match(
+        r"ValueError: transport must be WireTransport.COLLECTIVE on cpu, got WireTransport.PUSH",
+        ranks[0]["push"],
+    )

@@ -25,7 +25,7 @@ def wire_of(registry: Mapping[str, Any] | None) -> Wire | str:
         ]
         unknown = [p for p in precisions if p is not None and p not in _DTYPES]
         if unknown:
-            return f"vectors travel as {unknown[0]}"
+            return f"vectors that travel as {unknown[0]}"
         found.add(Wire(*(None if p is None else _DTYPES[p] for p in precisions)))
     if len(found) > 1:
         return "quantized communication of several kinds"
