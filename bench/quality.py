@@ -3,7 +3,7 @@
 ``python -m bench.quality`` trains with several seeds in each precision, all on the same batches,
 and prints the AUC of each on held-out rows beside the most that a model can expect. bf16 passes
 where the means of the two precisions are no further apart than 0.0005, or two standard deviations
-of fp32's seeds.
+of fp32's seeds. ``--output`` is written after each training, with the verdict so far.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class Config:
     """Of the initial weights."""
     learning_rate: float = 0.004
     """Of Adagrad, for tables and dense layers."""
-    num_threads: int = os.cpu_count() or 1
-    """That make the log."""
+    num_threads: int = len(os.sched_getaffinity(0))
+    """That make the log, before the first training."""
     output: Path | None = None
     """JSON to write the rows to."""
 
@@ -84,8 +84,10 @@ def train_once(
         optim.DenseAdagrad(workload.dense_parameters(model), lr=lr, eps=eps, dtype=dtype),
     ]
     stream, loss_fn = iter(batches), F.binary_cross_entropy_with_logits
+    start = time.perf_counter()
     with TrainPipeline(model, loss_fn, optimizers, autocast=autocast) as pipeline:
         losses = [pipeline.progress(stream).loss.clone() for _ in batches]
+    seconds = time.perf_counter() - start
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         result: Evaluation = evaluate(model, held_out)
     last = torch.stack(losses[-100:]).mean()
@@ -96,6 +98,7 @@ def train_once(
         "auc": result.auc,
         "logloss": result.logloss,
         "train_loss": float(last),
+        "train_seconds": seconds,
         "num_steps": len(batches),
         "batch_size": config.batch_size,
         "held_out_rows": result.num_rows,
@@ -130,30 +133,35 @@ def main() -> None:
         num_held_out=config.num_held_out,
     )
     held_out_rows = ClickLog(log, batch_size=config.batch_size, split=Split.HELD_OUT)
-    start = time.perf_counter()
+    start, threads = time.perf_counter(), config.num_threads
     with ThreadPoolExecutor(1) as beside:
         bayes = beside.submit(held_out_rows.bayes_auc)
-        threads = config.num_threads
         batches = read_all(log, config.batch_size, Split.TRAIN, threads)
         held_out = read_all(log, config.batch_size, Split.HELD_OUT, threads)
-        print(
-            f"{len(batches)} batches of {config.batch_size} to train and {len(held_out)} held out "
-            f"made in {time.perf_counter() - start:.1f} s by {threads} threads",
-            flush=True,
-        )
-        print("precision seed      AUC  log loss  training loss")
-        rows = []
-        for seed in config.seeds:
-            for precision in PRECISIONS:
-                row = train_once(config, precision, seed, batches, held_out, device)
-                print(
-                    f"{precision:9} {seed:4d}  {row['auc']:.5f}   {row['logloss']:.5f}"
-                    f"        {row['train_loss']:.5f}",
-                    flush=True,
-                )
-                rows.append(row)
-                gc.collect()
-        summary = compare(rows, bayes.result())
+        bayes_auc = bayes.result()
+    print(
+        f"{len(batches)} batches of {config.batch_size} to train and {len(held_out)} held out made "
+        f"in {time.perf_counter() - start:.1f} s by {threads} threads\n"
+        "precision seed      AUC  log loss  training loss  seconds",
+        flush=True,
+    )
+    rows: list[dict[str, Any]] = []
+    summary = None
+    for seed in config.seeds:
+        for precision in PRECISIONS:
+            row = train_once(config, precision, seed, batches, held_out, device)
+            rows.append(row)
+            print(
+                f"{precision:9} {seed:4d}  {row['auc']:.5f}   {row['logloss']:.5f}"
+                f"        {row['train_loss']:.5f} {row['train_seconds']:8.1f}",
+                flush=True,
+            )
+            gc.collect()
+            if len(rows) >= len(PRECISIONS):
+                summary = compare(rows, bayes_auc)
+            if config.output is not None:
+                write_results(config.output, rows if summary is None else [*rows, summary])
+    assert summary is not None
     print(
         f"mean AUC: fp32 {summary['fp32_auc']:.5f}, bf16 {summary['bf16_auc']:.5f}, the most that "
         f"can be expected {summary['bayes_auc']:.5f}\n"
@@ -161,8 +169,6 @@ def main() -> None:
         f"deviation of fp32 {summary['fp32_deviation']:.5f}): "
         + ("passes" if summary["passes"] else "FAILS")
     )
-    if config.output is not None:
-        write_results(config.output, [*rows, summary])
     raise SystemExit(0 if summary["passes"] else 1)
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench import dlrm_dcnv2 as workload
 from bench.step_setting import StepSetting
+from bench.step_stages import stage_milliseconds
 from torchembed import optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
@@ -56,7 +57,7 @@ class TorchembedStep:
         wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
         precision = WirePrecision(forward=wire, backward=wire, dense=wire)
         self.predicted_ms = _predicted_ms(self.model, planner, precision, device)
-        """Of the slowest rank, by the stages of :mod:`bench.timeline`."""
+        """Of the slowest rank, by the stages of :mod:`bench.step_stages`."""
         if num_ranks > 1:
             mesh = init_device_mesh(device.type, (num_ranks,))
             transport = WireTransport(setting.transport)
@@ -67,11 +68,15 @@ class TorchembedStep:
         if setting.optimizer != "sgd":
             numbers["eps"] = setting.eps
         half = torch.bfloat16 if setting.precision == "bf16" else None
-        optimizers = [
-            of_tables(tables or [{"params": []}], **numbers),
-            of_dense(dense, **numbers, dtype=half),
-        ]
-        self._pipeline = TrainPipeline(self.model, binary_cross_entropy, optimizers, autocast=half)
+        self._of_tables = of_tables(tables or [{"params": []}], **numbers)
+        self._of_dense = of_dense(dense, **numbers, dtype=half)
+        self._autocast = torch.autocast(device.type, half, enabled=half is not None)
+        self._pipeline = TrainPipeline(
+            self.model,
+            binary_cross_entropy,
+            [self._of_tables, self._of_dense],
+            autocast=half,
+        )
 
     @staticmethod
     def batch(batch: Batch, device: torch.device) -> Batch:
@@ -81,6 +86,30 @@ class TorchembedStep:
     def step(self, batches: Iterator[Batch]) -> Tensor:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
+
+    def alone_ms(self, batch: Batch, device: torch.device) -> dict[str, float]:
+        """What the stages of a step on ``batch`` take one after the other, on GPUs."""
+        self._pipeline.close()
+        dense, sparse, labels = batch.to(device)
+        losses: list[Tensor] = []
+
+        def forward() -> None:
+            self._of_tables.zero_grad()
+            self._of_dense.zero_grad()
+            with self._autocast:
+                losses[:] = [binary_cross_entropy(self.model(dense, sparse).squeeze(-1), labels)]
+
+        def backward() -> None:
+            losses[0].backward()
+
+        return stage_milliseconds(
+            {
+                "forward": forward,
+                "backward": backward,
+                "rows": self._of_tables.step,
+                "dense": self._of_dense.step,
+            }
+        )
 
     @property
     def num_input_stalls(self) -> int:
@@ -107,5 +136,6 @@ def _predicted_ms(
     return {
         "lookup": 1e3 * slowest.lookup_seconds,
         "row update": 1e3 * slowest.update_seconds,
-        "exchange between GPUs": 1e3 * wires,
+        "exchange": 1e3 * wires,
+        "mean": 1e3 * slowest.all_reduce_seconds,
     }

@@ -200,6 +200,9 @@ class Bench:
         }
         if self._on_gpu:
             row |= self._behind(name, system, stream, setting)
+            if isinstance(system, TorchembedStep):
+                row["alone_ms"] = system.alone_ms(batches[-1], self._device)
+                row["predicted_ms"] = system.predicted_ms
             if gpu_name() in RATES:
                 floor = floor_seconds(
                     RATES[gpu_name()],
@@ -266,7 +269,6 @@ class Bench:
             "host_waits": profiled.host_waits,
             "gpu_busy_ms": profiled.gpu_busy_ms,
             "stage_ms": profiled.stage_ms,
-            "predicted_ms": system.predicted_ms,
         }
 
 
