@@ -1,9 +1,9 @@
 """What the planner's cost model predicts of kernels and wires, beside what they take.
 
-``python -m bench.costs`` compares the rows of ``bench.kernels`` with uniform ids, and those of
-wires, in ``bench/results``. ``torchrun --nproc-per-node N -m bench.costs --output wires.json``
-measures the wires first, on GPUs, each collective in a CUDA graph and its result checked. Fitted
-figures are printed for ``torchembed.sharding.topology`` and ``costs``.
+``python -m bench.costs`` compares the rows of ``bench.kernels`` and ``bench.train_step`` and those
+of wires that are in ``bench/results``. ``torchrun --nproc-per-node N -m bench.costs --output
+wires.json`` measures the wires first, on GPUs, each collective in a CUDA graph and its result
+checked. Fitted figures are printed for ``torchembed.sharding.topology`` and ``costs``.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.dlrm_dcnv2 import distinct_ids
 from bench.gpu_timing import graph_microseconds
 from bench.result_file import write_results
 from bench.workload import ADAGRAD
@@ -66,7 +67,7 @@ def predictions(rows: Iterable[Row]) -> list[Prediction]:
             continue
         if row["bench"] == "wires":
             found.append(_of_wire(row, hardware))
-        elif row["bench"] == "kernels" and row["ids"] == "uniform" and row["stage"] != "backward":
+        elif row["bench"] == "kernels" and row["stage"] != "backward":
             found.append(_of_kernel(row, hardware))
     return found
 
@@ -82,6 +83,7 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
         wire=WirePrecision(),
         fixed_hotness=True,
         hotness=dict(zip(names, MLPERF_HOTNESS, strict=True)),
+        distinct_ids=distinct_ids(row["ids"], row["batch_per_gpu"], MAX_ROWS),
     )
     loads = np.zeros(len(Load))
     for name, num_rows in zip(names, MLPERF_TABLE_SIZES, strict=True):
@@ -95,7 +97,8 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
     else:
         num_bytes = float(loads[Load.UPDATE])
         seconds = model.update_seconds(num_bytes) + UPDATE_KERNELS * topology.kernel_seconds
-    what = f"{hardware.name} {row['stage']} {row['batch_per_gpu']} {row['optimizer'] or ''}"
+    what = f"{hardware.name} {row['stage']} {row['batch_per_gpu']} {row['ids']}"
+    what = f"{what} {row['optimizer'] or ''}"
     return Prediction(what, num_bytes, row["microseconds"] * 1e-6, seconds)
 
 

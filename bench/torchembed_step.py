@@ -51,6 +51,7 @@ class TorchembedStep:
         planner = Planner(
             batch_size=setting.batch_size,
             hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
+            distinct_ids=workload.distinct_ids(setting.ids, setting.batch_size, setting.max_rows),
             optimizer=of_tables,
             fixed_hotness=True,
         )

@@ -49,7 +49,7 @@ def test_bench_prints_what_is_stored(
         "ids": "uniform", "optimizer": "Adagrad", "microseconds": 1245.0,
     }  # fmt: skip
     unknown = update | {"gpu": "another"}
-    others = [update | {"ids": "zipf"}, update | {"system": "FBGEMM"}, unknown]
+    others = [update | {"stage": "backward"}, update | {"system": "FBGEMM"}, unknown]
     stored = {"hardware": {"gpu": "NVIDIA H100"}, "rows": [update, *others, *WIRES]}
     (tmp_path / "a.json").write_text(json.dumps(stored))
     monkeypatch.setattr("sys.argv", ["costs", "--results", str(tmp_path)])
@@ -57,6 +57,6 @@ def test_bench_prints_what_is_stored(
     costs.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(WIRES) + 2
-    assert lines[0].startswith("H100 update 8192 Adagrad")
+    assert lines[0].startswith("H100 update 8192 uniform Adagrad")
     assert lines[-2].startswith("all-     fits ")
     assert lines[-1].startswith("off by ")

@@ -32,6 +32,10 @@ class Planner:
     """Samples of each rank."""
     hotness: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Lookups a sample of each feature, on average; 1 where not named."""
+    distinct_ids: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Different ids of each feature in a rank's batch, on average: ``values.unique().numel()`` of
+    some batch. They say how skewed ids are, and so how many rows come from memory, and are updated,
+    on any number of ranks. As of uniform ids, the most that there can be, where not named."""
     optimizer: type[FusedOptimizer] = Adagrad
     """That the tables will have: its state takes memory and is read and written."""
     fixed_hotness: bool = False
@@ -59,6 +63,13 @@ class Planner:
         for feature, lookups in self.hotness.items():
             if not lookups >= 0:
                 raise ValueError(f"hotness of {feature} must not be negative, got {lookups}")
+        for feature, count in self.distinct_ids.items():
+            num_ids = self.batch_size * self.hotness.get(feature, 1.0)
+            if not 0 < count <= num_ids:
+                raise ValueError(
+                    f"distinct_ids of {feature} must be positive and at most the {num_ids:g} ids "
+                    f"that batch_size and hotness give a batch, got {count}"
+                )
         if not self.max_imbalance >= 1:
             raise ValueError(f"max_imbalance must be at least 1, got {self.max_imbalance}")
         if not self.placements:
@@ -81,8 +92,8 @@ class Planner:
             wire: in which vectors and gradients travel; as they are by default.
 
         Raises:
-            ValueError: for a constraint or hotness of what is not there, for a constraint that
-                leaves no placement, and for tables that do not fit.
+            ValueError: for a constraint, hotness or distinct ids of what is not there, for a
+                constraint that leaves no placement, and for tables that do not fit.
         """
         topology = topology or self.topology
         if topology is None:
@@ -97,6 +108,7 @@ class Planner:
             wire=wire or WirePrecision(),
             fixed_hotness=self.fixed_hotness,
             hotness=self.hotness,
+            distinct_ids=self.distinct_ids,
         )
         allowed = cast("tuple[Placement, ...]", self.placements)
         options = [
@@ -124,11 +136,12 @@ class Planner:
                 f"constraints name tables {unknown}, which the model lacks; it has {list(tables)}"
             )
         features = sorted({feature for use in tables.values() for feature in use.features})
-        unknown = sorted(set(self.hotness) - set(features))
-        if unknown:
-            raise ValueError(
-                f"hotness names features {unknown}, which no table has; they have {features}"
-            )
+        for name, given in (("hotness", self.hotness), ("distinct_ids", self.distinct_ids)):
+            unknown = sorted(set(given) - set(features))
+            if unknown:
+                raise ValueError(
+                    f"{name} names features {unknown}, which no table has; they have {features}"
+                )
 
 
 NUM_HEAVIEST = 3
