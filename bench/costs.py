@@ -22,12 +22,14 @@ from torch import Tensor
 from bench.dlrm_dcnv2 import distinct_ids
 from bench.gpu_timing import graph_microseconds
 from bench.result_file import write_results
+from bench.step_costs import predicted_of_row
 from bench.workload import ADAGRAD
 from torchembed import optim
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import TableUse, Topology, WirePrecision
 from torchembed.sharding.costs import (
+    ALL_REDUCE_EXCHANGES,
     LOOKUP_KERNELS,
     LOOKUP_SHARE,
     UPDATE_KERNELS,
@@ -52,7 +54,8 @@ class Prediction(NamedTuple):
 
     what: str
     num_bytes: float
-    """As costs count them: through memory, or over a rank's wires in one direction."""
+    """As costs count them: through memory, or over a rank's wires in one direction; 0 where there
+    are other terms."""
     measured: float
     """Seconds."""
     predicted: float
@@ -69,6 +72,8 @@ def predictions(rows: Iterable[Row]) -> list[Prediction]:
             found.append(_of_wire(row, hardware))
         elif row["bench"] == "kernels" and row["stage"] != "backward":
             found.append(_of_kernel(row, hardware))
+        elif "alone_ms" in row:
+            found += _of_step(row, hardware)
     return found
 
 
@@ -104,11 +109,23 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
 
 def _of_wire(row: Row, hardware: Hardware) -> Prediction:
     away = (row["num_gpus"] - 1) / row["num_gpus"]
-    passes = 2 if row["collective"] == "all-reduce" else 1
+    passes, exchanges = (2, ALL_REDUCE_EXCHANGES) if row["collective"] == "all-reduce" else (1, 1)
     num_bytes = passes * away * row["bytes"]
-    seconds = num_bytes / hardware.intra_node_bandwidth + hardware.exchange_seconds
+    topology = Topology.of_hardware(hardware, ranks_per_node=row["num_gpus"])
+    seconds = num_bytes / topology.intra_node_bandwidth
+    seconds += exchanges * topology.collective_seconds
     what = f"{row['num_gpus']} {hardware.name} {row['collective']} {row['bytes'] / 2**20:.0f} MiB"
     return Prediction(what, num_bytes, row["microseconds"] * 1e-6, seconds)
+
+
+def _of_step(row: Row, hardware: Hardware) -> list[Prediction]:
+    """Each stage of a step, one after the other."""
+    what = f"{row['num_gpus']} {hardware.name} step {row['batch_per_gpu']} {row['ids']}"
+    return [
+        Prediction(f"{what} {stage}", 0.0, row["alone_ms"][stage] * 1e-3, milliseconds * 1e-3)
+        for stage, milliseconds in predicted_of_row(row).items()
+        if milliseconds
+    ]
 
 
 def fitted(of_stage: Sequence[Prediction]) -> tuple[float, float]:
@@ -180,7 +197,7 @@ def print_predictions(found: Sequence[Prediction]) -> None:
         )
     stages = {"forward": LOOKUP_SHARE, "update": UPDATE_SHARE, "all-": None}
     for stage, share in stages.items():
-        of_stage = [each for each in found if stage in each.what]
+        of_stage = [each for each in found if stage in each.what and each.num_bytes]
         if len(of_stage) > 1:
             fixed, rate = fitted(of_stage)
             held = "" if share is None else f"; costs.py holds {share} of a copy's"

@@ -202,7 +202,7 @@ class Bench:
             row |= self._behind(name, system, stream, setting)
             if isinstance(system, TorchembedStep):
                 row["alone_ms"] = system.alone_ms(batches[-1], self._device)
-                row["predicted_ms"] = system.predicted_ms
+                row |= system.predicted
             if gpu_name() in RATES:
                 floor = floor_seconds(
                     RATES[gpu_name()],

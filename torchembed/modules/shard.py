@@ -19,6 +19,7 @@ from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingColl
 from torchembed.modules.table_module import TableModule
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
+from torchembed.sharding.dense_costs import DenseUse
 from torchembed.sharding.gradient_mean import GradientMean
 from torchembed.sharding.memory_budget import memory_budget
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
@@ -28,7 +29,7 @@ from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
 from torchembed.sharding.topology import Topology, free_bytes
 from torchembed.sharding.transport import WireTransport, check_transport
 from torchembed.sharding.wire import WirePrecision
-from torchembed.tables import TableSpec
+from torchembed.tables import TableSpec, table_of
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +53,29 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
                     output_dtype=collection._output_dtype,
                 )
     return uses
+
+
+def _dense_parameters(model: nn.Module, uses: Mapping[str, TableUse]) -> list[nn.Parameter]:
+    """All but the tables of ``uses``."""
+    named = model.named_parameters()
+    return [parameter for name, parameter in named if name.removesuffix(".weight") not in uses]
+
+
+def _dense_use(model: nn.Module, uses: Mapping[str, TableUse], planner: Planner) -> DenseUse | None:
+    """Of all parameters that are no tables; None where there are none."""
+    parameters = [p for p in _dense_parameters(model, uses) if table_of(p) is None]
+    if not parameters:
+        return None
+    torchs = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    looked_up = set(map(id, torchs))
+    matrices = [p for p in parameters if p.dim() == 2 and id(p) not in looked_up]
+    return DenseUse(
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_layers=len(matrices),
+        num_weights=sum(matrix.numel() for matrix in matrices),
+        dtype=planner.autocast or parameters[0].dtype,
+        allows_tf32=torch.backends.cuda.matmul.allow_tf32,
+    )
 
 
 def _table_name(path: str, collection: Collection, table: str) -> str:
@@ -94,7 +118,8 @@ def plan_embeddings(
     if mesh is not None:
         planner = _with_topology(planner, mesh, flat_mesh(mesh))
         _check_topology(planner, mesh)
-    return planner.plan(table_uses(model), wire=wire)
+    uses = table_uses(model)
+    return planner.plan(uses, wire=wire, dense=_dense_use(model, uses, planner))
 
 
 def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
@@ -237,7 +262,8 @@ def _checked_plan(
         )
     if isinstance(plan, Planner):
         _check_topology(plan, mesh)
-        report = plan.plan(table_uses(model), wire=wire)
+        uses = table_uses(model)
+        report = plan.plan(uses, wire=wire, dense=_dense_use(model, uses, plan))
         plan = report.plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
@@ -282,7 +308,7 @@ def _check_memory(
 ) -> None:
     """Log what the tightest rank will hold; raise ``ValueError`` on all where it cannot."""
     uses = table_uses(model)
-    dense = [p for name, p in model.named_parameters() if name.removesuffix(".weight") not in uses]
+    dense = _dense_parameters(model, uses)
     mine = memory_budget(
         plan,
         uses,

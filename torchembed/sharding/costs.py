@@ -43,7 +43,10 @@ SUMMED_GRADIENT_BYTE = 2.0
 """How much one counts of a gradient that is added up for its row: all are read in the order of
 rows, and so at random."""
 LOOKUP_KERNELS, UPDATE_KERNELS = 1, 3
-"""So many times what a kernel takes beside its bytes."""
+"""So many times what a kernel takes beside its bytes; as many again where tables are replicated on
+several ranks, which have lookups and updates of their own."""
+ALL_REDUCE_EXCHANGES = 1.5
+"""So many times what an exchange takes beside its bytes."""
 
 SQUARE_BYTES = 4
 """Of a row's sum of squares, which row-wise Adagrad adds up where columns are on several ranks."""

@@ -5,10 +5,13 @@ import math
 from collections.abc import Mapping
 from typing import cast
 
+import torch
+
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim import Adagrad
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.sharding.costs import CostModel, TableUse
+from torchembed.sharding.dense_costs import DenseUse
 from torchembed.sharding.options import TableConstraint, table_options
 from torchembed.sharding.plan import Placement, ShardingPlan, as_placement
 from torchembed.sharding.plan_report import PlanReport, bytes_text, report_plan
@@ -41,6 +44,8 @@ class Planner:
     fixed_hotness: bool = False
     """True where batches come with a hotness and no offsets: ids of a pooled row-wise table then go
     to all of its ranks, and not each to the one that holds its row."""
+    autocast: torch.dtype | None = None
+    """In which the dense part computes, as of ``TrainPipeline``; its own dtype by default."""
     placements: tuple[Placement | str, ...] = tuple(Placement)
     """Those allowed for tables whose own constraint names none."""
     constraints: Mapping[str, TableConstraint] = dataclasses.field(default_factory=dict)
@@ -83,6 +88,7 @@ class Planner:
         topology: Topology | None = None,
         *,
         wire: WirePrecision | None = None,
+        dense: DenseUse | None = None,
     ) -> PlanReport:
         """The plan for ``tables``, by name, with what it costs. Communicates and allocates nothing.
 
@@ -90,6 +96,7 @@ class Planner:
             tables: as :func:`~torchembed.modules.table_uses` finds them in a model.
             topology: in place of the planner's own; one of them must be given.
             wire: in which vectors and gradients travel; as they are by default.
+            dense: all else, whose part of a step the report then holds.
 
         Raises:
             ValueError: for a constraint, hotness or distinct ids of what is not there, for a
@@ -124,7 +131,7 @@ class Planner:
         plan = ShardingPlan(
             num_ranks=topology.num_ranks, tables=tuple(plans), num_nodes=topology.num_nodes
         )
-        report = report_plan(plan, tables, model)
+        report = report_plan(plan, tables, model, dense)
         if found.missing_bytes > 0:
             raise ValueError(_refusal(report))
         return report
