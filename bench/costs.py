@@ -191,8 +191,9 @@ def _slowest(call: Callable[[], object]) -> float:
 
 def print_predictions(found: Sequence[Prediction]) -> None:
     for each in found:
+        num_bytes = f"{each.num_bytes / 1e6:9.1f} MB" if each.num_bytes else ""
         print(
-            f"{each.what:40} {each.num_bytes / 1e6:9.1f} MB  measured {each.measured * 1e6:8.1f} us"
+            f"{each.what:40} {num_bytes:12}  measured {each.measured * 1e6:8.1f} us"
             f"  predicted {each.predicted * 1e6:8.1f} us ({each.predicted / each.measured:.2f})"
         )
     stages = {"forward": LOOKUP_SHARE, "update": UPDATE_SHARE, "all-": None}

@@ -8,12 +8,11 @@ import torch
 from bench import dlrm_dcnv2 as workload
 from torchembed import optim, plan_embeddings
 from torchembed.modules.shard import table_uses
-from torchembed.optim.fused import FusedOptimizer
 from torchembed.sharding import Planner, PlanReport, TableConstraint, Topology, WirePrecision
 from torchembed.sharding.plan import Placement, ShardingPlan, place_table
 from torchembed.sharding.topology import GPUS
 
-OF_TABLES: dict[str, type[FusedOptimizer]] = {
+OF_TABLES = {
     "adagrad": optim.Adagrad,
     "rowwise_adagrad": optim.RowwiseAdagrad,
     "sgd": optim.SGD,

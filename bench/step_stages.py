@@ -89,10 +89,11 @@ def _kernels(trace: profile) -> Iterator[tuple[str, float]]:
             (e for e in on_host if e.time_range.start <= span.start),
             key=lambda e: e.time_range.start,
         ).name.removeprefix(_PREFIX)
-        yield _stage(kernel.name, part), (span.end - span.start) / 1e6
+        yield stage_of_kernel(kernel.name, part), (span.end - span.start) / 1e6
 
 
-def _stage(kernel: str, part: str) -> str:
+def stage_of_kernel(kernel: str, part: str) -> str:
+    """The stage of a kernel of that name which a part of the step has launched."""
     kind = stage_of(kernel)
     if kind == "lookup":
         # In backward it says which gradient each id gets.

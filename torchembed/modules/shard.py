@@ -11,15 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.modules.collection import Collection
+from torchembed.modules.dense_use import dense_parameters, dense_use
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.shard_description import describe
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.modules.table_module import TableModule
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.optim.fused import FusedOptimizer
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
-from torchembed.sharding.dense_costs import DenseUse
 from torchembed.sharding.gradient_mean import GradientMean
 from torchembed.sharding.memory_budget import memory_budget
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
@@ -29,7 +31,7 @@ from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
 from torchembed.sharding.topology import Topology, free_bytes
 from torchembed.sharding.transport import WireTransport, check_transport
 from torchembed.sharding.wire import WirePrecision
-from torchembed.tables import TableSpec, table_of
+from torchembed.tables import TableSpec
 
 _logger = logging.getLogger(__name__)
 
@@ -53,29 +55,6 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
                     output_dtype=collection._output_dtype,
                 )
     return uses
-
-
-def _dense_parameters(model: nn.Module, uses: Mapping[str, TableUse]) -> list[nn.Parameter]:
-    """All but the tables of ``uses``."""
-    named = model.named_parameters()
-    return [parameter for name, parameter in named if name.removesuffix(".weight") not in uses]
-
-
-def _dense_use(model: nn.Module, uses: Mapping[str, TableUse], planner: Planner) -> DenseUse | None:
-    """Of all parameters that are no tables; None where there are none."""
-    parameters = [p for p in _dense_parameters(model, uses) if table_of(p) is None]
-    if not parameters:
-        return None
-    torchs = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    looked_up = set(map(id, torchs))
-    matrices = [p for p in parameters if p.dim() == 2 and id(p) not in looked_up]
-    return DenseUse(
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        num_layers=len(matrices),
-        num_weights=sum(matrix.numel() for matrix in matrices),
-        dtype=planner.autocast or parameters[0].dtype,
-        allows_tf32=torch.backends.cuda.matmul.allow_tf32,
-    )
 
 
 def _table_name(path: str, collection: Collection, table: str) -> str:
@@ -119,7 +98,7 @@ def plan_embeddings(
         planner = _with_topology(planner, mesh, flat_mesh(mesh))
         _check_topology(planner, mesh)
     uses = table_uses(model)
-    return planner.plan(uses, wire=wire, dense=_dense_use(model, uses, planner))
+    return planner.plan(uses, wire=wire, dense=dense_use(model, uses, planner.autocast))
 
 
 def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
@@ -163,6 +142,7 @@ def shard_embeddings(
     *,
     wire: WirePrecision | None = None,
     transport: WireTransport = WireTransport.COLLECTIVE,
+    optimizer: type[FusedOptimizer] | None = None,
 ) -> nn.Module:
     """Spread the tables of ``model`` over the ranks of ``mesh`` and train the rest data-parallel.
 
@@ -191,6 +171,8 @@ def shard_embeddings(
         wire: the precision in which vectors and their gradients travel; as they are by default.
         transport: how they travel. ``WireTransport.PUSH`` is for the GPUs of one node; results are
             the same.
+        optimizer: that the tables will have, where it is known and no planner says it: its state
+            then counts in the memory that must be there.
 
     Returns:
         ``model``.
@@ -198,8 +180,9 @@ def shard_embeddings(
     Raises:
         ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
             where planning fails on some of them only; where the tables do not fit into memory, as
-            far as is known: of a plan without a planner rows and the dense part are; where GPUs
-            cannot store into each other's memory and should.
+            far as is known: of a plan without a planner rows, the dense part and, with
+            ``optimizer``, its state are; where GPUs cannot store into each other's memory and
+            should.
     """
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
     problem, checked, report, description = None, None, None, []
@@ -220,7 +203,8 @@ def shard_embeddings(
     if problem is not None:
         raise problem
     assert checked is not None
-    _check_memory(model, checked, report, flat)
+    rule = None if optimizer is None else UpdateRule(kind=optimizer.kind)
+    _check_memory(model, checked, report, rule, flat)
     has_other_tables = any(
         isinstance(module, TableModule) and not isinstance(module, Collection)
         for module in model.modules()
@@ -263,7 +247,7 @@ def _checked_plan(
     if isinstance(plan, Planner):
         _check_topology(plan, mesh)
         uses = table_uses(model)
-        report = plan.plan(uses, wire=wire, dense=_dense_use(model, uses, plan))
+        report = plan.plan(uses, wire=wire, dense=dense_use(model, uses, plan.autocast))
         plan = report.plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
@@ -304,16 +288,21 @@ _DENSE_COPIES = 3
 
 
 def _check_memory(
-    model: nn.Module, plan: ShardingPlan, report: PlanReport | None, mesh: DeviceMesh
+    model: nn.Module,
+    plan: ShardingPlan,
+    report: PlanReport | None,
+    rule: UpdateRule | None,
+    mesh: DeviceMesh,
 ) -> None:
     """Log what the tightest rank will hold; raise ``ValueError`` on all where it cannot."""
     uses = table_uses(model)
-    dense = _dense_parameters(model, uses)
+    dense = dense_parameters(model, uses)
     mine = memory_budget(
         plan,
         uses,
         mesh.get_local_rank(),
         report=report,
+        rule=rule,
         dense_bytes=_DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense),
         free_bytes=free_bytes(_device(mesh)),
     )

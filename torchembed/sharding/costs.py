@@ -39,7 +39,7 @@ LOOKUP_SHARE, UPDATE_SHARE = 0.93, 0.95
 two and the numbers of kernels are what `bench.costs` fits."""
 CACHED_ROW_BYTE = 0.17
 """How much a byte counts of a row that the cache holds, since an id before has looked it up."""
-SUMMED_GRADIENT_BYTE = 2.0
+SUMMED_GRADIENT_BYTE = 1.8
 """How much one counts of a gradient that is added up for its row: all are read in the order of
 rows, and so at random."""
 LOOKUP_KERNELS, UPDATE_KERNELS = 1, 3
@@ -126,8 +126,8 @@ class CostModel:
 
     def weight_bytes(self, use: TableUse, num_rows: int, num_columns: int) -> int:
         """Rows and optimizer state of so much of a table."""
-        state = math.prod(self.rule.state_shape(num_rows, num_columns)) * 4
-        return num_rows * num_columns * use.spec.dtype.itemsize + state * self.rule.num_states
+        state = self.rule.state_bytes(num_rows, num_columns)
+        return num_rows * num_columns * use.spec.dtype.itemsize + state
 
     def shard_load(self, use: TableUse, shard: Shard) -> np.ndarray:
         """float64 ``[6]``, by :class:`Load`: one shard of a table that is not replicated."""
@@ -174,6 +174,9 @@ class CostModel:
         if placement is not Placement.DATA_PARALLEL:
             _, _, ids, forward, backward, _ = loads.sum(axis=0)
             held = ids + forward + backward + 2 * output
+            if self.topology.num_ranks == 1:
+                # Lookups write their vectors where the model reads them.
+                return Everywhere(held_bytes=held)
             return Everywhere(forward + output, backward + output, 0.0, held)
         lookups = num_samples * hotness
         dense = spec.num_rows * (spec.dim + 1) * 4

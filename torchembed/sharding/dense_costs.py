@@ -8,7 +8,7 @@ import torch
 from torchembed.sharding.costs import ALL_REDUCE_EXCHANGES, UPDATE_SHARE, CostModel
 from torchembed.sharding.gradient_mean import BUCKET_BYTES
 
-FORWARD_KERNELS, BACKWARD_KERNELS = 1.0, 1.5
+FORWARD_KERNELS, BACKWARD_KERNELS = 0.85, 1.5
 """So many times what a kernel takes beside its work, for each layer."""
 TF32_SHARE, FLOAT32_SHARE = 0.42, 0.11
 """Of the rate of 16-bit products, that of others."""
