@@ -8,11 +8,9 @@ of fp32's seeds. ``--output`` is written after each training, with the verdict s
 
 import dataclasses
 import gc
-import os
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,11 @@ import torch.nn.functional as F
 import tyro
 
 from bench import dlrm_dcnv2 as workload
+from bench.device_click_log import DeviceClickLog
 from bench.result_file import write_results
 from torchembed import optim
-from torchembed.data import BackgroundLoader, Batch, ClickLog, ClickLogConfig, Split
+from torchembed.data import Batch, ClickLog, ClickLogConfig, Split
+from torchembed.data.click_log import rank_auc
 from torchembed.tables import table_of
 from torchembed.training import Evaluation, TrainPipeline, evaluate
 
@@ -45,17 +45,8 @@ class Config:
     """Of the initial weights."""
     learning_rate: float = 0.004
     """Of Adagrad, for tables and dense layers."""
-    num_threads: int = len(os.sched_getaffinity(0))
-    """That make the log, before the first training."""
     output: Path | None = None
     """JSON to write the rows to."""
-
-
-def read_all(config: ClickLogConfig, batch_size: int, split: Split, threads: int) -> list[Batch]:
-    """All batches of a part of the log, in pinned memory where there is a GPU."""
-    log = ClickLog(config, batch_size=batch_size, split=split)
-    with BackgroundLoader(log, num_ahead=2 * threads, num_threads=threads) as loader:
-        return list(loader)
 
 
 def train_once(
@@ -132,16 +123,16 @@ def main() -> None:
         num_train=config.batch_size * config.num_steps,
         num_held_out=config.num_held_out,
     )
-    held_out_rows = ClickLog(log, batch_size=config.batch_size, split=Split.HELD_OUT)
-    start, threads = time.perf_counter(), config.num_threads
-    with ThreadPoolExecutor(1) as beside:
-        bayes = beside.submit(held_out_rows.bayes_auc)
-        batches = read_all(log, config.batch_size, Split.TRAIN, threads)
-        held_out = read_all(log, config.batch_size, Split.HELD_OUT, threads)
-        bayes_auc = bayes.result()
+    start = time.perf_counter()
+    (batches, _), (held_out, likely) = (
+        DeviceClickLog(ClickLog(log, batch_size=config.batch_size, split=split), device).make()
+        for split in (Split.TRAIN, Split.HELD_OUT)
+    )
+    labels = torch.cat([batch.labels for batch in held_out])
+    bayes_auc = rank_auc(labels.numpy(), likely.numpy())
     print(
         f"{len(batches)} batches of {config.batch_size} to train and {len(held_out)} held out made "
-        f"in {time.perf_counter() - start:.1f} s by {threads} threads\n"
+        f"in {time.perf_counter() - start:.1f} s\n"
         "precision seed      AUC  log loss  training loss  seconds",
         flush=True,
     )
