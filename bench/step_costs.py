@@ -58,10 +58,10 @@ def predicted_ms(report: PlanReport) -> dict[str, float]:
     return {stage: 1e3 * value for stage, value in seconds.items()}
 
 
-def placements_of(plan: ShardingPlan) -> dict[str, Any]:
-    """The plan in short, for a row of results."""
+def placements_of(plan: ShardingPlan) -> dict[str, str]:
+    """The plan in short, for a row of results: of each table its placement and ranks."""
     return {
-        table.table: [table.placement.value, [shard.rank for shard in table.shards]]
+        table.table: " ".join([table.placement.value, *(str(s.rank) for s in table.shards)])
         for table in plan.tables
     }
 
@@ -80,10 +80,11 @@ def predicted_of_row(row: dict[str, Any]) -> dict[str, float]:
         output_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
     )
     uses = table_uses(model)
-    constraints = {
-        name: TableConstraint(exact=place_table(name, uses[name].spec, Placement(placement), ranks))
-        for name, (placement, ranks) in row["placements"].items()
-    }
+    constraints = {}
+    for name, words in row["placements"].items():
+        placement, *ranks = words.split()
+        plan = place_table(name, uses[name].spec, Placement(placement), list(map(int, ranks)))
+        constraints[name] = TableConstraint(exact=plan)
     planner = make_planner(
         row["batch_per_gpu"], row["ids"], row["optimizer"], precision, row["max_rows"]
     )
