@@ -57,7 +57,7 @@ def loads_of(
 def test_table_wise() -> None:
     (load,), everywhere = loads_of(Placement.TABLE_WISE, (0,))
     touched = 8 * (1 - math.exp(-48 / 8))
-    ids = 8 * (12 + 8)  # and the lengths of 8 bags
+    ids = 4 * 12 + 8 * 8  # and the lengths of 8 bags
     np.testing.assert_allclose(
         load,
         [
@@ -70,7 +70,7 @@ def test_table_wise() -> None:
         ],
         rtol=1e-12,
     )
-    assert load[Load.HELD] == 7680
+    assert load[Load.HELD] == 6912
     assert everywhere == (2 * 8 * 64, 2 * 8 * 64, 0, ids + 4 * 8 * 64)
 
 
@@ -78,7 +78,7 @@ def test_column_wise_with_narrow_wires() -> None:
     wire = WirePrecision(forward=torch.bfloat16, backward=torch.float16)
     loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), wire=wire)
     touched = 8 * (1 - math.exp(-48 / 8))
-    ids = 8 * (12 + 8)
+    ids = 4 * 12 + 8 * 8
     # Rows of 32 bytes still cost 64; vectors travel as 8 columns of 2 bytes.
     expected = [
         4 * ids + looked_up(48, touched) + 4 * 8 * 32,
@@ -97,7 +97,7 @@ def test_column_wise_under_row_wise_adagrad() -> None:
     planner = Planner(batch_size=4, hotness=HOTNESS, optimizer=optim.RowwiseAdagrad)
     loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), planner)
     touched = 8 * (1 - math.exp(-48 / 8))
-    ids = 8 * (12 + 8)
+    ids = 4 * 12 + 8 * 8
     squares, summed = 48 * 4, 48 * 8 * 4
     expected = [
         4 * ids + looked_up(48, touched) + 4 * 8 * 32,
@@ -118,7 +118,7 @@ def test_row_wise(fixed: bool) -> None:
     )
     loads, everywhere = loads_of(Placement.ROW_WISE, (0, 1, 2, 3), planner)
     touched = 2 * (1 - math.exp(-12 / 2))
-    ids = 8 * 12 if fixed else 8 * (3 + 8)
+    ids = 4 * 12 if fixed else 4 * 3 + 8 * 8
     expected = [
         4 * ids + looked_up(12, touched) + 4 * 8 * 64,
         SUMMED * 12 * 64 + touched * 2 * (64 + 64),  # 4 bytes of state cost 64
@@ -147,7 +147,7 @@ def test_sequences_travel_alike_with_fixed_hotness() -> None:
     loads, everywhere = fixed.table_loads(use, plan)
     expected, expected_everywhere = MODEL.table_loads(use, plan)
     np.testing.assert_array_equal(loads, expected)
-    np.testing.assert_array_equal(loads[:, Load.IDS], [8 * (3 + 8)] * 4)
+    np.testing.assert_array_equal(loads[:, Load.IDS], [4 * 3 + 8 * 8] * 4)
     assert everywhere == expected_everywhere
 
 
@@ -156,10 +156,10 @@ def test_data_parallel() -> None:
     assert not loads.any()
     dense = 8 * 17 * 4
     assert everywhere == (
-        8 * 12 + looked_up(12, 8 * (1 - math.exp(-12 / 8))) + 512,
+        4 * 12 + looked_up(12, 8 * (1 - math.exp(-12 / 8))) + 512,
         SUMMED * 12 * 64 + 6 * dense + 8 * 2 * (64 + 64),
         dense,
-        8 * 64 * 2 + 4 * 8 * 12 + 3 * dense + 2 * 512,
+        8 * 64 * 2 + 4 * 4 * 12 + 3 * dense + 2 * 512,
     )
     # Half of it each way within a node twice; then half of that half between the two nodes.
     expected = dense / 1e8 + dense / 2 / 1e7
@@ -186,7 +186,7 @@ def test_skewed_ids_touch_fewer_rows() -> None:
     replicated = place_table("t", use.spec, Placement.DATA_PARALLEL, (0, 1, 2, 3))
     _, everywhere = model.table_loads(use, replicated)
     mine = expected_distinct(1000, [(12, 0.9)])
-    assert everywhere.lookup_bytes == pytest.approx(8 * 12 + looked_up(12, mine) + 512)
+    assert everywhere.lookup_bytes == pytest.approx(4 * 12 + looked_up(12, mine) + 512)
 
 
 def test_busiest_link_of_each_rank() -> None:

@@ -23,7 +23,8 @@ from torchembed.sharding.topology import Topology
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
-ID_BYTES = 8
+ID_BYTES, LENGTH_BYTES = 4, 8
+"""On the way; tables of more than 2**31 rows, whose ids take 8 bytes, are as good as none."""
 ID_COPIES = 4
 """Buffers as long as a rank's ids: as received, as rows, sorted, and their order."""
 GRANULE_BYTES = 64
@@ -139,7 +140,7 @@ class CostModel:
         # those of sequences, go where their rows are, with the length of each bag.
         is_fixed = self.fixed_hotness and use.pooled
         sent = num_samples * hotness * (1.0 if is_fixed else share)
-        ids = ID_BYTES * (sent if is_fixed else sent + bags)
+        ids = ID_BYTES * sent + (0 if is_fixed else LENGTH_BYTES * bags)
         lookups = num_ranks * num_samples * hotness * share
         touched = self._touched(use, num_ranks) * share
         vectors = bags if use.pooled else num_samples * hotness * share
