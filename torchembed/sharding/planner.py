@@ -57,8 +57,8 @@ class Planner:
     No bound by default, since a step takes as long as its slowest rank. Where one table has most of
     the lookups, it takes more work on all ranks to make them even: once its rows are divided over
     all, each sends a vector for every sample. MLPerf's DLRM-DCNv2 on 256 H200 is predicted to take
-    39 ms with the slowest rank at 3.8 times the mean, and 61 ms within 1.15 times, of which a rank
-    has 57 ms to do on average instead of 10. Up to 16 the fastest plan is within 1.05 times."""
+    34 ms with the slowest rank at 2.7 times the mean, and 58 ms within 1.15 times, of which a rank
+    has 56 ms to do on average instead of 13. Up to 16 the fastest plan is within 1.05 times."""
     topology: Topology | None = None
     """Ranks, memory and bandwidths; None: those that the mesh's ranks have when planning."""
 
