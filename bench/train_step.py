@@ -200,7 +200,8 @@ class Bench:
         }
         if self._on_gpu:
             row |= self._behind(name, system, stream, setting)
-            if isinstance(system, TorchembedStep):
+            # The cost model knows collectives only.
+            if isinstance(system, TorchembedStep) and setting.transport == "collective":
                 row["alone_ms"] = system.alone_ms(batches[-1], self._device)
                 row |= system.predicted
             if gpu_name() in RATES:
