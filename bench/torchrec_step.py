@@ -1,7 +1,7 @@
 """DLRM-DCNv2 trained by TorchRec and FBGEMM: the peer of ``bench.train_step``."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,8 +82,6 @@ class TorchrecStep:
         loss, _, _ = self._pipeline.progress(batches)
         return loss
 
-    predicted_ms: ClassVar[dict[str, float]] = {}
-    """Its own planner's are not comparable."""
     num_input_stalls = 0
     """It has no count of its own; its batches lie ready too."""
 
