@@ -1,5 +1,6 @@
 """DLRM-DCNv2 trained by TorchRec and FBGEMM: the peer of ``bench.train_step``."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from bench.step_setting import StepSetting
 from bench.torchrec_model import as_torchrec, make_torchrec_model
 from torchembed.data import Batch
 from torchembed.integrations.torchrec import TrainPipeline
+from torchembed.sharding import WireTransport
 
 
 class TorchrecStep:
@@ -67,7 +69,8 @@ class TorchrecStep:
         )
         pipeline: Any = TrainPipelineFusedSparseDist if is_tuned else TrainPipelineSparseDist
         if is_our_pipeline:
-            pipeline = TrainPipeline
+            transport = WireTransport(setting.transport)
+            pipeline = functools.partial(TrainPipeline, transport=transport)
         self._pipeline = pipeline(self.model, optimizer, setting.device)
         self._is_ours = is_our_pipeline
 

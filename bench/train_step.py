@@ -12,6 +12,7 @@ import logging
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Config:
     precision: str = "bf16"
     wire: str = "bf16"
     transport: str = "collective"
-    """Of torchembed: ``collective`` or ``push``."""
+    """Of torchembed and its pipelines: ``collective`` or ``push``."""
     systems: tuple[str, ...] = SYSTEMS
     max_rows: int | None = None
     """Tables are cut to this; on one GPU 8 M where None."""
@@ -124,17 +125,48 @@ class Bench:
                 )
                 continue
             torch.backends.cuda.matmul.allow_tf32 = own.precision != "fp32"
-            start = time.perf_counter()
-            system = make_system(name, own, dense)
-            row = self._measure(name, system, own, batches, expected, start)
-            system.close()
-            del system
+            try:
+                row = self._measure_system(name, own, dense, batches, expected)
+            except Exception as error:  # noqa: BLE001 - said, and the other systems are measured
+                traceback.print_exc()
+                problem = f"{type(error).__name__}: {error}"
+                row = {**self._about(name, own), "not_printed_because": problem}
             free_memory()
             if dist.get_rank() == 0:
                 self.rows.append(row)
                 print_row(row, self.rows)
                 if self._config.output is not None:
                     write_results(self._config.output, self.rows)
+
+    def _about(self, name: str, setting: StepSetting) -> dict[str, Any]:
+        """What a row says of a system before it is measured."""
+        return {
+            "bench": "train_step",
+            "system": name,
+            "gpu": gpu_name() if self._on_gpu else "none",
+            "num_gpus": dist.get_world_size() if self._on_gpu else 0,
+            "batch_per_gpu": setting.batch_size,
+            "ids": setting.ids,
+            "max_rows": setting.max_rows,
+            "optimizer": setting.optimizer,
+            "precision": setting.precision,
+            "wire": setting.wire,
+            "transport": setting.transport if _has_transport(name) else None,
+        }
+
+    def _measure_system(
+        self,
+        name: str,
+        setting: StepSetting,
+        dense: Sequence[Tensor],
+        batches: list[Batch],
+        expected: Expected,
+    ) -> dict[str, Any]:
+        start = time.perf_counter()
+        system = make_system(name, setting, dense)
+        row = self._measure(name, system, setting, batches, expected, start)
+        system.close()
+        return row
 
     @property
     def _num_batches(self) -> int:
@@ -175,20 +207,7 @@ class Bench:
         stream: Iterator[Any] = itertools.chain(checked, itertools.cycle(own))
         losses = [float(system.step(stream)) for _ in checked]
         set_up_seconds = time.perf_counter() - start
-        row: dict[str, Any] = {
-            "bench": "train_step",
-            "system": name,
-            "gpu": gpu_name() if self._on_gpu else "none",
-            "num_gpus": num_ranks if self._on_gpu else 0,
-            "batch_per_gpu": setting.batch_size,
-            "ids": setting.ids,
-            "max_rows": setting.max_rows,
-            "optimizer": setting.optimizer,
-            "precision": setting.precision,
-            "wire": setting.wire,
-            "transport": setting.transport if name == "torchembed" else None,
-            "set_up_seconds": set_up_seconds,
-        }
+        row = {**self._about(name, setting), "set_up_seconds": set_up_seconds}
         limit = expected.tolerance[setting.precision, setting.wire]
         error, problem = self._error(losses, expected, limit)
         row |= {"loss_error": error, "loss_tolerance": limit}
@@ -285,6 +304,10 @@ def setting_of(name: str, setting: StepSetting) -> StepSetting:
     wire = "fp16" if name == "torchrec_tuned" else "fp32"
     precision = "bf16" if name.endswith("_bf16") else "tf32"
     return dataclasses.replace(setting, precision=precision, wire=wire)
+
+
+def _has_transport(name: str) -> bool:
+    return name == "torchembed" or name.startswith("drop_in_pipeline")
 
 
 def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> Any:

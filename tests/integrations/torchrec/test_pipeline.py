@@ -148,7 +148,9 @@ def cases(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
     found["other mean"] = {**found["mean"], "placements": ["table_wise", "column_wise"]}
     of_dense = torch.optim
     found["dense adagrad"] = {
-        "dense_optimizer": functools.partial(of_dense.Adagrad, lr=0.02, weight_decay=0.01)
+        "dense_optimizer": functools.partial(
+            of_dense.Adagrad, lr=0.02, weight_decay=0.01, eps=1e-3
+        )
     }
     # Its step count, and what is not ours of it.
     found["dense adam"] = {

@@ -21,7 +21,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -57,11 +57,25 @@ def placement(name: str, table: int) -> Any:
         "table_wise": lambda: table_wise(rank=rank),
         "row_wise": row_wise,
         "column_wise": lambda: column_wise(ranks=[rank, (rank + 1) % num_ranks]),
+        "table_column_wise": lambda: _within_host(
+            column_wise(ranks=[rank, (rank + 1) % num_ranks])
+        ),
         "columns on one rank": lambda: column_wise(ranks=[rank, rank]),
         "data_parallel": data_parallel,
         "grid_shard": lambda: grid_shard(host_indexes=[0]),
         "table_row_wise": lambda: table_row_wise(host_index=table % max(num_ranks // 2, 1)),
     }[name]()
+
+
+def _within_host(by_column: Any) -> Any:
+    """``by_column`` as a planner names it where a table's columns stay within a host."""
+
+    def generate(*arguments: Any) -> Any:
+        made = by_column(*arguments)
+        made.sharding_type = ShardingType.TABLE_COLUMN_WISE.value
+        return made
+
+    return generate
 
 
 def plan_of(module: nn.Module, placements: Sequence[str], device_type: str) -> ShardingPlan:

@@ -8,6 +8,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from torchembed.core.features import SparseFeatures
@@ -52,7 +53,9 @@ def tables_of(sharded: Any) -> list[BatchedTables]:
 
 def plan_of(name: str, dim: int, num_rows: int, num_ranks: int, sharding: Any) -> TablePlan:
     """TorchRec's plan of a table, in our terms."""
-    placement = Placement(sharding.sharding_type)
+    kind = sharding.sharding_type
+    by_column = kind == ShardingType.TABLE_COLUMN_WISE.value
+    placement = Placement.COLUMN_WISE if by_column else Placement(kind)
     if placement is Placement.DATA_PARALLEL:
         sizes = {"first_row": 0, "num_rows": num_rows, "first_column": 0, "num_columns": dim}
         return TablePlan(

@@ -15,6 +15,9 @@ from torchembed.core.gradient_slots import GradientSlot
 from torchembed.sharding.gradient_mean import GradientMean
 from torchembed.sharding.pushed_mean import PushedMean
 
+_BUCKET_BYTES = 1 << 24
+"""Gradients in float32 are many bytes, of which NCCL reduces small portions slowly."""
+
 
 class Leaf(NamedTuple):
     """A parameter, and what stands for it in steps."""
@@ -64,7 +67,7 @@ class DenseParameters:
         of_mean = [leaf.own for leaf in self.leaves if leaf.parameter in wanted]
         _give_slots([leaf.own for leaf in self._dense])
         if of_mean:
-            GradientMean(of_mean, group, dtype=dtype, push=push)
+            GradientMean(of_mean, group, dtype=dtype, push=push, bucket_bytes=_BUCKET_BYTES)
 
     def follow(self) -> None:
         """Before a step: take over what was changed in the model."""

@@ -120,6 +120,8 @@ class _Group:
         self.lr = torch.zeros(1, device=device)
         self._step = torch.zeros(1, device=device)
         self._known_lr = self._known_step = 0.0
+        self._steps = torch.zeros(len(leaves))
+        """What the optimizer counts for each leaf, which is this memory once they step alike."""
 
     def show_lr(self) -> None:
         """Bring the learning rate to the device where it has changed."""
@@ -138,13 +140,20 @@ class _Group:
         return state
 
     def begin(self) -> Any:
+        if not self._names:
+            return self._rule()
+        states = [self._states(leaf) for leaf in self.leaves]
+        for number, state in enumerate(states):
+            mine = self._steps[number]
+            if state["step"].data_ptr() != mine.data_ptr():
+                # One addition counts all.
+                state["step"] = mine.copy_(state["step"])
         if self._kind is OptimizerKind.ADAM:
-            step = max(float(self._states(leaf)["step"]) for leaf in self.leaves)
+            step = float(self._steps.max())
             if step != self._known_step:
                 self._step.fill_(step)
                 self._known_step = step
-        places = [self._states(leaf)[n].data_ptr() for leaf in self.leaves for n in self._names]
-        return self._rule(), places
+        return self._rule(), [state[name].data_ptr() for state in states for name in self._names]
 
     def _rule(self) -> DenseRule:
         group = self._group
@@ -175,8 +184,6 @@ class _Group:
             )
 
     def end(self) -> None:
-        trained = [leaf for leaf in self.leaves if leaf.own.grad is not None]
-        if self._names and trained:
-            steps = [self._states(leaf)["step"] for leaf in trained]
-            torch._foreach_add_(steps, 1.0)  # type: ignore[attr-defined]
+        if self._names:
+            self._steps += torch.tensor([leaf.own.grad is not None for leaf in self.leaves])
             self._known_step += 1.0

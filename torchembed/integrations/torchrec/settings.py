@@ -27,6 +27,7 @@ OPTIMIZERS = {
 SHARDING_TYPES = (
     ShardingType.TABLE_WISE.value,
     ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
     ShardingType.ROW_WISE.value,
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.DATA_PARALLEL.value,
