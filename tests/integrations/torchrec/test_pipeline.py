@@ -1,7 +1,9 @@
 """Our pipeline trains as TorchRec's, as far as two placements of TorchRec's own agree."""
 
 import functools
+import importlib.util
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +21,9 @@ from tests.integrations.torchrec.test_training import (
     optimizer_class,
     variants,
 )
+from tests.ranks import run_on_ranks
 
-NUM_STEPS, LAST_SIZE = 16, 5
+NUM_STEPS, LAST_SIZE = 12, 5
 """The last batch is a small one. On a GPU, steps are graphs from the fifth on."""
 
 
@@ -148,9 +151,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
     found["other mean"] = {**found["mean"], "placements": ["table_wise", "column_wise"]}
     of_dense = torch.optim
     found["dense adagrad"] = {
-        "dense_optimizer": functools.partial(
-            of_dense.Adagrad, lr=0.02, weight_decay=0.01, eps=1e-3
-        )
+        "dense_optimizer": functools.partial(of_dense.Adagrad, lr=0.02, weight_decay=0.01, eps=1e-3)
     }
     # Its step count, and what is not ours of it.
     found["dense adam"] = {
@@ -209,6 +210,33 @@ def everything(device_type: str) -> dict[str, Any]:
     rank = dist.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     return {"training": compare(device)}
+
+
+def within_hosts(device_type: str) -> list[Distances]:
+    """On a rank of four, on two hosts: of tables whose rows and columns stay within them."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    placements = ["table_row_wise", "column_wise"]
+    found = []
+    for optimizer, is_fixed in ((ADAGRAD, True), (SGD, False)):
+        theirs, ours = (
+            train(whose, optimizer, placements, device, is_fixed=is_fixed)
+            for whose in ("theirs", "ours")
+        )
+        found.append(_distances(theirs, ours))
+    return found
+
+
+def test_training_within_hosts_is_torchrecs(device: torch.device) -> None:
+    if importlib.util.find_spec("torchrec") is None:
+        pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
+    if device.type == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, and {torch.cuda.device_count()} is here")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    for rank in run_on_ranks(4, within_hosts, device.type, backend=backend):
+        for distances in rank:
+            assert max(distances) <= 2 * torch.finfo(torch.float32).eps
 
 
 def test_training_is_torchrecs(answers: list[dict[str, Any]], device: torch.device) -> None:
