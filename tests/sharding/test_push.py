@@ -126,7 +126,9 @@ def means(memory: MappedMemory) -> list[np.ndarray]:
             # A buffer that spans are of has no partial row.
             flat = torch.nn.functional.pad(numbers_of(dist.get_rank(), dtype), (0, 20))
             flat = flat[:300] if spans == [(0, 300)] else flat
-            push.take(FlatSpans(flat, spans), wire)
+            beside = torch.full((70,), 1.0 + dist.get_rank(), dtype=dtype)
+            push.take([FlatSpans(flat, spans), FlatSpans(beside, [(0, 70)])], wire)
+            assert (beside == (1 + dist.get_world_size()) / 2).all()
         found.append(flat[:300].float().numpy())
     return found
 
@@ -311,19 +313,23 @@ def test_a_transport_that_cannot_be_taken_is_refused() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("spans", [[(0, 5)], [(2, 3), (7, 20)], [(0, 1)]])
-def test_each_rank_takes_a_share_of_the_spans(num_ranks: int, spans: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("before", [0, 3])
+def test_each_rank_takes_a_share_of_the_spans(
+    num_ranks: int, spans: list[tuple[int, int]], before: int
+) -> None:
     rows = [row for start, stop in spans for row in range(start, stop)]
-    rows_a_rank = -(-len(rows) // num_ranks)
+    rows_a_rank = -(-(before + len(rows)) // num_ranks)
     for rank in range(num_ranks):
         taken = {}
         for peer, size, width, first, column, target, stride in shares(
-            spans, rows_a_rank, rank, num_ranks
+            spans, before, rows_a_rank, rank, num_ranks
         ):
             assert (width, column, stride) == (64, 0, 64)
+            assert 0 <= target - rank * rows_a_rank * 64 <= (rows_a_rank - size) * 64
             for number in range(size):
                 place = peer * rows_a_rank + target // 64 - rank * rows_a_rank + number
                 taken[place] = first + number
-        assert [taken[place] for place in range(len(rows))] == rows
+        assert [taken[before + place] for place in range(len(rows))] == rows
 
 
 def test_neighbours_move_together() -> None:

@@ -27,6 +27,7 @@ from tests.sharding.cases import (
 )
 from torchembed.data import Batch
 from torchembed.modules import MLP
+from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.sharding import WireTransport
 from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
@@ -111,8 +112,9 @@ class WithDense(nn.Module):
         return self.over(torch.cat([self.dense(dense), vectors], dim=1))
 
 
-def train_dense(steps_are_static: bool) -> list[Any]:
-    """On a rank of gloo: losses, then parameters, of a model with a dense part."""
+def train_dense(kind: str) -> list[Any]:
+    """On a rank of gloo: losses, then parameters, of a model with a dense part; by ``"plain"``
+    steps of a pipeline, ``"static"`` ones, or steps ``"by hand"`` with deferred gradients."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = WithDense()
     plan = {"tables.embedding_bags.f0": "row_wise", "tables.embedding_bags.f1": "data_parallel"}
@@ -132,7 +134,21 @@ def train_dense(steps_are_static: bool) -> list[Any]:
         labels = torch.randint(2, (4,), generator=generator).float()
         batches.append(Batch(torch.rand(4, 3, generator=generator), sparse, labels))
     losses = []
-    if steps_are_static:
+    if kind == "by hand":
+        loss_fn = nn.functional.binary_cross_entropy_with_logits
+        for batch in batches[:5]:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = loss_fn(model(batch.dense, batch.sparse).squeeze(1), batch.labels)
+            with DeferredWeightGradients():
+                loss.backward()
+                with pytest.raises(RuntimeError, match="gradients of table f1, which every rank"):
+                    optimizers[0].step()
+                optimizers[0].step_early()
+            for optimizer in optimizers:
+                optimizer.step()
+            losses.append(loss.item())
+    elif kind == "static":
         step = StaticStep(
             model,
             pipeline._compute_loss,
@@ -161,7 +177,7 @@ def left_over() -> list[str]:
 
 def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any], list[str]]:
     """All that gloo's ranks do, in one launch."""
-    of_dense = [train_dense(static) for static in (False, True)]
+    of_dense = [train_dense(kind) for kind in ("plain", "static", "by hand")]
     return train_in_static_steps(runs), of_dense, left_over()
 
 
@@ -220,8 +236,9 @@ def test_static_steps_equal_plain_ones() -> None:
     runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
     results, of_dense, left = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
     assert left == ([], []), "models outlive their last reference"
-    for plain, static in of_dense:
+    for plain, static, by_hand in of_dense:
         assert static == plain
+        assert by_hand == plain
     for number, (case, bad_rank) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
         expected = train_plainly(case, 2, bad_rank)

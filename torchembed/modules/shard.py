@@ -19,7 +19,6 @@ from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingColl
 from torchembed.modules.table_module import TableModule
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
-from torchembed.sharding.gradient_mean import GradientMean
 from torchembed.sharding.memory_budget import memory_budget
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
 from torchembed.sharding.plan_report import PlanReport
@@ -316,4 +315,4 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
         dist.broadcast(tensor, src=first, group=group)
-    GradientMean(replicated, ranks.gradient_group, dtype=ranks.wire.dense, push=ranks.dense_mean)
+    ranks.average(replicated)

@@ -115,8 +115,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
             sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
         if of_replicated is not None:
-            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+            replicated = self._replicated.prepare(of_replicated, finds_runs=finds_runs)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
         sizes = {slot: bag_sizes(batch, slot) for slot in means}
         return _Lookups(route, sharded, replicated, sizes)
