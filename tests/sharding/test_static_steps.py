@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,12 +47,18 @@ CASES = [
 
 
 class WithLoss(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, derives: bool = False) -> None:
+        """``derives``: ids that forward makes are looked up too, before those of the batch."""
         super().__init__()
-        self.tables = model.tables
+        self.tables, self.derives = model.tables, derives
 
     def forward(self, features: torchembed.SparseFeatures) -> Tensor:
-        return exact_loss(vectors_of(self.tables(features)))
+        losses = []
+        if self.derives:
+            derived = dataclasses.replace(features, values=features.values // 2)
+            losses.append(exact_loss(vectors_of(self.tables(derived))))
+        losses.append(exact_loss(vectors_of(self.tables(features))))
+        return torch.stack(losses).sum()
 
 
 def static_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
@@ -181,14 +188,16 @@ def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[
     return train_in_static_steps(runs), of_dense, left_over()
 
 
-def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
+def train_in_graphs(
+    cases: list[Case], bad_rank: int, derives: bool = False
+) -> list[dict[str, Any]]:
     """On a rank of NCCL: its rows after training, what was raised, and whether graphs ran."""
     rank, results = dist.get_rank(), []
     for case in cases:
         model = make_model(case, "meta")
         plan, mesh = case.plan(dist.get_world_size()), case.mesh("cuda")
         torchembed.shard_embeddings(model, mesh, plan, transport=case.transport)
-        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model, derives=derives)
         optimizers = [] if optimizer is None else [optimizer]
         pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
         batches = (static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS))
@@ -267,3 +276,19 @@ def test_graphs_equal_plain_steps_on_all_gpus(transport: WireTransport) -> None:
                 if errors:
                     mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
                     assert mine in errors[0]
+
+
+@pytest.mark.gpu
+def test_ids_of_forward_beside_those_looked_up_ahead_on_all_gpus() -> None:
+    cases = [dataclasses.replace(CASES[1], transport=transport) for transport in WireTransport]
+    num_ranks = torch.cuda.device_count()
+    for plain, pushed in run_on_ranks(
+        num_ranks, train_in_graphs, cases, NO_RANK, True, backend="cpu:gloo,cuda:nccl"
+    ):
+        assert plain["captured"]
+        assert pushed["captured"]
+        assert plain["rows"].keys() == pushed["rows"].keys()
+        for name, (_, rows, states) in plain["rows"].items():
+            _, pushed_rows, pushed_states = pushed["rows"][name]
+            for one, other in zip((rows, *states), (pushed_rows, *pushed_states), strict=True):
+                np.testing.assert_array_equal(one, other)

@@ -83,7 +83,7 @@ class EmbeddingBagCollection(Collection):
     def _prepare(self, arrivals: SparseFeatures, *, finds_runs: bool) -> SlotRows:
         return self._slots.prepare(arrivals, finds_runs=finds_runs)
 
-    def _look_up(self, lookups: SlotRows) -> Tensor:
+    def _look_up(self, lookups: SlotRows, *, ahead: bool) -> Tensor:
         poolings = [self._configs[table].pooling for table in self._feature_slots.tables]
         return pooled_slots(lookups, poolings, self._output_dtype, self._weight_form)
 

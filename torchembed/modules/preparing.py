@@ -92,7 +92,7 @@ class PreparingModule(TableModule):
         On another stream than forward's it runs beside what the model does before it needs the
         vectors, and so does its backward.
         """
-        vectors = self._look_up(prepared.lookups)
+        vectors = self._look_up(prepared.lookups, ahead=True)
         are_there = None
         if self.device.type == "cuda":
             are_there = torch.cuda.Event()
@@ -118,11 +118,11 @@ class PreparingModule(TableModule):
             if is_same_batch(prepared.features, batch):
                 return self._result(features, self._vectors_of(prepared))
         lookups = self._prepare(self._announce(batch, ahead=False), finds_runs=False)
-        return self._result(features, self._look_up(lookups))
+        return self._result(features, self._look_up(lookups, ahead=False))
 
     def _vectors_of(self, prepared: Prepared) -> Any:
         if prepared.vectors is None:
-            return self._look_up(prepared.lookups)
+            return self._look_up(prepared.lookups, ahead=False)
         if prepared.are_there is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(prepared.are_there)
@@ -146,8 +146,9 @@ class PreparingModule(TableModule):
         steps."""
         raise NotImplementedError
 
-    def _look_up(self, lookups: Any) -> Any:
-        """The vectors of a batch, a tree of tensors."""
+    def _look_up(self, lookups: Any, *, ahead: bool) -> Any:
+        """The vectors of a batch, a tree of tensors; ``ahead`` of forward, beside which it then
+        may run."""
         raise NotImplementedError
 
     def _result(self, features: Any, vectors: Any) -> Any:

@@ -19,10 +19,12 @@ from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingColl
 from torchembed.modules.table_module import TableModule
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
+from torchembed.sharding.gradient_mean import most_bytes_of_a_bucket
 from torchembed.sharding.memory_budget import memory_budget
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
 from torchembed.sharding.plan_report import PlanReport
 from torchembed.sharding.planner import Planner
+from torchembed.sharding.pushed_mean import most_bytes_of_means
 from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
 from torchembed.sharding.topology import Topology, free_bytes
 from torchembed.sharding.transport import WireTransport, check_transport
@@ -73,6 +75,7 @@ def plan_embeddings(
     mesh: DeviceMesh | None = None,
     *,
     wire: WirePrecision | None = None,
+    transport: WireTransport = WireTransport.COLLECTIVE,
 ) -> PlanReport:
     """Plan the tables of ``model`` and say what the plan costs; nothing is changed or allocated.
 
@@ -84,6 +87,7 @@ def plan_embeddings(
             has no topology, it is asked for the memory that its ranks have now, and the call is
             collective; where it has one, no mesh is needed.
         wire: as :func:`shard_embeddings` takes it.
+        transport: likewise.
 
     Raises:
         ValueError: where neither mesh nor topology is given, or they have different ranks; where
@@ -93,7 +97,7 @@ def plan_embeddings(
     if mesh is not None:
         planner = _with_topology(planner, mesh, flat_mesh(mesh))
         _check_topology(planner, mesh)
-    return planner.plan(table_uses(model), wire=wire)
+    return planner.plan(table_uses(model), wire=wire, transport=transport)
 
 
 def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
@@ -185,7 +189,7 @@ def shard_embeddings(
     try:
         if planner is not None:
             plan = _with_topology(planner, mesh, flat)
-        checked, report = _checked_plan(model, mesh, plan, wire)
+        checked, report = _checked_plan(model, mesh, plan, wire, transport)
         check_transport(transport, mesh, num_nodes(mesh))
         description = describe(model, checked, wire, transport)
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
@@ -194,7 +198,7 @@ def shard_embeddings(
     if problem is not None:
         raise problem
     assert checked is not None
-    _check_memory(model, checked, report, flat)
+    _check_memory(model, checked, report, flat, transport)
     has_other_tables = any(
         isinstance(module, TableModule) and not isinstance(module, Collection)
         for module in model.modules()
@@ -220,6 +224,7 @@ def _checked_plan(
     mesh: DeviceMesh,
     plan: ShardingPlan | Planner | Mapping[str, Placement | str] | None,
     wire: WirePrecision,
+    transport: WireTransport,
 ) -> tuple[ShardingPlan, PlanReport | None]:
     """The whole plan for ``model``, and a planner's report of it.
 
@@ -236,7 +241,7 @@ def _checked_plan(
         )
     if isinstance(plan, Planner):
         _check_topology(plan, mesh)
-        report = plan.plan(table_uses(model), wire=wire)
+        report = plan.plan(table_uses(model), wire=wire, transport=transport)
         plan = report.plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
@@ -277,17 +282,27 @@ _DENSE_COPIES = 3
 
 
 def _check_memory(
-    model: nn.Module, plan: ShardingPlan, report: PlanReport | None, mesh: DeviceMesh
+    model: nn.Module,
+    plan: ShardingPlan,
+    report: PlanReport | None,
+    mesh: DeviceMesh,
+    transport: WireTransport,
 ) -> None:
     """Log what the tightest rank will hold; raise ``ValueError`` on all where it cannot."""
     uses = table_uses(model)
     dense = [p for name, p in model.named_parameters() if name.removesuffix(".weight") not in uses]
+    dense_bytes = _DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense)
+    if transport is WireTransport.PUSH:
+        replicated = [t.table for t in plan.tables if t.placement is Placement.DATA_PARALLEL]
+        numbers = sum(uses[name].spec.num_rows * (uses[name].spec.dim + 1) for name in replicated)
+        bucket = most_bytes_of_a_bucket((p.numel() for p in dense), numbers)
+        dense_bytes += most_bytes_of_means(bucket)
     mine = memory_budget(
         plan,
         uses,
         mesh.get_local_rank(),
         report=report,
-        dense_bytes=_DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense),
+        dense_bytes=dense_bytes,
         free_bytes=free_bytes(_device(mesh)),
     )
     budgets = [mine] * mesh.size()

@@ -120,9 +120,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sizes = {slot: bag_sizes(batch, slot) for slot in means}
         return _Lookups(route, sharded, replicated, sizes)
 
-    def _look_up(self, lookups: "_Lookups") -> Tensor:
+    def _look_up(self, lookups: "_Lookups", *, ahead: bool) -> Tensor:
         if self._push is not None and lookups.sharded is not None:
-            return self._pushed_values(lookups, self._push)
+            return self._pushed_values(lookups, self._push, ahead=ahead)
         return self._exchanged_values(lookups)
 
     def _result(self, features: Any, vectors: Tensor) -> Any:
@@ -144,25 +144,19 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             columns.update(self._sharded_columns(lookups, pooled))
         return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
 
-    def _pushed_values(self, lookups: "_Lookups", push: PooledPush) -> Tensor:
+    def _pushed_values(self, lookups: "_Lookups", push: PooledPush, *, ahead: bool) -> Tensor:
         """The vectors of all slots side by side, by push: each stored where it belongs."""
-        if any(prepared.vectors is not None for prepared in self._handed_over):
-            # The two lookups would be on two streams, and share a channel.
-            raise RuntimeError(
-                "with WireTransport.PUSH a collection must be called with the batch's own tensors "
-                "in the steps of a TrainPipeline, got others beside them; shard with "
-                "WireTransport.COLLECTIVE, or make the pipeline with capture=False"
-            )
         assert lookups.route is not None
         assert lookups.sharded is not None
         others: list[tuple[Tensor, list[Piece]]] = []
         if lookups.replicated is not None:
             vectors = self._replicated_vectors(lookups.replicated)
             others.append((vectors, self._replicated_pieces))
-        store_of = functools.partial(push.store, batch_sizes=lookups.route.batch_sizes)
+        batch_sizes = lookups.route.batch_sizes
+        store_of = functools.partial(push.store, batch_sizes=batch_sizes, ahead=ahead)
         pooled = pooled_groups(*self._sums(lookups.sharded), store_of)
         groups = [GroupVectors(*of_group) for of_group in pooled]
-        values, staged = lookups.route.push_pooled(groups, push)
+        values, staged = lookups.route.push_pooled(groups, push, ahead=ahead)
         for part, column in staged:
             slot, width = self._sharded.parts[part].slot, column.shape[1]
             if slot in lookups.bag_sizes:

@@ -87,7 +87,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             replicated = SizedRows(rows, num_ids)
         return _Lookups(by_width, replicated)
 
-    def _look_up(self, lookups: "_Lookups") -> SequenceVectors:
+    def _look_up(self, lookups: "_Lookups", *, ahead: bool) -> SequenceVectors:
         found = self._sharded_vectors(lookups)
         if lookups.replicated is not None:
             dense = WeightGradient.DENSE

@@ -17,6 +17,7 @@ from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.plan import Placement, Shard, TablePlan
 from torchembed.sharding.topology import Topology
+from torchembed.sharding.transport import WireTransport
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
@@ -30,6 +31,9 @@ DENSE_PASSES = 6
 divided, read by the update."""
 DENSE_COPIES = 3
 """Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
+
+CHANNEL_COPIES = 4
+"""At most, of what arrives by push: in two halves of a channel, whose size is a power of two."""
 
 LOOKUP_SHARE, UPDATE_SHARE = 1.1, 0.91
 """Of a copy's bandwidth, what lookups and updates reach by the bytes counted here. Lookups find
@@ -96,7 +100,7 @@ class Everywhere(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of tables for one batch size, optimizer, wire and topology."""
+    """Costs of tables for one batch size, optimizer, wire, transport and topology."""
 
     topology: Topology
     batch_size: int
@@ -106,6 +110,12 @@ class CostModel:
     fixed_hotness: bool
     hotness: Mapping[str, float]
     """Lookups a sample of each feature; 1 where not named."""
+    transport: WireTransport = WireTransport.COLLECTIVE
+
+    def _arrival_copies(self, use: TableUse) -> int:
+        """Of what arrives of a table's vectors and their gradients, in memory at a time."""
+        is_pushed = use.pooled and self.transport is WireTransport.PUSH
+        return CHANNEL_COPIES if is_pushed else 1
 
     def lookups(self, use: TableUse) -> float:
         """Lookups a sample of all the table's features."""
@@ -143,7 +153,7 @@ class CostModel:
                 forward,
                 backward,
                 self.weight_bytes(use, shard.num_rows, width)
-                + num_ranks * (ID_COPIES * ids + forward + backward),
+                + num_ranks * (ID_COPIES * ids + forward + self._arrival_copies(use) * backward),
             ]
         )
 
@@ -157,7 +167,7 @@ class CostModel:
         output = vectors * spec.dim * use.output_dtype.itemsize
         if placement is not Placement.DATA_PARALLEL:
             _, _, ids, forward, backward, _ = loads.sum(axis=0)
-            held = ids + forward + backward + 2 * output
+            held = ids + self._arrival_copies(use) * forward + backward + 2 * output
             return Everywhere(forward + output, backward + output, 0.0, held)
         lookups = num_samples * hotness
         dense = spec.num_rows * (spec.dim + 1) * 4

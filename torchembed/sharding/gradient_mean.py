@@ -20,6 +20,7 @@ from torchembed.sharding.finished_work import wait_for
 from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.tables import table_of
 
+_BUCKET_BYTES = 1 << 22
 _NUMBERS = object()
 """What a bucket misses until all numbers are there that travel with it."""
 
@@ -84,7 +85,7 @@ class GradientMean:
         *,
         dtype: torch.dtype | None = None,
         push: PushedMean | None = None,
-        bucket_bytes: int = 1 << 22,
+        bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._parameters = list(parameters)
         self._places: dict[Tensor, int] = {p: place for place, p in enumerate(self._parameters)}
@@ -308,6 +309,11 @@ class GradientMean:
         self._bucket_of.clear()
         self._numbers = []
         self._carrier = None
+
+
+def most_bytes_of_a_bucket(num_elements: Iterable[int], num_numbers: int) -> int:
+    """In float32, of gradients of so many elements and of all numbers that travel with them."""
+    return _BUCKET_BYTES + 4 * (max(num_elements, default=0) + num_numbers)
 
 
 def _is_averaged(parameter: Tensor) -> bool:

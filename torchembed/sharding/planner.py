@@ -14,6 +14,7 @@ from torchembed.sharding.plan import Placement, ShardingPlan, as_placement
 from torchembed.sharding.plan_report import PlanReport, bytes_text, report_plan
 from torchembed.sharding.search import Search
 from torchembed.sharding.topology import Topology
+from torchembed.sharding.transport import WireTransport
 from torchembed.sharding.wire import WirePrecision
 
 
@@ -72,6 +73,7 @@ class Planner:
         topology: Topology | None = None,
         *,
         wire: WirePrecision | None = None,
+        transport: WireTransport = WireTransport.COLLECTIVE,
     ) -> PlanReport:
         """The plan for ``tables``, by name, with what it costs. Communicates and allocates nothing.
 
@@ -79,6 +81,7 @@ class Planner:
             tables: as :func:`~torchembed.modules.table_uses` finds them in a model.
             topology: in place of the planner's own; one of them must be given.
             wire: in which vectors and gradients travel; as they are by default.
+            transport: how they do; pushed ones take more memory.
 
         Raises:
             ValueError: for a constraint or hotness of what is not there, for a constraint that
@@ -97,6 +100,7 @@ class Planner:
             wire=wire or WirePrecision(),
             fixed_hotness=self.fixed_hotness,
             hotness=self.hotness,
+            transport=transport,
         )
         allowed = cast("tuple[Placement, ...]", self.placements)
         options = [

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from torchembed.core.gradient_slots import FlatSpans
-from torchembed.sharding.channel import Move, PushDomain
+from torchembed.sharding.channel import Move, PushDomain, half_bytes
 
 _WIDTH = 64
 """Elements are cut into rows of so many, which ranks share out."""
@@ -71,6 +71,13 @@ class PushedMean:
             means.collect(rows, moves, _WIDTH, dtype)
             if rows.numel() > flat.numel():
                 flat.copy_(rows.view(-1)[: flat.numel()])
+
+
+def most_bytes_of_means(num_bytes: int) -> int:
+    """Of a rank's memory, for all channels of a :class:`PushedMean` whose largest mean is of
+    ``num_bytes``, at most: of parts and of means two halves each, in sizes that are powers of two
+    and so, together, less than twice the largest."""
+    return 2 * 2 * 2 * half_bytes(num_bytes)
 
 
 def shares(
