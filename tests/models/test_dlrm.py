@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.batches import NUM_ROWS, Clicks, clicks, collection
+from tests.models.batches import KEYS, NUM_ROWS, Clicks, clicks, collection
 from tests.tolerance import assert_follows, assert_same_bits
 from torchembed.models import DLRM, DLRM_DCNv2
+from torchembed.modules import EmbeddingBagCollection, EmbeddingBagConfig
 
 SIZES: dict[str, Any] = {
     "dense_in_features": 5,
@@ -152,3 +153,19 @@ def test_bad_arguments_are_named() -> None:
         TypeError, match=r"^embedding_bag_collection must be .*, got Linear, which has no "
     ):
         DLRM_DCNv2(nn.Linear(2, 2), **CROSS_SIZES)
+
+
+def test_the_cross_network_s_input_is_not_concatenated() -> None:
+    tables = EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name="rows", num_embeddings=NUM_ROWS, embedding_dim=4, feature_names=KEYS
+            )
+        ]
+    )
+    batch, model = clicks("cpu"), DLRM_DCNv2(tables, **CROSS_SIZES)
+    with torch.profiler.profile() as profile:
+        results(model, batch, batch.sparse, torch.float32)
+    found = [event.name for event in profile.events()]
+    assert "torchembed::low_rank_cross_forward" in found
+    assert "aten::cat" not in found

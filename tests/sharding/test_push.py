@@ -31,7 +31,7 @@ from torchembed.tables import TableSpec
 MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
 CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True, fused=False),
-    Case(placements=MIXED, fixed=True, weighted=True, fused=False),
+    Case(placements=MIXED, fixed=True, weighted=True, fused=False, reserved=3),
     Case(placements=MIXED, fused=False, dtype=torch.bfloat16),
 ]
 WIRES = [

@@ -28,6 +28,7 @@ from tests.sharding.cases import (
 )
 from torchembed.data import Batch
 from torchembed.modules import MLP
+from torchembed.ops.side_by_side import side_by_side
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.sharding import WireTransport
 from torchembed.tables import TableGroup
@@ -39,7 +40,7 @@ NO_RANK = 99
 MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
 CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
-    Case(placements=MIXED, fixed=True, optimizer="RowwiseAdagrad"),
+    Case(placements=MIXED, fixed=True, optimizer="RowwiseAdagrad", reserved=8),
     Case(placements=MIXED, fixed=True, optimizer="Adam", weighted=True),
     Case(placements=dict.fromkeys("abcd", "row_wise"), fixed=True, dtype=torch.bfloat16),
     Case(placements=MIXED, fixed=True, fused=False, optimizer="SGD"),
@@ -112,11 +113,12 @@ class WithDense(nn.Module):
             for name in ("f0", "f1")
         ]
         self.tables = torchembed.EmbeddingBagCollection(configs, device="meta")
+        self.tables.reserved_columns = 4
         self.dense, self.over = MLP(3, [4]), MLP(12, [8, 1], activation_on_last=False)
 
     def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
         vectors = self.tables(sparse).values()
-        return self.over(torch.cat([self.dense(dense), vectors], dim=1))
+        return self.over(side_by_side(self.dense(dense), vectors))
 
 
 def train_dense(kind: str) -> list[Any]:
