@@ -58,7 +58,7 @@ def after_reserved(whole: Tensor, num_reserved: int) -> Tensor:
 
 
 def joined_in_place(parts: Sequence[Tensor]) -> Tensor | None:
-    """:func:`side_by_side`, where that copies the last part not; else None."""
+    """What :func:`side_by_side` gives where it need not copy the last part; else None."""
     if len(parts) < 2 or torch.compiler.is_compiling():
         return None
     reserved = getattr(parts[-1], "torchembed_reserved", None)
@@ -74,6 +74,11 @@ def side_by_side(*parts: Tensor) -> Tensor:
 
     Args:
         parts: ``[B, N1]``, ``[B, N2]`` and so on.
+
+    Returns:
+        ``[B, N1 + N2 ...]``; the part itself where there is one.
     """
+    if len(parts) == 1:
+        return parts[0]
     joined = joined_in_place(parts)
     return torch.cat(parts, dim=1) if joined is None else joined
