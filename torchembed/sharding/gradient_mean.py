@@ -214,9 +214,6 @@ class GradientMean:
         """Begin to reduce the gradients of ``bucket``, and the numbers that travel with it."""
         numbers = self._numbers if bucket is self._carrier else ()
         with on_gradient_stream():
-            for _, _, ready in numbers:
-                if ready is not None:
-                    torch.cuda.current_stream().wait_event(ready)
             # The layout, which is the same on all ranks, says what is reduced, and not where this
             # rank's gradients happen to lie.
             spans, gradients = joint_spans(bucket.parameters), []
@@ -237,6 +234,9 @@ class GradientMean:
         self, spans: FlatSpans | None, gradients: list[Tensor], numbers: Sequence[_Numbers]
     ) -> _Reduction:
         """Begin to average ``spans``, and ``numbers``."""
+        for _, _, ready in numbers:
+            if ready is not None:
+                torch.cuda.current_stream().wait_event(ready)
         flats = [flat for flat, _, _ in numbers]
         memory = [] if spans is None else spans.parts()
         if self._push is not None:
