@@ -25,7 +25,7 @@ def pooled_slots(
     Args:
         rows: of each slot's ids.
         poolings: of each slot; equal within a group.
-        num_reserved: columns before them, of which nothing is said.
+        num_reserved: columns before them, which hold nothing in particular.
     """
     if len(rows.groups) == 1:
         num_empty, rest = divmod(num_reserved, rows.groups[0].entry.group.weight.shape[1])
