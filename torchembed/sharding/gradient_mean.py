@@ -21,6 +21,8 @@ from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.tables import table_of
 
 _BUCKET_BYTES = 1 << 22
+_FEW_BYTES = 1 << 20
+"""So few make the last collective no longer."""
 _NUMBERS = object()
 """What a bucket misses until all numbers are there that travel with it."""
 
@@ -65,8 +67,8 @@ class GradientMean:
     at the end of backward, or of the
     :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients` around it.
 
-    Other numbers travel with them (:meth:`add`), in the last bucket of their dtype but one: by then
-    they are there, and nothing waits for more bytes at the end.
+    Other numbers travel with them (:meth:`add`), in the last bucket of their dtype, since they come
+    late, or in the one before it where they are many, since the last one is waited for.
 
     The parameters keep it.
 
@@ -101,8 +103,8 @@ class GradientMean:
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._reductions: list[_Reduction] = []
         self._numbers: list[_Numbers] = []
-        self._carrier: _Bucket | None = None
-        """The bucket with which numbers travel."""
+        self._carriers: list[_Bucket] = []
+        """Of the buckets with one of which numbers travel, the last ones, two at most."""
         self._finishing: Callable[[], Any] = _nothing
         """Gives what is to be called at the end of the backward; None where that failed."""
         # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
@@ -186,10 +188,10 @@ class GradientMean:
         for bucket in self._buckets:
             # As they lie in flat buffers.
             bucket.parameters.sort(key=self._places.__getitem__)
-        self._choose_carrier()
+        self._choose_carriers()
 
-    def _choose_carrier(self) -> None:
-        """Of the buckets, for the numbers of tables that fused optimizers update."""
+    def _choose_carriers(self) -> None:
+        """For the numbers of tables that fused optimizers update."""
         if not any(p.requires_grad and not _is_averaged(p) for p in self._parameters):
             return
         alike = [
@@ -197,22 +199,26 @@ class GradientMean:
             for bucket in self._buckets
             if (self._dtype or bucket.parameters[0].dtype) is self.numbers_dtype
         ]
-        if not alike:
-            return
-        self._carrier = alike[-2:][0]
+        self._carriers = alike[-2:]
         # Which numbers come, all ranks know alike only where the engine is done.
-        self._carrier.missing.add(_NUMBERS)
+        for bucket in self._carriers:
+            bucket.missing.add(_NUMBERS)
         if are_deferred():
             torch.autograd.Variable._execution_engine.queue_callback(self._numbers_are_there)
 
     def _numbers_are_there(self) -> None:
-        if self._carrier is not None:
-            self._carrier.missing.discard(_NUMBERS)
-            self._reduce_complete()
+        for bucket in self._carriers:
+            bucket.missing.discard(_NUMBERS)
+        self._reduce_complete()
+
+    def _carries_numbers(self, bucket: _Bucket) -> bool:
+        num_bytes = sum(flat.numel() * flat.element_size() for flat, _, _ in self._numbers)
+        carriers = self._carriers[-1:] if num_bytes <= _FEW_BYTES else self._carriers[:1]
+        return bucket in carriers
 
     def _reduce(self, bucket: _Bucket) -> None:
         """Begin to reduce the gradients of ``bucket``, and the numbers that travel with it."""
-        numbers = self._numbers if bucket is self._carrier else ()
+        numbers = self._numbers if self._carries_numbers(bucket) else ()
         with on_gradient_stream():
             # The layout, which is the same on all ranks, says what is reduced, and not where this
             # rank's gradients happen to lie.
@@ -264,7 +270,7 @@ class GradientMean:
     def _finish(self) -> None:
         while self._remaining():
             self._reduce(self._remaining()[0])
-        if self._numbers and self._carrier is None:
+        if self._numbers and not self._carriers:
             self._reductions.append(self._started(None, [], self._numbers))
         for work, memory, gradients, numbers in self._reductions:
             if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
@@ -308,7 +314,7 @@ class GradientMean:
         self._buckets.clear()
         self._bucket_of.clear()
         self._numbers = []
-        self._carrier = None
+        self._carriers = []
 
 
 def most_bytes_of_a_bucket(num_elements: Iterable[int], num_numbers: int) -> int:

@@ -77,7 +77,8 @@ class StaticStep:
         """From the first capture on, what is prepared stays where it is."""
         self._turns = [_Turn(), _Turn()]
         self._stream = self._leaves_stream = None
-        self._vectors_stream = self._ids_stream = self._rows_stream = None
+        self._vectors_stream = self._ids_stream = None
+        self._rows_stream = self._last_rows_stream = None
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
@@ -95,6 +96,8 @@ class StaticStep:
                 self._early = EarlyUpdates(ours, device)
             else:
                 self._leaves_stream = torch.cuda.Stream(device)
+                # What is left of rows then is little, and beside the dense update: it goes first.
+                self._last_rows_stream = torch.cuda.Stream(device, priority=-5)
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -181,9 +184,10 @@ class StaticStep:
         with beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
-        if self._rows_stream is not None:
-            # Before backward: the update of rows begins with what needs no gradients.
-            self._rows_stream.wait_stream(torch.cuda.current_stream())
+        for stream in (self._rows_stream, self._last_rows_stream):
+            if stream is not None:
+                # Before backward: the update of rows begins with what needs no gradients.
+                stream.wait_stream(torch.cuda.current_stream())
         early, leaves_stream = self._early, self._backward_stream()
         with DeferredWeightGradients() if early is None else early.around_backward():
             with record_function("torchembed: backward"), beside(leaves_stream):
@@ -197,7 +201,7 @@ class StaticStep:
             if early is not None:
                 early.update(None if verdict is None else verdict.skip)
                 early.join()
-        join(self._rows_stream)
+        join(self._rows_stream, self._last_rows_stream)
         del recorded
         join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
@@ -228,10 +232,16 @@ class StaticStep:
         _copy_tree(self.slots.batches[turn], self._batches[turn])
         if not self._calls:
             return
+        batch = self._batches[turn]
         with deferred_bad_ids() as suspects:
-            batch = self._batches[turn]
-            lookups = [call.collection.prepare(call.features_of(batch)) for call in self._calls]
-        found = _PreparedBatch(lookups, judge(suspects, self._group))
+            announced = [call.collection.announce(call.features_of(batch)) for call in self._calls]
+        # Before ids are sorted: what backward sends comes after this collective.
+        verdict = judge(suspects, self._group)
+        with deferred_bad_ids() as more:
+            pairs = zip(self._calls, announced, strict=True)
+            lookups = [call.collection.prepare_announced(of_call) for call, of_call in pairs]
+        suspects = [*suspects, *more]
+        found = _PreparedBatch(lookups, either(verdict, judge(more, self._group)))
         known = self._prepared[turn]
         if known is not None and self._has_captured:
             _copy_tree(found, known)
@@ -247,7 +257,11 @@ class StaticStep:
         """
         recorded = [entry for o in self._optimizers.of_tables for entry in o.recorded()]
         if recorded or not early:
-            with on(self._rows_stream), record_function("torchembed: rows"):
+            stream = self._rows_stream
+            if not early and stream is not None and torch.cuda.is_current_stream_capturing():
+                # Otherwise learning rates may be set on the former.
+                stream = self._last_rows_stream
+            with on(stream), record_function("torchembed: rows"):
                 (update_early if early else update)(self._optimizers.of_tables, verdict)
         return recorded
 
