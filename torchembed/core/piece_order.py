@@ -31,7 +31,7 @@ class PieceOrder:
 
     def __call__(self, tensor: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
         index = None
-        if tensor.is_cuda and not tensor.requires_grad:
+        if tensor.is_cuda and not tensor.requires_grad and not torch.compiler.is_compiling():
             index = self._index(tensor.device, tuple(sizes), tuple(order))
         if index is not None:
             return tensor.index_select(0, index)
