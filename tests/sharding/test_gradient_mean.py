@@ -1,6 +1,7 @@
 """The mean of dense gradients over ranks: in buckets, flat or not, deferred or not."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -152,23 +153,28 @@ class Brings(torch.autograd.Function):
     """Has numbers averaged in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: GradientMean, found: list[Tensor]) -> Tensor:
-        ctx.mean, ctx.found = mean, found
+    def forward(
+        ctx: Any, x: Tensor, mean: GradientMean, sizes: Sequence[int], found: list[Tensor]
+    ) -> Tensor:
+        ctx.mean, ctx.sizes, ctx.found = mean, sizes, found
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        for size in (3, 2):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        for size in ctx.sizes:
             numbers = torch.full((size,), 1.0 + dist.get_rank(), dtype=ctx.mean.numbers_dtype)
             ctx.mean.add(numbers, ctx.found.append)
-        return grad, None, None
+        return grad, None, None, None
+
+
+FEW_AND_MANY = (3, 2), (600_000, 2)
 
 
 def means_of_numbers(_: None) -> list[Any]:
     """On one rank: of numbers that come alone, and beside gradients at once and deferred, in each
     way the numbers, the gradients and how many collectives there were."""
     results: list[Any] = []
-    for dtype in (None, torch.bfloat16):
+    for dtype, sizes in itertools.product((None, torch.bfloat16), FEW_AND_MANY):
         layers = MLP(4, [4, 4], bias=False)
         unused = nn.Linear(1, 1, bias=False)
         table = torchembed.EmbeddingBag(3, 1)
@@ -187,13 +193,13 @@ def means_of_numbers(_: None) -> list[Any]:
                 for parameter in parameters:
                     parameter.grad = None
                 with torch.profiler.profile() as profile, deferral(kind):
-                    brought = Brings.apply(x, mean, found)
+                    brought = Brings.apply(x, mean, sizes, found)
                     (brought if kind == "alone" else layers(brought)).sum().backward()
             names = [event.name for event in profile.events()]
             results.append(
                 (
                     kind,
-                    [numbers.tolist() for numbers in found],
+                    [(numbers.numel(), *numbers.unique().tolist()) for numbers in found],
                     [None if p.grad is None else p.grad.unique().tolist() for p in parameters],
                     names.count("c10d::allreduce_coalesced_"),
                 )
@@ -202,18 +208,16 @@ def means_of_numbers(_: None) -> list[Any]:
 
 
 def test_numbers_travel_with_a_bucket() -> None:
-    numbers = [[1.5, 1.5, 1.5], [1.5, 1.5]]
-    with_gradients = [[0.0], [4.0], [4.0]]
+    expected = []
+    for sizes in (*FEW_AND_MANY, *FEW_AND_MANY):
+        numbers, gradients = [(size, 1.5) for size in sizes], [[0.0], [4.0], [4.0]]
+        expected += [
+            ("alone", numbers, [None, None, None], 1),
+            ("at once", numbers, gradients, 3),
+            ("at the end", numbers, gradients, 3),
+        ]
     for found in run_on_ranks(2, means_of_numbers, None):
-        assert (
-            found
-            == [
-                ("alone", numbers, [None, None, None], 1),
-                ("at once", numbers, with_gradients, 3),
-                ("at the end", numbers, with_gradients, 3),
-            ]
-            * 2
-        )
+        assert found == expected
 
 
 class Fails(torch.autograd.Function):

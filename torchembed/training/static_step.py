@@ -78,7 +78,7 @@ class StaticStep:
         self._turns = [_Turn(), _Turn()]
         self._stream = self._leaves_stream = None
         self._vectors_stream = self._ids_stream = None
-        self._rows_stream = self._last_rows_stream = None
+        self._rows_stream = self._last_rows_stream = self._dense_stream = None
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
@@ -96,8 +96,9 @@ class StaticStep:
                 self._early = EarlyUpdates(ours, device)
             else:
                 self._leaves_stream = torch.cuda.Stream(device)
-                # What is left of rows then is little, and beside the dense update: it goes first.
-                self._last_rows_stream = torch.cuda.Stream(device, priority=-5)
+                # What is left of rows by then is little, and goes before the dense update.
+                self._last_rows_stream = torch.cuda.Stream(device, priority=-3)
+                self._dense_stream = torch.cuda.Stream(device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -197,7 +198,8 @@ class StaticStep:
         recorded += self._update_rows(verdict, early=False)
         join(leaves_stream)
         with record_function("torchembed: update"):
-            update(self._late_optimizers, verdict)
+            with between(self._dense_stream):
+                update(self._late_optimizers, verdict)
             if early is not None:
                 early.update(None if verdict is None else verdict.skip)
                 early.join()
