@@ -20,7 +20,8 @@ from torchembed.sharding.finished_work import wait_for
 from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.tables import table_of
 
-_BUCKET_BYTES = 1 << 22
+BUCKET_BYTES = 1 << 22
+"""A bucket takes no more parameters once it has as many."""
 _FEW_BYTES = 1 << 20
 """So few make the last collective no longer."""
 _NUMBERS = object()
@@ -87,7 +88,7 @@ class GradientMean:
         *,
         dtype: torch.dtype | None = None,
         push: PushedMean | None = None,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._parameters = list(parameters)
         self._places: dict[Tensor, int] = {p: place for place, p in enumerate(self._parameters)}
@@ -319,7 +320,7 @@ class GradientMean:
 
 def most_bytes_of_a_bucket(num_elements: Iterable[int], num_numbers: int) -> int:
     """In float32, of gradients of so many elements and of all numbers that travel with them."""
-    return _BUCKET_BYTES + 4 * (max(num_elements, default=0) + num_numbers)
+    return BUCKET_BYTES + 4 * (max(num_elements, default=0) + num_numbers)
 
 
 def _is_averaged(parameter: Tensor) -> bool:
