@@ -36,8 +36,9 @@ divided, read by the update."""
 DENSE_COPIES = 3
 """Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
 
-CHANNEL_COPIES = 4
-"""At most, of what arrives by push: in two halves of a channel, whose size is a power of two."""
+CHANNEL_COPIES = 8
+"""At most, of what arrives by push: in two halves of a channel, whose size is a power of two; of
+lookups ahead of forward, and of those in it, as the first step's are."""
 
 LOOKUP_SHARE, UPDATE_SHARE = 0.93, 0.95
 """Of a copy's bandwidth, what lookups and updates reach by the bytes counted here. These, the next
