@@ -41,7 +41,7 @@ def any_rank_each(*flags: bool) -> list[bool]:
         return list(flags)
     numbers = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return [bool(number) for number in numbers]
+    return [bool(number) for number in numbers.tolist()]
 
 
 def start_all_ranks(*flags: bool) -> Callable[[], list[bool]]:
@@ -55,7 +55,7 @@ def start_all_ranks(*flags: bool) -> Callable[[], list[bool]]:
     def finish() -> list[bool]:
         if work is not None:
             work.wait()
-        return [bool(number) for number in numbers]
+        return [bool(number) for number in numbers.tolist()]
 
     return finish
 
