@@ -31,10 +31,27 @@ struct Elements {
   }
 };
 
+// A matrix as a lane sees it: the lane's own elements of each row.
 template <class Value>
-__device__ Value* lane_of_row(Value* matrix, int row) {
-  return matrix + 4 * lane_of_warp() + int64_t{row} * kDim;
-}
+class LaneOfMatrix {
+ public:
+  explicit __device__ LaneOfMatrix(Value* matrix)
+      : matrix_(matrix), offset_(4 * sizeof(Value) * lane_of_warp()) {
+    // The compiler does not see what it is, and so makes a row's address in one multiplication and
+    // addition, for all matrices of a width.
+    asm("" : "+l"(offset_));
+  }
+
+  __device__ Value* at(int row) const {
+    constexpr int64_t kRowBytes = kDim * sizeof(Value);
+    using Byte = std::conditional_t<std::is_const_v<Value>, const char, char>;
+    return reinterpret_cast<Value*>(reinterpret_cast<Byte*>(matrix_) + (row * kRowBytes + offset_));
+  }
+
+ private:
+  Value* matrix_;
+  int64_t offset_;
+};
 
 // A value that the lanes of a warp have in common, as one that the compiler knows to be.
 __device__ int same_on_all_lanes(int value) {
@@ -50,13 +67,11 @@ template <class Value>
 struct Packed {
   std::conditional_t<sizeof(Value) == 4, float4, uint2> four;
 
-  __device__ void load(const Value* matrix, int row) {
-    four = *reinterpret_cast<const decltype(four)*>(lane_of_row(matrix, row));
-  }
+  __device__ void load(const Value* row) { four = *reinterpret_cast<const decltype(four)*>(row); }
 
   // Past the first-level cache, where other multiprocessors' stores do not show.
-  __device__ void load_shared(const Value* matrix, int row) {
-    four = __ldcg(reinterpret_cast<const decltype(four)*>(lane_of_row(matrix, row)));
+  __device__ void load_shared(const Value* row) {
+    four = __ldcg(reinterpret_cast<const decltype(four)*>(row));
   }
 
   __device__ Elements elements() const {
@@ -73,9 +88,9 @@ struct Packed {
   }
 };
 
-__device__ void store_elements(float* matrix, int row, const Elements& elements) {
+__device__ void store_elements(float* row, const Elements& elements) {
   const auto& at = elements.at;
-  *reinterpret_cast<float4*>(lane_of_row(matrix, row)) = make_float4(at[0], at[1], at[2], at[3]);
+  *reinterpret_cast<float4*>(row) = make_float4(at[0], at[1], at[2], at[3]);
 }
 
 // The sum of squares over a row, on each lane with the same bits.

@@ -91,6 +91,7 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   update.slot_runs = update.num_taken + 1;
   update.num_summed = update.slot_runs + num_chunks;
   update.num_grouped = update.num_summed + num_chunks;
+  update.num_ids = static_cast<int>(order.numel());
   update.num_chunks = static_cast<int>(num_chunks);
   update.is_rowwise = is_rowwise;
   update.rows_are_wide = rows.wide;

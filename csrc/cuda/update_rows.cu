@@ -16,179 +16,26 @@
 
 #include <cuda_runtime.h>
 
-#include "row_elements.cuh"
+#include "row_step.cuh"
+#include "run_sums.cuh"
 #include "update_rows.h"
 
 namespace torchembed {
 namespace {
 
-constexpr int kChunk = kUpdateChunk;
-static_assert(kChunk == kLanes, "a lane looks up one occurrence of a chunk");
 // As many as the registers have room for; a block fills a multiprocessor.
-constexpr int kWarps = 24;
-// Runs that a warp takes at a time where there are many, and chunks that it sums before.
-constexpr int kRunsOfBlock = 16;
-constexpr int kChunksOfBlock = 2;
+constexpr int kWarps = 32;
 // Rows, states and gradients that are read together.
-template <class Grad>
-constexpr int kUnroll = sizeof(Grad) == 4 ? 2 : 4;
-constexpr int kSumUnroll = 8;
-
-__device__ int index_at(const void* indices, bool wide, int64_t at) {
-  return wide ? static_cast<int>(static_cast<const int64_t*>(indices)[at])
-              : static_cast<const int32_t*>(indices)[at];
-}
-
-// Where the gradient of one occurrence lies.
-struct Occurrence {
-  int gradient_row = 0;
-  float scale = 1.0f;
-
-  __device__ void find(const RowUpdate& update, int sorted_position) {
-    gradient_row = update.order[sorted_position];
-    if (update.scales != nullptr) scale = update.scales[gradient_row];
-    if (update.gradient_rows != nullptr) {
-      gradient_row = index_at(update.gradient_rows, update.gradient_rows_are_wide, gradient_row);
-    }
-  }
-};
-
-// Adds to `total` the gradient that `occurrence` of `lane` found.
-template <class Grad>
-__device__ void add_gradient(Elements& total, const RowUpdate& update, const Packed<Grad>& found,
-                             const Occurrence& occurrence, int lane) {
-  Elements gradient = found.elements();
-  if (update.scales != nullptr) {
-    const float scale = __shfl_sync(kAllLanes, occurrence.scale, lane);
-    gradient.for_each([&](float value, int) { return value * scale; });
-  }
-  total.for_each([&](float value, int i) { return value + gradient.at[i]; });
-}
-
-// Adds the gradients of `count` sorted positions, at most kLanes, from `start` on.
-template <class Grad>
-__device__ void add_gradients(Elements& total, const RowUpdate& update, int start, int count) {
-  Occurrence mine;
-  if (lane_of_warp() < count) mine.find(update, start + lane_of_warp());
-#pragma unroll 1
-  for (int first = 0; first < count; first += kSumUnroll) {
-    Packed<Grad> found[kSumUnroll];
-#pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
-      const int row = __shfl_sync(kAllLanes, mine.gradient_row, first + i);
-      found[i].load(static_cast<const Grad*>(update.grad), row);
-    }
-#pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
-      if (first + i < count) add_gradient(total, update, found[i], mine, first + i);
-    }
-  }
-}
-
-// Adds `count` rows of sums from row `first_row` on, which other warps may have written.
-__device__ void add_sums(Elements& total, const float* sums, int first_row, int count) {
-#pragma unroll 1
-  for (int first = 0; first < count; first += kSumUnroll) {
-    Packed<float> found[kSumUnroll];
-#pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
-      found[i].load_shared(sums, first_row + min(first + i, count - 1));
-    }
-#pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
-      if (first + i >= count) break;
-      const Elements sum = found[i].elements();
-      total.for_each([&](float value, int j) { return value + sum.at[j]; });
-    }
-  }
-}
-
-// Quotients by one divisor, neither tiny nor huge, rounded to nearest (Markstein 1990). None of the
-// dividends may be more than 2**60 divisors.
-struct Divisor {
-  float value;
-  float reciprocal;
-
-  static __device__ bool suits(float value) { return value >= 0x1p-60f && value <= 0x1p60f; }
-
-  __device__ float divide(float dividend) const {
-    float quotient = dividend * reciprocal;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float left = __fmaf_rn(-quotient, value, dividend);
-      quotient = __fmaf_rn(left, reciprocal, quotient);
-    }
-    return quotient;
-  }
-};
-
-// A row and its state, on their way while gradients are summed.
-template <bool kRowwise>
-struct Row {
-  Packed<float> weight;
-  std::conditional_t<kRowwise, float, Packed<float>> state;
-
-  __device__ void load(const RowUpdate& update, int row) {
-    weight.load(update.weight, row);
-    if constexpr (kRowwise) {
-      state = update.state[row];
-    } else {
-      state.load(update.state, row);
-    }
-  }
-
-  __device__ void step(const RowUpdate& update, float lr, int row, Elements gradient) const {
-    Elements old = weight.elements();
-    if (update.grad_multiplier != nullptr || update.max_gradient > 0.0f ||
-        update.weight_decay != 0.0f) {
-      const float multiplier = update.grad_multiplier == nullptr ? 1.0f : *update.grad_multiplier;
-      const float most = update.max_gradient > 0.0f ? update.max_gradient : INFINITY;
-      gradient.for_each([&](float value, int i) {
-        value *= multiplier;
-        // By comparisons, so that NaN stays NaN.
-        if (value > most) value = most;
-        if (value < -most) value = -most;
-        if (update.weight_decay != 0.0f) value += update.weight_decay * old.at[i];
-        return value;
-      });
-    }
-    if constexpr (kRowwise) {
-      const float row_total = state + sum_squares(gradient) * (1.0f / kDim);  // a power of two
-      if (lane_of_warp() == 0) update.state[row] = row_total;
-      const float root = __fsqrt_rn(row_total) + update.eps;
-      if (Divisor::suits(root)) {
-        const Divisor divisor{root, __frcp_rn(root)};
-        gradient.for_each([&](float value, int) { return divisor.divide(value); });
-      } else {
-        gradient.for_each([&](float value, int) { return __fdiv_rn(value, root); });
-      }
-    } else {
-      Elements squares = state.elements();
-      squares.for_each([&](float value, int i) { return value + gradient.at[i] * gradient.at[i]; });
-      store_elements(update.state, row, squares);
-      gradient.for_each([&](float value, int i) {
-        return __fdiv_rn(value, __fsqrt_rn(squares.at[i]) + update.eps);
-      });
-    }
-    old.for_each([&](float value, int i) { return value - lr * gradient.at[i]; });
-    store_elements(update.weight, row, old);
-  }
-};
-
-// Says that a warp has stored one of `count` sums, and returns whether all of them are now there.
-__device__ bool is_last_of(int32_t* num_stored, int count) {
-  __threadfence();
-  __syncwarp();
-  int before = 0;
-  if (lane_of_warp() == 0) before = atomicAdd(num_stored, 1);
-  const bool is_last = __shfl_sync(kAllLanes, before, 0) == count - 1;
-  if (is_last) __threadfence();
-  return is_last;
-}
+constexpr int kUnroll = 2;
+// Occurrences that a warp takes at a time, about; and chunks that it sums before.
+constexpr uint32_t kOccurrencesOfBlock = 20;
+constexpr uint32_t kLeastRuns = 8, kMostRuns = 16;
+constexpr int kChunksOfBlock = 4;
 
 // Sums the chunk at `slot`, which is one of `run`, and with it what it completes.
 template <class Grad, bool kRowwise>
-__device__ void sum_chunk(const RowUpdate& update, float lr, int slot, int run) {
+__device__ void sum_chunk(const RowUpdate& update, const Matrices<Grad>& matrices, float lr,
+                          int slot, int run) {
   const int start = same_on_all_lanes(update.starts[run]);
   const int length = same_on_all_lanes(update.starts[run + 1]) - start;
   const int num_chunks = length / kChunk, num_groups = num_chunks / kChunk;
@@ -197,33 +44,33 @@ __device__ void sum_chunk(const RowUpdate& update, float lr, int slot, int run) 
   const int chunk = slot - first_slot;
 
   Elements total{};
-  add_gradients<Grad>(total, update, start + chunk * kChunk, kChunk);
-  store_elements(update.chunk_sums, slot, total);
+  add_gradients(total, update, matrices.grad, start + chunk * kChunk, kChunk);
+  const LaneOfMatrix<float> chunk_sums(update.chunk_sums), group_sums(update.group_sums);
+  store_elements(chunk_sums.at(slot), total);
   const int group = chunk / kChunk;
   if (group < num_groups) {
     if (!is_last_of(update.num_grouped + first_group + group, kChunk)) return;
     total = Elements{};
-    add_sums(total, update.chunk_sums, first_slot + group * kChunk, kChunk);
-    store_elements(update.group_sums, first_group + group, total);
+    add_sums(total, chunk_sums, first_slot + group * kChunk, kChunk);
+    store_elements(group_sums.at(first_group + group), total);
   }
   if (!is_last_of(update.num_summed + first_slot, num_groups + num_left)) return;
 
   const int row = index_at(update.unique_rows, update.rows_are_wide, run);
   Row<kRowwise> old;
-  old.load(update, row);
+  old.load(update, matrices, row);
   total = Elements{};
-  add_sums(total, update.group_sums, first_group, num_groups);
-  add_sums(total, update.chunk_sums, first_slot + num_groups * kChunk, num_left);
+  add_sums(total, group_sums, first_group, num_groups);
+  add_sums(total, chunk_sums, first_slot + num_groups * kChunk, num_left);
   const int rest = length % kChunk;
-  add_gradients<Grad>(total, update, start + length - rest, rest);
-  old.step(update, lr, row, total);
+  add_gradients(total, update, matrices.grad, start + length - rest, rest);
+  old.step(update, matrices, lr, row, total);
 }
 
 // Updates the row of the lane's run, for each lane that has a short one.
 template <class Grad, bool kRowwise>
-__device__ void update_short_runs(const RowUpdate& update, float lr, uint32_t run_of_lane,
-                                  bool has_run) {
-  constexpr int kRows = kUnroll<Grad>;
+__device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>& matrices, float lr,
+                                  uint32_t run_of_lane, bool has_run) {
   const int lane = lane_of_warp();
   int row = 0, start = 0, length = 0;
   if (has_run) {
@@ -261,22 +108,23 @@ __device__ void update_short_runs(const RowUpdate& update, float lr, uint32_t ru
     const int here = min(kLanes, num_occurrences - done);
 
 #pragma unroll 1
-    for (int first = 0; first < here; first += kRows) {
-      Packed<Grad> found[kRows];
-      Row<kRowwise> old[kRows];
+    for (int first = 0; first < here; first += kUnroll) {
+      const unsigned ends_here = ends_run >> first;
+      Packed<Grad> found[kUnroll];
+      Row<kRowwise> old[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kUnroll; ++i) {
         const int from = __shfl_sync(kAllLanes, mine.gradient_row, first + i);
         const int to = __shfl_sync(kAllLanes, row_of_run, first + i);
-        found[i].load(static_cast<const Grad*>(update.grad), from);
-        old[i].load(update, to);
+        found[i].load(matrices.grad.at(from));
+        old[i].load(update, matrices, to);
       }
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kUnroll; ++i) {
         add_gradient(total, update, found[i], mine, first + i);
-        if (ends_run >> (first + i) & 1) {
+        if (ends_here >> i & 1) {
           const int to = __shfl_sync(kAllLanes, row_of_run, first + i);
-          old[i].step(update, lr, to, total);
+          old[i].step(update, matrices, lr, to, total);
           total = Elements{};
         }
       }
@@ -321,6 +169,18 @@ __global__ void find_chunks_kernel(const RowUpdate update) {
   if (slot % kChunk == kChunk - 1) update.num_grouped[slot / kChunk] = 0;
 }
 
+// Fewer where runs are long, so that no block takes long; and about the same for every warp.
+__device__ uint32_t count_runs_of_block(const RowUpdate& update, uint32_t num_runs,
+                                        uint32_t num_warps) {
+  uint32_t most = kMostRuns;
+  if (num_runs > kMostRuns * num_warps) {
+    const uint64_t occurrences = uint64_t{kOccurrencesOfBlock} * num_runs;
+    most = min(max(static_cast<uint32_t>(occurrences / update.num_ids), kLeastRuns), kMostRuns);
+  }
+  const uint32_t num_rounds = max((num_runs + most * num_warps - 1) / (most * num_warps), 1u);
+  return (num_runs + num_rounds * num_warps - 1) / (num_rounds * num_warps);
+}
+
 // The next one of the blocks of runs that no warp has taken, on the first lane.
 __device__ uint32_t take_block(const RowUpdate& update) {
   return lane_of_warp() == 0 ? atomicAdd(update.num_taken, 1) : 0;
@@ -330,13 +190,12 @@ template <class Grad, bool kRowwise>
 __global__ void __launch_bounds__(kWarps* kLanes, 1) update_kernel(const RowUpdate update) {
   if (update.skip != nullptr && *update.skip != 0.0f) return;
   const uint32_t num_runs = *update.num_runs, num_slots = update.num_chunks;
+  const Matrices<Grad> matrices(update);
   const float lr = *update.lr;
   const uint32_t num_warps = gridDim.x * kWarps;
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kLanes;
   const uint32_t lane = lane_of_warp();
-  // A block of few runs takes one round of all warps; of many, several, and who is done takes more.
-  const uint32_t runs_of_block =
-      num_runs <= kLanes * num_warps ? (num_runs + num_warps - 1) / num_warps : kRunsOfBlock;
+  const uint32_t runs_of_block = count_runs_of_block(update, num_runs, num_warps);
   const uint32_t runs_of_round = runs_of_block * num_warps;
 
   uint32_t slot = 0, next_slots = warp;
@@ -352,7 +211,7 @@ __global__ void __launch_bounds__(kWarps* kLanes, 1) update_kernel(const RowUpda
     }
     for (int few = 0; few < kChunksOfBlock && chunks != 0; ++few) {
       const int next = __ffs(chunks) - 1;
-      sum_chunk<Grad, kRowwise>(update, lr, __shfl_sync(kAllLanes, slot, next),
+      sum_chunk<Grad, kRowwise>(update, matrices, lr, __shfl_sync(kAllLanes, slot, next),
                                 __shfl_sync(kAllLanes, run_of_slot, next));
       chunks &= chunks - 1;
     }
@@ -363,7 +222,8 @@ __global__ void __launch_bounds__(kWarps* kLanes, 1) update_kernel(const RowUpda
     if (has_runs) {
       taken = take_block(update);
       const uint32_t run = first_run + lane * num_warps;
-      update_short_runs<Grad, kRowwise>(update, lr, run, lane < runs_of_block && run < num_runs);
+      update_short_runs<Grad, kRowwise>(update, matrices, lr, run,
+                                        lane < runs_of_block && run < num_runs);
     }
   }
 }

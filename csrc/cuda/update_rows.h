@@ -33,7 +33,8 @@ struct RowUpdate {
   int32_t* slot_runs;    // scratch, [num_chunks]: the run whose whole chunk is at a slot, or -1
   int32_t* num_summed;   // scratch, [num_chunks]: of a long run's sums, at its first chunk's slot
   int32_t* num_grouped;  // scratch, [num_chunks / kUpdateChunk]: of a group's chunks
-  int num_chunks;        // whole ones that all ids together have
+  int num_ids;
+  int num_chunks;  // whole ones that all ids together have
   bool is_rowwise;
   bool rows_are_wide;
   bool gradient_rows_are_wide;

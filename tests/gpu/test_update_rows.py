@@ -106,9 +106,11 @@ def test_runs_of_every_length(length: int, device: torch.device) -> None:
 
 def test_few_warps_for_many_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_num_blocks", lambda device: 1)
-    rows = torch.cat([torch.arange(20_000, device=device), skewed(60_000, 500, device)])
-    grad = normal(rows.numel(), DIM, seed=0, dtype=torch.bfloat16, device=device)
-    check(rows, 20_000, RowGradients(grad))
+    hot = skewed(60_000, 500, device)
+    for num_single in (300, 20_000):  # with long runs, and with many short ones
+        rows = torch.cat([torch.arange(num_single, device=device), hot])
+        grad = normal(rows.numel(), DIM, seed=0, dtype=torch.bfloat16, device=device)
+        check(rows, 20_000, RowGradients(grad))
 
 
 def test_extreme_gradients(device: torch.device) -> None:
