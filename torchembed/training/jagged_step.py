@@ -7,7 +7,6 @@ wait for each other for ever. Rows are looked up and updated around the dense pa
 CUDA graph where its shapes do not vary.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from torchembed.training.eager_step import eager_step
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.step_optimizers import Assumptions, StepOptimizers, update
 from torchembed.training.step_result import StepResult
+from torchembed.training.streams import between, on
 from torchembed.training.worker import Worker
 
 _CLOSE_SECONDS = 10.0
@@ -143,7 +143,7 @@ class JaggedStep:
 
     def observe(self, source: Any) -> JaggedOutcome:
         """Train the first batch, from wherever it is."""
-        with self._on_its_stream():
+        with between(self._stream):
             batch = to_device(source, self._device)
             with observed_calls(self._model, batch) as self._calls:
                 outcome = eager_step(
@@ -160,7 +160,7 @@ class JaggedStep:
         """
         if following is not None and self._group is None and following.has_failed:
             following = None
-        with self._on_its_stream():
+        with between(self._stream):
             prepared = now.prepared(self._prepare)
             with record_function("torchembed: look up"):
                 looked_up = self._looked_up(prepared)
@@ -203,7 +203,7 @@ class JaggedStep:
         Only after a step with batches that were announced. Every rank calls it for its batch of the
         same step.
         """
-        with self._on_its_stream():
+        with between(self._stream):
             prepared = now.prepared(self._prepare)
             vectors = [of_call.vectors for of_call in self._looked_up(prepared)]
             dense = DenseGraph(
@@ -266,7 +266,7 @@ class JaggedStep:
     def _prepare(self, announced: _AnnouncedBatch) -> _PreparedBatch:
         """Send the ids, and find their rows."""
         batch, of_calls, suspects, ready = announced
-        with _on(self._ids_stream):
+        with on(self._ids_stream):
             _wait_for(ready)
             with deferred_bad_ids() as more:
                 prepared = [
@@ -277,17 +277,6 @@ class JaggedStep:
             with torch.no_grad():
                 verdict = judge(suspects, self._group)
             return _PreparedBatch(batch, prepared, suspects, verdict, _event(self._ids_stream))
-
-    @contextlib.contextmanager
-    def _on_its_stream(self) -> Any:
-        """After what the current stream has got, and before what it gets."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def _announce(
@@ -301,15 +290,11 @@ def _announce(
     """What the thread does for a batch, that is there from ``given`` on."""
     if not is_wanted():
         return None
-    with _on(stream), deferred_bad_ids() as suspects:
+    with on(stream), deferred_bad_ids() as suspects:
         _wait_for(given)
         batch = to_device(source, device)
         of_calls = [call.collection.announce(call.features_of(batch)) for call in calls]
         return _AnnouncedBatch(batch, of_calls, suspects, _event(stream))
-
-
-def _on(stream: "torch.cuda.Stream | None") -> Any:
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _event(stream: "torch.cuda.Stream | None") -> "torch.cuda.Event | None":

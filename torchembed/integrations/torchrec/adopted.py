@@ -167,6 +167,7 @@ class AdoptedBags(_Adopted, ShardedEmbeddingBagCollection):
     def __init__(self, sharded: TorchrecBags, ranks: Ranks) -> None:
         names = _names_of(sharded)
         self._adopt(sharded, _in_order(sharded._embedding_bag_configs, names), ranks)
+        self.reserved_columns = 0
         (dtype,) = output_dtypes(sharded)
         self._look_up_as(sharded._is_weighted, dtype, WeightGradient.DENSE)
         self._names = names

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.gradient_slots import GradientSlot
-from torchembed.sharding.gradient_mean import GradientMean
-from torchembed.sharding.pushed_mean import PushedMean
+from torchembed.sharding.ranks import Ranks
 
 _BUCKET_BYTES = 1 << 24
 """Gradients in float32 are many bytes, of which NCCL reduces small portions slowly."""
@@ -42,9 +41,7 @@ class DenseParameters:
         named: the dense ones, by every name that they have in the model.
         replicated: those of tables.
         averaged: of both, the ones whose gradients are the mean over ranks.
-        group: of these ranks, for this alone.
-        dtype: in which gradients are summed; their own where None.
-        push: takes the means by push; the group's all-reduce does where it is None.
+        ranks: which take it.
     """
 
     def __init__(
@@ -52,9 +49,7 @@ class DenseParameters:
         named: Mapping[str, nn.Parameter],
         replicated: Iterable[Leaf],
         averaged: Iterable[Tensor],
-        group: Any,
-        dtype: torch.dtype | None,
-        push: PushedMean | None,
+        ranks: Ranks,
     ) -> None:
         owns = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in named.values()}
         self._dense = [Leaf(parameter, own) for parameter, own in owns.items()]
@@ -67,7 +62,7 @@ class DenseParameters:
         of_mean = [leaf.own for leaf in self.leaves if leaf.parameter in wanted]
         _give_slots([leaf.own for leaf in self._dense])
         if of_mean:
-            GradientMean(of_mean, group, dtype=dtype, push=push, bucket_bytes=_BUCKET_BYTES)
+            ranks.average(of_mean, bucket_bytes=_BUCKET_BYTES)
 
     def follow(self) -> None:
         """Before a step: take over what was changed in the model."""

@@ -49,14 +49,7 @@ class PipelineModel(nn.Module):
         if ranks.mesh.size() > 1:
             averaged += [leaf.parameter for leaf in replicated]
             averaged += parts.averaged_parameters()
-        self.dense = DenseParameters(
-            parts.dense_parameters(),
-            replicated,
-            averaged,
-            ranks.gradient_group,
-            parts.wire.dense,
-            ranks.dense_mean,
-        )
+        self.dense = DenseParameters(parts.dense_parameters(), replicated, averaged, ranks)
 
     def forward(self, item: tuple[Any]) -> tuple[Tensor, Any]:
         batch, made = self._form.restored(item[0])
