@@ -22,8 +22,11 @@ PLACEMENTS = {
 }
 
 
-def run_twice(folder: str) -> None:
-    """On a rank: the script as it is, then through ``run``."""
+def run_all(folder: str) -> None:
+    """On a rank: the script as it is, then through ``run``, then with our pipeline, too."""
+    import torchrec.distributed
+
+    from torchembed.integrations.torchrec import TrainPipeline
     from torchembed.integrations.torchrec.run import run
 
     for name, placements in PLACEMENTS.items():
@@ -31,17 +34,20 @@ def run_twice(folder: str) -> None:
         runpy.run_path(SCRIPT, run_name="__main__")
     for name, placements in PLACEMENTS.items():
         run([SCRIPT, f"{folder}/ours/{name}", *placements])
+    torchrec.distributed.TrainPipelineSparseDist = TrainPipeline  # type: ignore[misc,assignment]
+    for name, placements in PLACEMENTS.items():
+        run([SCRIPT, f"{folder}/our pipeline/{name}", *placements])
 
 
 def test_a_script_gives_the_same_through_run(tmp_path: Path) -> None:
     if importlib.util.find_spec("torchrec") is None:
         pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
-    for whose in ("theirs", "ours"):
+    for whose in ("theirs", "ours", "our pipeline"):
         for name in PLACEMENTS:
             (tmp_path / whose / name).mkdir(parents=True)
-    run_on_ranks(2, run_twice, str(tmp_path))
-    for name, rank in itertools.product(PLACEMENTS, range(2)):
-        theirs, ours = (_result(tmp_path / whose / name, rank) for whose in ("theirs", "ours"))
+    run_on_ranks(2, run_all, str(tmp_path))
+    for name, rank, whose in itertools.product(PLACEMENTS, range(2), ("ours", "our pipeline")):
+        theirs, ours = (_result(tmp_path / of / name, rank) for of in ("theirs", whose))
         assert theirs["plan"] == ours["plan"]
         sharded = "torchembed.integrations.torchrec.sharded"
         assert sharded in ours["kinds"] and sharded not in theirs["kinds"]
