@@ -107,3 +107,13 @@ def test_whether_batches_are_left(count: int) -> None:
     assert list(thread) == [1, 2, 3, 4, 5]
     assert not thread.has(1)
     thread.close()
+
+
+def test_closing_loses_no_batch() -> None:
+    thread = ReadingThread(read, num_ahead=2)
+    thread.follow(iter(range(6)))
+    assert next(thread) == 0
+    thread.close()
+    thread.close()
+    assert list(thread) == [1, 2, 3, 4, 5]
+    thread.close()

@@ -24,7 +24,7 @@ class ReadingThread:
 
     def __init__(self, read: Callable[[Iterator[Any]], Any], num_ahead: int) -> None:
         self._read, self._num_ahead = read, num_ahead
-        self._worker = Worker("torchembed: batches to come")
+        self._worker: Worker | None = None
         self._source: _Source | None = None
         self.num_given = 0
         """Batches asked for so far."""
@@ -67,11 +67,15 @@ class ReadingThread:
     def _read_ahead(self, count: int) -> None:
         source = self._source
         while source is not None and not source.has_ended and len(self._asked) < count:
+            if self._worker is None:
+                self._worker = Worker("torchembed: batches to come")
             self._asked.append((source, self._worker.submit(source.next)))
 
     def close(self) -> None:
-        """End the thread."""
-        self._worker.close(_CLOSE_SECONDS)
+        """End the thread, which another one follows where more is asked for."""
+        if self._worker is not None:
+            self._worker.close(_CLOSE_SECONDS)
+            self._worker = None
 
 
 class _Source:

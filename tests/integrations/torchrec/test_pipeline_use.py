@@ -57,6 +57,8 @@ def evaluated_between(whose: str) -> list[float]:
     saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     found += states_of(run)
     found += losses_of(pipeline, stream, 3)
+    if whose == "ours":
+        pipeline.close()  # it goes on all the same
     run.model.load_state_dict(saved[0])
     run.optimizer.load_state_dict(saved[1])
     found += losses_of(pipeline, stream, 3) + states_of(run)
@@ -180,7 +182,7 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
     hooked = make("ours")
     next(iter(hooked.model.module.over.parameters())).register_hook(lambda grad: grad)
     cases: dict[str, tuple[Any, dict[str, Any], Any]] = {
-        "nothing": (make("ours"), {}, None),
+        "nothing": (make("ours"), {"pipeline_postproc": False}, None),
         "theirs": (make("theirs"), {}, None),
         "settings": (make("ours"), {"pipeline_postproc": True}, None),
         "hooks": (hooked, {}, None),

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -80,6 +81,8 @@ def unfit_model(parts: Parts) -> str | None:
             return f"{name or 'the model'} is a {type(module).__name__}"
     if not collections:
         return "it has no collection that our sharders have sharded"
+    if dist.get_world_size(collections[0][1]._env.process_group) < dist.get_world_size():
+        return "it is sharded over some of all processes"
     if ddp is not None:
         others = [hook for hook, _ in ddp._comm_hooks if hook is not bf16_compress_hook]
         if others:

@@ -1,8 +1,9 @@
 """``TrainPipeline``: our pipeline with the call of TorchRec's."""
 
+import inspect
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -75,8 +76,9 @@ class TrainPipeline:
         self._batches: Iterator[Any] | None = None
         parts = parts_of(model)
         reason = unfit_model(parts)
-        if torchrec_settings:
-            reason = f"it is given {', '.join(torchrec_settings)}"
+        others = _settings_that_count(torchrec_settings)
+        if others:
+            reason = f"it is given {', '.join(others)}"
         if reason is not None:
             self._fall_back(reason)
             return
@@ -167,3 +169,9 @@ class TrainPipeline:
     ) -> None:
         if self._theirs is None:
             self._steps.exit(kind, error, trace)
+
+
+def _settings_that_count(settings: Mapping[str, Any]) -> list[str]:
+    """The names of those that are not TorchRec's defaults."""
+    known = inspect.signature(TrainPipelineSparseDist.__init__).parameters
+    return [name for name, v in settings.items() if name not in known or v != known[name].default]
