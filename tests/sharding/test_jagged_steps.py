@@ -32,8 +32,11 @@ from tests.sharding.test_static_steps import (
 )
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding import routes
-from torchembed.training import TrainPipeline
+from torchembed.training import TrainPipeline, ranks
+from torchembed.training.batch_layout import num_ids_in
 from torchembed.training.jagged_step import JaggedOutcome, JaggedStep
+from torchembed.training.padded_steps import PaddedSteps
+from torchembed.training.read_ahead import Upcoming
 
 CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise")),
@@ -49,27 +52,50 @@ CASES = [
 NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
 
 
-def takes_dense_graph(case: Case) -> bool:
-    """Whether the dense part's shapes are static and it trains no tables."""
-    return case.pooled and case.fused
-
-
 def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[JaggedOutcome]:
     """What a pipeline does with batches that all ranks train in jagged steps."""
     yield step.observe(batches[0])
     coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
-    for number, (now, following) in enumerate(zip(coming, [*coming[1:], None], strict=True)):
-        if number == 2 and step.can_capture:
-            step.capture(now)
+    for now, following in zip(coming, [*coming[1:], None], strict=True):
         yield step.run(now, following)
     step.release()
+
+
+def padded_steps_of(
+    first: JaggedStep, pipeline: TrainPipeline, batches: list[Any], group: Any
+) -> Iterator[Any]:
+    """The same where the steps after the first have room for more ids, as on a GPU; None where
+    there are none."""
+    yield first.observe(batches[0])
+    assert first.can_be_padded
+    steps = PaddedSteps(
+        pipeline._make_static, first.calls, first.worker, torch.device("cpu"), group
+    )
+    coming = [
+        Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
+        for number, batch in enumerate(batches[1:])
+    ]
+    for number, now in enumerate(coming):
+        ahead = coming[number + 1 : number + 2]
+        for upcoming in ahead:
+            steps.announce(upcoming)
+        if not steps.has_room_for(now):
+            steps.make_room(now, ahead)
+        yield steps.run(now, ahead[0] if ahead else None)
+    assert not steps.is_stale
+    steps.release()
+    first.release()
 
 
 @contextlib.contextmanager
 def threads_that_wait() -> Iterator[set[str]]:
     """The names of the threads that meanwhile wait for sizes, a device's or other ranks'."""
     threads: set[str] = set()
-    waiting = [(HostNumbers, "tolist"), (routes, "exchange_sizes")]
+    waiting = [
+        (HostNumbers, "tolist"),
+        (routes, "exchange_sizes"),
+        (routes.JaggedRoute, "needed_capacity"),
+    ]
     with contextlib.ExitStack() as stack:
         for holder, name in waiting:
             function = getattr(holder, name)
@@ -83,11 +109,11 @@ def threads_that_wait() -> Iterator[set[str]]:
         yield threads
 
 
-def train_in_jagged_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
+def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, Any]]:
     """On a rank of gloo: its rows after training, the verdict of each step, and which threads have
     waited for sizes after the first step."""
     rank, results = dist.get_rank(), []
-    for case, bad_rank in runs:
+    for case, bad_rank, is_padded in runs:
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
@@ -97,19 +123,29 @@ def train_in_jagged_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
         step = JaggedStep(
             with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
         )
-        outcomes = steps_of(step, batches)
-        verdicts = [next(outcomes).verdict]
+        if is_padded:
+            outcomes = padded_steps_of(step, pipeline, batches, dist.group.WORLD)
+        else:
+            outcomes = steps_of(step, batches)
+        skipped = [int(next(outcomes).verdict.skip)]
         with threads_that_wait() as threads:
-            verdicts += [outcome.verdict for outcome in outcomes]
-        skipped = [None if verdict is None else int(verdict.skip) for verdict in verdicts]
+            for outcome in outcomes:
+                skip = outcome.report[0] if is_padded else outcome.verdict.skip
+                skipped.append(int(skip))
         results.append({"rows": held_rows(model), "skipped": skipped, "threads": threads})
     return results
 
 
 def test_jagged_steps_equal_plain_ones() -> None:
-    runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
+    plain = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
+    runs = [
+        (*run, is_padded)
+        for run in plain
+        for is_padded in (False, True)
+        if run[0].pooled or not is_padded
+    ]
     results = run_on_ranks(2, train_in_jagged_steps, runs)
-    for number, (case, bad_rank) in enumerate(runs):
+    for number, (case, bad_rank, _) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
         expected = train_plainly(case, 2, bad_rank)
         assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
@@ -129,7 +165,7 @@ def gpu_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.Spa
 
 def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
     """On a rank of NCCL, with a last but few smaller batch: its rows after training, what was
-    raised and warned of, and whether the dense part was a graph."""
+    raised and warned of, and whether steps were graphs."""
     rank, results = dist.get_rank(), []
     for case, bad_rank in runs:
         model = make_model(case, "meta")
@@ -160,7 +196,7 @@ def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
                     errors.append(str(error))
                 except StopIteration:
                     break
-                captured.append(pipeline._jagged is not None and pipeline._jagged.is_captured)
+                captured.append(pipeline._padded is not None and pipeline._padded.is_captured)
         told = [str(w.message) for w in caught if "captured" in str(w.message)]
         results.append(
             {
@@ -186,7 +222,7 @@ def assert_trained_without_waiting(
     for rank, result in enumerate(of_ranks):
         assert result["told"] == [], case
         assert result["waiting"] <= NOT_THE_MAIN_ONE, case
-        assert result["captured"] == takes_dense_graph(case), case
+        assert result["captured"] == case.pooled, case
         errors = result["errors"]
         assert len(errors) == (bad_rank < num_ranks), errors
         if errors:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import map_tensors, tensors_in
+from torchembed.modules.bad_ids import deferred_bad_ids
 from torchembed.modules.table_module import TableModule
 
 
@@ -52,19 +53,37 @@ class PreparingModule(TableModule):
 
     _handed_over: Sequence[Prepared] = ()
 
-    def prepare(self, features: Any) -> Prepared:
+    def prepare(self, features: Any, *, capacity: int | None = None) -> Prepared:
         """Check and route the ids of ``features``, find their rows, and the runs of equal rows
         that a fused optimizer's step needs.
 
         Never waits for a GPU where hotness is fixed. Collective where the tables are sharded:
         every rank prepares its batches in the same order, between the same forwards.
 
+        Args:
+            capacity: so many ids at most go from one rank to another, at least what
+                :meth:`needed_capacity` says; the same on all ranks. No GPU is waited for then
+                where lengths vary, either, and all shapes follow from those of ``features``. Of
+                collections whose result is pooled.
+
         Raises:
             IndexError, ValueError, TypeError: as ``forward`` would.
         """
         batch = as_sparse_features(features)
         with torch.no_grad():
-            return self.prepare_announced(Announced(batch, self._announce(batch, ahead=False)))
+            if capacity is None:
+                arrivals = self._announce(batch, ahead=False)
+            else:
+                arrivals = self._take_room(batch, capacity)
+            return self.prepare_announced(Announced(batch, arrivals))
+
+    def needed_capacity(self, features: Any) -> int:
+        """How many ids of ``features`` go from one rank to another at most, over all ranks'.
+
+        May wait for sizes as :meth:`announce` does, and is for the same thread.
+        """
+        with torch.no_grad(), deferred_bad_ids():
+            return self._needed_capacity(as_sparse_features(features))
 
     def announce(self, features: Any) -> Announced:
         """The part of :meth:`prepare` that may wait for sizes: for this rank's from its GPU, and
@@ -140,6 +159,14 @@ class PreparingModule(TableModule):
     def _announce(self, features: SparseFeatures, *, ahead: bool) -> Any:
         """What forward does before ids travel; ``ahead`` on the thread of :meth:`announce`."""
         raise NotImplementedError
+
+    def _take_room(self, features: SparseFeatures, capacity: int) -> Any:
+        """What :meth:`_announce` gives, for ids that travel within ``capacity``."""
+        return self._announce(features, ahead=False)
+
+    def _needed_capacity(self, features: SparseFeatures) -> int:
+        """Of :meth:`needed_capacity`; 0 where no id travels."""
+        return 0
 
     def _prepare(self, arrivals: Any, *, finds_runs: bool) -> Any:
         """What forward then does before vectors are looked up; ``finds_runs`` for fused optimizers'

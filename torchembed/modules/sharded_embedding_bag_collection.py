@@ -87,20 +87,42 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
     def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch, route, num_replicated = self._checked(batch), None, None
-        if self._sharded_slots and batch.hotness is None:
-            parts, layout, _ = self._sharded
-            of_parts = select_features(batch, [part.slot for part in parts])
-            route = JaggedRoute(of_parts, layout, self._ranks)
+        batch, route = self._batch_and_route(features)
+        num_replicated = None
+        if route is not None:
             numbers = num_ids_of_features(batch)
             route.announce(self._group_of_sizes(ahead=ahead))
             num_ids = numbers.tolist()
             num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
-        replicated = None
-        if self._replicated_slots:
-            replicated = select_features(batch, self._replicated_slots, num_replicated)
-        return _Arrivals(batch, route, replicated)
+        return _Arrivals(batch, route, self._replicated_part(batch, num_replicated))
+
+    def _take_room(self, features: SparseFeatures, capacity: int) -> "_Arrivals":
+        batch, route = self._batch_and_route(features)
+        if route is not None:
+            route.take_room(capacity)
+        return _Arrivals(batch, route, self._replicated_part(batch, None))
+
+    def _needed_capacity(self, features: SparseFeatures) -> int:
+        _, route = self._batch_and_route(features)
+        return 0 if route is None else route.needed_capacity(self._group_of_sizes(ahead=True))
+
+    def _batch_and_route(
+        self, features: SparseFeatures
+    ) -> tuple[SparseFeatures, JaggedRoute | None]:
+        """The batch with checked ids, and where its lengths vary the way of those that travel."""
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        batch = self._checked(batch)
+        if not self._sharded_slots or batch.hotness is not None:
+            return batch, None
+        parts, layout, _ = self._sharded
+        of_parts = select_features(batch, [part.slot for part in parts])
+        return batch, JaggedRoute(of_parts, layout, self._ranks)
+
+    def _replicated_part(self, batch: SparseFeatures, num_ids: int | None) -> SparseFeatures | None:
+        """The features of the slots whose tables every rank holds."""
+        if not self._replicated_slots:
+            return None
+        return select_features(batch, self._replicated_slots, num_ids)
 
     def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
         batch, jagged_route, of_replicated = arrivals

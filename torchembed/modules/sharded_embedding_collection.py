@@ -105,6 +105,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         offsets: dict[int, Tensor] = {}
         for width, (of_parts, route, rows) in lookups.by_width.items():
             num_ids = route.num_ids_of_blocks
+            assert num_ids is not None
             looked_up = sequence_slots(rows, num_ids, self._output_dtype, self._weight_form)
             like = torch.empty(0, width, dtype=self._output_dtype, device=rows.device)
             vectors = torch.cat([like, *(values for values, _ in looked_up)])

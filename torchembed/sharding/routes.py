@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
@@ -177,13 +178,17 @@ class JaggedRoute(Route):
     them, and only then the route can be used. The first two may run in another thread than the
     third, beside whatever its device does.
 
+    In place of :meth:`announce`, :meth:`take_room` lets all sizes follow from a capacity. Spare
+    positions travel too then, and no bag holds them.
+
     Attributes:
         num_ids_of_parts: of each part, this rank's; once they were announced.
-        num_ids_of_blocks: of each of this rank's blocks, all ranks'; likewise.
+        num_ids_of_blocks: of each of this rank's blocks, all ranks'; None where the host does not
+            know.
     """
 
     num_ids_of_parts: list[int]
-    num_ids_of_blocks: list[int]
+    num_ids_of_blocks: list[int] | None = None
 
     def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
         super().__init__(layout, ranks)
@@ -196,9 +201,33 @@ class JaggedRoute(Route):
             batch_size=self._num_samples,
             weights=features.weights,
         )
-        num_buckets = layout.num_ranks * layout.num_parts
-        ends = torch.arange(num_buckets + 1, device=device) * self._num_samples
-        self._sizes = HostNumbers(self._buckets.offsets[ends].diff())
+        self._capacity: int | None = None
+
+    def _bounds(self, num_pieces: int) -> Tensor:
+        """Of the sorted ids in so many pieces of as many bags each: where they begin, and end."""
+        offsets = self._buckets.offsets
+        num_bags = (offsets.shape[0] - 1) // max(num_pieces, 1)
+        return offsets[torch.arange(num_pieces + 1, device=offsets.device) * num_bags]
+
+    def needed_capacity(self, group: Any) -> int:
+        """The most ids that go from any rank to any: what :meth:`take_room` must be given, or more.
+
+        On a GPU this waits for this rank's sizes. ``group`` is as in :meth:`announce`.
+        """
+        of_ranks = self._bounds(self._layout.num_ranks).diff()
+        most = torch.tensor(HostNumbers(of_ranks).tolist(), device="cpu").amax()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        return int(most)
+
+    def take_room(self, capacity: int) -> None:
+        """Send ``capacity`` ids to each rank, spare ones among them; no GPU is waited for.
+
+        Args:
+            capacity: the same on all ranks; no fewer than :meth:`needed_capacity` says.
+        """
+        self.batch_sizes = gather_size(self._num_samples, self._group)
+        self._capacity = capacity
+        self._send = self._receive = [capacity] * self._layout.num_ranks
 
     def announce(self, group: Any) -> None:
         """Find out how many ids travel; on a GPU this waits for this rank's sizes.
@@ -207,7 +236,9 @@ class JaggedRoute(Route):
             group: of the same ranks, through the CPU; of one thread's collectives.
         """
         layout = self._layout
-        sizes = torch.tensor(self._sizes.tolist(), dtype=torch.int64, device="cpu")
+        num_buckets = layout.num_ranks * layout.num_parts
+        of_buckets = HostNumbers(self._bounds(num_buckets).diff())
+        sizes = torch.tensor(of_buckets.tolist(), dtype=torch.int64, device="cpu")
         sizes = sizes.view(layout.num_ranks, layout.num_parts)
         self.num_ids_of_parts = sizes.sum(dim=0).tolist()
         self._send = sizes.sum(dim=1).tolist()
@@ -233,23 +264,28 @@ class JaggedRoute(Route):
             part.view(mine, size)
             for part, size in zip(lengths.split(received_sizes), self.batch_sizes, strict=True)
         ]
-        num_sent = sum(self._send)
-        values = exchange(buckets.values[:num_sent], self._send, self._receive, group)
+        places = self._places_sent()
+        values = exchange(buckets.values[places], self._send, self._receive, group)
         weights = buckets.weights
         if weights is not None:
-            weights = self._exchange_weights(weights[:num_sent], self._send, self._receive)
+            weights = self._exchange_weights(weights[places], self._send, self._receive)
 
-        # Pieces arrive in (rank, block) order and are looked up in (block, rank) order.
-        piece_lengths = torch.cat([part.sum(dim=1) for part in by_rank])
-        piece_offsets = torch.nn.functional.pad(piece_lengths.cumsum(0), (1, 0))
-        self._pieces = [r * mine + k for k in range(mine) for r in range(num_ranks)]
-        self._piece_offsets = piece_offsets
+        # Pieces arrive in (rank, block) order and are looked up in (block, rank) order; spare ones
+        # come last of each rank and are left out.
+        piece_lengths = torch.stack([part.sum(dim=1) for part in by_rank])
+        if self._capacity is not None:
+            spare = self._capacity - piece_lengths.sum(dim=1, keepdim=True)
+            piece_lengths = torch.cat([piece_lengths, spare], dim=1)
+        of_rank = piece_lengths.shape[1]
+        self._piece_offsets = torch.nn.functional.pad(piece_lengths.flatten().cumsum(0), (1, 0))
+        self._pieces = [r * of_rank + k for k in range(mine) for r in range(num_ranks)]
         in_order = permute_features(
             values,
-            piece_offsets,
+            self._piece_offsets,
             self._pieces,
-            num_features=len(self._pieces),
+            num_features=num_ranks * of_rank,
             batch_size=1,
+            num_ids=values.shape[0],
             weights=weights,
         )
         offsets = torch.nn.functional.pad(torch.cat(by_rank, dim=1).flatten().cumsum(0), (1, 0))
@@ -260,6 +296,14 @@ class JaggedRoute(Route):
             offsets=offsets,
             weights=in_order.weights,
         )
+
+    def _places_sent(self) -> slice | Tensor:
+        """Where what is sent to the ranks stands in the sorted ids; spare positions anywhere."""
+        if self._capacity is None:
+            return slice(sum(self._send))
+        starts = self._bounds(self._layout.num_ranks)[:-1]
+        places = starts.unsqueeze(1) + torch.arange(self._capacity, device=starts.device)
+        return places.clamp_max(self._buckets.values.shape[0] - 1).flatten()
 
     def return_sequences(self, vectors: Tensor) -> Tensor:
         """Send each id's vector home.

@@ -15,21 +15,19 @@ from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
-from torchembed.training.batch_layout import to_device
-from torchembed.training.capturing import captured_on_all_ranks
+from torchembed.training.batch_layout import num_ids_in, to_device
+from torchembed.training.captured_steps import CapturedSteps, StepOutcome
 from torchembed.training.eager_step import eager_step
 from torchembed.training.in_flight import StepsInFlight
-from torchembed.training.jagged_step import JaggedBatch, JaggedStep
+from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
+from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import InputStalls, ReadAhead, Upcoming
 from torchembed.training.static_step import StaticStep
 from torchembed.training.step_kinds import Layouts, StepKinds
 from torchembed.training.step_optimizers import StepOptimizers
 from torchembed.training.step_result import StepResult
 
-_WARM_UP_STEPS = 3
-"""Before the first capture: the first finds out what is prepared ahead, the next two do it once for
-each turn; kernels are compiled and communicators made on the way."""
 _STEPS_AHEAD = 2
 """So many steps the host may be ahead of the device."""
 _RELEASE_SECONDS = 2.0
@@ -47,13 +45,14 @@ class TrainPipeline:
 
     What can be captured must not wait for the GPU nor depend on values on the host: batches with
     fixed hotness, of one layout, that of the first of them. Where lengths vary (jagged
-    ``SparseFeatures``, a ``KeyedJaggedTensor``, sequences between ranks), a thread of its own finds
-    out the next batch's sizes and tells the other ranks through the CPU; its ids travel while the
-    dense part of this one runs, which is a graph where all that it needs of the ids are pooled
-    vectors of tables with fused optimizers; the host waits for nothing there, either. Other batches
-    (a smaller last one) run eagerly, on all ranks where it is so on one, as all do on the CPU.
-    Where capture fails, a warning says why, and that part of steps is eager from then on. Use it in
-    a ``with``, or :meth:`close` it, before the process group is destroyed.
+    ``SparseFeatures``, a ``KeyedJaggedTensor``), and all that the model needs of ids are pooled
+    vectors, captured steps have room for a quarter more ids than the first batch has; a thread of
+    its own finds out ahead whether a batch fits, and one that does not has them captured anew with
+    more. Where a vector for each id is needed, that thread finds out sizes alone, and steps are not
+    captured; the host waits for no GPU there, either. Other batches (a smaller last one) run
+    eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
+    warning says why, and such steps are eager from then on. Use it in a ``with``, or :meth:`close`
+    it, before the process group is destroyed.
 
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
     ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
@@ -98,16 +97,24 @@ class TrainPipeline:
             autocast=torch.autocast(self.device.type, autocast, enabled=autocast is not None),
         )
         self._group = _group_of(model)
+        self._make_static = functools.partial(
+            StaticStep,
+            model,
+            self._compute_loss,
+            self.optimizers,
+            device=self.device,
+            group=self._group,
+        )
         self._captures = capture and self.device.type == "cuda"
         self._upcoming = ReadAhead()
         self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model))
-        self._static: StaticStep | None = None
+        self._static: CapturedSteps | None = None
         self._jagged: JaggedStep | None = None
-        self._captures_dense = True
+        self._padded: PaddedSteps | None = None
+        self._pads = True
+        """Where all sizes of steps on jagged batches can follow from the room for ids."""
         self._layouts = Layouts(model)
-        self._num_read = self._num_static_steps = self._num_jagged_steps = 0
-        self._prepared: int | None = None
-        """The batch that the step before has prepared."""
+        self._num_read = 0
         if self._captures:
             ranks.check_cpu_backend()
 
@@ -156,7 +163,6 @@ class TrainPipeline:
         if self._captures:
             if now.kinds.static and self._is_ready(now):
                 return self._static_step(now)
-            self._prepared = None
             if now.kinds.jagged and self._captures:
                 return self._jagged_step(now)
         return self._eager_step(now.batch)
@@ -179,13 +185,14 @@ class TrainPipeline:
         """Destroy the graphs, but one that hangs: that might wait for it, and the error be lost."""
         if not self._in_flight.end_within(_RELEASE_SECONDS):
             return
-        if self._static is not None:
-            self._static.release()
         if self._jagged is not None:
             self._jagged.release()
+        for steps in (self._static, self._padded):
+            if steps is not None:
+                steps.release()
         for upcoming in self._upcoming:
-            upcoming.jagged = None
-        self._static, self._prepared, self._jagged = None, None, None
+            upcoming.jagged = upcoming.needs = None
+        self._static, self._jagged, self._padded = None, None, None
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +233,8 @@ class TrainPipeline:
 
     def _is_stale(self) -> bool:
         """Whether steps were prepared or captured of a model that has changed since."""
-        return any(step is not None and step.is_stale for step in (self._static, self._jagged))
+        steps = (self._static, self._jagged, self._padded)
+        return any(step is not None and step.is_stale for step in steps)
 
     def _taken_in(self, item: Any) -> Upcoming:
         """A batch that was read; its copy is begun where it has the layout of static steps."""
@@ -235,88 +243,90 @@ class TrainPipeline:
         if self._captures:
             kinds = self._layouts.kinds_of(batch)
             if kinds.static:
-                self._static_for(batch).slots.fill(number % 2, batch)
-        agreed = ranks.start_all_ranks(*kinds) if self._captures else _never
+                self._static_for(batch).step.slots.fill(number % 2, batch)
+        agreed = ranks.start_minimum(*kinds, -num_ids_in(batch)) if self._captures else _never
         self._num_read += 1
         return Upcoming(batch, number, agreed)
 
     def _announce_read(self) -> None:
-        """Have the sizes found out of batches that are to be trained in jagged steps."""
+        """Have the sizes found out of batches that are to be trained in steps on jagged ones."""
         for upcoming in self._upcoming:
-            if self._jagged is not None and upcoming.jagged is None:
+            if self._padded is not None:
+                if upcoming.needs is None:
+                    self._padded.announce(upcoming)
+            elif self._jagged is not None and upcoming.jagged is None:
                 upcoming.jagged = self._jagged.announce(upcoming.batch, upcoming.is_jagged)
 
-    def _static_for(self, example: Any) -> StaticStep:
+    def _static_for(self, example: Any) -> CapturedSteps:
         if self._static is None:
-            self._static = StaticStep(
-                self.model, self._compute_loss, self.optimizers, example, self.device, self._group
-            )
-            self._num_static_steps = 0
+            self._static = CapturedSteps(self._make_static(example))
             for upcoming in self._upcoming:
                 if self._layouts.kinds_of(upcoming.batch).static:
-                    self._static.slots.fill(upcoming.turn, upcoming.batch)
+                    self._static.step.slots.fill(upcoming.turn, upcoming.batch)
         return self._static
 
     def _is_ready(self, now: Upcoming) -> bool:
         """Make the static step ready for ``now``; False where there is none any more."""
         is_new, static = self._static is None, self._static_for(now.batch)
         if is_new:
-            static.slots.fill(now.turn, now.batch)
-        static.slots.wait_until_filled(now.turn)
-        static.slots.wait_until_filled(1 - now.turn)
-        if self._prepared != now.number:
-            static.prepare(now.turn)
-        if self._num_static_steps < _WARM_UP_STEPS or static.is_captured(now.turn):
-            return True
-        if captured_on_all_ranks(lambda: static.capture(now.turn), "the train step"):
+            static.step.slots.fill(now.turn, now.batch)
+        if static.make_ready(now):
             return True
         self._captures = False
         self._release()
         return False
 
     def _static_step(self, now: Upcoming) -> StepResult:
-        static = self._static
-        assert static is not None
+        assert self._static is not None
         with record_function("torchembed: step"):
-            result = static.run(now.turn)
-        self._num_static_steps += 1
-        following = self._upcoming.first
-        self._prepared = None if following is None else following.number
-        report, suspects = static.verdict(now.turn)
-        self._in_flight.add(report, suspects, None)
-        return result
+            return self._noted(self._static.run(now, self._upcoming.first))
+
+    def _noted(self, outcome: StepOutcome) -> StepResult:
+        self._in_flight.add(outcome.report, outcome.suspects, None)
+        return outcome.result
 
     def _jagged_step(self, now: Upcoming) -> StepResult:
+        if self._padded is not None:
+            outcome = self._padded_step(self._padded, now)
+            if outcome is not None:
+                return self._noted(outcome)
         if self._jagged is None:
             jagged = JaggedStep(
                 self.model, self._compute_loss, self.optimizers, self.device, self._group
             )
             outcome = jagged.observe(now.batch)
             # Only now: one that failed before has not seen all calls.
-            self._jagged, self._num_jagged_steps = jagged, 0
+            self._jagged = jagged
+            if self._pads and not ranks.any_rank(not jagged.can_be_padded):
+                self._padded = PaddedSteps(
+                    self._make_static, jagged.calls, jagged.worker, self.device, self._group
+                )
         else:
-            assert now.jagged is not None
-            if self._num_jagged_steps == _WARM_UP_STEPS and self._captures_dense:
-                self._capture_dense(self._jagged, now.jagged)
+            if now.jagged is None:
+                now.jagged = self._jagged.announce(now.batch, now.is_jagged)
+                self._announce_read()
             following = self._upcoming.first
             next_batch = None
             if following is not None and following.is_jagged():
                 next_batch = following.jagged
             with record_function("torchembed: step"):
                 outcome = self._jagged.run(now.jagged, next_batch)
-        self._num_jagged_steps += 1
         report = None if outcome.verdict is None else outcome.verdict.to_host()
         self._in_flight.add(report, outcome.suspects, outcome.held)
         return outcome.result
 
-    def _capture_dense(self, jagged: JaggedStep, now: JaggedBatch) -> None:
-        """Let the dense part be a graph, where it can be one."""
-        if ranks.any_rank(not jagged.can_capture):
-            return
-        what = "the dense part of the train step"
-        self._captures_dense = captured_on_all_ranks(lambda: jagged.capture(now), what)
-        if not self._captures_dense:
-            jagged.give_up_capture()
+    def _padded_step(self, padded: PaddedSteps, now: Upcoming) -> StepOutcome | None:
+        """None where there are none any more."""
+        if not padded.has_room_for(now):
+            self._in_flight.wait_for_all()
+            padded.make_room(now, self._upcoming)
+        with record_function("torchembed: step"):
+            outcome = padded.run(now, self._upcoming.first)
+        if outcome is None:
+            self._pads, self._padded = False, None
+            self._in_flight.wait_for_all()
+            padded.release()
+        return outcome
 
     def _eager_step(self, host_batch: Any) -> StepResult:
         batch = to_device(host_batch, self.device)
@@ -337,8 +347,8 @@ class TrainPipeline:
         return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
 
 
-def _never() -> list[bool]:
-    return list(StepKinds(static=False, jagged=False))
+def _never() -> list[int]:
+    return [*StepKinds(static=False, jagged=False), 0]
 
 
 def _group_of(model: nn.Module) -> Any:

@@ -21,6 +21,12 @@ from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.tables import RecordedGradients, table_of
 from torchembed.training.bad_batches import Verdict, either, judge
+from torchembed.training.batch_layout import (
+    dense_tensors,
+    with_dense_tensors,
+    with_room,
+    without_ids,
+)
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
 from torchembed.training.early_updates import EarlyUpdates
@@ -32,6 +38,15 @@ from torchembed.training.step_optimizers import (
     update,
 )
 from torchembed.training.step_result import StepResult
+
+
+class Room(NamedTuple):
+    """How many ids a static step can take of batches whose lengths vary."""
+
+    num_ids: int
+    """Of each of a batch's sparse features."""
+    capacities: tuple[int, ...]
+    """Of each call of a collection; see :meth:`PreparingModule.prepare`."""
 
 
 class _PreparedBatch(NamedTuple):
@@ -51,6 +66,10 @@ class StaticStep:
 
     Args:
         example: a batch of the layout.
+        calls: all lookups of the model; needed where there is a ``room``.
+        room: for jagged batches, whose layout is that of ``example`` but for the lengths of bags.
+            Slots take them as :func:`with_sparse_features` gives them; the model's are on the meta
+            device.
         group: the ranks that train together; None for one.
     """
 
@@ -60,16 +79,26 @@ class StaticStep:
         compute_loss: ComputeLoss,
         optimizers: Sequence[torch.optim.Optimizer],
         example: Any,
+        calls: Sequence[CollectionCall] | None = None,
+        room: Room | None = None,
+        *,
         device: torch.device,
         group: Any,
     ) -> None:
-        self.slots = BatchSlots(example, device)
+        self._room = room
+        self.slots = BatchSlots(
+            example if room is None else with_room(example, room.num_ids), device
+        )
         self._model, self._compute_loss, self._group = model, compute_loss, group
-        self._is_cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
         self._optimizers = StepOptimizers(optimizers)
         self._assumptions = Assumptions(model, self._optimizers, device)
         self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
-        self._calls: list[CollectionCall] | None = None
+        self._for_model = self._batches
+        if room is not None:
+            bare = without_ids(example)
+            self._for_model = [with_dense_tensors(bare, dense_tensors(b)) for b in self._batches]
+        self._calls = None if calls is None else list(calls)
         self._prepared: list[_PreparedBatch | None] = [None, None]
         self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._has_captured = False
@@ -79,7 +108,7 @@ class StaticStep:
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
-        if self._is_cuda:
+        if self.is_cuda:
             # Where several streams have kernels to run, what others wait for goes first, and the
             # rows' update last: nothing waits for it, and alone it fills the GPU.
             self._stream = torch.cuda.Stream(device, priority=-3)
@@ -143,7 +172,7 @@ class StaticStep:
             state.graph.replay()
             for parameter, grad in state.gradients:
                 parameter.grad = grad
-        elif self._is_cuda:
+        elif self.is_cuda:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._step(turn)
@@ -165,7 +194,7 @@ class StaticStep:
     def _step(self, turn: int) -> None:
         state = self._turns[turn]
         self._optimizers.zero_grad()
-        batch, prepared = self._batches[turn], self._prepared[turn]
+        batch, prepared = self._for_model[turn], self._prepared[turn]
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
@@ -239,14 +268,23 @@ class StaticStep:
         if not self._calls:
             return
         with deferred_bad_ids() as suspects:
-            batch = self._batches[turn]
-            lookups = [call.collection.prepare(call.features_of(batch)) for call in self._calls]
+            lookups = self._lookups(self._calls, turn)
         found = _PreparedBatch(lookups, judge(suspects, self._group))
         known = self._prepared[turn]
         if known is not None and self._has_captured:
             _copy_tree(found, known)
         else:
             self._prepared[turn], self._prepared_suspects[turn] = found, suspects
+
+    def _lookups(self, calls: Sequence[CollectionCall], turn: int) -> list[Prepared]:
+        batch, room = self._batches[turn], self._room
+        if room is None:
+            return [call.collection.prepare(call.features_of(batch)) for call in calls]
+        for_model, lookups = self._for_model[turn], []
+        for call, capacity in zip(calls, room.capacities, strict=True):
+            prepared = call.collection.prepare(call.features_of(batch), capacity=capacity)
+            lookups.append(prepared._replace(features=call.features_of(for_model)))
+        return lookups
 
     def _update_rows(self, verdict: Verdict | None) -> list[RecordedGradients]:
         """Update rows, each table group's as soon as its gradients are there, beside what backward

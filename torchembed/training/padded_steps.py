@@ -1,0 +1,198 @@
+"""Steps on jagged batches in memory that has room for more ids than each has: static steps.
+
+How many ids of a batch go from one rank to another, only the GPU knows at first. A thread of its
+own finds out for the batches to come, over all ranks and through the CPU, so that the host knows
+before a batch is prepared whether the captured steps have room for it.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchembed.training.batch_layout import (
+    dense_tensors,
+    is_on_gpu,
+    to_device,
+    with_dense_tensors,
+    with_sparse_features,
+)
+from torchembed.training.batch_slots import BatchSlots
+from torchembed.training.captured_steps import CapturedSteps, StepOutcome
+from torchembed.training.capturing import captured_on_all_ranks
+from torchembed.training.collection_calls import CollectionCall
+from torchembed.training.read_ahead import Upcoming
+from torchembed.training.static_step import Room, StaticStep
+from torchembed.training.streams import event_on, on, wait_for
+from torchembed.training.worker import Worker
+
+_HEADROOM = 1.25
+"""Batches may have so many times the ids that the first one has; with each that has more, steps are
+captured anew, so that of any sizes there are few captures."""
+_ROUND_TO = 256
+
+
+class PaddedSteps:
+    """Static steps on batches that differ in the lengths of bags, of a model whose collections all
+    pool.
+
+    The model is given its sparse features on the meta device, so that one that computes with ids
+    itself, of which there are spare ones, fails instead.
+
+    Args:
+        make_step: a static step for an example, calls and room.
+        calls: all lookups of the model.
+        worker: the thread that may wait for sizes.
+        group: the ranks that train together; None for one.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[Any, Sequence[CollectionCall], Room], StaticStep],
+        calls: Sequence[CollectionCall],
+        worker: Worker,
+        device: torch.device,
+        group: Any,
+    ) -> None:
+        self._make_step, self._calls, self._worker = make_step, calls, worker
+        self._device, self._group = device, group
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._room = Room(num_ids=0, capacities=(0,) * len(calls))
+        self._steps: CapturedSteps | None = None
+        self._is_tried = False
+        """Whether the model has trained in such a step."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what its steps take for granted has changed."""
+        return self._steps is not None and self._steps.is_stale
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are graphs, while there is room."""
+        return self._steps is not None and self._steps.is_captured
+
+    def release(self) -> None:
+        """Destroy the graphs."""
+        if self._steps is not None:
+            self._steps.release()
+            self._steps = None
+
+    def announce(self, upcoming: Upcoming) -> None:
+        """Have the thread copy a batch to its slot, where there is room, and find out what it needs
+        on its way. Every rank announces the same batches in the same order."""
+        if self._steps is not None:
+            task = functools.partial(
+                _fill_and_measure,
+                self._steps.step.slots,
+                self._calls,
+                upcoming,
+                self._room.num_ids,
+                event_on(torch.cuda.current_stream()) if is_on_gpu(upcoming.batch) else None,
+                self._stream,
+            )
+            upcoming.needs = self._worker.submit(task)
+
+    def has_room_for(self, upcoming: Upcoming) -> bool:
+        """Whether steps can take the batch, the same on all ranks; waits until that is known.
+
+        Raises:
+            IndexError, ValueError, TypeError: where it cannot be looked up.
+        """
+        needs = None if upcoming.needs is None else upcoming.needs.result()
+        pairs = zip(needs or (), self._room.capacities, strict=False)
+        return needs is not None and all(needed <= there for needed, there in pairs)
+
+    def make_room(self, now: Upcoming, upcoming: Iterable[Upcoming]) -> None:
+        """Let steps take ``now``, and announce it and those that are ``upcoming`` again.
+
+        Waits for the GPU. Every rank does it before the same step, when those before are done.
+        """
+        task = functools.partial(_measure, self._calls, now.batch, self._device, self._stream)
+        before, needs = self._room, self._worker.submit(task).result()
+        self._room = Room(
+            _with_headroom(now.num_ids, before.num_ids),
+            tuple(map(_with_headroom, needs, before.capacities)),
+        )
+        self.release()
+        self._steps = CapturedSteps(self._make_step(now.batch, self._calls, self._room))
+        for announced in (now, *upcoming):
+            self.announce(announced)
+
+    def run(self, now: Upcoming, following: Upcoming | None) -> StepOutcome | None:
+        """Train ``now``, that there is room for, and prepare ``following``.
+
+        Returns:
+            None where nothing was trained, since the model cannot be in such steps; a warning has
+            said why.
+        """
+        steps = self._steps
+        assert steps is not None
+        if following is not None and not self._can_prepare(following):
+            steps.step.slots.clear(following.turn)
+            following = None
+        outcomes: list[StepOutcome] = []
+
+        def train() -> None:
+            if steps.make_ready(now):
+                outcomes.append(steps.run(now, following))
+
+        if self._is_tried:
+            train()
+        else:
+            self._is_tried = captured_on_all_ranks(train, "the train step")
+        if not self._is_tried or not outcomes:
+            return None
+        (outcome,) = outcomes
+        # Its sparse features are as they were given: the step's own have spare ids.
+        batch = with_dense_tensors(now.batch, dense_tensors(outcome.result.batch))
+        return outcome._replace(result=outcome.result._replace(batch=batch))
+
+    def _can_prepare(self, following: Upcoming) -> bool:
+        """Whether there is room; one that cannot be looked up raises in its own step, where other
+        ranks do not wait for it."""
+        has_failed = following.needs is not None and following.needs.exception() is not None
+        if has_failed and self._group is None:
+            return False
+        return self.has_room_for(following)
+
+
+def _with_headroom(needed: int, before: int) -> int:
+    """Room for what is ``needed``, where there was some ``before``."""
+    if needed <= before:
+        return before
+    return _ROUND_TO * math.ceil(_HEADROOM * needed / _ROUND_TO)
+
+
+def _fill_and_measure(
+    slots: BatchSlots,
+    calls: Sequence[CollectionCall],
+    upcoming: Upcoming,
+    room: int,
+    given: "torch.cuda.Event | None",
+    stream: "torch.cuda.Stream | None",
+) -> list[int] | None:
+    """What the thread does for a batch, that is there from ``given`` on: each call's capacity; None
+    where it is no batch for these steps, or there is no room for a rank's ids."""
+    if not upcoming.is_jagged() or upcoming.num_ids > room:
+        return None
+    with on(stream):
+        wait_for(given)
+        slots.fill(upcoming.turn, with_sparse_features(upcoming.batch))
+        slots.wait_until_filled(upcoming.turn)
+        batch = slots.batches[upcoming.turn]
+        return [call.collection.needed_capacity(call.features_of(batch)) for call in calls]
+
+
+def _measure(
+    calls: Sequence[CollectionCall],
+    source: Any,
+    device: torch.device,
+    stream: "torch.cuda.Stream | None",
+) -> list[int]:
+    """Each call's capacity for a batch that lies elsewhere, and is there."""
+    with on(stream):
+        batch = to_device(source, device)
+        return [call.collection.needed_capacity(call.features_of(batch)) for call in calls]
