@@ -34,9 +34,10 @@ from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding import routes
 from torchembed.training import TrainPipeline, ranks
 from torchembed.training.batch_layout import num_ids_in
-from torchembed.training.jagged_step import JaggedOutcome, JaggedStep
+from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import Upcoming
+from torchembed.training.step_result import StepOutcome
 
 CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise")),
@@ -52,7 +53,7 @@ CASES = [
 NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
 
 
-def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[JaggedOutcome]:
+def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[StepOutcome]:
     """What a pipeline does with batches that all ranks train in jagged steps."""
     yield step.observe(batches[0])
     coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
@@ -127,11 +128,9 @@ def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, 
             outcomes = padded_steps_of(step, pipeline, batches, dist.group.WORLD)
         else:
             outcomes = steps_of(step, batches)
-        skipped = [int(next(outcomes).verdict.skip)]
+        skipped = [int(next(outcomes).report[0])]
         with threads_that_wait() as threads:
-            for outcome in outcomes:
-                skip = outcome.report[0] if is_padded else outcome.verdict.skip
-                skipped.append(int(skip))
+            skipped += [int(outcome.report[0]) for outcome in outcomes]
         results.append({"rows": held_rows(model), "skipped": skipped, "threads": threads})
     return results
 
@@ -196,7 +195,7 @@ def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
                     errors.append(str(error))
                 except StopIteration:
                     break
-                captured.append(pipeline._padded is not None and pipeline._padded.is_captured)
+                captured.append(pipeline._jagged.is_captured)
         told = [str(w.message) for w in caught if "captured" in str(w.message)]
         results.append(
             {

@@ -32,7 +32,8 @@ from tests.training.test_pipeline import assert_same_state, by_hand, losses_of, 
 from torchembed.data import Batch
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
-from torchembed.training.jagged_step import JaggedOutcome, JaggedStep
+from torchembed.training.jagged_step import JaggedStep
+from torchembed.training.step_result import StepOutcome
 
 LOSS = F.binary_cross_entropy_with_logits
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def padded_outcomes_of(
     yield from padded_steps_of(first, pipeline, batches, None)
 
 
-def losses(outcomes: Iterator[JaggedOutcome]) -> list[float]:
+def losses(outcomes: Iterator[StepOutcome]) -> list[float]:
     return [outcome.result.loss.item() for outcome in outcomes]
 
 
@@ -227,11 +228,11 @@ def test_a_bad_id_changes_nothing() -> None:
         model = TinyModel()
         if is_padded:
             outcomes = padded_outcomes_of(model, batches)
-            reports = [next(outcomes).verdict.to_host()]
+            reports = [next(outcomes).report]
             reports += [outcome.report.clone() for outcome in outcomes]
         else:
             outcomes = list(outcomes_of(jagged_step(model, make_optimizers(model)), batches))
-            reports = [outcome.verdict.to_host() for outcome in outcomes]
+            reports = [outcome.report for outcome in outcomes]
         assert [int(report[0]) for report in reports] == [0, 0, 0, 1, 0, 0]
         assert reports[3][1:].tolist() == [2, 99, 0, 0]
         assert_same_state(model, expected)
@@ -302,9 +303,7 @@ class TestOnGpu:
                         with torch.no_grad():
                             outputs.append(model(held_out.dense, held_out.sparse))
                         model.train()
-                assert (pipeline._padded is not None) == capture
-                if pipeline._padded is not None:
-                    assert pipeline._padded.is_captured
+                assert pipeline._jagged.is_captured == capture
             found.append(([output.tolist() for output in outputs], state_of(model)))
         (outputs, expected), (captured_outputs, captured) = found
         assert captured_outputs == outputs
@@ -339,8 +338,7 @@ class TestOnGpu:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert threads == (NOT_THE_MAIN_ONE if kind is Sequences else set())
-            is_captured = pipeline._padded is not None and pipeline._padded.is_captured
-            assert is_captured == (kind is TinyModel)
+            assert pipeline._jagged.is_captured == (kind is TinyModel)
 
     def test_batches_that_outgrow_the_room_get_more(self, device: torch.device) -> None:
         batches, found = jagged_batches(24), []
@@ -351,8 +349,7 @@ class TestOnGpu:
             optimizers = self.optimizers(model, True)
             with TrainPipeline(model, LOSS, optimizers, capture=capture) as pipeline:
                 outputs = list(losses_of(pipeline, batches))
-                is_captured = pipeline._padded is not None and pipeline._padded.is_captured
-                assert is_captured == capture
+                assert pipeline._jagged.is_captured == capture
             found.append(([output.tolist() for output in outputs], state_of(model)))
         assert found[0][0] == found[1][0]
         assert_same_state(model, found[0][1])
@@ -381,7 +378,6 @@ class TestOnGpu:
         with TrainPipeline(model, LOSS, make_optimizers(model)) as pipeline:
             with pytest.warns(UserWarning, match="the train step could not be captured"):
                 found = list(losses_of(pipeline, batches))
-            assert pipeline._jagged is not None
-            assert pipeline._padded is None
+            assert not pipeline._jagged.is_captured
         assert [loss.item() for loss in found] == expected
         assert_same_state(model, state_of(plain))

@@ -1,27 +1,13 @@
 """A static step from its first batch on: as it is at first, and then as CUDA graphs."""
 
-from typing import NamedTuple
-
-from torch import Tensor
-
-from torchembed.modules.bad_ids import Suspect
 from torchembed.training.capturing import captured_on_all_ranks
 from torchembed.training.read_ahead import Upcoming
 from torchembed.training.static_step import StaticStep
-from torchembed.training.step_result import StepResult
+from torchembed.training.step_result import StepOutcome
 
 _WARM_UP_STEPS = 3
 """Before the first capture: the first finds out what is prepared ahead, the next two do it once for
 each turn; kernels are compiled and communicators made on the way."""
-
-
-class StepOutcome(NamedTuple):
-    """A step's result, and what is known of its ids."""
-
-    result: StepResult
-    report: Tensor | None
-    """What :meth:`~torchembed.training.bad_batches.Verdict.to_host` gave."""
-    suspects: list[Suspect]
 
 
 class CapturedSteps:

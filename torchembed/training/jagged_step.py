@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from torchembed.core.trees import tensors_in
@@ -26,7 +26,7 @@ from torchembed.training.collection_calls import CollectionCall, handing_over, o
 from torchembed.training.eager_step import eager_step
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.step_optimizers import Assumptions, StepOptimizers
-from torchembed.training.step_result import StepResult
+from torchembed.training.step_result import StepOutcome
 from torchembed.training.streams import event_on, on, wait_for
 from torchembed.training.worker import Worker
 
@@ -72,16 +72,6 @@ class JaggedBatch:
     def has_failed(self) -> bool:
         """Whether it could not be announced; waits until that is known."""
         return self._announced.exception() is not None
-
-
-class JaggedOutcome(NamedTuple):
-    """A step's result, and what is known of its ids."""
-
-    result: StepResult
-    verdict: Verdict | None
-    suspects: list[Suspect]
-    held: Any
-    """What the device may still read."""
 
 
 class JaggedStep:
@@ -144,17 +134,17 @@ class JaggedStep:
         )
         return JaggedBatch(batch, self.worker.submit(task))
 
-    def observe(self, source: Any) -> JaggedOutcome:
+    def observe(self, source: Any) -> StepOutcome:
         """Train the first batch, from wherever it is."""
         with self._on_its_stream():
             batch = to_device(source, self._device)
             with observed_calls(self._model, batch) as self.calls:
-                outcome = eager_step(
+                result, verdict, suspects = eager_step(
                     self._model, self._compute_loss, self._optimizers, batch, self._group
                 )
-        return JaggedOutcome(*outcome, held=source)
+        return StepOutcome(result, _report(verdict), suspects, held=source)
 
-    def run(self, now: JaggedBatch, following: JaggedBatch | None) -> JaggedOutcome:
+    def run(self, now: JaggedBatch, following: JaggedBatch | None) -> StepOutcome:
         """Train ``now``, and send the ids of ``following``.
 
         Raises:
@@ -185,7 +175,7 @@ class JaggedStep:
             # The caller gets it, which lives in the memory of another stream.
             for tensor in tensors_in(with_sparse_features(prepared.batch)):
                 tensor.record_stream(torch.cuda.current_stream())
-        return JaggedOutcome(result, verdict, [*prepared.suspects, *suspects], held=now)
+        return StepOutcome(result, _report(verdict), [*prepared.suspects, *suspects], held=now)
 
     def _looked_up(self, prepared: _PreparedBatch) -> list[Prepared]:
         wait_for(prepared.ready)
@@ -237,3 +227,7 @@ def _announce(
         batch = to_device(source, device)
         of_calls = [call.collection.announce(call.features_of(batch)) for call in calls]
         return _AnnouncedBatch(batch, of_calls, suspects, event_on(stream))
+
+
+def _report(verdict: Verdict | None) -> Tensor | None:
+    return None if verdict is None else verdict.to_host()

@@ -20,11 +20,12 @@ from torchembed.training.batch_layout import (
     with_sparse_features,
 )
 from torchembed.training.batch_slots import BatchSlots
-from torchembed.training.captured_steps import CapturedSteps, StepOutcome
+from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.capturing import captured_on_all_ranks
 from torchembed.training.collection_calls import CollectionCall
 from torchembed.training.read_ahead import Upcoming
 from torchembed.training.static_step import Room, StaticStep
+from torchembed.training.step_result import StepOutcome
 from torchembed.training.streams import event_on, on, wait_for
 from torchembed.training.worker import Worker
 

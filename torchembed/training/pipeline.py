@@ -16,17 +16,16 @@ from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
 from torchembed.training.batch_layout import num_ids_in, to_device
-from torchembed.training.captured_steps import CapturedSteps, StepOutcome
+from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.eager_step import eager_step
 from torchembed.training.in_flight import StepsInFlight
-from torchembed.training.jagged_step import JaggedStep
+from torchembed.training.jagged_steps import JaggedSteps
 from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
-from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import InputStalls, ReadAhead, Upcoming
 from torchembed.training.static_step import StaticStep
 from torchembed.training.step_kinds import Layouts, StepKinds
 from torchembed.training.step_optimizers import StepOptimizers
-from torchembed.training.step_result import StepResult
+from torchembed.training.step_result import StepOutcome, StepResult
 
 _STEPS_AHEAD = 2
 """So many steps the host may be ahead of the device."""
@@ -109,10 +108,15 @@ class TrainPipeline:
         self._upcoming = ReadAhead()
         self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model))
         self._static: CapturedSteps | None = None
-        self._jagged: JaggedStep | None = None
-        self._padded: PaddedSteps | None = None
-        self._pads = True
-        """Where all sizes of steps on jagged batches can follow from the room for ids."""
+        self._jagged = JaggedSteps(
+            model,
+            self._compute_loss,
+            self.optimizers,
+            self._make_static,
+            self._in_flight.wait_for_all,
+            device=self.device,
+            group=self._group,
+        )
         self._layouts = Layouts(model)
         self._num_read = 0
         if self._captures:
@@ -164,7 +168,8 @@ class TrainPipeline:
             if now.kinds.static and self._is_ready(now):
                 return self._static_step(now)
             if now.kinds.jagged and self._captures:
-                return self._jagged_step(now)
+                with record_function("torchembed: step"):
+                    return self._noted(self._jagged.run(now, list(self._upcoming)))
         return self._eager_step(now.batch)
 
     def close(self) -> None:
@@ -185,14 +190,12 @@ class TrainPipeline:
         """Destroy the graphs, but one that hangs: that might wait for it, and the error be lost."""
         if not self._in_flight.end_within(_RELEASE_SECONDS):
             return
-        if self._jagged is not None:
-            self._jagged.release()
-        for steps in (self._static, self._padded):
-            if steps is not None:
-                steps.release()
+        self._jagged.release()
+        if self._static is not None:
+            self._static.release()
+            self._static = None
         for upcoming in self._upcoming:
             upcoming.jagged = upcoming.needs = None
-        self._static, self._jagged, self._padded = None, None, None
 
     def __enter__(self) -> Self:
         return self
@@ -233,8 +236,7 @@ class TrainPipeline:
 
     def _is_stale(self) -> bool:
         """Whether steps were prepared or captured of a model that has changed since."""
-        steps = (self._static, self._jagged, self._padded)
-        return any(step is not None and step.is_stale for step in steps)
+        return self._jagged.is_stale or (self._static is not None and self._static.is_stale)
 
     def _taken_in(self, item: Any) -> Upcoming:
         """A batch that was read; its copy is begun where it has the layout of static steps."""
@@ -251,11 +253,7 @@ class TrainPipeline:
     def _announce_read(self) -> None:
         """Have the sizes found out of batches that are to be trained in steps on jagged ones."""
         for upcoming in self._upcoming:
-            if self._padded is not None:
-                if upcoming.needs is None:
-                    self._padded.announce(upcoming)
-            elif self._jagged is not None and upcoming.jagged is None:
-                upcoming.jagged = self._jagged.announce(upcoming.batch, upcoming.is_jagged)
+            self._jagged.announce(upcoming)
 
     def _static_for(self, example: Any) -> CapturedSteps:
         if self._static is None:
@@ -282,51 +280,8 @@ class TrainPipeline:
             return self._noted(self._static.run(now, self._upcoming.first))
 
     def _noted(self, outcome: StepOutcome) -> StepResult:
-        self._in_flight.add(outcome.report, outcome.suspects, None)
+        self._in_flight.add(outcome.report, outcome.suspects, outcome.held)
         return outcome.result
-
-    def _jagged_step(self, now: Upcoming) -> StepResult:
-        if self._padded is not None:
-            outcome = self._padded_step(self._padded, now)
-            if outcome is not None:
-                return self._noted(outcome)
-        if self._jagged is None:
-            jagged = JaggedStep(
-                self.model, self._compute_loss, self.optimizers, self.device, self._group
-            )
-            outcome = jagged.observe(now.batch)
-            # Only now: one that failed before has not seen all calls.
-            self._jagged = jagged
-            if self._pads and not ranks.any_rank(not jagged.can_be_padded):
-                self._padded = PaddedSteps(
-                    self._make_static, jagged.calls, jagged.worker, self.device, self._group
-                )
-        else:
-            if now.jagged is None:
-                now.jagged = self._jagged.announce(now.batch, now.is_jagged)
-                self._announce_read()
-            following = self._upcoming.first
-            next_batch = None
-            if following is not None and following.is_jagged():
-                next_batch = following.jagged
-            with record_function("torchembed: step"):
-                outcome = self._jagged.run(now.jagged, next_batch)
-        report = None if outcome.verdict is None else outcome.verdict.to_host()
-        self._in_flight.add(report, outcome.suspects, outcome.held)
-        return outcome.result
-
-    def _padded_step(self, padded: PaddedSteps, now: Upcoming) -> StepOutcome | None:
-        """None where there are none any more."""
-        if not padded.has_room_for(now):
-            self._in_flight.wait_for_all()
-            padded.make_room(now, self._upcoming)
-        with record_function("torchembed: step"):
-            outcome = padded.run(now, self._upcoming.first)
-        if outcome is None:
-            self._pads, self._padded = False, None
-            self._in_flight.wait_for_all()
-            padded.release()
-        return outcome
 
     def _eager_step(self, host_batch: Any) -> StepResult:
         batch = to_device(host_batch, self.device)
