@@ -37,6 +37,7 @@ from torchembed.training.batch_layout import num_ids_in
 from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import Upcoming
+from torchembed.training.sorted_ids import SortedSlots
 from torchembed.training.step_result import StepOutcome
 
 CASES = [
@@ -95,7 +96,7 @@ def threads_that_wait() -> Iterator[set[str]]:
     waiting = [
         (HostNumbers, "tolist"),
         (routes, "exchange_sizes"),
-        (routes.JaggedRoute, "needed_capacity"),
+        (SortedSlots, "needed"),
     ]
     with contextlib.ExitStack() as stack:
         for holder, name in waiting:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import map_tensors, tensors_in
-from torchembed.modules.bad_ids import deferred_bad_ids
 from torchembed.modules.table_module import TableModule
 
 
@@ -53,37 +52,19 @@ class PreparingModule(TableModule):
 
     _handed_over: Sequence[Prepared] = ()
 
-    def prepare(self, features: Any, *, capacity: int | None = None) -> Prepared:
+    def prepare(self, features: Any) -> Prepared:
         """Check and route the ids of ``features``, find their rows, and the runs of equal rows
         that a fused optimizer's step needs.
 
         Never waits for a GPU where hotness is fixed. Collective where the tables are sharded:
         every rank prepares its batches in the same order, between the same forwards.
 
-        Args:
-            capacity: so many ids at most go from one rank to another, at least what
-                :meth:`needed_capacity` says; the same on all ranks. No GPU is waited for then
-                where lengths vary, either, and all shapes follow from those of ``features``. Of
-                collections whose result is pooled.
-
         Raises:
             IndexError, ValueError, TypeError: as ``forward`` would.
         """
         batch = as_sparse_features(features)
         with torch.no_grad():
-            if capacity is None:
-                arrivals = self._announce(batch, ahead=False)
-            else:
-                arrivals = self._take_room(batch, capacity)
-            return self.prepare_announced(Announced(batch, arrivals))
-
-    def needed_capacity(self, features: Any) -> int:
-        """How many ids of ``features`` go from one rank to another at most, over all ranks'.
-
-        May wait for sizes as :meth:`announce` does, and is for the same thread.
-        """
-        with torch.no_grad(), deferred_bad_ids():
-            return self._needed_capacity(as_sparse_features(features))
+            return self.prepare_announced(Announced(batch, self._announce(batch, ahead=False)))
 
     def announce(self, features: Any) -> Announced:
         """The part of :meth:`prepare` that may wait for sizes: for this rank's from its GPU, and
@@ -99,10 +80,35 @@ class PreparingModule(TableModule):
         with torch.no_grad():
             return Announced(batch, self._announce(batch, ahead=True))
 
-    def prepare_announced(self, announced: Announced) -> Prepared:
-        """The rest of :meth:`prepare`. Never waits for a GPU; collective in the same way."""
+    def sort(self, features: Any) -> Announced:
+        """The part of :meth:`announce` that waits for nothing, and is of this rank alone. All
+        shapes follow from those of ``features``; pooled collections only.
+
+        Raises:
+            IndexError, ValueError, TypeError: as ``forward`` would.
+        """
+        batch = as_sparse_features(features)
         with torch.no_grad():
-            lookups = self._prepare(announced.arrivals, finds_runs=True)
+            return Announced(batch, self._sort(batch))
+
+    def needed_capacity(self, announced: Announced) -> Tensor | None:
+        """How many ids this rank sends to one at most, int64 ``[]``; None where none travel."""
+        with torch.no_grad():
+            return self._needed_capacity(announced.arrivals)
+
+    def agreed_capacity(self, needed: int) -> int:
+        """The most that a rank needs; for the thread of :meth:`announce`, in the same way."""
+        return needed
+
+    def prepare_announced(self, announced: Announced, capacity: int | None = None) -> Prepared:
+        """The rest of :meth:`prepare`. Never waits for a GPU; collective in the same way.
+
+        Args:
+            capacity: for what was sorted, and not announced: no fewer ids than any rank needs, the
+                same on all ranks.
+        """
+        with torch.no_grad():
+            lookups = self._prepare(announced.arrivals, finds_runs=True, capacity=capacity)
         return Prepared(announced.features, lookups)
 
     def look_up(self, prepared: Prepared) -> Prepared:
@@ -160,17 +166,17 @@ class PreparingModule(TableModule):
         """What forward does before ids travel; ``ahead`` on the thread of :meth:`announce`."""
         raise NotImplementedError
 
-    def _take_room(self, features: SparseFeatures, capacity: int) -> Any:
-        """What :meth:`_announce` gives, for ids that travel within ``capacity``."""
-        return self._announce(features, ahead=False)
+    def _sort(self, features: SparseFeatures) -> Any:
+        """What :meth:`_announce` gives, before any size is known."""
+        return self._announce(features, ahead=True)
 
-    def _needed_capacity(self, features: SparseFeatures) -> int:
-        """Of :meth:`needed_capacity`; 0 where no id travels."""
-        return 0
+    def _needed_capacity(self, arrivals: Any) -> Tensor | None:
+        """Of :meth:`needed_capacity`."""
+        return None
 
-    def _prepare(self, arrivals: Any, *, finds_runs: bool) -> Any:
+    def _prepare(self, arrivals: Any, *, finds_runs: bool, capacity: int | None = None) -> Any:
         """What forward then does before vectors are looked up; ``finds_runs`` for fused optimizers'
-        steps."""
+        steps, ``capacity`` where ids were only sorted."""
         raise NotImplementedError
 
     def _look_up(self, lookups: Any) -> Any:

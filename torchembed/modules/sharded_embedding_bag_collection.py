@@ -96,15 +96,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
         return _Arrivals(batch, route, self._replicated_part(batch, num_replicated))
 
-    def _take_room(self, features: SparseFeatures, capacity: int) -> "_Arrivals":
+    def _sort(self, features: SparseFeatures) -> "_Arrivals":
         batch, route = self._batch_and_route(features)
-        if route is not None:
-            route.take_room(capacity)
         return _Arrivals(batch, route, self._replicated_part(batch, None))
 
-    def _needed_capacity(self, features: SparseFeatures) -> int:
-        _, route = self._batch_and_route(features)
-        return 0 if route is None else route.needed_capacity(self._group_of_sizes(ahead=True))
+    def _needed_capacity(self, arrivals: "_Arrivals") -> Tensor | None:
+        return None if arrivals.route is None else arrivals.route.needed_capacity()
 
     def _batch_and_route(
         self, features: SparseFeatures
@@ -124,7 +121,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return None
         return select_features(batch, self._replicated_slots, num_ids)
 
-    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+    def _prepare(
+        self, arrivals: "_Arrivals", *, finds_runs: bool, capacity: int | None = None
+    ) -> "_Lookups":
         batch, jagged_route, of_replicated = arrivals
         route = sharded = replicated = num_ids = None
         if self._sharded_slots:
@@ -133,7 +132,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 of_parts = select_features(batch, [part.slot for part in parts])
                 route = FixedRoute(of_parts, layout, self._ranks)
             else:
-                jagged_route.travel()
+                jagged_route.travel(capacity)
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
             sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
         if of_replicated is not None:

@@ -73,7 +73,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             route.announce(self._group_of_sizes(ahead=ahead))
         return _Arrivals(routes, replicated)
 
-    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+    def _prepare(
+        self, arrivals: "_Arrivals", *, finds_runs: bool, capacity: int | None = None
+    ) -> "_Lookups":
         by_width = {}
         for width, (of_parts, route) in arrivals.routes.items():
             route.travel()

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
@@ -178,7 +177,7 @@ class JaggedRoute(Route):
     them, and only then the route can be used. The first two may run in another thread than the
     third, beside whatever its device does.
 
-    In place of :meth:`announce`, :meth:`take_room` lets all sizes follow from a capacity. Spare
+    Without :meth:`announce`, :meth:`travel` takes a capacity that all sizes follow from. Spare
     positions travel too then, and no bag holds them.
 
     Attributes:
@@ -201,7 +200,6 @@ class JaggedRoute(Route):
             batch_size=self._num_samples,
             weights=features.weights,
         )
-        self._capacity: int | None = None
 
     def _bounds(self, num_pieces: int) -> Tensor:
         """Of the sorted ids in so many pieces of as many bags each: where they begin, and end."""
@@ -209,25 +207,9 @@ class JaggedRoute(Route):
         num_bags = (offsets.shape[0] - 1) // max(num_pieces, 1)
         return offsets[torch.arange(num_pieces + 1, device=offsets.device) * num_bags]
 
-    def needed_capacity(self, group: Any) -> int:
-        """The most ids that go from any rank to any: what :meth:`take_room` must be given, or more.
-
-        On a GPU this waits for this rank's sizes. ``group`` is as in :meth:`announce`.
-        """
-        of_ranks = self._bounds(self._layout.num_ranks).diff()
-        most = torch.tensor(HostNumbers(of_ranks).tolist(), device="cpu").amax()
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        return int(most)
-
-    def take_room(self, capacity: int) -> None:
-        """Send ``capacity`` ids to each rank, spare ones among them; no GPU is waited for.
-
-        Args:
-            capacity: the same on all ranks; no fewer than :meth:`needed_capacity` says.
-        """
-        self.batch_sizes = gather_size(self._num_samples, self._group)
-        self._capacity = capacity
-        self._send = self._receive = [capacity] * self._layout.num_ranks
+    def needed_capacity(self) -> Tensor:
+        """The most ids that this rank sends to one, ``[]``."""
+        return self._bounds(self._layout.num_ranks).diff().amax()
 
     def announce(self, group: Any) -> None:
         """Find out how many ids travel; on a GPU this waits for this rank's sizes.
@@ -249,10 +231,18 @@ class JaggedRoute(Route):
         blocks = layout.blocks[self._rank]
         self.num_ids_of_blocks = [sum(row[1 + b.part] for row in from_ranks) for b in blocks]
 
-    def travel(self) -> None:
-        """Send the ids to where their rows are; never waits for a GPU."""
+    def travel(self, capacity: int | None = None) -> None:
+        """Send the ids to where their rows are; never waits for a GPU.
+
+        Args:
+            capacity: of what each rank sends to each, where it was not announced; the same on all
+                ranks, and no less than :meth:`needed_capacity` says on any.
+        """
         layout, group, buckets = self._layout, self._group, self._buckets
         num_samples, num_ranks = self._num_samples, layout.num_ranks
+        if capacity is not None:
+            self.batch_sizes = gather_size(num_samples, group)
+            self._send = self._receive = [capacity] * num_ranks
         num_blocks = [len(blocks) for blocks in layout.blocks]
         lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
         lengths = lengths[layout.bucket_rows(lengths.device)].flatten()
@@ -264,7 +254,7 @@ class JaggedRoute(Route):
             part.view(mine, size)
             for part, size in zip(lengths.split(received_sizes), self.batch_sizes, strict=True)
         ]
-        places = self._places_sent()
+        places = self._places_sent(capacity)
         values = exchange(buckets.values[places], self._send, self._receive, group)
         weights = buckets.weights
         if weights is not None:
@@ -273,8 +263,8 @@ class JaggedRoute(Route):
         # Pieces arrive in (rank, block) order and are looked up in (block, rank) order; spare ones
         # come last of each rank and are left out.
         piece_lengths = torch.stack([part.sum(dim=1) for part in by_rank])
-        if self._capacity is not None:
-            spare = self._capacity - piece_lengths.sum(dim=1, keepdim=True)
+        if capacity is not None:
+            spare = capacity - piece_lengths.sum(dim=1, keepdim=True)
             piece_lengths = torch.cat([piece_lengths, spare], dim=1)
         of_rank = piece_lengths.shape[1]
         self._piece_offsets = torch.nn.functional.pad(piece_lengths.flatten().cumsum(0), (1, 0))
@@ -297,12 +287,12 @@ class JaggedRoute(Route):
             weights=in_order.weights,
         )
 
-    def _places_sent(self) -> slice | Tensor:
+    def _places_sent(self, capacity: int | None) -> slice | Tensor:
         """Where what is sent to the ranks stands in the sorted ids; spare positions anywhere."""
-        if self._capacity is None:
+        if capacity is None:
             return slice(sum(self._send))
         starts = self._bounds(self._layout.num_ranks)[:-1]
-        places = starts.unsqueeze(1) + torch.arange(self._capacity, device=starts.device)
+        places = starts.unsqueeze(1) + torch.arange(capacity, device=starts.device)
         return places.clamp_max(self._buckets.values.shape[0] - 1).flatten()
 
     def return_sequences(self, vectors: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class CapturedSteps:
         if self._prepared != now.number:
             step.prepare(now.turn)
         is_warm = self._num_steps >= _WARM_UP_STEPS
-        if not is_warm or not step.is_cuda or step.is_captured(now.turn):
+        if not is_warm or not step.can_capture or step.is_captured(now.turn):
             return True
         return captured_on_all_ranks(lambda: step.capture(now.turn), "the train step")
 

@@ -12,7 +12,8 @@ from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import Upcoming
-from torchembed.training.static_step import Room, StaticStep
+from torchembed.training.sorted_ids import Room
+from torchembed.training.static_step import StaticStep
 from torchembed.training.step_result import StepOutcome
 
 

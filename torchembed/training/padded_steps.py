@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchembed.core.host_numbers import HostNumbers
 from torchembed.training.batch_layout import (
     dense_tensors,
     is_on_gpu,
@@ -19,12 +20,12 @@ from torchembed.training.batch_layout import (
     with_dense_tensors,
     with_sparse_features,
 )
-from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.capturing import captured_on_all_ranks
 from torchembed.training.collection_calls import CollectionCall
 from torchembed.training.read_ahead import Upcoming
-from torchembed.training.static_step import Room, StaticStep
+from torchembed.training.sorted_ids import Room, sort_ids
+from torchembed.training.static_step import StaticStep
 from torchembed.training.step_result import StepOutcome
 from torchembed.training.streams import event_on, on, wait_for
 from torchembed.training.worker import Worker
@@ -87,7 +88,7 @@ class PaddedSteps:
         if self._steps is not None:
             task = functools.partial(
                 _fill_and_measure,
-                self._steps.step.slots,
+                self._steps.step,
                 self._calls,
                 upcoming,
                 self._room.num_ids,
@@ -132,7 +133,8 @@ class PaddedSteps:
         steps = self._steps
         assert steps is not None
         if following is not None and not self._can_prepare(following):
-            steps.step.slots.clear(following.turn)
+            assert steps.step.sorted is not None
+            steps.step.sorted.leave_out(following.turn)
             following = None
         outcomes: list[StepOutcome] = []
 
@@ -168,7 +170,7 @@ def _with_headroom(needed: int, before: int) -> int:
 
 
 def _fill_and_measure(
-    slots: BatchSlots,
+    step: StaticStep,
     calls: Sequence[CollectionCall],
     upcoming: Upcoming,
     room: int,
@@ -181,10 +183,10 @@ def _fill_and_measure(
         return None
     with on(stream):
         wait_for(given)
-        slots.fill(upcoming.turn, with_sparse_features(upcoming.batch))
-        slots.wait_until_filled(upcoming.turn)
-        batch = slots.batches[upcoming.turn]
-        return [call.collection.needed_capacity(call.features_of(batch)) for call in calls]
+        step.slots.fill(upcoming.turn, with_sparse_features(upcoming.batch))
+        assert step.sorted is not None
+        step.sorted.sort(upcoming.turn)
+        return _agreed(calls, step.sorted.needed(upcoming.turn))
 
 
 def _measure(
@@ -195,5 +197,10 @@ def _measure(
 ) -> list[int]:
     """Each call's capacity for a batch that lies elsewhere, and is there."""
     with on(stream):
-        batch = to_device(source, device)
-        return [call.collection.needed_capacity(call.features_of(batch)) for call in calls]
+        found = sort_ids(calls, to_device(source, device), device)
+        return _agreed(calls, HostNumbers(found.needed).tolist())
+
+
+def _agreed(calls: Sequence[CollectionCall], needed: Sequence[int]) -> list[int]:
+    """The most that a rank needs for each call."""
+    return [c.collection.agreed_capacity(n) for c, n in zip(calls, needed, strict=True)]

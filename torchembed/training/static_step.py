@@ -31,6 +31,7 @@ from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
 from torchembed.training.early_updates import EarlyUpdates
 from torchembed.training.loss import ComputeLoss
+from torchembed.training.sorted_ids import Room, SortedSlots
 from torchembed.training.step_optimizers import (
     Assumptions,
     StepOptimizers,
@@ -38,15 +39,6 @@ from torchembed.training.step_optimizers import (
     update,
 )
 from torchembed.training.step_result import StepResult
-
-
-class Room(NamedTuple):
-    """How many ids a static step can take of batches whose lengths vary."""
-
-    num_ids: int
-    """Of each of a batch's sparse features."""
-    capacities: tuple[int, ...]
-    """Of each call of a collection; see :meth:`PreparingModule.prepare`."""
 
 
 class _PreparedBatch(NamedTuple):
@@ -93,12 +85,19 @@ class StaticStep:
         self.is_cuda = device.type == "cuda"
         self._optimizers = StepOptimizers(optimizers)
         self._assumptions = Assumptions(model, self._optimizers, device)
-        self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
-        self._for_model = self._batches
-        if room is not None:
-            bare = without_ids(example)
-            self._for_model = [with_dense_tensors(bare, dense_tensors(b)) for b in self._batches]
         self._calls = None if calls is None else list(calls)
+        self.sorted: SortedSlots | None = None
+        """Of jagged batches: each is to be sorted in its slot before it is prepared."""
+        if room is None:
+            self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
+        else:
+            assert calls is not None
+            bare = without_ids(example)
+            self._batches = [
+                with_dense_tensors(bare, map(torch.empty_like, dense_tensors(batch)))
+                for batch in self.slots.batches
+            ]
+            self.sorted = SortedSlots(self.slots, calls, device)
         self._prepared: list[_PreparedBatch | None] = [None, None]
         self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._has_captured = False
@@ -138,6 +137,8 @@ class StaticStep:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
         self._before_replay()  # what a graph does itself, it does at each replay
         self._has_captured = True
+        if self.sorted is not None:
+            self.sorted.capture(self._stream)
         self._assumptions.note_capture()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
@@ -146,6 +147,11 @@ class StaticStep:
             self._step(turn)
         self._turns[turn].graph = graph
         self._turns[turn].gradients = self._optimizers.take_gradients_of_others()
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether it is on a GPU, and a batch of each turn was prepared."""
+        return self.is_cuda and None not in self._prepared
 
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
@@ -157,6 +163,8 @@ class StaticStep:
             if state.graph is not None:
                 state.graph.reset()
                 state.graph = None
+        if self.sorted is not None:
+            self.sorted.release()
         # Before the slots' memory is used for something else.
         for slot in (0, 1):
             self.slots.wait_until_filled(slot)
@@ -194,7 +202,7 @@ class StaticStep:
     def _step(self, turn: int) -> None:
         state = self._turns[turn]
         self._optimizers.zero_grad()
-        batch, prepared = self._for_model[turn], self._prepared[turn]
+        batch, prepared = self._batches[turn], self._prepared[turn]
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
@@ -264,11 +272,15 @@ class StaticStep:
     @torch.no_grad()
     def _prepare(self, turn: int) -> None:
         """Take over the batch in slot ``turn``, and find out what its ids say."""
-        _copy_tree(self.slots.batches[turn], self._batches[turn])
+        if self.sorted is not None and self.sorted.batches[turn] is None:
+            return  # nothing that is going to be trained next
+        slot, batch = self.slots.batches[turn], self._batches[turn]
+        if self.sorted is not None:
+            slot, batch = dense_tensors(slot), dense_tensors(batch)
+        _copy_tree(slot, batch)
         if not self._calls:
             return
-        with deferred_bad_ids() as suspects:
-            lookups = self._lookups(self._calls, turn)
+        lookups, suspects = self._lookups(self._calls, turn)
         found = _PreparedBatch(lookups, judge(suspects, self._group))
         known = self._prepared[turn]
         if known is not None and self._has_captured:
@@ -276,15 +288,23 @@ class StaticStep:
         else:
             self._prepared[turn], self._prepared_suspects[turn] = found, suspects
 
-    def _lookups(self, calls: Sequence[CollectionCall], turn: int) -> list[Prepared]:
-        batch, room = self._batches[turn], self._room
-        if room is None:
-            return [call.collection.prepare(call.features_of(batch)) for call in calls]
-        for_model, lookups = self._for_model[turn], []
-        for call, capacity in zip(calls, room.capacities, strict=True):
-            prepared = call.collection.prepare(call.features_of(batch), capacity=capacity)
-            lookups.append(prepared._replace(features=call.features_of(for_model)))
-        return lookups
+    def _lookups(
+        self, calls: Sequence[CollectionCall], turn: int
+    ) -> tuple[list[Prepared], list[Suspect]]:
+        """What the batch of ``turn`` needs of its ids, and those that may be bad."""
+        batch = self._batches[turn]
+        with deferred_bad_ids() as suspects:
+            if self.sorted is None:
+                return [c.collection.prepare(c.features_of(batch)) for c in calls], suspects
+            ids, room, lookups = self.sorted.batches[turn], self._room, []
+            assert ids is not None and room is not None
+            for call, of_call, capacity in zip(calls, ids.of_calls, room.capacities, strict=True):
+                found = call.collection.prepare_announced(of_call, capacity).lookups
+                if not self._has_captured:
+                    # None of it in the memory of sorted ids, which the next batch gets.
+                    found = map_tensors(torch.clone, found)
+                lookups.append(Prepared(call.features_of(batch), found))
+        return lookups, [*ids.suspects, *suspects]
 
     def _update_rows(self, verdict: Verdict | None) -> list[RecordedGradients]:
         """Update rows, each table group's as soon as its gradients are there, beside what backward
