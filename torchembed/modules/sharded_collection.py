@@ -135,6 +135,9 @@ class ShardedCollection(PreparingModule):
             for t, feature in zip(tables, self._feature_slots.features, strict=True)
         ]
         self._num_rows = self._rows_of_slots(device)
+        is_narrow = all(name.num_rows <= 2**31 for name in self._slot_names)
+        self._id_dtype = torch.int32 if is_narrow else torch.int64
+        """In which ids travel."""
 
     def _sharded_parts(self) -> list[SlotPart]:
         """The parts of all sharded slots, slot by slot and from left to right."""
@@ -192,7 +195,7 @@ class ShardedCollection(PreparingModule):
             batch,
             torch.zeros_like(self._num_rows),
             self._num_rows,
-            batch.values.dtype,
+            self._id_dtype,
             self._on_bad_id,
             self._slot_names,
             self.bad_ids,

@@ -129,8 +129,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if self._sharded_slots:
             parts, layout, local = self._sharded
             if jagged_route is None:
-                of_parts = select_features(batch, [part.slot for part in parts])
-                route = FixedRoute(of_parts, layout, self._ranks)
+                route = FixedRoute(batch, [part.slot for part in parts], layout, self._ranks)
             else:
                 jagged_route.travel(capacity)
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks

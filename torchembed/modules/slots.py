@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.host_numbers import HostNumbers
+from torchembed.core.piece_order import PieceOrder, Reorder, in_order
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.jagged import permute_features
@@ -48,6 +49,7 @@ class GroupSlots:
         firsts, counts = [first[id(t)] for t in tables], [t.num_rows for t in tables]
         self.first_rows = torch.tensor(firsts, dtype=torch.int64, device=device)
         self.num_rows = torch.tensor(counts, dtype=torch.int64, device=device)
+        self.reorder = PieceOrder()
         self.gradient_maps: dict[Any, tuple[Tensor, Tensor]] = {}
         """By hotness, batch size and pooling; kept, since captured steps read them."""
 
@@ -158,7 +160,8 @@ class Slots:
         groups = []
         for entry in self.by_group():
             known = None if num_ids is None else sum(num_ids[slot] for slot in entry.slots)
-            group, features = entry.group, select_features(batch, entry.slots, known)
+            group = entry.group
+            features = select_features(batch, entry.slots, known, entry.reorder)
             rows = self.rows(entry, features)
             is_updated = group.rule is not None and group.tables[0].parameter.requires_grad
             runs = find_runs(rows, group.num_rows) if finds_runs and is_updated else None
@@ -247,13 +250,16 @@ def _bounds_of_features(features: SparseFeatures) -> Tensor:
 
 
 def select_features(
-    features: SparseFeatures, indices: Sequence[int], num_ids: int | None = None
+    features: SparseFeatures,
+    indices: Sequence[int],
+    num_ids: int | None = None,
+    reorder: Reorder = in_order,
 ) -> SparseFeatures:
     """The features at ``indices``, in that order, as a batch of its own.
 
     Returns ``features`` itself where that is the same. Never synchronizes on a GPU: where it is not
     told the ``num_ids`` of what it selects, jagged values then keep a capacity of ids that no bag
-    holds at their end.
+    holds at their end. ``reorder`` is for ids with fixed hotness that are often selected so.
     """
     indices = list(indices)
     if indices == list(range(len(features.keys))):
@@ -263,13 +269,8 @@ def select_features(
     batch_size = features.batch_size
     if features.hotness is not None:
         counts = [count * batch_size for count in features.hotness]
-
-        def pick(tensor: Tensor) -> Tensor:
-            parts = tensor.split(counts)
-            return torch.cat([parts[i] for i in indices]) if indices else tensor[:0]
-
-        values = pick(features.values)
-        weights = None if features.weights is None else pick(features.weights)
+        values, weights = reorder(features.values, counts, indices), features.weights
+        weights = None if weights is None else reorder(weights, counts, indices)
         hotness = tuple(features.hotness[i] for i in indices)
         return SparseFeatures(
             keys=keys, values=values, batch_size=batch_size, hotness=hotness, weights=weights

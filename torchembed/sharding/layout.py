@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchembed.core.piece_order import PieceOrder
 from torchembed.sharding.plan import Shard, TablePlan
 
 
@@ -54,6 +55,7 @@ class Layout:
             for shard in part.shards:
                 block = Block(number, shard.first_row, shard.num_rows, shard.num_columns)
                 self.blocks[shard.rank].append(block)
+        self.reorder = PieceOrder()
         self._known: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def boundaries(self, device: torch.device) -> Tensor:

@@ -121,40 +121,43 @@ class FixedRoute(Route):
     """Fixed hotness: every size follows from the batch sizes, so no GPU is waited for.
 
     A row-wise table's ids go to all ranks, each of which leaves out those outside its rows.
+
+    Args:
+        features: of which each part is one.
+        of_parts: the number of each part's feature.
     """
 
-    def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
+    def __init__(
+        self, features: SparseFeatures, of_parts: Sequence[int], layout: Layout, ranks: Ranks
+    ) -> None:
         super().__init__(layout, ranks)
         group, rank = ranks.group, ranks.rank
         assert features.hotness is not None
-        hotness, num_samples = features.hotness, features.batch_size
+        num_samples = features.batch_size
+        hotness = [features.hotness[number] for number in of_parts]
         self.batch_sizes = gather_size(num_samples, group)
         mine = layout.blocks[rank]
         counts = [count * num_samples for count in hotness]
-        order = [block.part for blocks in layout.blocks for block in blocks]
         send = [sum(counts[block.part] for block in blocks) for blocks in layout.blocks]
         ids_a_sample = sum(hotness[block.part] for block in mine)
         receive = [ids_a_sample * size for size in self.batch_sizes]
+        of_blocks = [of_parts[block.part] for blocks in layout.blocks for block in blocks]
+        sizes = [count * num_samples for count in features.hotness]
         pieces = [hotness[block.part] * size for size in self.batch_sizes for block in mine]
+        by_block = [n for k in range(len(mine)) for n in range(len(pieces))[k :: len(mine)]]
 
         def blocks_first(received: Tensor) -> Tensor:
             """From (rank, block) order to (block, rank) order."""
-            parts = received.split(pieces)
-            blocks = range(len(mine))
-            return torch.cat(
-                [received[:0], *(part for k in blocks for part in parts[k :: len(mine)])]
-            )
+            return layout.reorder(received, pieces, by_block)
 
         def pick(tensor: Tensor) -> Tensor:
-            parts = tensor.split(counts)
-            return torch.cat([tensor[:0], *(parts[part] for part in order)])
+            return layout.reorder(tensor, sizes, of_blocks)
 
         values = blocks_first(exchange(pick(features.values), send, receive, group))
-        if any(block.first_row for block in mine):
-            firsts = [block.first_row for block in mine]
-            lengths = [hotness[block.part] * sum(self.batch_sizes) for block in mine]
-            parts = zip(values.split(lengths), firsts, strict=True)
-            values = torch.cat([part - first for part, first in parts])
+        lengths = [hotness[block.part] * sum(self.batch_sizes) for block in mine]
+        for ids, block in zip(values.split(lengths), mine, strict=True):
+            if block.first_row:
+                ids.sub_(block.first_row)
         weights = features.weights
         if weights is not None:
             exchanged = self._exchange_weights(pick(weights), send, receive)

@@ -49,7 +49,8 @@ class JaggedSteps:
     @property
     def is_stale(self) -> bool:
         """Whether what steps take for granted has changed."""
-        return any(step is not None and step.is_stale for step in (self._plain, self._padded))
+        steps = self._plain if self._padded is None else self._padded
+        return steps is not None and steps.is_stale
 
     @property
     def is_captured(self) -> bool:

@@ -41,7 +41,7 @@ def any_rank_each(*flags: bool) -> list[bool]:
         return list(flags)
     numbers = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return [bool(number) for number in numbers]
+    return [bool(number) for number in numbers.tolist()]
 
 
 def start_minimum(*numbers: int) -> Callable[[], list[int]]:
