@@ -104,8 +104,10 @@ class PaddedSteps:
             IndexError, ValueError, TypeError: where it cannot be looked up.
         """
         needs = None if upcoming.needs is None else upcoming.needs.result()
-        pairs = zip(needs or (), self._room.capacities, strict=False)
-        return needs is not None and all(needed <= there for needed, there in pairs)
+        if needs is None:
+            return False
+        pairs = zip(needs, self._room.capacities, strict=True)
+        return all(needed <= there for needed, there in pairs)
 
     def make_room(self, now: Upcoming, upcoming: Iterable[Upcoming]) -> None:
         """Let steps take ``now``, and announce it and those that are ``upcoming`` again.

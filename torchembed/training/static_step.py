@@ -150,8 +150,8 @@ class StaticStep:
 
     @property
     def can_capture(self) -> bool:
-        """Whether it is on a GPU, and a batch of each turn was prepared."""
-        return self.is_cuda and None not in self._prepared
+        """Whether it is on a GPU, and has memory for what is prepared of each turn's batch."""
+        return self.is_cuda and (self.sorted is None or None not in self._prepared)
 
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
