@@ -337,7 +337,7 @@ class TestOnGpu:
                         pipeline.progress(batches)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            assert threads == (NOT_THE_MAIN_ONE if kind is Sequences else set())
+            assert threads == NOT_THE_MAIN_ONE
             assert pipeline._jagged.is_captured == (kind is TinyModel)
 
     def test_batches_that_outgrow_the_room_get_more(self, device: torch.device) -> None:
