@@ -1,9 +1,9 @@
 """What the planner's cost model predicts of kernels and wires, beside what they take.
 
-``python -m bench.costs`` compares the rows of ``bench.kernels`` with uniform ids, and those of
-wires, in ``bench/results``. ``torchrun --nproc-per-node N -m bench.costs --output wires.json``
-measures the wires first, on GPUs, each collective in a CUDA graph and its result checked. Fitted
-figures are printed for ``torchembed.sharding.topology`` and ``costs``.
+``python -m bench.costs`` compares the rows of ``bench.kernels`` and ``bench.train_step`` and those
+of wires that are in ``bench/results``. ``torchrun --nproc-per-node N -m bench.costs --output
+wires.json`` measures the wires first, on GPUs, each collective in a CUDA graph and its result
+checked. Fitted figures are printed for ``torchembed.sharding.topology`` and ``costs``.
 """
 
 import argparse
@@ -19,14 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.dlrm_dcnv2 import distinct_ids
 from bench.gpu_timing import graph_microseconds
 from bench.result_file import write_results
+from bench.step_costs import predicted_of_row
 from bench.workload import ADAGRAD
 from torchembed import optim
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import TableUse, Topology, WirePrecision
 from torchembed.sharding.costs import (
+    ALL_REDUCE_EXCHANGES,
     LOOKUP_KERNELS,
     LOOKUP_SHARE,
     UPDATE_KERNELS,
@@ -51,7 +54,8 @@ class Prediction(NamedTuple):
 
     what: str
     num_bytes: float
-    """As costs count them: through memory, or over a rank's wires in one direction."""
+    """As costs count them: through memory, or over a rank's wires in one direction; 0 where there
+    are other terms."""
     measured: float
     """Seconds."""
     predicted: float
@@ -66,8 +70,10 @@ def predictions(rows: Iterable[Row]) -> list[Prediction]:
             continue
         if row["bench"] == "wires":
             found.append(_of_wire(row, hardware))
-        elif row["bench"] == "kernels" and row["ids"] == "uniform" and row["stage"] != "backward":
+        elif row["bench"] == "kernels" and row["stage"] != "backward":
             found.append(_of_kernel(row, hardware))
+        elif "alone_ms" in row:
+            found += _of_step(row, hardware)
     return found
 
 
@@ -82,6 +88,7 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
         wire=WirePrecision(),
         fixed_hotness=True,
         hotness=dict(zip(names, MLPERF_HOTNESS, strict=True)),
+        distinct_ids=distinct_ids(row["ids"], row["batch_per_gpu"], MAX_ROWS),
     )
     loads = np.zeros(len(Load))
     for name, num_rows in zip(names, MLPERF_TABLE_SIZES, strict=True):
@@ -95,17 +102,30 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
     else:
         num_bytes = float(loads[Load.UPDATE])
         seconds = model.update_seconds(num_bytes) + UPDATE_KERNELS * topology.kernel_seconds
-    what = f"{hardware.name} {row['stage']} {row['batch_per_gpu']} {row['optimizer'] or ''}"
+    what = f"{hardware.name} {row['stage']} {row['batch_per_gpu']} {row['ids']}"
+    what = f"{what} {row['optimizer'] or ''}"
     return Prediction(what, num_bytes, row["microseconds"] * 1e-6, seconds)
 
 
 def _of_wire(row: Row, hardware: Hardware) -> Prediction:
     away = (row["num_gpus"] - 1) / row["num_gpus"]
-    passes = 2 if row["collective"] == "all-reduce" else 1
+    passes, exchanges = (2, ALL_REDUCE_EXCHANGES) if row["collective"] == "all-reduce" else (1, 1)
     num_bytes = passes * away * row["bytes"]
-    seconds = num_bytes / hardware.intra_node_bandwidth + hardware.exchange_seconds
+    topology = Topology.of_hardware(hardware, ranks_per_node=row["num_gpus"])
+    seconds = num_bytes / topology.intra_node_bandwidth
+    seconds += exchanges * topology.collective_seconds
     what = f"{row['num_gpus']} {hardware.name} {row['collective']} {row['bytes'] / 2**20:.0f} MiB"
     return Prediction(what, num_bytes, row["microseconds"] * 1e-6, seconds)
+
+
+def _of_step(row: Row, hardware: Hardware) -> list[Prediction]:
+    """Each stage of a step, one after the other."""
+    what = f"{row['num_gpus']} {hardware.name} step {row['batch_per_gpu']} {row['ids']}"
+    return [
+        Prediction(f"{what} {stage}", 0.0, row["alone_ms"][stage] * 1e-3, milliseconds * 1e-3)
+        for stage, milliseconds in predicted_of_row(row).items()
+        if milliseconds
+    ]
 
 
 def fitted(of_stage: Sequence[Prediction]) -> tuple[float, float]:
@@ -171,13 +191,14 @@ def _slowest(call: Callable[[], object]) -> float:
 
 def print_predictions(found: Sequence[Prediction]) -> None:
     for each in found:
+        num_bytes = f"{each.num_bytes / 1e6:9.1f} MB" if each.num_bytes else ""
         print(
-            f"{each.what:40} {each.num_bytes / 1e6:9.1f} MB  measured {each.measured * 1e6:8.1f} us"
+            f"{each.what:40} {num_bytes:12}  measured {each.measured * 1e6:8.1f} us"
             f"  predicted {each.predicted * 1e6:8.1f} us ({each.predicted / each.measured:.2f})"
         )
     stages = {"forward": LOOKUP_SHARE, "update": UPDATE_SHARE, "all-": None}
     for stage, share in stages.items():
-        of_stage = [each for each in found if stage in each.what]
+        of_stage = [each for each in found if stage in each.what and each.num_bytes]
         if len(of_stage) > 1:
             fixed, rate = fitted(of_stage)
             held = "" if share is None else f"; costs.py holds {share} of a copy's"

@@ -11,6 +11,7 @@ from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeature
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
 from torchembed.data.skewed_ids import skewed_ids
 from torchembed.models import DLRM_DCNv2
+from torchembed.sharding.distinct_rows import expected_distinct
 
 
 class DenseSizes(NamedTuple):
@@ -81,6 +82,14 @@ def dense_parameters(model: nn.Module) -> list[Tensor]:
     parameters = dict(model.named_parameters())
     parts = ("dense_arch.", "cross.v.", "cross.u.", "cross.bias.", "over_arch.")
     return [p for part in parts for name, p in parameters.items() if name.startswith(part)]
+
+
+def distinct_ids(ids: str, batch_size: int, max_rows: int | None) -> dict[str, float]:
+    """Different ids of each feature in a batch of :func:`make_batch`, expected."""
+    return {
+        key: expected_distinct(size, [(count * batch_size, EXPONENTS[ids])])
+        for key, size, count in zip(KEYS, table_sizes(max_rows), HOTNESS, strict=True)
+    }
 
 
 def make_batch(ids: str, batch_size: int, max_rows: int | None, number: int) -> Batch:

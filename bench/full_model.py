@@ -118,11 +118,8 @@ def check_equal(resumed: list[float], went_on: list[float], how: str) -> None:
     say(f"{how}: the resumed run's losses are the same: {[round(loss, 6) for loss in resumed]}")
 
 
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+def measure(config: Config, device: torch.device) -> None:
+    """Train, save and resume, on ranks that have joined."""
     folder = CheckpointFolder(config.folder, keep=1)
     first, after = config.num_steps, config.num_steps_after
 
@@ -161,10 +158,17 @@ def main() -> None:
         shutil.rmtree(config.folder)
 
 
-if __name__ == "__main__":
-    on_gpu = torch.cuda.is_available()
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    on_gpu, device = torch.cuda.is_available(), torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    main()
+    measure(config, device)
+    # Graphs that hold collectives are gone by now.
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import tyro
 
+from bench.dlrm_dcnv2 import distinct_ids
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, optim, plan_embeddings
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.sharding import H100, H200, Planner, Topology, draw_plan
@@ -33,6 +34,8 @@ class Config:
     """Of each rank, for tables and buffers; what the hardware has where None."""
     batch_size: int = 8192
     """Samples of each rank."""
+    ids: Literal["uniform", "zipf"] = "uniform"
+    """How many different ones a batch has: as of uniform ids, or of Zipf's law of exponent 1.05."""
     optimizer: Literal["Adagrad", "RowwiseAdagrad", "SGD"] = "Adagrad"
     tables: Literal["fp32", "fp16", "bf16"] = "fp32"
     vectors: Literal["fp32", "fp16", "bf16"] = "bf16"
@@ -78,6 +81,7 @@ def main() -> None:
     planner = Planner(
         batch_size=config.batch_size,
         hotness={f"cat_{number}": count for number, count in enumerate(MLPERF_HOTNESS)},
+        distinct_ids=distinct_ids(config.ids, config.batch_size, max_rows=None),
         optimizer=OPTIMIZERS[config.optimizer],
         fixed_hotness=config.fixed_hotness,
         max_imbalance=config.max_imbalance,

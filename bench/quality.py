@@ -3,16 +3,14 @@
 ``python -m bench.quality`` trains with several seeds in each precision, all on the same batches,
 and prints the AUC of each on held-out rows beside the most that a model can expect. bf16 passes
 where the means of the two precisions are no further apart than 0.0005, or two standard deviations
-of fp32's seeds.
+of fp32's seeds. ``--output`` is written after each training, with the verdict so far.
 """
 
 import dataclasses
 import gc
-import os
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,11 @@ import torch.nn.functional as F
 import tyro
 
 from bench import dlrm_dcnv2 as workload
+from bench.device_click_log import DeviceClickLog
 from bench.result_file import write_results
 from torchembed import optim
-from torchembed.data import BackgroundLoader, Batch, ClickLog, ClickLogConfig, Split
+from torchembed.data import Batch, ClickLog, ClickLogConfig, Split
+from torchembed.data.click_log import rank_auc
 from torchembed.tables import table_of
 from torchembed.training import Evaluation, TrainPipeline, evaluate
 
@@ -45,17 +45,8 @@ class Config:
     """Of the initial weights."""
     learning_rate: float = 0.004
     """Of Adagrad, for tables and dense layers."""
-    num_threads: int = os.cpu_count() or 1
-    """That make the log."""
     output: Path | None = None
     """JSON to write the rows to."""
-
-
-def read_all(config: ClickLogConfig, batch_size: int, split: Split, threads: int) -> list[Batch]:
-    """All batches of a part of the log, in pinned memory where there is a GPU."""
-    log = ClickLog(config, batch_size=batch_size, split=split)
-    with BackgroundLoader(log, num_ahead=2 * threads, num_threads=threads) as loader:
-        return list(loader)
 
 
 def train_once(
@@ -84,8 +75,10 @@ def train_once(
         optim.DenseAdagrad(workload.dense_parameters(model), lr=lr, eps=eps, dtype=dtype),
     ]
     stream, loss_fn = iter(batches), F.binary_cross_entropy_with_logits
+    start = time.perf_counter()
     with TrainPipeline(model, loss_fn, optimizers, autocast=autocast) as pipeline:
         losses = [pipeline.progress(stream).loss.clone() for _ in batches]
+    seconds = time.perf_counter() - start
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         result: Evaluation = evaluate(model, held_out)
     last = torch.stack(losses[-100:]).mean()
@@ -96,6 +89,7 @@ def train_once(
         "auc": result.auc,
         "logloss": result.logloss,
         "train_loss": float(last),
+        "train_seconds": seconds,
         "num_steps": len(batches),
         "batch_size": config.batch_size,
         "held_out_rows": result.num_rows,
@@ -129,31 +123,36 @@ def main() -> None:
         num_train=config.batch_size * config.num_steps,
         num_held_out=config.num_held_out,
     )
-    held_out_rows = ClickLog(log, batch_size=config.batch_size, split=Split.HELD_OUT)
     start = time.perf_counter()
-    with ThreadPoolExecutor(1) as beside:
-        bayes = beside.submit(held_out_rows.bayes_auc)
-        threads = config.num_threads
-        batches = read_all(log, config.batch_size, Split.TRAIN, threads)
-        held_out = read_all(log, config.batch_size, Split.HELD_OUT, threads)
-        print(
-            f"{len(batches)} batches of {config.batch_size} to train and {len(held_out)} held out "
-            f"made in {time.perf_counter() - start:.1f} s by {threads} threads",
-            flush=True,
-        )
-        print("precision seed      AUC  log loss  training loss")
-        rows = []
-        for seed in config.seeds:
-            for precision in PRECISIONS:
-                row = train_once(config, precision, seed, batches, held_out, device)
-                print(
-                    f"{precision:9} {seed:4d}  {row['auc']:.5f}   {row['logloss']:.5f}"
-                    f"        {row['train_loss']:.5f}",
-                    flush=True,
-                )
-                rows.append(row)
-                gc.collect()
-        summary = compare(rows, bayes.result())
+    (batches, _), (held_out, likely) = (
+        DeviceClickLog(ClickLog(log, batch_size=config.batch_size, split=split), device).make()
+        for split in (Split.TRAIN, Split.HELD_OUT)
+    )
+    labels = torch.cat([batch.labels for batch in held_out])
+    bayes_auc = rank_auc(labels.numpy(), likely.numpy())
+    print(
+        f"{len(batches)} batches of {config.batch_size} to train and {len(held_out)} held out made "
+        f"in {time.perf_counter() - start:.1f} s\n"
+        "precision seed      AUC  log loss  training loss  seconds",
+        flush=True,
+    )
+    rows: list[dict[str, Any]] = []
+    summary = None
+    for seed in config.seeds:
+        for precision in PRECISIONS:
+            row = train_once(config, precision, seed, batches, held_out, device)
+            rows.append(row)
+            print(
+                f"{precision:9} {seed:4d}  {row['auc']:.5f}   {row['logloss']:.5f}"
+                f"        {row['train_loss']:.5f} {row['train_seconds']:8.1f}",
+                flush=True,
+            )
+            gc.collect()
+            if len(rows) >= len(PRECISIONS):
+                summary = compare(rows, bayes_auc)
+            if config.output is not None:
+                write_results(config.output, rows if summary is None else [*rows, summary])
+    assert summary is not None
     print(
         f"mean AUC: fp32 {summary['fp32_auc']:.5f}, bf16 {summary['bf16_auc']:.5f}, the most that "
         f"can be expected {summary['bayes_auc']:.5f}\n"
@@ -161,8 +160,6 @@ def main() -> None:
         f"deviation of fp32 {summary['fp32_deviation']:.5f}): "
         + ("passes" if summary["passes"] else "FAILS")
     )
-    if config.output is not None:
-        write_results(config.output, [*rows, summary])
     raise SystemExit(0 if summary["passes"] else 1)
 
 

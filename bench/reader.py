@@ -1,13 +1,14 @@
 """How fast readers make batches: MLPerf's binary days, Parquet and Criteo's text, beside threads.
 
 ``python -m bench.reader`` writes random rows in each format and prints rows and GB of batches a
-second (what a step copies to its GPU), through ``BackgroundLoader``. A second pass is timed: files
-are in the system's cache then. A figure is printed only if labels and ids of the first pass sum up
-to what was written.
+second (what a step copies to its GPU), through ``BackgroundLoader``. Passes after the first are
+timed: files are in the system's cache then. A figure is printed only if labels and ids of the first
+pass sum up to what was written.
 """
 
 import dataclasses
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -39,10 +40,13 @@ from torchembed.data import (
 class Config:
     """What to read."""
 
-    num_rows: int = 131_072
+    num_rows: int = 1 << 20
+    """Of MLPerf's files; the others, which take longer to write, have fewer."""
     batch_size: int = 8192
-    num_threads: tuple[int, ...] = (1, 2, 4)
-    """Threads that build batches; more than there are processors are left out."""
+    num_threads: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Threads that build batches; more than there are processors for are left out."""
+    seconds: float = 1.0
+    """Passes are repeated for as long."""
     folder: Path | None = None
     """Where to write the files; a temporary folder where None."""
     output: Path | None = None
@@ -57,6 +61,11 @@ class Rows(NamedTuple):
     """``[rows, 13]``."""
     ids: list[NDArray[np.int32]]
     """``[rows, hotness]`` of each feature."""
+
+    def first(self, num_rows: int) -> "Rows":
+        """The first ``num_rows`` of them."""
+        ids = [of_feature[:num_rows] for of_feature in self.ids]
+        return Rows(self.labels[:num_rows], self.counts[:num_rows], ids)
 
     def total(self, hotness: Iterable[int]) -> tuple[int, int]:
         """The sums of labels, and of the first ``hotness`` ids of each feature."""
@@ -102,27 +111,31 @@ def write_text(rows: Rows, folder: Path) -> None:
 
 
 class Format(NamedTuple):
-    """How rows are written and read; ``hotness`` ids of each feature are."""
+    """How rows are written and read."""
 
     write: Callable[[Rows, Path], None]
     reader: Callable[..., BatchSource]
     hotness: tuple[int, ...]
+    """Ids that there are of each feature."""
+    part: float
+    """Of the rows."""
 
 
 ONES = (1,) * len(MLPERF_HOTNESS)
 FORMATS = {
-    "mlperf": Format(write_mlperf, MlperfDays, MLPERF_HOTNESS),
-    "parquet": Format(write_parquet, ParquetClicks, ONES),
-    "text": Format(write_text, CriteoText, ONES),
+    "mlperf": Format(write_mlperf, MlperfDays, MLPERF_HOTNESS, 1.0),
+    "parquet": Format(write_parquet, ParquetClicks, ONES, 0.25),
+    "text": Format(write_text, CriteoText, ONES, 0.125),
 }
 
 
 def measure(
-    name: str, rows: Rows, folder: Path, num_threads: int, batch_size: int
+    name: str, rows: Rows, folder: Path, num_threads: int, batch_size: int, seconds: float
 ) -> dict[str, Any]:
-    """The second of two passes over the files; the first one is checked."""
+    """Passes over the files for ``seconds``, one at least, after a first one that is checked."""
     source = FORMATS[name].reader(folder, batch_size=batch_size, table_sizes=MLPERF_TABLE_SIZES)
-    loader = BackgroundLoader(source, num_threads=num_threads)
+    # A thread builds one batch while the one before waits for the consumer.
+    loader = BackgroundLoader(source, num_threads=num_threads, num_ahead=2 * num_threads)
     with loader:
         found = torch.zeros(2, dtype=torch.int64)
         for batch in loader:
@@ -130,9 +143,12 @@ def measure(
         expected = rows.total(FORMATS[name].hotness)
         if tuple(found.tolist()) != expected:
             raise AssertionError(f"{name}: labels and ids sum up to {found.tolist()}, {expected=}")
-        start = time.perf_counter()
-        num_bytes = sum(map(batch_bytes, loader))
-        seconds = time.perf_counter() - start
+        start, taken, num_bytes, num_passes = time.perf_counter(), 0.0, 0, 0
+        while num_passes == 0 or taken < seconds:
+            num_bytes += sum(map(batch_bytes, loader))
+            num_passes += 1
+            taken = time.perf_counter() - start
+    file_bytes = sum(file.stat().st_size for file in folder.iterdir())
     return {
         "bench": "reader",
         "system": "torchembed",
@@ -140,9 +156,9 @@ def measure(
         "num_threads": num_threads,
         "batch_per_gpu": batch_size,
         "pinned": loader.pin_memory,
-        "samples_per_second": len(rows.labels) / seconds,
-        "bytes_per_second": num_bytes / seconds,
-        "file_bytes_per_second": sum(f.stat().st_size for f in folder.iterdir()) / seconds,
+        "samples_per_second": num_passes * len(rows.labels) / taken,
+        "bytes_per_second": num_bytes / taken,
+        "file_bytes_per_second": num_passes * file_bytes / taken,
     }
 
 
@@ -152,17 +168,19 @@ def batch_bytes(batch: Batch) -> int:
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
-    rows, results = random_rows(config.num_rows), []
+    all_rows, results = random_rows(config.num_rows), []
+    num_processors = len(os.sched_getaffinity(0))
     print("format   threads    rows/s  batches GB/s  files GB/s")
     with tempfile.TemporaryDirectory(dir=config.folder) as folder:
         for name, of_format in FORMATS.items():
             files = Path(folder) / name
             files.mkdir()
+            rows = all_rows.first(max(int(of_format.part * config.num_rows), 1))
             of_format.write(rows, files)
             for num_threads in config.num_threads:
-                if num_threads > (os.cpu_count() or 1):
+                if num_threads > num_processors:
                     continue
-                row = measure(name, rows, files, num_threads, config.batch_size)
+                row = measure(name, rows, files, num_threads, config.batch_size, config.seconds)
                 results.append(row)
                 print(
                     f"{name:8} {num_threads:7d} {row['samples_per_second']:9.0f}"
@@ -170,8 +188,9 @@ def main() -> None:
                     f" {row['file_bytes_per_second'] / 1e9:11.2f}",
                     flush=True,
                 )
-    if config.output is not None:
-        write_results(config.output, results)
+                if config.output is not None:
+                    write_results(config.output, results)
+            shutil.rmtree(files)
 
 
 if __name__ == "__main__":

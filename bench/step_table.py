@@ -34,13 +34,14 @@ def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         f" {_optional(row, 'peak_memory_gb', 8, 1)} {row['set_up_seconds']:9.1f}"
     )
     print(line, flush=True)
+    predicted = row.get("predicted_ms", {})
     stages = [
-        f"{stage} {predicted:.3f} / {row['stage_ms'][stage]:.3f}"
-        for stage, predicted in row.get("predicted_ms", {}).items()
-        if predicted
+        f"{stage} {milliseconds:.3f}" + (f" ({predicted[stage]:.3f})" if stage in predicted else "")
+        for stage, milliseconds in row.get("alone_ms", {}).items()
+        if milliseconds
     ]
     if stages:
-        print(f"{'':14} predicted / measured ms: {', '.join(stages)}", flush=True)
+        print(f"{'':14} ms one after the other (predicted): {', '.join(stages)}", flush=True)
 
 
 def _optional(row: dict[str, Any], key: str, width: int, digits: int) -> str:

@@ -5,32 +5,33 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import dlrm_dcnv2 as workload
+from bench.step_costs import (
+    NO_BOUND,
+    OF_TABLES,
+    make_planner,
+    placements_of,
+    predicted_ms,
+    wire_precision,
+)
 from bench.step_setting import StepSetting
+from bench.step_stages import stage_milliseconds
 from torchembed import optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
-from torchembed.sharding import (
-    CPU,
-    H100,
-    H200,
-    Planner,
-    Topology,
-    WirePrecision,
-    WireTransport,
-)
+from torchembed.sharding import CPU, Topology, WireTransport
+from torchembed.sharding.topology import GPUS
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
-OPTIMIZERS = {
-    "adagrad": (optim.Adagrad, optim.DenseAdagrad),
-    "rowwise_adagrad": (optim.RowwiseAdagrad, optim.DenseAdagrad),
-    "sgd": (optim.SGD, optim.DenseSGD),
+OF_DENSE = {
+    "adagrad": optim.DenseAdagrad,
+    "rowwise_adagrad": optim.DenseAdagrad,
+    "sgd": optim.DenseSGD,
 }
-"""Of tables, and of the dense part."""
 
 
 class TorchembedStep:
@@ -46,32 +47,43 @@ class TorchembedStep:
             seed=setting.seed,
             output_dtype=torch.bfloat16 if setting.precision == "bf16" else torch.float32,
         )
-        of_tables, of_dense = OPTIMIZERS[setting.optimizer]
-        planner = Planner(
-            batch_size=setting.batch_size,
-            hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
-            optimizer=of_tables,
-            fixed_hotness=True,
+        planner = make_planner(
+            setting.batch_size, setting.ids, setting.optimizer, setting.precision, setting.max_rows
         )
-        wire = torch.bfloat16 if setting.wire == "bf16" else torch.float32
-        precision = WirePrecision(forward=wire, backward=wire, dense=wire)
-        self.predicted_ms = _predicted_ms(self.model, planner, precision, device)
-        """Of the slowest rank, by the stages of :mod:`bench.timeline`."""
+        wire, mesh = wire_precision(setting.wire), None
         if num_ranks > 1:
             mesh = init_device_mesh(device.type, (num_ranks,))
+        else:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+            hardware = next((known for known in GPUS if known.name in name), CPU)
+            topology = Topology.of_hardware(hardware, ranks_per_node=1)
+            topology = dataclasses.replace(topology, memory_bytes=NO_BOUND)
+            planner = dataclasses.replace(planner, topology=topology)
+        report = plan_embeddings(self.model, planner, mesh, wire=wire)
+        self.predicted = {
+            "predicted_ms": predicted_ms(report),
+            "placements": placements_of(report.plan),
+        }
+        """What the cost model says of the plan, and the plan, for a row of results."""
+        if mesh is not None:
             transport = WireTransport(setting.transport)
-            shard_embeddings(self.model, mesh, plan=planner, wire=precision, transport=transport)
+            shard_embeddings(self.model, mesh, plan=planner, wire=wire, transport=transport)
+        of_tables, of_dense = OF_TABLES[setting.optimizer], OF_DENSE[setting.optimizer]
         tables = [p for p in self.model.parameters() if table_of(p) is not None]
         dense = [p for p in self.model.parameters() if table_of(p) is None]
         numbers = {"lr": setting.lr}
         if setting.optimizer != "sgd":
             numbers["eps"] = setting.eps
         half = torch.bfloat16 if setting.precision == "bf16" else None
-        optimizers = [
-            of_tables(tables or [{"params": []}], **numbers),
-            of_dense(dense, **numbers, dtype=half),
-        ]
-        self._pipeline = TrainPipeline(self.model, binary_cross_entropy, optimizers, autocast=half)
+        self._of_tables = of_tables(tables or [{"params": []}], **numbers)
+        self._of_dense = of_dense(dense, **numbers, dtype=half)
+        self._autocast = torch.autocast(device.type, half, enabled=half is not None)
+        self._pipeline = TrainPipeline(
+            self.model,
+            binary_cross_entropy,
+            [self._of_tables, self._of_dense],
+            autocast=half,
+        )
 
     @staticmethod
     def batch(batch: Batch, device: torch.device) -> Batch:
@@ -82,6 +94,30 @@ class TorchembedStep:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
 
+    def alone_ms(self, batch: Batch, device: torch.device) -> dict[str, float]:
+        """What the stages of a step on ``batch`` take one after the other, on GPUs."""
+        self._pipeline.close()
+        dense, sparse, labels = batch.to(device)
+        losses: list[Tensor] = []
+
+        def forward() -> None:
+            self._of_tables.zero_grad()
+            self._of_dense.zero_grad()
+            with self._autocast:
+                losses[:] = [binary_cross_entropy(self.model(dense, sparse).squeeze(-1), labels)]
+
+        def backward() -> None:
+            losses[0].backward()
+
+        return stage_milliseconds(
+            {
+                "forward": forward,
+                "backward": backward,
+                "rows": self._of_tables.step,
+                "dense": self._of_dense.step,
+            }
+        )
+
     @property
     def num_input_stalls(self) -> int:
         return self._pipeline.input_stalls.count
@@ -89,23 +125,3 @@ class TorchembedStep:
     def close(self) -> None:
         """Destroy the graphs."""
         self._pipeline.close()
-
-
-def _predicted_ms(
-    model: nn.Module, planner: Planner, wire: WirePrecision, device: torch.device
-) -> dict[str, float]:
-    """What the planner's cost model says of the tables' stages where memory is no bound."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = [hardware for hardware in (H100, H200) if hardware.name in name]
-    topology = Topology.of_hardware(
-        known[0] if known else CPU, ranks_per_node=dist.get_world_size()
-    )
-    topology = dataclasses.replace(topology, memory_bytes=1 << 60)
-    report = plan_embeddings(model, dataclasses.replace(planner, topology=topology), wire=wire)
-    slowest = max(report.ranks, key=lambda rank: rank.seconds)
-    wires = slowest.ids_seconds + slowest.vectors_seconds + slowest.gradients_seconds
-    return {
-        "lookup": 1e3 * slowest.lookup_seconds,
-        "row update": 1e3 * slowest.update_seconds,
-        "exchange between GPUs": 1e3 * wires,
-    }

@@ -1,7 +1,6 @@
 """DLRM-DCNv2 trained by TorchRec and FBGEMM: the peer of ``bench.train_step``."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,8 +74,6 @@ class TorchrecStep:
         loss, _, _ = self._pipeline.progress(batches)
         return loss
 
-    predicted_ms: ClassVar[dict[str, float]] = {}
-    """Its own planner's are not comparable."""
     num_input_stalls = 0
     """It has no count of its own; its batches lie ready too."""
 

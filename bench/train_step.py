@@ -200,6 +200,10 @@ class Bench:
         }
         if self._on_gpu:
             row |= self._behind(name, system, stream, setting)
+            # The cost model knows collectives only.
+            if isinstance(system, TorchembedStep) and setting.transport == "collective":
+                row["alone_ms"] = system.alone_ms(batches[-1], self._device)
+                row |= system.predicted
             if gpu_name() in RATES:
                 floor = floor_seconds(
                     RATES[gpu_name()],
@@ -266,7 +270,6 @@ class Bench:
             "host_waits": profiled.host_waits,
             "gpu_busy_ms": profiled.gpu_busy_ms,
             "stage_ms": profiled.stage_ms,
-            "predicted_ms": system.predicted_ms,
         }
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchembed import shard_embeddings
 from torchembed.modules.shard import table_specs
+from torchembed.optim import FusedOptimizer
 from torchembed.sharding import Placement
 from torchembed.training import stay_near
 
@@ -52,18 +53,21 @@ def table_device(device: torch.device) -> torch.device:
 
 
 def shard_over_ranks(
-    model: nn.Module, device: torch.device, placement: Placement | None = None
+    model: nn.Module,
+    device: torch.device,
+    optimizer: type[FusedOptimizer],
+    placement: Placement | None = None,
 ) -> nn.Module:
     """Spread the tables of ``model`` over all ranks, in place; a process alone keeps them whole.
 
     Args:
         model: its tables on :func:`table_device`, all else on ``device``.
         device: this rank's.
+        optimizer: of the tables.
         placement: of every table; the plan chooses where None.
     """
     if not dist.is_initialized():
         return model
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    if placement is None:
-        return shard_embeddings(model, mesh)
-    return shard_embeddings(model, mesh, plan=dict.fromkeys(table_specs(model), placement))
+    plan = None if placement is None else dict.fromkeys(table_specs(model), placement)
+    return shard_embeddings(model, mesh, plan, optimizer=optimizer)

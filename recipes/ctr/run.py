@@ -189,7 +189,7 @@ def build_model(config: CtrConfig, rows: Rows, seed: int, device: torch.device) 
         batch_norm=config.batch_norm,
         dense_device=device,
     )
-    shard_over_ranks(model, device, config.placement)
+    shard_over_ranks(model, device, torchembed.optim.Adam, config.placement)
     return model
 
 

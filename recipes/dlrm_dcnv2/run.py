@@ -138,8 +138,9 @@ def _capped(table_sizes: Sequence[int], most: int | None) -> tuple[int, ...]:
 
 def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -> DLRM_DCNv2:
     """The model for the features of ``source``, its tables spread over the ranks."""
-    num_elements = sum(source.table_sizes) * config.embedding_dim
-    check_memory(num_elements, device, is_copied=config.checkpoint_every is not None)
+    if device.type == "cpu":
+        num_elements = sum(source.table_sizes) * config.embedding_dim
+        check_memory(num_elements, is_copied=config.checkpoint_every is not None)
     torch.manual_seed(config.seed)
     tables = torchembed.EmbeddingBagCollection(
         [
@@ -164,28 +165,25 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         config.low_rank,
         dense_device=device,
     )
-    shard_over_ranks(model, device, config.placement)
+    shard_over_ranks(model, device, torchembed.optim.Adagrad, config.placement)
     return model
 
 
-def check_memory(num_elements: int, device: torch.device, *, is_copied: bool) -> None:
-    """Raise ``MemoryError`` where tables and Adagrad's state exceed the machine's or the GPUs'.
-
-    On the CPU the system would end the process without a word.
+def check_memory(num_elements: int, *, is_copied: bool) -> None:
+    """Raise ``MemoryError`` where tables and Adagrad's state, of all ranks, exceed the machine's
+    memory: the system would end a process without a word. A GPU's limit is said by torch, and for
+    each of several by ``shard_embeddings``.
 
     Args:
-        is_copied: whether checkpoints are written from a copy, on the CPU.
+        is_copied: whether checkpoints are written from a copy.
     """
     what, advice = "tables and their optimizer state", "lower max_table_rows"
     needed = num_elements * 2 * torch.float32.itemsize
-    if device.type == "cuda":
-        there = torch.cuda.mem_get_info(device)[1] * ranks.world_size()
-    else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if is_copied:
-            what = f"{what}, and a copy of both for checkpoints,"
-            advice = f"leave out checkpoint_every, {advice}"
-            needed *= 2
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if is_copied:
+        what = f"{what}, and a copy of both for checkpoints,"
+        advice = f"leave out checkpoint_every, {advice}"
+        needed *= 2
     if ranks.rank() == 0:
         print(f"{what} take {needed / 1e9:.1f} of {there / 1e9:.0f} GB", flush=True)
     if needed > there:

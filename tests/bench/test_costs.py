@@ -29,7 +29,12 @@ WIRES = [
 
 def test_stages_are_predicted() -> None:
     found = costs.predictions([*WIRES, *costs.stored_rows(costs.RESULTS)])
-    assert len(found) >= len(WIRES)
+    stages = {(e.what.split()[1], " ".join(e.what.split()[5:])) for e in found if "step" in e.what}
+    assert {gpu for gpu, _ in stages} == {"H100", "H200"}
+    on_several = {"exchange", "mean"}
+    alone = {"lookup", "dense forward", "dense backward", "row update", "dense update"}
+    assert {stage for gpu, stage in stages if gpu == "H100"} >= alone
+    assert {stage for gpu, stage in stages if gpu == "H200"} >= alone | on_several
     for each in found:
         assert abs(each.predicted / each.measured - 1) <= MAX_ERROR, each
 
@@ -49,7 +54,7 @@ def test_bench_prints_what_is_stored(
         "ids": "uniform", "optimizer": "Adagrad", "microseconds": 1245.0,
     }  # fmt: skip
     unknown = update | {"gpu": "another"}
-    others = [update | {"ids": "zipf"}, update | {"system": "FBGEMM"}, unknown]
+    others = [update | {"stage": "backward"}, update | {"system": "FBGEMM"}, unknown]
     stored = {"hardware": {"gpu": "NVIDIA H100"}, "rows": [update, *others, *WIRES]}
     (tmp_path / "a.json").write_text(json.dumps(stored))
     monkeypatch.setattr("sys.argv", ["costs", "--results", str(tmp_path)])
@@ -57,6 +62,6 @@ def test_bench_prints_what_is_stored(
     costs.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(WIRES) + 2
-    assert lines[0].startswith("H100 update 8192 Adagrad")
+    assert lines[0].startswith("H100 update 8192 uniform Adagrad")
     assert lines[-2].startswith("all-     fits ")
     assert lines[-1].startswith("off by ")

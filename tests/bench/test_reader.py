@@ -15,6 +15,7 @@ def test_every_format_is_measured(
     pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     output = tmp_path / "reader.json"
     arguments = ["--num-rows", "100", "--batch-size", "32", "--num-threads", "1", "1000000"]
+    arguments += ["--seconds", "0"]
     monkeypatch.setattr(
         "sys.argv", ["reader", *arguments, "--folder", str(tmp_path), "--output", str(output)]
     )
@@ -28,11 +29,11 @@ def test_every_format_is_measured(
 def test_what_was_not_written_is_refused(tmp_path: Path) -> None:
     rows = reader.random_rows(40)
     reader.write_mlperf(rows, tmp_path)
-    measured = reader.measure("mlperf", rows, tmp_path, num_threads=2, batch_size=16)
+    measured = reader.measure("mlperf", rows, tmp_path, 2, 16, seconds=0.0)
     # float32 dense features and labels, int32 ids.
     assert measured["bytes_per_second"] / measured["samples_per_second"] == pytest.approx(
         4 * (13 + 1 + 214)
     )
     other = rows._replace(labels=1 - np.ones(40, np.int32))
     with pytest.raises(AssertionError, match="mlperf: labels and ids sum up to"):
-        reader.measure("mlperf", other, tmp_path, num_threads=1, batch_size=16)
+        reader.measure("mlperf", other, tmp_path, 1, 16, seconds=0.0)

@@ -10,6 +10,7 @@ import torch
 
 from torchembed.core.features import SparseFeatures
 from torchembed.data import BackgroundLoader, Batch, BatchSource, Portion
+from torchembed.data.batch_memory import empty, page_locked
 from torchembed.data.source import BatchTask
 
 NUM_BATCHES = 40
@@ -174,3 +175,18 @@ def test_batches_are_pinned() -> None:
         assert batch.dense.is_pinned()
         assert batch.sparse.values.is_pinned()
         assert batch.labels.is_pinned()
+
+
+@pytest.mark.gpu
+def test_batches_are_built_where_they_are_pinned() -> None:
+    for is_wanted in (True, False):
+        with page_locked(is_wanted=is_wanted):
+            assert empty([3], torch.int32).is_pinned() == is_wanted
+    assert not empty([3], torch.float32).is_pinned()
+
+
+def test_memory_of_batches_is_plain_where_none_is_pinned() -> None:
+    with page_locked(is_wanted=False):
+        found = empty([2, 3], torch.float32)
+    assert (found.dtype, tuple(found.shape), found.is_pinned()) == (torch.float32, (2, 3), False)
+    assert empty([4], torch.int32).dtype is torch.int32

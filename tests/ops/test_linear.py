@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests import lanes
 from tests.repeats import assert_repeats
@@ -299,6 +300,42 @@ def test_sums_of_many_samples_are_deferred_too(device: torch.device) -> None:
     with DeferredWeightGradients():
         module(x).float().sum().backward()
     assert module[1].bias[0].grad is None
+
+
+def on_cpu(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return module(x)
+
+
+def recomputed(module: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(module, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("call", [on_cpu, recomputed])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_gradients_reach_weights_that_hooks_have_saved(
+    call: Callable[[nn.Module, Tensor], Tensor], is_flat: bool, device: torch.device
+) -> None:
+    # Where hooks save tensors, backward gets other ones than the parameters.
+    torch.manual_seed(0)
+    module = Deferrable(device)
+    x = normal(1100, 6, seed=0, device=device).requires_grad_()
+    module(x).sum().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    if is_flat:
+        DenseSGD(module.parameters())
+    late = {id(parameter) for parameter in module.deferred()}
+    with DeferredWeightGradients():
+        call(module, x).sum().backward()
+        assert all(p.grad is None for p in module.parameters() if id(p) in late)
+    for parameter, same in zip(module.parameters(), expected, strict=True):
+        # Sums of biases' parts may be added up in another order.
+        torch.testing.assert_close(parameter.grad, same, rtol=1e-5, atol=1e-5)
+    module.zero_grad()
+    call(module, x).sum().backward()
+    for parameter, same in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, same, rtol=1e-5, atol=1e-5)
 
 
 def test_deferred_gradients_of_a_shared_weight_are_added_up(device: torch.device) -> None:

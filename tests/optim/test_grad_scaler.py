@@ -123,6 +123,22 @@ def test_our_scale_also_follows_the_tables(
     assert scaler.get_scale() == (1024.0 if overflows else 4096.0)
 
 
+def test_a_forgotten_step_is_noticed(device: torch.device) -> None:
+    model = Model(device)
+    fused = SGD(model.tables.parameters())
+    scaler = torchembed.optim.GradScaler(device.type, init_scale=1024.0)
+    scaler.scale(model.loss(0)).backward()
+    message = r"update\(\) must come after scaler\.step\(optimizer\), and none was called"
+    with pytest.raises(RuntimeError, match=message):
+        scaler.update()
+    scaler.step(fused)
+    scaler.update()
+    with pytest.raises(RuntimeError, match=message):
+        scaler.update()
+    scaler.update(2.0)
+    assert scaler.get_scale() == 2.0
+
+
 def test_a_disabled_scaler_of_ours_steps_as_without(device: torch.device) -> None:
     model = Model(device)
     fused = SGD(model.tables.parameters())

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from recipes.data_folder import find_data
 from recipes.dlrm_dcnv2.run import check_memory
@@ -52,9 +51,9 @@ def test_tables_larger_than_memory(tmp_path: Path) -> None:
     with pytest.raises(MemoryError, match=r"take \d+ GB, .* lower max_table_rows"):
         main(["dlrm_dcnv2.mlperf", *arguments, "--embedding-dim", "1280"])
     num_elements = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10
-    check_memory(num_elements, torch.device("cpu"), is_copied=False)
+    check_memory(num_elements, is_copied=False)
     with pytest.raises(MemoryError, match=r"a copy of both .* take .*; leave out checkpoint_every"):
-        check_memory(num_elements, torch.device("cpu"), is_copied=True)
+        check_memory(num_elements, is_copied=True)
 
 
 def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:

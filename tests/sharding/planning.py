@@ -68,6 +68,7 @@ def cost_model(
         wire=wire or WirePrecision(),
         fixed_hotness=planner.fixed_hotness,
         hotness=planner.hotness,
+        distinct_ids=planner.distinct_ids,
     )
 
 

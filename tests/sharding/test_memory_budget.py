@@ -1,10 +1,13 @@
 """What a rank's memory will be used for."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from tests.sharding.planning import make_topology, make_use
 from torchembed import optim
+from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import Planner, make_plan
 from torchembed.sharding.memory_budget import memory_budget
 
@@ -44,3 +47,28 @@ def test_of_another_plan_rows_and_the_dense_part_are_known() -> None:
         ValueError, match=r"tables do not fit: rank 1 will take .* of 31\.43 KiB free .*more ranks"
     ):
         less.check()
+
+
+def test_the_state_counts_where_the_optimizer_is_known() -> None:
+    plan = make_plan(SPECS, 2, {"t": "row_wise", "u": "data_parallel"})
+    row_bytes = 500 * 16 * 4 + 10 * 8 * 2
+    for kind, state_bytes in {
+        optim.SGD: 0,
+        optim.Adagrad: (500 * 16 + 10 * 8) * 4,
+        optim.RowwiseAdagrad: (500 + 10) * 4,
+        optim.Adam: 2 * (500 * 16 + 10 * 8) * 4,
+    }.items():
+        budget = memory_budget(
+            plan,
+            TABLES,
+            0,
+            report=None,
+            rule=UpdateRule(kind=kind.kind),
+            dense_bytes=0,
+            free_bytes=row_bytes + state_bytes,
+        )
+        assert budget.state_bytes == state_bytes
+        budget.check()
+        assert str(budget).endswith(", exchange buffers not counted")
+        with pytest.raises(ValueError, match="tables do not fit: rank 0 will take"):
+            dataclasses.replace(budget, free_bytes=row_bytes + state_bytes - 1).check()

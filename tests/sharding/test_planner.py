@@ -221,6 +221,11 @@ def test_any_plan_can_be_costed() -> None:
     [
         ({"batch_size": 0}, "batch_size must be positive, got 0"),
         ({"hotness": {"f": -1}}, "hotness of f must not be negative, got -1"),
+        (
+            {"batch_size": 8, "hotness": {"f": 2}, "distinct_ids": {"f": 17}},
+            "distinct_ids of f must be positive and at most the 16 ids that batch_size and",
+        ),
+        ({"distinct_ids": {"f": 0}}, "distinct_ids of f must be positive and at most the 1024"),
         ({"max_imbalance": 0.9}, "max_imbalance must be at least 1, got 0.9"),
         ({"placements": ()}, "placements must name at least one, got none"),
         ({"placements": ("x",)}, "placement of table (any) must be one of 'data_parallel'"),
@@ -244,6 +249,10 @@ SPEC = make_use(1000, 24, "f").spec
         (
             {"hotness": {"g": 1}},
             "hotness names features ['g'], which no table has; they have ['f']",
+        ),
+        (
+            {"distinct_ids": {"g": 1}},
+            "distinct_ids names features ['g'], which no table has; they have ['f']",
         ),
         (
             {"constraints": {"t": TableConstraint(ranks=(0, 4))}},

@@ -83,7 +83,7 @@ def test_columns_pay_under_the_other_optimizer_too() -> None:
 def test_a_model_that_cannot_fit_is_refused_with_what_is_missing() -> None:
     topology = Topology.of_hardware(H200, ranks_per_node=1)
     message = (
-        "tables do not fit: in the best plan found rank 0 would need 195 GiB, 301.9 MiB of it for "
+        "tables do not fit: in the best plan found rank 0 would need 195 GiB, 269.1 MiB of it for "
         "activations and exchange buffers, and has 118.1 GiB. Rows and optimizer state of all "
         "tables take 194.7 GiB, 97.36 GiB of it state, on 1 rank(s); the heaviest: cat_0 (38.15 "
         "GiB), cat_9 (38.15 GiB), cat_19 (38.15 GiB). Use more ranks (at least 2 for rows and "

@@ -1,5 +1,6 @@
 """Costs of a worked example, to the byte; and what reports and pictures show of them."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -18,7 +19,13 @@ from torchembed.sharding import (
     WirePrecision,
     draw_plan,
 )
-from torchembed.sharding.costs import Everywhere, Load
+from torchembed.sharding.costs import (
+    CACHED_ROW_BYTE,
+    SUMMED_GRADIENT_BYTE,
+    Everywhere,
+    Load,
+)
+from torchembed.sharding.distinct_rows import expected_distinct
 from torchembed.sharding.plan import place_table
 from torchembed.sharding.plan_report import bytes_text, ranks_text, report_plan
 
@@ -29,6 +36,12 @@ HOTNESS = {"f": 2, "g": 1}
 TOPOLOGY = make_topology(2, 2)
 PLANNER = Planner(batch_size=4, hotness=HOTNESS)
 MODEL = cost_model(PLANNER, TOPOLOGY)
+CACHED, SUMMED = CACHED_ROW_BYTE, SUMMED_GRADIENT_BYTE
+
+
+def looked_up(lookups: float, touched: float) -> float:
+    """Bytes of rows: each from memory once, and then from the cache."""
+    return 64 * (touched + CACHED * (lookups - touched))
 
 
 def loads_of(
@@ -44,12 +57,12 @@ def loads_of(
 def test_table_wise() -> None:
     (load,), everywhere = loads_of(Placement.TABLE_WISE, (0,))
     touched = 8 * (1 - math.exp(-48 / 8))
-    ids = 8 * (12 + 8)  # and the lengths of 8 bags
+    ids = 4 * 12 + 8 * 8  # and the lengths of 8 bags
     np.testing.assert_allclose(
         load,
         [
-            4 * ids + 48 * 64 + 4 * 8 * 64,
-            48 * 64 + touched * 2 * (64 + 64),
+            4 * ids + looked_up(48, touched) + 4 * 8 * 64,
+            SUMMED * 48 * 64 + touched * 2 * (64 + 64),
             ids,
             8 * 64,
             8 * 64,
@@ -57,7 +70,7 @@ def test_table_wise() -> None:
         ],
         rtol=1e-12,
     )
-    assert load[Load.HELD] == 7680
+    assert load[Load.HELD] == 6912
     assert everywhere == (2 * 8 * 64, 2 * 8 * 64, 0, ids + 4 * 8 * 64)
 
 
@@ -65,11 +78,11 @@ def test_column_wise_with_narrow_wires() -> None:
     wire = WirePrecision(forward=torch.bfloat16, backward=torch.float16)
     loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), wire=wire)
     touched = 8 * (1 - math.exp(-48 / 8))
-    ids = 8 * (12 + 8)
+    ids = 4 * 12 + 8 * 8
     # Rows of 32 bytes still cost 64; vectors travel as 8 columns of 2 bytes.
     expected = [
-        4 * ids + 48 * 64 + 4 * 8 * 32,
-        48 * 64 + touched * 2 * (64 + 64),
+        4 * ids + looked_up(48, touched) + 4 * 8 * 32,
+        SUMMED * 48 * 64 + touched * 2 * (64 + 64),
         ids,
         8 * 16,
         8 * 16,
@@ -84,11 +97,11 @@ def test_column_wise_under_row_wise_adagrad() -> None:
     planner = Planner(batch_size=4, hotness=HOTNESS, optimizer=optim.RowwiseAdagrad)
     loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), planner)
     touched = 8 * (1 - math.exp(-48 / 8))
-    ids = 8 * (12 + 8)
+    ids = 4 * 12 + 8 * 8
     squares, summed = 48 * 4, 48 * 8 * 4
     expected = [
-        4 * ids + 48 * 64 + 4 * 8 * 32,
-        48 * 64 + touched * 2 * (64 + 64) + 7 * summed + 4 * 2 * squares,
+        4 * ids + looked_up(48, touched) + 4 * 8 * 32,
+        SUMMED * 48 * 64 + touched * 2 * (64 + 64) + 7 * summed + 4 * 2 * squares,
         ids,
         8 * 32,
         8 * 32 + squares / 3,  # from one of three other ranks
@@ -105,10 +118,10 @@ def test_row_wise(fixed: bool) -> None:
     )
     loads, everywhere = loads_of(Placement.ROW_WISE, (0, 1, 2, 3), planner)
     touched = 2 * (1 - math.exp(-12 / 2))
-    ids = 8 * 12 if fixed else 8 * (3 + 8)
+    ids = 4 * 12 if fixed else 4 * 3 + 8 * 8
     expected = [
-        4 * ids + 12 * 64 + 4 * 8 * 64,
-        12 * 64 + touched * 2 * (64 + 64),  # 4 bytes of state cost 64
+        4 * ids + looked_up(12, touched) + 4 * 8 * 64,
+        SUMMED * 12 * 64 + touched * 2 * (64 + 64),  # 4 bytes of state cost 64
         ids,
         8 * 64,
         8 * 64,
@@ -134,7 +147,7 @@ def test_sequences_travel_alike_with_fixed_hotness() -> None:
     loads, everywhere = fixed.table_loads(use, plan)
     expected, expected_everywhere = MODEL.table_loads(use, plan)
     np.testing.assert_array_equal(loads, expected)
-    np.testing.assert_array_equal(loads[:, Load.IDS], [8 * (3 + 8)] * 4)
+    np.testing.assert_array_equal(loads[:, Load.IDS], [4 * 3 + 8 * 8] * 4)
     assert everywhere == expected_everywhere
 
 
@@ -143,14 +156,37 @@ def test_data_parallel() -> None:
     assert not loads.any()
     dense = 8 * 17 * 4
     assert everywhere == (
-        8 * 12 + 12 * 64 + 512,
-        12 * 64 + 6 * dense + 8 * 2 * (64 + 64),
+        4 * 12 + looked_up(12, 8 * (1 - math.exp(-12 / 8))) + 512,
+        SUMMED * 12 * 64 + 6 * dense + 8 * 2 * (64 + 64),
         dense,
-        8 * 64 * 2 + 4 * 8 * 12 + 3 * dense + 2 * 512,
+        8 * 64 * 2 + 4 * 4 * 12 + 3 * dense + 2 * 512,
     )
     # Half of it each way within a node twice; then half of that half between the two nodes.
     expected = dense / 1e8 + dense / 2 / 1e7
     assert MODEL.all_reduce_seconds(everywhere.all_reduce_bytes) == pytest.approx(expected)
+
+
+def test_skewed_ids_touch_fewer_rows() -> None:
+    """What one rank's ids say holds for those of all four, and for the 12 of one alone."""
+    use = make_use(1000, 16, "f", "g")
+    distinct = {"f": expected_distinct(1000, [(8, 0.9)]), "g": expected_distinct(1000, [(4, 0.9)])}
+    planner = dataclasses.replace(PLANNER, distinct_ids=distinct)
+    model = cost_model(planner, TOPOLOGY)
+    plan = place_table("t", use.spec, Placement.ROW_WISE, (0, 1, 2, 3))
+    loads, _ = model.table_loads(use, plan)
+    touched = expected_distinct(1000, [(32, 0.9), (16, 0.9)])
+    assert touched == pytest.approx(expected_distinct(1000, [(48, 0.9)]))
+    assert touched < 0.9 * expected_distinct(1000, [(48, 0.0)])
+    np.testing.assert_allclose(
+        loads[:, Load.UPDATE], SUMMED * 12 * 64 + touched / 4 * 256, rtol=1e-9
+    )
+    uniform, _ = MODEL.table_loads(use, plan)
+    assert (loads[:, Load.LOOKUP] < uniform[:, Load.LOOKUP]).all()
+    np.testing.assert_array_equal(loads[:, 2:], uniform[:, 2:])
+    replicated = place_table("t", use.spec, Placement.DATA_PARALLEL, (0, 1, 2, 3))
+    _, everywhere = model.table_loads(use, replicated)
+    mine = expected_distinct(1000, [(12, 0.9)])
+    assert everywhere.lookup_bytes == pytest.approx(4 * 12 + looked_up(12, mine) + 512)
 
 
 def test_busiest_link_of_each_rank() -> None:

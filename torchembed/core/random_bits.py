@@ -24,15 +24,16 @@ def signed64(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _shift_right(value: Tensor, bits: int) -> Tensor:
+def shift_right(value: Tensor, bits: int) -> Tensor:
+    """int64 ``value`` as 64 bits, moved right by ``bits``; zeros come in."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix64(value: Tensor) -> Tensor:
     """SplitMix64's finalizer of int64 ``value`` (any shape), elementwise, as int64 bits."""
-    value = (value ^ _shift_right(value, 30)) * signed64(MIX_FIRST)
-    value = (value ^ _shift_right(value, 27)) * signed64(MIX_SECOND)
-    return value ^ _shift_right(value, 31)
+    value = (value ^ shift_right(value, 30)) * signed64(MIX_FIRST)
+    value = (value ^ shift_right(value, 27)) * signed64(MIX_SECOND)
+    return value ^ shift_right(value, 31)
 
 
 def random_bits(key: Tensor, counter: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def random_bits(key: Tensor, counter: Tensor) -> Tensor:
 
 def random_uniform(key: Tensor, counter: Tensor) -> Tensor:
     """Float32 in [0, 1) with 24 bits of resolution for each pair of ``key`` and ``counter``."""
-    return _shift_right(random_bits(key, counter), 40).to(torch.float32) * (1.0 / (1 << 24))
+    return shift_right(random_bits(key, counter), 40).to(torch.float32) * (1.0 / (1 << 24))
 
 
 def name_key(seed: int, *names: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from torchembed.data.batch import Batch, as_batch
+from torchembed.data.batch_memory import page_locked
 from torchembed.data.source import BatchSource, BatchTask, Portion
 
 
@@ -135,5 +136,6 @@ class BackgroundLoader:
             builders.shutdown(cancel_futures=True)
 
     def _build(self, task: BatchTask) -> Batch:
-        batch = task()
+        with page_locked(is_wanted=self.pin_memory):
+            batch = task()
         return batch.pin_memory() if self.pin_memory else batch

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from torchembed.core.features import SparseFeatures
 from torchembed.data.batch import Batch
+from torchembed.data.batch_memory import empty
 from torchembed.data.criteo import MLPERF_TABLE_SIZES
 from torchembed.data.mapped_npz import map_npy, map_npz
 from torchembed.data.source import (
@@ -142,25 +143,25 @@ class MlperfDays(BatchSource):
             if start < len(day.dense) and stop > 0:
                 parts.append(day.slice(max(start, 0), stop))
             start, stop = start - len(day.dense), stop - len(day.dense)
-        labels = np.concatenate([_read_labels(part) for part in parts])
-        values = np.empty(sum(self.hotness) * len(labels), np.int32)
-        begin = 0
+        num_samples = sum(len(part.dense) for part in parts)
+        labels = empty([num_samples], torch.float32)
+        np.concatenate([_read_labels(part) for part in parts], out=labels.numpy())
+        dense = empty([num_samples, self.num_dense], torch.float32)
+        np.concatenate([part.dense for part in parts], out=dense.numpy())
+        values = empty([sum(self.hotness) * num_samples], torch.int32)
+        array, begin = values.numpy(), 0
         for feature, size in enumerate(self.table_sizes):
-            end = begin + self.hotness[feature] * len(labels)
-            ids = values[begin:end]
+            end = begin + self.hotness[feature] * num_samples
+            ids = array[begin:end]
             np.concatenate([part.sparse[feature].ravel() for part in parts], out=ids)
             # The largest is found far faster than all are divided.
             if ids.max() >= size:
                 ids %= size
             begin = end
         sparse = SparseFeatures(
-            keys=self.keys,
-            values=torch.from_numpy(values),
-            batch_size=len(labels),
-            hotness=self.hotness,
+            keys=self.keys, values=values, batch_size=num_samples, hotness=self.hotness
         )
-        dense = np.concatenate([part.dense for part in parts])
-        return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
+        return Batch(dense, sparse, labels)
 
 
 def _read_labels(day: _Day) -> NDArray[np.float32]:

@@ -11,12 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.modules.collection import Collection
+from torchembed.modules.dense_use import dense_parameters, dense_use
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.shard_description import describe
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.modules.table_module import TableModule
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.optim.fused import FusedOptimizer
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
 from torchembed.sharding.gradient_mean import GradientMean
@@ -94,7 +97,8 @@ def plan_embeddings(
     if mesh is not None:
         planner = _with_topology(planner, mesh, flat_mesh(mesh))
         _check_topology(planner, mesh)
-    return planner.plan(table_uses(model), wire=wire)
+    uses = table_uses(model)
+    return planner.plan(uses, wire=wire, dense=dense_use(model, uses, planner.autocast))
 
 
 def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
@@ -138,6 +142,7 @@ def shard_embeddings(
     *,
     wire: WirePrecision | None = None,
     transport: WireTransport = WireTransport.COLLECTIVE,
+    optimizer: type[FusedOptimizer] | None = None,
 ) -> nn.Module:
     """Spread the tables of ``model`` over the ranks of ``mesh`` and train the rest data-parallel.
 
@@ -166,6 +171,8 @@ def shard_embeddings(
         wire: the precision in which vectors and their gradients travel; as they are by default.
         transport: how they travel. ``WireTransport.PUSH`` is for the GPUs of one node; results are
             the same.
+        optimizer: that the tables will have, where it is known and no planner says it: its state
+            then counts in the memory that must be there.
 
     Returns:
         ``model``.
@@ -173,8 +180,9 @@ def shard_embeddings(
     Raises:
         ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
             where planning fails on some of them only; where the tables do not fit into memory, as
-            far as is known: of a plan without a planner rows and the dense part are; where GPUs
-            cannot store into each other's memory and should.
+            far as is known: of a plan without a planner rows, the dense part and, with
+            ``optimizer``, its state are; where GPUs cannot store into each other's memory and
+            should.
     """
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
     problem, checked, report, description = None, None, None, []
@@ -195,7 +203,8 @@ def shard_embeddings(
     if problem is not None:
         raise problem
     assert checked is not None
-    _check_memory(model, checked, report, flat)
+    rule = None if optimizer is None else UpdateRule(kind=optimizer.kind)
+    _check_memory(model, checked, report, rule, flat)
     has_other_tables = any(
         isinstance(module, TableModule) and not isinstance(module, Collection)
         for module in model.modules()
@@ -237,7 +246,8 @@ def _checked_plan(
         )
     if isinstance(plan, Planner):
         _check_topology(plan, mesh)
-        report = plan.plan(table_uses(model), wire=wire)
+        uses = table_uses(model)
+        report = plan.plan(uses, wire=wire, dense=dense_use(model, uses, plan.autocast))
         plan = report.plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
@@ -278,16 +288,21 @@ _DENSE_COPIES = 3
 
 
 def _check_memory(
-    model: nn.Module, plan: ShardingPlan, report: PlanReport | None, mesh: DeviceMesh
+    model: nn.Module,
+    plan: ShardingPlan,
+    report: PlanReport | None,
+    rule: UpdateRule | None,
+    mesh: DeviceMesh,
 ) -> None:
     """Log what the tightest rank will hold; raise ``ValueError`` on all where it cannot."""
     uses = table_uses(model)
-    dense = [p for name, p in model.named_parameters() if name.removesuffix(".weight") not in uses]
+    dense = dense_parameters(model, uses)
     mine = memory_budget(
         plan,
         uses,
         mesh.get_local_rank(),
         report=report,
+        rule=rule,
         dense_bytes=_DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense),
         free_bytes=free_bytes(_device(mesh)),
     )

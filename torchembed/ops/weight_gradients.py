@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -116,13 +116,27 @@ def are_deferred() -> bool:
     return bool(_entered) and not torch.compiler.is_compiling()
 
 
-def weight_gradient(weight: Tensor, compute: Compute) -> Tensor | None:
+def keep_parameters(ctx: Any, *parameters: Tensor | None) -> None:
+    """In ``forward``: let ``ctx.parameters`` be those of ``parameters`` that are leaves, and None
+    in the place of others.
+
+    What ``backward`` finds among saved tensors may be another tensor, where hooks have saved them
+    (activation checkpointing, ``save_on_cpu``): with the same numbers, but nobody's parameter.
+    """
+    leaves = [None if p is None or not p.is_leaf else p for p in parameters]
+    ctx.parameters = [None] * len(leaves) if torch.compiler.is_compiling() else leaves
+
+
+def weight_gradient(weight: Tensor | None, compute: Compute) -> Tensor | None:
     """What ``backward`` of an ``autograd.Function`` returns for ``weight``.
 
     That is ``compute``'s result, in the slot of the weight's gradient where it has one; or None,
     where the gradient is deferred.
+
+    Args:
+        weight: as :func:`keep_parameters` kept it; None where it is no parameter.
     """
-    if torch.compiler.is_compiling() or not weight.is_leaf:
+    if weight is None:
         return compute(None)
     if _entered:
         _entered[0]._defer(weight, compute)
@@ -131,14 +145,16 @@ def weight_gradient(weight: Tensor, compute: Compute) -> Tensor | None:
     return compute(None if slot is None else slot.claim(weight))
 
 
-def gradient_memory(parameter: Tensor) -> Tensor:
+def gradient_memory(saved: Tensor, parameter: Tensor | None) -> Tensor:
     """Where ``backward`` may write the gradient of ``parameter`` that it then returns: its slot, or
-    new memory."""
-    slot = None
-    if not torch.compiler.is_compiling() and parameter.is_leaf:
-        slot = slot_of(parameter)
-    memory = None if slot is None else slot.claim(parameter)
-    return torch.empty_like(parameter) if memory is None else memory
+    new memory, like ``saved``.
+
+    Args:
+        parameter: as :func:`keep_parameters` kept it.
+    """
+    slot = None if parameter is None else slot_of(parameter)
+    memory = None if slot is None or parameter is None else slot.claim(parameter)
+    return torch.empty_like(saved) if memory is None else memory
 
 
 def _accumulate(weight: Tensor, compute: Compute) -> None:

@@ -10,7 +10,7 @@ from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
-from torchembed.optim.hyperparameters import check_hyperparameters
+from torchembed.optim.hyperparameters import check_hyperparameters, rule_numbers
 from torchembed.optim.learning_rate import learning_rate
 
 
@@ -104,14 +104,7 @@ class DenseOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = entry
 
     def _rule(self, group: dict[str, Any]) -> DenseRule:
-        beta1, beta2 = group.get("betas", (0.9, 0.999))
-        return DenseRule(
-            kind=self.kind,
-            eps=group.get("eps", 0.0),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-        )
+        return DenseRule(kind=self.kind, **rule_numbers(group))
 
     def _loss_scaling(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """The inverse loss scale, under a scaler, and the flag that skips the step."""

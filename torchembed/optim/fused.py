@@ -9,7 +9,7 @@ from torch import Tensor
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
-from torchembed.optim.hyperparameters import check_hyperparameters
+from torchembed.optim.hyperparameters import check_hyperparameters, rule_numbers
 from torchembed.optim.learning_rate import learning_rate
 from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
@@ -127,15 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return list(found.values())
 
     def _rule(self, group: dict[str, Any]) -> UpdateRule:
-        beta1, beta2 = group.get("betas", (0.9, 0.999))
-        return UpdateRule(
-            kind=self.kind,
-            eps=group.get("eps", 0.0),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            max_gradient=group["max_gradient"],
-        )
+        return UpdateRule(kind=self.kind, max_gradient=group["max_gradient"], **rule_numbers(group))
 
     def _publish_state(self) -> None:
         """Show each table's part of its group's state in ``self.state``."""

@@ -37,14 +37,27 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's; collective where processes train together."""
-        if self.is_enabled() and new_scale is None and dist.is_initialized():
-            scale, _ = self._check_scale_growth_tracker("update")
+        """As torch's; collective where processes train together.
+
+        Raises:
+            RuntimeError: where no optimizer was stepped by :meth:`step` since the last call.
+        """
+        if not self.is_enabled() or new_scale is not None:
+            super().update(new_scale)
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if not flags:
+            raise RuntimeError(
+                "update() must come after scaler.step(optimizer), and none was called since the "
+                "last update(); optimizer.step() does not unscale gradients"
+            )
+        if dist.is_initialized():
             combined = torch.zeros((), device=scale.device)
-            for state in self._per_optimizer_states.values():
-                for flag in state["found_inf_per_device"].values():
-                    combined = combined.maximum(flag.to(scale.device, non_blocking=True))
+            for flag in flags:
+                combined = combined.maximum(flag.to(scale.device, non_blocking=True))
             dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._group)
             self._per_optimizer_states.clear()
             self._per_optimizer_states[0]["found_inf_per_device"] = {scale.device: combined}
-        super().update(new_scale)
+        super().update()

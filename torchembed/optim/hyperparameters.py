@@ -15,3 +15,14 @@ def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
                 raise ValueError(f"betas must be in [0, 1), got {value}")
         elif not isinstance(value, Tensor) and not value >= 0.0:
             raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def rule_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rules of rows and of dense elements both take of a parameter group."""
+    beta1, beta2 = group.get("betas", (0.9, 0.999))
+    return {
+        "eps": group.get("eps", 0.0),
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+    }

@@ -1,6 +1,7 @@
 """Plans, what they cost, and moving ids out to the ranks that hold their rows and vectors back."""
 
 from torchembed.sharding.costs import TableUse
+from torchembed.sharding.dense_costs import DenseCost, DenseUse
 from torchembed.sharding.options import TableConstraint
 from torchembed.sharding.plan import Placement, Shard, ShardingPlan, TablePlan, make_plan
 from torchembed.sharding.plan_picture import draw_plan
@@ -14,6 +15,8 @@ __all__ = [
     "CPU",
     "H100",
     "H200",
+    "DenseCost",
+    "DenseUse",
     "Hardware",
     "Placement",
     "PlanReport",

@@ -1,7 +1,9 @@
 """What a placed table costs: bytes that memory and wires move in a step, bytes held, seconds.
 
 Letters: ``B`` samples of each rank, ``W`` ranks, ``h`` lookups a sample of a table, ``F`` features
-that use it. Ids are taken to be uniform, the worst case for caches and for the sum of equal rows.
+that use it. A row that several ids share comes from memory once and then from the cache, and is
+updated once; how many different rows there are follows from how many a rank's batch has, and is the
+same share of each rank's rows: frequent ids are taken to be scattered over the table.
 """
 
 import dataclasses
@@ -15,12 +17,14 @@ import torch
 
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.sharding.distinct_rows import expected_distinct, exponent_of
 from torchembed.sharding.plan import Placement, Shard, TablePlan
 from torchembed.sharding.topology import Topology
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
-ID_BYTES = 8
+ID_BYTES, LENGTH_BYTES = 4, 8
+"""On the way; tables of more than 2**31 rows, whose ids take 8 bytes, are as good as none."""
 ID_COPIES = 4
 """Buffers as long as a rank's ids: as received, as rows, sorted, and their order."""
 GRANULE_BYTES = 64
@@ -31,11 +35,19 @@ divided, read by the update."""
 DENSE_COPIES = 3
 """Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
 
-LOOKUP_SHARE, UPDATE_SHARE = 1.1, 0.91
-"""Of a copy's bandwidth, what lookups and updates reach by the bytes counted here. Lookups find
-rows of small tables in the cache; these and the numbers of kernels are what `bench.costs` fits."""
+LOOKUP_SHARE, UPDATE_SHARE = 0.93, 0.95
+"""Of a copy's bandwidth, what lookups and updates reach by the bytes counted here. These, the next
+two and the numbers of kernels are what `bench.costs` fits."""
+CACHED_ROW_BYTE = 0.17
+"""How much a byte counts of a row that the cache holds, since an id before has looked it up."""
+SUMMED_GRADIENT_BYTE = 1.8
+"""How much one counts of a gradient that is added up for its row: all are read in the order of
+rows, and so at random."""
 LOOKUP_KERNELS, UPDATE_KERNELS = 1, 3
-"""So many times what a kernel takes beside its bytes."""
+"""So many times what a kernel takes beside its bytes; as many again where tables are replicated on
+several ranks, which have lookups and updates of their own."""
+ALL_REDUCE_EXCHANGES = 1.5
+"""So many times what an exchange takes beside its bytes."""
 
 SQUARE_BYTES = 4
 """Of a row's sum of squares, which row-wise Adagrad adds up where columns are on several ranks."""
@@ -64,9 +76,9 @@ class Load(enum.IntEnum):
     """What a shard costs the rank that holds it; the columns of load arrays."""
 
     LOOKUP = 0
-    """Bytes through memory in forward."""
+    """Bytes through memory in forward, those from the cache by their weight."""
     UPDATE = 1
-    """Bytes through memory in backward and in the optimizer's step."""
+    """Bytes through memory in backward and in the optimizer's step, likewise."""
     IDS = 2
     """Bytes of ids that each rank sends it."""
     VECTORS = 3
@@ -106,6 +118,8 @@ class CostModel:
     fixed_hotness: bool
     hotness: Mapping[str, float]
     """Lookups a sample of each feature; 1 where not named."""
+    distinct_ids: Mapping[str, float]
+    """Different ids of each feature in a rank's batch; as of uniform ids where not named."""
 
     def lookups(self, use: TableUse) -> float:
         """Lookups a sample of all the table's features."""
@@ -113,8 +127,8 @@ class CostModel:
 
     def weight_bytes(self, use: TableUse, num_rows: int, num_columns: int) -> int:
         """Rows and optimizer state of so much of a table."""
-        state = math.prod(self.rule.state_shape(num_rows, num_columns)) * 4
-        return num_rows * num_columns * use.spec.dtype.itemsize + state * self.rule.num_states
+        state = self.rule.state_bytes(num_rows, num_columns)
+        return num_rows * num_columns * use.spec.dtype.itemsize + state
 
     def shard_load(self, use: TableUse, shard: Shard) -> np.ndarray:
         """float64 ``[6]``, by :class:`Load`: one shard of a table that is not replicated."""
@@ -126,8 +140,9 @@ class CostModel:
         # those of sequences, go where their rows are, with the length of each bag.
         is_fixed = self.fixed_hotness and use.pooled
         sent = num_samples * hotness * (1.0 if is_fixed else share)
-        ids = ID_BYTES * (sent if is_fixed else sent + bags)
+        ids = ID_BYTES * sent + (0 if is_fixed else LENGTH_BYTES * bags)
         lookups = num_ranks * num_samples * hotness * share
+        touched = self._touched(use, num_ranks) * share
         vectors = bags if use.pooled else num_samples * hotness * share
         width = shard.num_columns
         out_itemsize = use.output_dtype.itemsize
@@ -136,9 +151,11 @@ class CostModel:
         weight_row = _granular(width * spec.dtype.itemsize)
         return np.array(
             [
-                num_ranks * ids + lookups * weight_row + num_ranks * vectors * width * out_itemsize,
-                lookups * _granular(width * out_itemsize)
-                + self._touched(shard.num_rows, lookups) * self._row_update(use, width),
+                num_ranks * ids
+                + _looked_up(lookups, touched, weight_row)
+                + num_ranks * vectors * width * out_itemsize,
+                SUMMED_GRADIENT_BYTE * lookups * _granular(width * out_itemsize)
+                + touched * self._row_update(use, width),
                 ids,
                 forward,
                 backward,
@@ -158,14 +175,17 @@ class CostModel:
         if placement is not Placement.DATA_PARALLEL:
             _, _, ids, forward, backward, _ = loads.sum(axis=0)
             held = ids + forward + backward + 2 * output
+            if self.topology.num_ranks == 1:
+                # Lookups write their vectors where the model reads them.
+                return Everywhere(held_bytes=held)
             return Everywhere(forward + output, backward + output, 0.0, held)
         lookups = num_samples * hotness
         dense = spec.num_rows * (spec.dim + 1) * 4
         ids = ID_BYTES * lookups
         weight_row = _granular(spec.dim * spec.dtype.itemsize)
-        gradients = lookups * _granular(spec.dim * use.output_dtype.itemsize)
+        gradients = SUMMED_GRADIENT_BYTE * lookups * _granular(spec.dim * use.output_dtype.itemsize)
         return Everywhere(
-            ids + lookups * weight_row + output,
+            ids + _looked_up(lookups, self._touched(use, 1), weight_row) + output,
             gradients + DENSE_PASSES * dense + spec.num_rows * self._row_update(use, spec.dim),
             dense,
             self.weight_bytes(use, spec.num_rows, spec.dim)
@@ -180,10 +200,15 @@ class CostModel:
         row = _granular(width * use.spec.dtype.itemsize)
         return 2 * (row + self.rule.num_states * _granular(state))
 
-    @staticmethod
-    def _touched(num_rows: int, lookups: float) -> float:
-        """Different rows among uniform ``lookups``, expected."""
-        return -num_rows * math.expm1(-lookups / num_rows)
+    def _touched(self, use: TableUse, num_ranks: int) -> float:
+        """Different rows that the batches of ``num_ranks`` ranks look up, expected."""
+        num_rows, drawn = use.spec.num_rows, []
+        for feature in use.features:
+            num_ids, exponent = self.batch_size * self.hotness.get(feature, 1.0), 0.0
+            if feature in self.distinct_ids:
+                exponent = exponent_of(num_rows, num_ids, self.distinct_ids[feature])
+            drawn.append((num_ranks * num_ids, exponent))
+        return expected_distinct(num_rows, drawn)
 
     def lookup_seconds(self, num_bytes: Any) -> Any:
         """Of ``LOOKUP`` bytes, a number or an array."""
@@ -276,6 +301,10 @@ def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:
     """Bytes that a number of ``use``'s vectors takes on its way: the narrower of the two."""
     out = use.output_dtype.itemsize
     return out if dtype is None else min(dtype.itemsize, out)
+
+
+def _looked_up(lookups: float, touched: float, row_bytes: int) -> float:
+    return (touched + CACHED_ROW_BYTE * (lookups - touched)) * row_bytes
 
 
 def _granular(num_bytes: int) -> int:

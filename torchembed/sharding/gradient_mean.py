@@ -19,6 +19,9 @@ from torchembed.sharding.finished_work import wait_for
 from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.tables import table_of
 
+BUCKET_BYTES = 1 << 22
+"""A bucket takes no more parameters once it has as many."""
+
 
 class _Bucket:
     """Parameters whose gradients are reduced together, once all of them are there."""
@@ -66,7 +69,7 @@ class GradientMean:
         *,
         dtype: torch.dtype | None = None,
         push: PushedMean | None = None,
-        bucket_bytes: int = 1 << 22,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._parameters = list(parameters)
         self._places: dict[Tensor, int] = {p: place for place, p in enumerate(self._parameters)}

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.costs import TableUse
 from torchembed.sharding.plan import ShardingPlan
 from torchembed.sharding.plan_report import PlanReport, bytes_text
@@ -57,22 +58,25 @@ def memory_budget(
     rank: int,
     *,
     report: PlanReport | None,
+    rule: UpdateRule | None = None,
     dense_bytes: int,
     free_bytes: int,
 ) -> MemoryBudget:
-    """Of ``rank`` under ``plan``; ``report`` where a planner knows optimizer and batches."""
-    row_bytes = sum(
-        shard.num_rows * shard.num_columns * tables[of_table.table].spec.dtype.itemsize
-        for of_table in plan.tables
-        for shard in of_table.shards
-        if shard.rank == rank
-    )
-    cost = None if report is None else report.ranks[rank]
+    """Of ``rank`` under ``plan``; ``report`` where a planner knows optimizer and batches, ``rule``
+    where the optimizer is known without one."""
+    row_bytes, state_bytes = 0, None
+    mine = [(table.table, s) for table in plan.tables for s in table.shards if s.rank == rank]
+    for table, shard in mine:
+        row_bytes += shard.num_rows * shard.num_columns * tables[table].spec.dtype.itemsize
+    if report is not None:
+        state_bytes = report.ranks[rank].weight_bytes - row_bytes
+    elif rule is not None:
+        state_bytes = sum(rule.state_bytes(shard.num_rows, shard.num_columns) for _, shard in mine)
     return MemoryBudget(
         rank=rank,
         row_bytes=row_bytes,
-        state_bytes=None if cost is None else cost.weight_bytes - row_bytes,
-        buffer_bytes=None if cost is None else cost.buffer_bytes,
+        state_bytes=state_bytes,
+        buffer_bytes=None if report is None else report.ranks[rank].buffer_bytes,
         dense_bytes=dense_bytes,
         free_bytes=free_bytes,
     )

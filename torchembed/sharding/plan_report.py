@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from torchembed.sharding.costs import (
+    ALL_REDUCE_EXCHANGES,
     LOOKUP_KERNELS,
     UPDATE_KERNELS,
     CostModel,
@@ -13,6 +14,7 @@ from torchembed.sharding.costs import (
     Load,
     TableUse,
 )
+from torchembed.sharding.dense_costs import DenseCost, DenseUse, dense_cost
 from torchembed.sharding.plan import Placement, ShardingPlan
 from torchembed.sharding.topology import Topology
 
@@ -77,6 +79,8 @@ class PlanReport:
     batch_size: int
     tables: tuple[TableCost, ...]
     ranks: tuple[RankCost, ...]
+    dense: DenseCost | None = None
+    """Of everything else, the same on each rank; None where only tables are known."""
 
     @property
     def seconds(self) -> float:
@@ -109,6 +113,7 @@ class PlanReport:
             "",
             *_aligned([_RANK_HEAD, *(_rank_row(rank) for rank in self._shown())], num_left=1),
             "",
+            *([] if self.dense is None else [_dense_line(self.dense)]),
             summary,
         ]
         return "\n".join(lines)
@@ -121,7 +126,12 @@ class PlanReport:
         return list({rank.rank: rank for rank in (by_time[0], by_time[-1], fullest)}.values())
 
 
-def report_plan(plan: ShardingPlan, tables: Mapping[str, TableUse], model: CostModel) -> PlanReport:
+def report_plan(
+    plan: ShardingPlan,
+    tables: Mapping[str, TableUse],
+    model: CostModel,
+    dense: DenseUse | None = None,
+) -> PlanReport:
     """What ``plan``, however it was made, costs under ``model``."""
     topology = model.topology
     loads = np.zeros((topology.num_ranks, len(Load)))
@@ -158,6 +168,7 @@ def report_plan(plan: ShardingPlan, tables: Mapping[str, TableUse], model: CostM
         batch_size=model.batch_size,
         tables=tuple(costs),
         ranks=tuple(_rank_costs(model, loads, weights, everywhere)),
+        dense=None if dense is None else dense_cost(dense, model),
     )
 
 
@@ -166,9 +177,10 @@ def _rank_costs(
 ) -> Iterator[RankCost]:
     topology = model.topology
     wires = model.wire_seconds(loads)
-    wires += topology.exchange_seconds * (wires > 0)
+    wires += topology.collective_seconds * (wires > 0)
     reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
-    reduce += topology.exchange_seconds * (reduce > 0)
+    reduce += ALL_REDUCE_EXCHANGES * topology.collective_seconds * (reduce > 0)
+    calls = 1 + (reduce > 0)
     for rank, (load, wire) in enumerate(zip(loads, wires, strict=True)):
         held = load[Load.HELD] + everywhere.held_bytes
         yield RankCost(
@@ -176,9 +188,9 @@ def _rank_costs(
             weight_bytes=int(weights[rank]),
             buffer_bytes=round(held) - int(weights[rank]),
             lookup_seconds=float(model.lookup_seconds(load[Load.LOOKUP] + everywhere.lookup_bytes))
-            + LOOKUP_KERNELS * topology.kernel_seconds,
+            + calls * LOOKUP_KERNELS * topology.kernel_seconds,
             update_seconds=float(model.update_seconds(load[Load.UPDATE] + everywhere.update_bytes))
-            + UPDATE_KERNELS * topology.kernel_seconds,
+            + calls * UPDATE_KERNELS * topology.kernel_seconds,
             ids_seconds=float(wire[0]),
             vectors_seconds=float(wire[1]),
             gradients_seconds=float(wire[2]),
@@ -206,6 +218,16 @@ def _rank_row(rank: RankCost) -> tuple[str, ...]:
     parts = (_ms(getattr(rank, f"{part}_seconds")) for part in TIME_PARTS)
     held = (bytes_text(rank.weight_bytes), bytes_text(rank.buffer_bytes))
     return (str(rank.rank), *held, *parts, _ms(rank.seconds))
+
+
+def _dense_line(dense: DenseCost) -> str:
+    parts = {
+        "forward": dense.forward_seconds,
+        "backward": dense.backward_seconds,
+        "mean of gradients": dense.mean_seconds,
+        "update": dense.update_seconds,
+    }
+    return "dense part, ms: " + ", ".join(f"{_ms(value)} {name}" for name, value in parts.items())
 
 
 def _ms(seconds: float) -> str:

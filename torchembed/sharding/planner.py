@@ -5,10 +5,13 @@ import math
 from collections.abc import Mapping
 from typing import cast
 
+import torch
+
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim import Adagrad
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.sharding.costs import CostModel, TableUse
+from torchembed.sharding.dense_costs import DenseUse
 from torchembed.sharding.options import TableConstraint, table_options
 from torchembed.sharding.plan import Placement, ShardingPlan, as_placement
 from torchembed.sharding.plan_report import PlanReport, bytes_text, report_plan
@@ -32,11 +35,17 @@ class Planner:
     """Samples of each rank."""
     hotness: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Lookups a sample of each feature, on average; 1 where not named."""
+    distinct_ids: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Different ids of each feature in a rank's batch, on average: ``values.unique().numel()`` of
+    some batch. They say how skewed ids are, and so how many rows come from memory, and are updated,
+    on any number of ranks. As of uniform ids, the most that there can be, where not named."""
     optimizer: type[FusedOptimizer] = Adagrad
     """That the tables will have: its state takes memory and is read and written."""
     fixed_hotness: bool = False
     """True where batches come with a hotness and no offsets: ids of a pooled row-wise table then go
     to all of its ranks, and not each to the one that holds its row."""
+    autocast: torch.dtype | None = None
+    """In which the dense part computes, as of ``TrainPipeline``; its own dtype by default."""
     placements: tuple[Placement | str, ...] = tuple(Placement)
     """Those allowed for tables whose own constraint names none."""
     constraints: Mapping[str, TableConstraint] = dataclasses.field(default_factory=dict)
@@ -48,8 +57,8 @@ class Planner:
     No bound by default, since a step takes as long as its slowest rank. Where one table has most of
     the lookups, it takes more work on all ranks to make them even: once its rows are divided over
     all, each sends a vector for every sample. MLPerf's DLRM-DCNv2 on 256 H200 is predicted to take
-    36 ms with the slowest rank at 5.5 times the mean, and 56 ms within 1.15 times, of which a rank
-    has 53 ms to do on average instead of 6. Up to 16 the fastest plan is within 1.05 times."""
+    34 ms with the slowest rank at 2.7 times the mean, and 58 ms within 1.15 times, of which a rank
+    has 56 ms to do on average instead of 13. Up to 16 the fastest plan is within 1.05 times."""
     topology: Topology | None = None
     """Ranks, memory and bandwidths; None: those that the mesh's ranks have when planning."""
 
@@ -59,6 +68,13 @@ class Planner:
         for feature, lookups in self.hotness.items():
             if not lookups >= 0:
                 raise ValueError(f"hotness of {feature} must not be negative, got {lookups}")
+        for feature, count in self.distinct_ids.items():
+            num_ids = self.batch_size * self.hotness.get(feature, 1.0)
+            if not 0 < count <= num_ids:
+                raise ValueError(
+                    f"distinct_ids of {feature} must be positive and at most the {num_ids:g} ids "
+                    f"that batch_size and hotness give a batch, got {count}"
+                )
         if not self.max_imbalance >= 1:
             raise ValueError(f"max_imbalance must be at least 1, got {self.max_imbalance}")
         if not self.placements:
@@ -72,6 +88,7 @@ class Planner:
         topology: Topology | None = None,
         *,
         wire: WirePrecision | None = None,
+        dense: DenseUse | None = None,
     ) -> PlanReport:
         """The plan for ``tables``, by name, with what it costs. Communicates and allocates nothing.
 
@@ -79,10 +96,11 @@ class Planner:
             tables: as :func:`~torchembed.modules.table_uses` finds them in a model.
             topology: in place of the planner's own; one of them must be given.
             wire: in which vectors and gradients travel; as they are by default.
+            dense: all else, whose part of a step the report then holds.
 
         Raises:
-            ValueError: for a constraint or hotness of what is not there, for a constraint that
-                leaves no placement, and for tables that do not fit.
+            ValueError: for a constraint, hotness or distinct ids of what is not there, for a
+                constraint that leaves no placement, and for tables that do not fit.
         """
         topology = topology or self.topology
         if topology is None:
@@ -97,6 +115,7 @@ class Planner:
             wire=wire or WirePrecision(),
             fixed_hotness=self.fixed_hotness,
             hotness=self.hotness,
+            distinct_ids=self.distinct_ids,
         )
         allowed = cast("tuple[Placement, ...]", self.placements)
         options = [
@@ -112,7 +131,7 @@ class Planner:
         plan = ShardingPlan(
             num_ranks=topology.num_ranks, tables=tuple(plans), num_nodes=topology.num_nodes
         )
-        report = report_plan(plan, tables, model)
+        report = report_plan(plan, tables, model, dense)
         if found.missing_bytes > 0:
             raise ValueError(_refusal(report))
         return report
@@ -124,11 +143,12 @@ class Planner:
                 f"constraints name tables {unknown}, which the model lacks; it has {list(tables)}"
             )
         features = sorted({feature for use in tables.values() for feature in use.features})
-        unknown = sorted(set(self.hotness) - set(features))
-        if unknown:
-            raise ValueError(
-                f"hotness names features {unknown}, which no table has; they have {features}"
-            )
+        for name, given in (("hotness", self.hotness), ("distinct_ids", self.distinct_ids)):
+            unknown = sorted(set(given) - set(features))
+            if unknown:
+                raise ValueError(
+                    f"{name} names features {unknown}, which no table has; they have {features}"
+                )
 
 
 NUM_HEAVIEST = 3

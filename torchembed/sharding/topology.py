@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import socket
 from collections import Counter
 from pathlib import Path
@@ -32,28 +33,37 @@ class Hardware:
     """That a kernel takes beside the bytes it moves."""
     exchange_seconds: float = 0.0
     """That an exchange between ranks takes beside its bytes."""
+    peer_seconds: float = 0.0
+    """That it takes more for each rank."""
+    flops: float = math.inf
+    """A second that a dense part of 16-bit products reaches."""
 
 
 # Memory: a large copy on one GPU. Intra-node: NCCL all-to-alls and all-reduces of 3 to 109 MB a GPU
-# over 8 H200 in CUDA graphs; the H100 has the same NVLink. Inter-node is not measured: nine tenths
-# of one 400 Gb/s adapter a GPU. `bench.costs` fits these figures and says how far off they are.
+# over 2 and 8 H200 in CUDA graphs; the H100 has the same NVLink. Inter-node is not measured: nine
+# tenths of one 400 Gb/s adapter a GPU. FLOPs: of DLRM-DCNv2's dense part. `bench.costs` says how
+# far off these figures are.
 H100 = Hardware(
     name="H100",
     memory_bytes=78 << 30,
     memory_bandwidth=3.0e12,
-    intra_node_bandwidth=332e9,
+    intra_node_bandwidth=290e9,
     inter_node_bandwidth=45e9,
     kernel_seconds=7e-6,
-    exchange_seconds=39e-6,
+    exchange_seconds=4e-6,
+    peer_seconds=3.6e-6,
+    flops=400e12,
 )
 H200 = Hardware(
     name="H200",
     memory_bytes=139 << 30,
     memory_bandwidth=4.23e12,
-    intra_node_bandwidth=332e9,
+    intra_node_bandwidth=290e9,
     inter_node_bandwidth=45e9,
     kernel_seconds=7e-6,
-    exchange_seconds=39e-6,
+    exchange_seconds=4e-6,
+    peer_seconds=3.6e-6,
+    flops=400e12,
 )
 # Round numbers for one core of a server and gloo between processes: plans ask for ratios.
 CPU = Hardware(
@@ -62,6 +72,7 @@ CPU = Hardware(
     memory_bandwidth=10e9,
     intra_node_bandwidth=1e9,
     inter_node_bandwidth=1e9,
+    flops=1e12,
 )
 GPUS = (H100, H200)
 """Those whose figures are known; another GPU is taken for the first one, with its own memory."""
@@ -85,6 +96,10 @@ class Topology:
     """That a kernel takes beside the bytes it moves."""
     exchange_seconds: float = 0.0
     """That an exchange between ranks takes beside its bytes."""
+    peer_seconds: float = 0.0
+    """That it takes more for each rank."""
+    flops: float = math.inf
+    """A second that a dense part of 16-bit products reaches."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -96,6 +111,11 @@ class Topology:
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def collective_seconds(self) -> float:
+        """That an exchange between all ranks takes beside its bytes."""
+        return self.exchange_seconds + self.num_ranks * self.peer_seconds
 
     def node_of(self, rank: int) -> int:
         """The node that ``rank`` is on."""
@@ -115,6 +135,8 @@ class Topology:
             inter_node_bandwidth=hardware.inter_node_bandwidth,
             kernel_seconds=hardware.kernel_seconds,
             exchange_seconds=hardware.exchange_seconds,
+            peer_seconds=hardware.peer_seconds,
+            flops=hardware.flops,
         )
 
     @classmethod
@@ -142,8 +164,10 @@ class Topology:
                 int(hardware.memory_bandwidth),
                 int(hardware.intra_node_bandwidth),
                 int(hardware.inter_node_bandwidth),
+                int(hardware.flops),
                 round(hardware.kernel_seconds * 1e9),
                 round(hardware.exchange_seconds * 1e9),
+                round(hardware.peer_seconds * 1e9),
             ],
             device="cpu",
         )
@@ -164,8 +188,8 @@ class Topology:
             for host, figures in zip(hosts, gathered, strict=True)
         ]
         figures = torch.stack(gathered)
-        memory, within, between = figures[:, 2:5].amin(dim=0).tolist()
-        kernel_ns, exchange_ns = figures[:, 5:].amax(dim=0).tolist()
+        memory, within, between, flops = figures[:, 2:6].amin(dim=0).tolist()
+        kernel_ns, exchange_ns, peer_ns = figures[:, 6:].amax(dim=0).tolist()
         return cls(
             num_nodes=num_nodes,
             ranks_per_node=len(hosts) // num_nodes,
@@ -175,6 +199,8 @@ class Topology:
             inter_node_bandwidth=between,
             kernel_seconds=kernel_ns * 1e-9,
             exchange_seconds=exchange_ns * 1e-9,
+            peer_seconds=peer_ns * 1e-9,
+            flops=flops,
         )
 
 

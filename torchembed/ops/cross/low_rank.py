@@ -16,7 +16,7 @@ from torchembed.ops.cross.schema import (
     low_rank_cross_scale_op,
 )
 from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
-from torchembed.ops.weight_gradients import weight_gradient
+from torchembed.ops.weight_gradients import keep_parameters, weight_gradient
 
 
 class _LowRankCrossNetwork(torch.autograd.Function):
@@ -34,6 +34,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
             hs.append(h)
             zs.append(z)
         ctx.save_for_backward(*xs[:-1], *hs, *zs, *parameters)
+        keep_parameters(ctx, *parameters)
         ctx.num_layers, ctx.widths = num_layers, [part.shape[1] for part in parts]
         return xs[-1]
 
@@ -44,12 +45,18 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         xs, hs, zs, v, u, bias = (
             saved[part * num_layers : (part + 1) * num_layers] for part in range(6)
         )
+        of_v, of_u, of_bias = (
+            ctx.parameters[part * num_layers : (part + 1) * num_layers] for part in range(3)
+        )
         is_needed = ctx.needs_input_grad[1 + len(ctx.widths) :]
         grads, grads_v, grads_u, grads_bias = [], [], [], []
         # Where there is a product, sums are over the rows of its tiles; float32's have fewer rows.
         num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
-        sums = [empty_sums(b, num_rows, adds_partials=by_tiles) for b in bias[:-1]]
-        sums.append(empty_sums(bias[-1], num_rows, adds_partials=num_rows > SUMMED_AT_ONCE))
+        adds_partials = [by_tiles] * (num_layers - 1) + [num_rows > SUMMED_AT_ONCE]
+        sums = [
+            empty_sums(b, parameter, num_rows, adds_partials=adds)
+            for b, parameter, adds in zip(bias, of_bias, adds_partials, strict=True)
+        ]
         grad, grad_parts = grad.contiguous(), []
         next_grad_z = low_rank_cross_scale_op(grad, xs[0], sums[-1])
         for layer in reversed(range(num_layers)):
@@ -58,9 +65,9 @@ class _LowRankCrossNetwork(torch.autograd.Function):
             grad_h = grad_z @ u[layer]
             grad_bias, grad_u, grad_v = None, None, None
             if is_needed[2 * num_layers + layer]:
-                grad_bias = bias_gradient(bias[layer], sums[layer])
+                grad_bias = bias_gradient(bias[layer], of_bias[layer], sums[layer])
             if is_needed[num_layers + layer]:
-                grad_u = _product_gradient(u[layer], grad_z, hs[layer])
+                grad_u = _product_gradient(of_u[layer], grad_z, hs[layer])
             if layer:
                 grad, next_grad_z = low_rank_cross_backward_op(
                     grad, grad_h, v[layer], xs[0], sums[layer - 1]
@@ -71,14 +78,14 @@ class _LowRankCrossNetwork(torch.autograd.Function):
                 )
             # After the last use of v, which may be updated as soon as its gradient is there.
             if is_needed[layer]:
-                grad_v = _product_gradient(v[layer], grad_h, xs[layer])
+                grad_v = _product_gradient(of_v[layer], grad_h, xs[layer])
             grads_bias.insert(0, grad_bias)
             grads_u.insert(0, grad_u)
             grads_v.insert(0, grad_v)
         return None, *grad_parts, *grads_v, *grads_u, *grads_bias
 
 
-def _product_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+def _product_gradient(weight: Tensor | None, grad: Tensor, x: Tensor) -> Tensor | None:
     return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
 
 

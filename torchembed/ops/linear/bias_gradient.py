@@ -12,18 +12,25 @@ SUMMED_AT_ONCE = 1024
 """So many samples, but for those of a product's tiles, one kernel sums."""
 
 
-def empty_sums(bias: Tensor, num_rows: int, *, adds_partials: bool) -> Tensor:
+def empty_sums(
+    bias: Tensor, parameter: Tensor | None, num_rows: int, *, adds_partials: bool
+) -> Tensor:
     """Where an operation puts the sums over ``num_rows`` samples for ``bias [N]``: its gradient's
     memory, ``[N]``. Where gradients of weights are deferred, and the operation would add partial
-    sums up in a second kernel, float32 ``[P, N]`` for these, which :func:`bias_gradient` adds."""
+    sums up in a second kernel, float32 ``[P, N]`` for these, which :func:`bias_gradient` adds.
+
+    Args:
+        bias: as it was saved; ``parameter``, as it was kept.
+    """
     if not (adds_partials and are_deferred()):
-        return gradient_memory(bias)
+        return gradient_memory(bias, parameter)
     num_partials = -(-num_rows // ROWS_OF_PARTIAL)
     return torch.empty(num_partials, bias.numel(), device=bias.device, dtype=torch.float32)
 
 
-def bias_gradient(bias: Tensor, sums: Tensor) -> Tensor | None:
-    """What ``backward`` returns for ``bias``, once ``sums`` are there."""
+def bias_gradient(bias: Tensor, parameter: Tensor | None, sums: Tensor) -> Tensor | None:
+    """What ``backward`` returns for ``bias``, once ``sums`` are there; arguments as for
+    :func:`empty_sums`."""
     if sums.dim() == 1:
         return sums
 
@@ -32,4 +39,4 @@ def bias_gradient(bias: Tensor, sums: Tensor) -> Tensor | None:
         sum_partials_op(sums, memory)
         return memory
 
-    return weight_gradient(bias, total)
+    return weight_gradient(parameter, total)

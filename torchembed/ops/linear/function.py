@@ -14,7 +14,7 @@ from torchembed.ops.linear.schema import (
     linear_to_one_forward_op,
     sum_rows_op,
 )
-from torchembed.ops.weight_gradients import gradient_memory, weight_gradient
+from torchembed.ops.weight_gradients import gradient_memory, keep_parameters, weight_gradient
 
 
 class _Linear(torch.autograd.Function):
@@ -28,28 +28,30 @@ class _Linear(torch.autograd.Function):
         else:
             output = torch.addmm(bias, x, weight.t())
         ctx.save_for_backward(x, weight, bias, output if relu else None)
+        keep_parameters(ctx, weight, bias)
         return output
 
     @staticmethod
     @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, output = ctx.saved_tensors
+        of_weight, of_bias = ctx.parameters
         grad_x, grad_weight, grad_bias, sums = None, None, None, None
         # Rows that are apart, as those of a concatenation's gradient, need no copy.
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if output is not None:
             num_rows = grad.shape[0]
-            sums = empty_sums(bias, num_rows, adds_partials=num_rows > SUMMED_AT_ONCE)
+            sums = empty_sums(bias, of_bias, num_rows, adds_partials=num_rows > SUMMED_AT_ONCE)
             grad = linear_relu_backward_op(grad, output, sums)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
         if output is None and ctx.needs_input_grad[2]:
-            sums = gradient_memory(bias)
+            sums = gradient_memory(bias, of_bias)
             sum_rows_op(grad, sums)
         if sums is not None and ctx.needs_input_grad[2]:
-            grad_bias = bias_gradient(bias, sums)
+            grad_bias = bias_gradient(bias, of_bias, sums)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
+            grad_weight = weight_gradient(of_weight, lambda out: torch.mm(grad.t(), x, out=out))
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -57,14 +59,16 @@ class _LinearToOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
+        keep_parameters(ctx, weight, bias)
         return linear_to_one_forward_op(x, weight, bias)
 
     @staticmethod
     @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        grad_weight = gradient_memory(weight)
-        grad_bias = gradient_memory(bias) if ctx.needs_input_grad[2] else None
+        of_weight, of_bias = ctx.parameters
+        grad_weight = gradient_memory(weight, of_weight)
+        grad_bias = gradient_memory(bias, of_bias) if ctx.needs_input_grad[2] else None
         grad_x = linear_to_one_backward_op(grad.contiguous(), x, weight, grad_weight, grad_bias)
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, grad_bias
 

@@ -1,6 +1,7 @@
 """The public function ``rowwise_update``, and the rule that it takes."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,10 @@ class UpdateRule:
         if self.kind is OptimizerKind.ROWWISE_ADAGRAD:
             return (num_rows,)
         return (num_rows, dim)
+
+    def state_bytes(self, num_rows: int, dim: int) -> int:
+        """Of all its state tensors."""
+        return self.num_states * 4 * math.prod(self.state_shape(num_rows, dim))
 
 
 class RowGradients(NamedTuple):
