@@ -63,7 +63,7 @@ def padded_outcomes_of(
     optimizers = make_optimizers(model)
     pipeline = TrainPipeline(model, loss_fn, optimizers)
     first = jagged_step(model, optimizers, loss_fn)
-    yield from padded_steps_of(first, pipeline, batches, None)
+    yield from padded_steps_of(first, pipeline, batches)
 
 
 def losses(outcomes: Iterator[StepOutcome]) -> list[float]:

@@ -239,7 +239,7 @@ class JaggedRoute(Route):
 
         Args:
             capacity: of what each rank sends to each, where it was not announced; the same on all
-                ranks, and no less than :meth:`needed_capacity` says on any.
+                ranks. Where :meth:`needed_capacity` says more on any, the route is of no use.
         """
         layout, group, buckets = self._layout, self._group, self._buckets
         num_samples, num_ranks = self._num_samples, layout.num_ranks
@@ -268,9 +268,9 @@ class JaggedRoute(Route):
         piece_lengths = torch.stack([part.sum(dim=1) for part in by_rank])
         if capacity is not None:
             spare = capacity - piece_lengths.sum(dim=1, keepdim=True)
-            piece_lengths = torch.cat([piece_lengths, spare], dim=1)
+            piece_lengths = torch.cat([piece_lengths, spare.clamp_min(0)], dim=1)
         of_rank = piece_lengths.shape[1]
-        self._piece_offsets = torch.nn.functional.pad(piece_lengths.flatten().cumsum(0), (1, 0))
+        self._piece_offsets = self._offsets_of(piece_lengths, values, capacity)
         self._pieces = [r * of_rank + k for k in range(mine) for r in range(num_ranks)]
         in_order = permute_features(
             values,
@@ -281,7 +281,7 @@ class JaggedRoute(Route):
             num_ids=values.shape[0],
             weights=weights,
         )
-        offsets = torch.nn.functional.pad(torch.cat(by_rank, dim=1).flatten().cumsum(0), (1, 0))
+        offsets = self._offsets_of(torch.cat(by_rank, dim=1), values, capacity)
         self.features = SparseFeatures(
             keys=self._block_keys(),
             values=in_order.values,
@@ -289,6 +289,11 @@ class JaggedRoute(Route):
             offsets=offsets,
             weights=in_order.weights,
         )
+
+    def _offsets_of(self, lengths: Tensor, values: Tensor, capacity: int | None) -> Tensor:
+        """Of ``lengths`` among ``values``; within these also where the capacity was too small."""
+        offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+        return offsets if capacity is None else offsets.clamp_max(values.shape[0])
 
     def _places_sent(self, capacity: int | None) -> slice | Tensor:
         """Where what is sent to the ranks stands in the sorted ids; spare positions anywhere."""

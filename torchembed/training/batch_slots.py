@@ -71,12 +71,6 @@ class BatchSlots:
             pinned = pinned[: source.shape[0]]
         return pinned.copy_(source)
 
-    def clear(self, slot: int) -> None:
-        """Let ``slot`` hold zeros, once it is filled."""
-        self.wait_until_filled(slot)
-        for tensor in self._tensors[slot]:
-            tensor.zero_()
-
     def wait_until_filled(self, slot: int) -> None:
         """Let the current stream wait for the copy to ``slot``."""
         filled = self._filled[slot]

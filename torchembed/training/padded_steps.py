@@ -1,8 +1,8 @@
 """Steps on jagged batches in memory that has room for more ids than each has: static steps.
 
 How many ids of a batch go from one rank to another, only the GPU knows at first. A thread of its
-own finds out for the batches to come, over all ranks and through the CPU, so that the host knows
-before a batch is prepared whether the captured steps have room for it.
+own finds out for the batches to come, over all ranks and through the CPU. A batch is prepared
+without waiting for that, and again in steps with more room where it turns out to need them.
 """
 
 import functools
@@ -16,6 +16,7 @@ from torchembed.core.host_numbers import HostNumbers
 from torchembed.training.batch_layout import (
     dense_tensors,
     is_on_gpu,
+    num_ids_in,
     to_device,
     with_dense_tensors,
     with_sparse_features,
@@ -47,7 +48,6 @@ class PaddedSteps:
         make_step: a static step for an example, calls and room.
         calls: all lookups of the model.
         worker: the thread that may wait for sizes.
-        group: the ranks that train together; None for one.
     """
 
     def __init__(
@@ -56,10 +56,9 @@ class PaddedSteps:
         calls: Sequence[CollectionCall],
         worker: Worker,
         device: torch.device,
-        group: Any,
     ) -> None:
         self._make_step, self._calls, self._worker = make_step, calls, worker
-        self._device, self._group = device, group
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._room = Room(num_ids=0, capacities=(0,) * len(calls))
         self._steps: CapturedSteps | None = None
@@ -83,19 +82,16 @@ class PaddedSteps:
             self._steps = None
 
     def announce(self, upcoming: Upcoming) -> None:
-        """Have the thread copy a batch to its slot, where there is room, and find out what it needs
-        on its way. Every rank announces the same batches in the same order."""
-        if self._steps is not None:
-            task = functools.partial(
-                _fill_and_measure,
-                self._steps.step,
-                self._calls,
-                upcoming,
-                self._room.num_ids,
-                event_on(torch.cuda.current_stream()) if is_on_gpu(upcoming.batch) else None,
-                self._stream,
-            )
-            upcoming.needs = self._worker.submit(task)
+        """Have the thread bring a batch to its slot, where there is room, and find out what it
+        needs on its way. Every rank announces the same batches in the same order."""
+        if self._steps is None:
+            return
+        step, room = self._steps.step, self._room.num_ids
+        given = event_on(torch.cuda.current_stream()) if is_on_gpu(upcoming.batch) else None
+        place = functools.partial(_place, step, upcoming, room, given, self._stream)
+        upcoming.placed = self._worker.submit(place)
+        needs = functools.partial(_needs, step, self._calls, upcoming, room)
+        upcoming.needs = self._worker.submit(needs)
 
     def has_room_for(self, upcoming: Upcoming) -> bool:
         """Whether steps can take the batch, the same on all ranks; waits until that is known.
@@ -103,7 +99,10 @@ class PaddedSteps:
         Raises:
             IndexError, ValueError, TypeError: where it cannot be looked up.
         """
-        needs = None if upcoming.needs is None else upcoming.needs.result()
+        if upcoming.placed is None or upcoming.needs is None:
+            return False
+        upcoming.placed.result()
+        needs = upcoming.needs.result()
         if needs is None:
             return False
         pairs = zip(needs, self._room.capacities, strict=True)
@@ -134,9 +133,7 @@ class PaddedSteps:
         """
         steps = self._steps
         assert steps is not None
-        if following is not None and not self._can_prepare(following):
-            assert steps.step.sorted is not None
-            steps.step.sorted.leave_out(following.turn)
+        if following is not None and not self._is_placed(following):
             following = None
         outcomes: list[StepOutcome] = []
 
@@ -155,13 +152,16 @@ class PaddedSteps:
         batch = with_dense_tensors(now.batch, dense_tensors(outcome.result.batch))
         return outcome._replace(result=outcome.result._replace(batch=batch))
 
-    def _can_prepare(self, following: Upcoming) -> bool:
-        """Whether there is room; one that cannot be looked up raises in its own step, where other
-        ranks do not wait for it."""
-        has_failed = following.needs is not None and following.needs.exception() is not None
-        if has_failed and self._group is None:
+    def _is_placed(self, following: Upcoming) -> bool:
+        """Whether the step can prepare the batch; then the current stream waits until it can."""
+        steps, placed, needs = self._steps, following.placed, following.needs
+        assert steps is not None and steps.step.sorted is not None
+        if placed is None or placed.exception() is not None or not placed.result():
             return False
-        return self.has_room_for(following)
+        if not steps.is_captured and needs is not None:
+            needs.exception()  # nothing else of this process may get in between
+        steps.step.sorted.wait_until_sorted(following.turn)
+        return True
 
 
 def _with_headroom(needed: int, before: int) -> int:
@@ -171,24 +171,33 @@ def _with_headroom(needed: int, before: int) -> int:
     return _ROUND_TO * math.ceil(_HEADROOM * needed / _ROUND_TO)
 
 
-def _fill_and_measure(
+def _place(
     step: StaticStep,
-    calls: Sequence[CollectionCall],
     upcoming: Upcoming,
     room: int,
     given: "torch.cuda.Event | None",
     stream: "torch.cuda.Stream | None",
-) -> list[int] | None:
-    """What the thread does for a batch, that is there from ``given`` on: each call's capacity; None
-    where it is no batch for these steps, or there is no room for a rank's ids."""
-    if not upcoming.is_jagged() or upcoming.num_ids > room:
-        return None
+) -> bool:
+    """Copy a batch, that is there from ``given`` on, to its slot and sort its ids there; False
+    where it is no batch for these steps, or there is no room for its ids."""
+    if not upcoming.own_kinds.jagged or num_ids_in(upcoming.batch) > room:
+        return False
     with on(stream):
         wait_for(given)
         step.slots.fill(upcoming.turn, with_sparse_features(upcoming.batch))
         assert step.sorted is not None
         step.sorted.sort(upcoming.turn)
-        return _agreed(calls, step.sorted.needed(upcoming.turn))
+    return True
+
+
+def _needs(
+    step: StaticStep, calls: Sequence[CollectionCall], upcoming: Upcoming, room: int
+) -> list[int] | None:
+    """Each call's capacity for a batch in its slot; None where it is not there on every rank."""
+    if not upcoming.is_jagged() or upcoming.num_ids > room:
+        return None
+    assert step.sorted is not None
+    return _agreed(calls, step.sorted.needed(upcoming.turn))
 
 
 def _measure(

@@ -30,8 +30,13 @@ class Upcoming:
     number: int
     agreed: Callable[[], list[int]]
     """The :class:`StepKinds` of all ranks' batches, and the most ids of one, negated."""
+    own_kinds: StepKinds
+    """This rank's batch's."""
     jagged: JaggedBatch | None = None
     """Where its ids are being announced."""
+    placed: "Future[bool] | None" = None
+    """Where it is brought to its slot of padded steps: whether it was, once the host has done its
+    part."""
     needs: "Future[list[int] | None] | None" = None
     """Where it is being found out what padded steps need for it."""
 

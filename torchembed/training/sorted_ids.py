@@ -10,6 +10,7 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Announced
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall
+from torchembed.training.streams import wait_for
 
 
 class Room(NamedTuple):
@@ -78,13 +79,9 @@ class SortedSlots:
             done.synchronize()
         return self._needed[turn].tolist()
 
-    def leave_out(self, turn: int) -> None:
-        """Let there be no ids in slot ``turn``, whose batch is not going to be prepared there."""
-        self._slots.clear(turn)
-        if self._graphs[turn] is None:
-            self.batches[turn] = None
-        else:
-            self.sort(turn)
+    def wait_until_sorted(self, turn: int) -> None:
+        """Let the current stream wait for the last :meth:`sort`."""
+        wait_for(self._done[turn])
 
     def capture(self, stream: "torch.cuda.Stream") -> None:
         """Capture the sorting of both slots, where that was not done, and do it again."""
