@@ -123,7 +123,8 @@ class PaddedSteps:
         self._steps = CapturedSteps(self._make_step(now.batch, self._calls, self._room))
         for announced in (now, *upcoming):
             self.announce(announced)
-        assert self.has_room_for(now)
+        has_room = self.has_room_for(now)
+        assert has_room
 
     def run(self, now: Upcoming, following: Upcoming | None) -> StepOutcome | None:
         """Train ``now``, that there is room for, and prepare ``following``.
