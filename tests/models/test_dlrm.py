@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.batches import NUM_ROWS, Clicks, clicks, collection
+from tests.models.batches import KEYS, NUM_ROWS, Clicks, clicks, collection
 from tests.tolerance import assert_follows, assert_same_bits
 from torchembed.models import DLRM, DLRM_DCNv2
+from torchembed.modules import EmbeddingBagCollection, EmbeddingBagConfig
 
 SIZES: dict[str, Any] = {
     "dense_in_features": 5,
@@ -152,3 +153,21 @@ def test_bad_arguments_are_named() -> None:
         TypeError, match=r"^embedding_bag_collection must be .*, got Linear, which has no "
     ):
         DLRM_DCNv2(nn.Linear(2, 2), **CROSS_SIZES)
+
+
+def test_the_cross_network_s_input_is_not_concatenated() -> None:
+    tables = EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name="rows", num_embeddings=NUM_ROWS, embedding_dim=4, feature_names=KEYS
+            )
+        ]
+    )
+    batch, model = clicks("cpu"), DLRM_DCNv2(tables, **CROSS_SIZES)
+    parts: list[Tensor] = []
+    model.cross.register_forward_pre_hook(lambda _, given: parts.extend(given))
+    results(model, batch, batch.sparse, torch.float32)
+    dense, pooled = parts
+    # The first columns are the dense part's, which nobody else has put there.
+    assert pooled._base is not None
+    assert_same_bits(pooled._base.flatten(1), torch.cat([dense, pooled], dim=1))

@@ -13,6 +13,7 @@ from tests.modules.clicks import Clicks, import_torchrec, pooled, random_clicks
 from tests.tolerance import assert_follows, assert_same_bits
 from tests.values import normal
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, Pooling
+from torchembed.ops.side_by_side import side_by_side
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -318,3 +319,61 @@ def test_what_the_module_says_of_itself(device: torch.device) -> None:
     assert EmbeddingBagCollection(TABLES, is_weighted=True).is_weighted()
     assert module.device.type == device.type
     assert EmbeddingBagCollection(TABLES, device="meta").device.type == "meta"
+
+
+def small_collection(num_reserved: int, *, weighted: bool, groups: int) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=7,
+            embedding_dim=4,
+            feature_names=(name,),
+            dtype=torch.bfloat16 if groups == 2 and name == "b" else torch.float32,
+        )
+        for name in ("a", "b")
+    ]
+    collection = EmbeddingBagCollection(configs, is_weighted=weighted)
+    collection.reserved_columns = num_reserved
+    return collection
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("jagged", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("num_reserved", [8, 3])
+def test_reserved_columns_change_no_vector(
+    num_reserved: int, weighted: bool, jagged: bool, groups: int
+) -> None:
+    values = torch.tensor([1, 6, 0, 0, 3, 3, 5, 2, 4])
+    bags: dict[str, Any] = {"hotness": (1, 2)}
+    if jagged:
+        bags = {"offsets": torch.tensor([0, 2, 2, 3, 3, 8, 9])}
+    found = []
+    for reserved in (0, num_reserved):
+        weights = normal(9, seed=1).requires_grad_() if weighted else None
+        features = torchembed.SparseFeatures(
+            keys=("a", "b"), values=values, batch_size=3, weights=weights, **bags
+        )
+        collection = small_collection(reserved, weighted=weighted, groups=groups)
+        vectors = collection(features).values()
+        joined = side_by_side(normal(3, num_reserved, seed=2), vectors)
+        assert vectors.is_contiguous() == (not reserved)
+        assert (joined.data_ptr() == vectors._base.data_ptr()) if reserved else True
+        (joined * normal(*joined.shape, seed=3)).sum().backward()
+        found.append([joined, *(p.grad for p in collection.parameters())])
+        if weights is not None:
+            found[-1].append(weights.grad)
+        # Prepared, and handed to two calls; gradients then go to an optimizer.
+        optimizer = torchembed.optim.Adagrad(collection.parameters(), lr=0.5)
+        optimizer.zero_grad()
+        prepared = collection.look_up(collection.prepare(features))
+        with collection.handing_over([prepared]):
+            twice = [
+                side_by_side(normal(3, num_reserved, seed=k), collection(features).values())
+                for k in range(2)
+            ]
+        (torch.stack(twice) * normal(2, *joined.shape, seed=4)).sum().backward()
+        optimizer.step()
+        found[-1] += [*twice, *(p.detach() for p in collection.parameters())]
+    for plain, reserving in zip(*found, strict=True):
+        assert_same_bits(plain, reserving)

@@ -43,6 +43,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     num_nodes: int = 1
     transport: WireTransport = WireTransport.COLLECTIVE
+    reserved: int = 0
+    """Columns that are left free before pooled vectors."""
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -97,6 +99,7 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
         model.tables = torchembed.EmbeddingBagCollection(
             configs, is_weighted=case.weighted, device=device, on_bad_id=case.on_bad_id
         )
+        model.tables.reserved_columns = case.reserved
     else:
         model.tables = torchembed.EmbeddingCollection(
             configs, device=device, on_bad_id=case.on_bad_id

@@ -1,6 +1,7 @@
 """The mean of dense gradients over ranks: in buckets, flat or not, deferred or not."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import torchembed
 from tests.ranks import run_on_ranks
 from tests.values import normal
 from torchembed.core.gradient_slots import joint_spans, slot_of
@@ -75,7 +77,7 @@ def local_gradients(rank: int, dtype: torch.dtype, kind: str, device: str) -> li
 
 
 def deferral(kind: str) -> Any:
-    if kind == "at once":
+    if kind in ("alone", "at once"):
         return contextlib.nullcontext()
     return DeferredWeightGradients(torch.cuda.Stream() if kind == "on a stream" else None)
 
@@ -145,6 +147,77 @@ def assert_means(
 
 def test_the_mean_of_all_ranks() -> None:
     assert_means(2, "cpu", ("at once", "at the end"), "gloo")
+
+
+class Brings(torch.autograd.Function):
+    """Has numbers averaged in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: GradientMean, sizes: Sequence[int], found: list[Tensor]
+    ) -> Tensor:
+        ctx.mean, ctx.sizes, ctx.found = mean, sizes, found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        for size in ctx.sizes:
+            numbers = torch.full((size,), 1.0 + dist.get_rank(), dtype=ctx.mean.numbers_dtype)
+            ctx.mean.add(numbers, ctx.found.append)
+        return grad, None, None, None
+
+
+FEW_AND_MANY = (3, 2), (600_000, 2)
+
+
+def means_of_numbers(_: None) -> list[Any]:
+    """On one rank: of numbers that come alone, and beside gradients at once and deferred, in each
+    way the numbers, the gradients and how many collectives there were."""
+    results: list[Any] = []
+    for dtype, sizes in itertools.product((None, torch.bfloat16), FEW_AND_MANY):
+        layers = MLP(4, [4, 4], bias=False)
+        unused = nn.Linear(1, 1, bias=False)
+        table = torchembed.EmbeddingBag(3, 1)
+        torchembed.optim.SGD(table.parameters(), lr=1.0)
+        parameters = [unused.weight, *layers.parameters()]
+        for parameter in parameters:
+            parameter.data.fill_(1.0)
+        group = dist.new_group()
+        mean = GradientMean([*parameters, table.weight], group, dtype=dtype, bucket_bytes=64)
+        x = torch.ones(1, 4, requires_grad=True)
+        for kind in ("alone", "at once", "at the end"):
+            found: list[Tensor] = []
+            # Only the collectives of a backward whose order of gradients is agreed on count.
+            for _ in range(2):
+                found.clear()
+                for parameter in parameters:
+                    parameter.grad = None
+                with torch.profiler.profile() as profile, deferral(kind):
+                    brought = Brings.apply(x, mean, sizes, found)
+                    (brought if kind == "alone" else layers(brought)).sum().backward()
+            names = [event.name for event in profile.events()]
+            results.append(
+                (
+                    kind,
+                    [(numbers.numel(), *numbers.unique().tolist()) for numbers in found],
+                    [None if p.grad is None else p.grad.unique().tolist() for p in parameters],
+                    names.count("c10d::allreduce_coalesced_"),
+                )
+            )
+    return results
+
+
+def test_numbers_travel_with_a_bucket() -> None:
+    expected = []
+    for sizes in (*FEW_AND_MANY, *FEW_AND_MANY):
+        numbers, gradients = [(size, 1.5) for size in sizes], [[0.0], [4.0], [4.0]]
+        expected += [
+            ("alone", numbers, [None, None, None], 1),
+            ("at once", numbers, gradients, 3),
+            ("at the end", numbers, gradients, 3),
+        ]
+    for found in run_on_ranks(2, means_of_numbers, None):
+        assert found == expected
 
 
 class Fails(torch.autograd.Function):

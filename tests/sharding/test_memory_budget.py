@@ -8,7 +8,7 @@ import torch
 from tests.sharding.planning import make_topology, make_use
 from torchembed import optim
 from torchembed.ops.rowwise_update import UpdateRule
-from torchembed.sharding import Planner, make_plan
+from torchembed.sharding import Planner, WireTransport, make_plan
 from torchembed.sharding.memory_budget import memory_budget
 
 TABLES = {
@@ -34,6 +34,20 @@ def test_of_a_planner_s_plan() -> None:
     assert str(fullest).startswith(f"rank {fullest.rank} will take ")
     assert " of 976.6 KiB free memory: 62.5 KiB of rows, 62.5 KiB of their optim" in str(fullest)
     assert str(fullest).endswith("512 B for the dense part's gradients and state")
+
+
+def test_what_arrives_by_push_has_channels() -> None:
+    planner = Planner(batch_size=4, placements=("table_wise",))
+    plain, pushed = (
+        planner.plan(TABLES, make_topology(1, 2), transport=transport)
+        for transport in WireTransport
+    )
+    assert plain.plan == pushed.plan
+    vectors = {"t": 4 * 16 * 4, "u": 4 * 8 * 4}  # of a rank's samples, of either table
+    for before, after in zip(plain.ranks, pushed.ranks, strict=True):
+        held = next(t.table for t in plain.plan.tables if t.shards[0].rank == before.rank)
+        more = 7 * (sum(vectors.values()) + 2 * vectors[held])
+        assert after.buffer_bytes - before.buffer_bytes == more
 
 
 def test_of_another_plan_rows_and_the_dense_part_are_known() -> None:

@@ -32,7 +32,7 @@ ALIKE = [
     for pooled, fixed in ((True, False), (True, True), (False, False))
 ]
 OTHERS = [
-    *(Case(placements=MIXED, weighted=True, fixed=fixed) for fixed in (False, True)),
+    *(Case(placements=MIXED, weighted=True, fixed=f, reserved=8 * f) for f in (False, True)),
     *(Case(placements=MIXED, fused=False, optimizer=name) for name in ("SGD", "Adagrad")),
     Case(placements=MIXED, pooled=False, fused=False, optimizer="SGD"),
     *(

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from tests.sharding.cases import (
 )
 from torchembed.data import Batch
 from torchembed.modules import MLP
+from torchembed.ops.side_by_side import side_by_side
+from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.sharding import WireTransport
 from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
@@ -37,7 +40,7 @@ NO_RANK = 99
 MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
 CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
-    Case(placements=MIXED, fixed=True, optimizer="RowwiseAdagrad"),
+    Case(placements=MIXED, fixed=True, optimizer="RowwiseAdagrad", reserved=8),
     Case(placements=MIXED, fixed=True, optimizer="Adam", weighted=True),
     Case(placements=dict.fromkeys("abcd", "row_wise"), fixed=True, dtype=torch.bfloat16),
     Case(placements=MIXED, fixed=True, fused=False, optimizer="SGD"),
@@ -45,12 +48,18 @@ CASES = [
 
 
 class WithLoss(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, derives: bool = False) -> None:
+        """``derives``: ids that forward makes are looked up too, before those of the batch."""
         super().__init__()
-        self.tables = model.tables
+        self.tables, self.derives = model.tables, derives
 
     def forward(self, features: torchembed.SparseFeatures) -> Tensor:
-        return exact_loss(vectors_of(self.tables(features)))
+        losses = []
+        if self.derives:
+            derived = dataclasses.replace(features, values=features.values // 2)
+            losses.append(exact_loss(vectors_of(self.tables(derived))))
+        losses.append(exact_loss(vectors_of(self.tables(features))))
+        return torch.stack(losses).sum()
 
 
 def static_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
@@ -104,15 +113,17 @@ class WithDense(nn.Module):
             for name in ("f0", "f1")
         ]
         self.tables = torchembed.EmbeddingBagCollection(configs, device="meta")
+        self.tables.reserved_columns = 4
         self.dense, self.over = MLP(3, [4]), MLP(12, [8, 1], activation_on_last=False)
 
     def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
         vectors = self.tables(sparse).values()
-        return self.over(torch.cat([self.dense(dense), vectors], dim=1))
+        return self.over(side_by_side(self.dense(dense), vectors))
 
 
-def train_dense(steps_are_static: bool) -> list[Any]:
-    """On a rank of gloo: losses, then parameters, of a model with a dense part."""
+def train_dense(kind: str) -> list[Any]:
+    """On a rank of gloo: losses, then parameters, of a model with a dense part; by ``"plain"``
+    steps of a pipeline, ``"static"`` ones, or steps ``"by hand"`` with deferred gradients."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = WithDense()
     plan = {"tables.embedding_bags.f0": "row_wise", "tables.embedding_bags.f1": "data_parallel"}
@@ -132,7 +143,21 @@ def train_dense(steps_are_static: bool) -> list[Any]:
         labels = torch.randint(2, (4,), generator=generator).float()
         batches.append(Batch(torch.rand(4, 3, generator=generator), sparse, labels))
     losses = []
-    if steps_are_static:
+    if kind == "by hand":
+        loss_fn = nn.functional.binary_cross_entropy_with_logits
+        for batch in batches[:5]:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = loss_fn(model(batch.dense, batch.sparse).squeeze(1), batch.labels)
+            with DeferredWeightGradients():
+                loss.backward()
+                with pytest.raises(RuntimeError, match="gradients of table f1, which every rank"):
+                    optimizers[0].step()
+                optimizers[0].step_early()
+            for optimizer in optimizers:
+                optimizer.step()
+            losses.append(loss.item())
+    elif kind == "static":
         step = StaticStep(
             model,
             pipeline._compute_loss,
@@ -161,18 +186,20 @@ def left_over() -> list[str]:
 
 def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any], list[str]]:
     """All that gloo's ranks do, in one launch."""
-    of_dense = [train_dense(static) for static in (False, True)]
+    of_dense = [train_dense(kind) for kind in ("plain", "static", "by hand")]
     return train_in_static_steps(runs), of_dense, left_over()
 
 
-def train_in_graphs(cases: list[Case], bad_rank: int) -> list[dict[str, Any]]:
+def train_in_graphs(
+    cases: list[Case], bad_rank: int, derives: bool = False
+) -> list[dict[str, Any]]:
     """On a rank of NCCL: its rows after training, what was raised, and whether graphs ran."""
     rank, results = dist.get_rank(), []
     for case in cases:
         model = make_model(case, "meta")
         plan, mesh = case.plan(dist.get_world_size()), case.mesh("cuda")
         torchembed.shard_embeddings(model, mesh, plan, transport=case.transport)
-        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model, derives=derives)
         optimizers = [] if optimizer is None else [optimizer]
         pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
         batches = (static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS))
@@ -220,8 +247,9 @@ def test_static_steps_equal_plain_ones() -> None:
     runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
     results, of_dense, left = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
     assert left == ([], []), "models outlive their last reference"
-    for plain, static in of_dense:
+    for plain, static, by_hand in of_dense:
         assert static == plain
+        assert by_hand == plain
     for number, (case, bad_rank) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
         expected = train_plainly(case, 2, bad_rank)
@@ -250,3 +278,19 @@ def test_graphs_equal_plain_steps_on_all_gpus(transport: WireTransport) -> None:
                 if errors:
                     mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
                     assert mine in errors[0]
+
+
+@pytest.mark.gpu
+def test_ids_of_forward_beside_those_looked_up_ahead_on_all_gpus() -> None:
+    cases = [dataclasses.replace(CASES[1], transport=transport) for transport in WireTransport]
+    num_ranks = torch.cuda.device_count()
+    for plain, pushed in run_on_ranks(
+        num_ranks, train_in_graphs, cases, NO_RANK, True, backend="cpu:gloo,cuda:nccl"
+    ):
+        assert plain["captured"]
+        assert pushed["captured"]
+        assert plain["rows"].keys() == pushed["rows"].keys()
+        for name, (_, rows, states) in plain["rows"].items():
+            _, pushed_rows, pushed_states = pushed["rows"][name]
+            for one, other in zip((rows, *states), (pushed_rows, *pushed_states), strict=True):
+                np.testing.assert_array_equal(one, other)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchembed.models.pooled import pooled_dims
 from torchembed.modules.cross import LowRankCross
+from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.interaction import DotInteraction
 from torchembed.modules.mlp import MLP
 
@@ -112,6 +113,9 @@ class DLRM_DCNv2(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.dense_arch = MLP(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         width = dense_arch_layer_sizes[-1] + sum(dims)
+        if isinstance(embedding_bag_collection, EmbeddingBagCollection):
+            # The cross network finds its whole input in one place.
+            embedding_bag_collection.reserved_columns = dense_arch_layer_sizes[-1]
         self.cross = LowRankCross(width, dcn_num_layers, dcn_low_rank_dim, device=dense_device)
         self.over_arch = MLP(
             width, over_arch_layer_sizes, activation_on_last=False, device=dense_device

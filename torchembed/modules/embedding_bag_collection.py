@@ -14,6 +14,7 @@ from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
 from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
+from torchembed.ops.side_by_side import after_reserved
 from torchembed.tables import Table
 
 
@@ -27,6 +28,11 @@ class EmbeddingBagCollection(Collection):
     that several tables use has the key ``feature@table``. Empty bags give zeros.
 
     Initial rows are functions of (seed, table name, row).
+
+    ``reserved_columns``, an attribute to be set before sharding, is room in memory before the
+    vectors of each result for what :func:`~torchembed.ops.side_by_side.side_by_side`, or
+    :class:`~torchembed.modules.LowRankCross`, is given in front of them, and which then copies none
+    of them. ``values()`` is a view then, whose rows are apart.
 
     Args:
         tables: :class:`~torchembed.EmbeddingBagConfig` or TorchRec's, names all different.
@@ -85,13 +91,16 @@ class EmbeddingBagCollection(Collection):
     ) -> SlotRows:
         return self._slots.prepare(arrivals, finds_runs=finds_runs)
 
-    def _look_up(self, lookups: SlotRows) -> Tensor:
+    def _look_up(self, lookups: SlotRows, *, ahead: bool) -> Tensor:
         poolings = [self._configs[table].pooling for table in self._feature_slots.tables]
-        return pooled_slots(lookups, poolings, self._output_dtype, self._weight_form)
+        return pooled_slots(
+            lookups, poolings, self._output_dtype, self._weight_form, self.reserved_columns
+        )
 
     def _result(self, features: Any, vectors: Tensor) -> Any:
         widths = [self._configs[table].embedding_dim for table in self._feature_slots.tables]
-        return keyed_result(features, self._feature_slots.names, widths, vectors)
+        values = after_reserved(vectors, self.reserved_columns)
+        return keyed_result(features, self._feature_slots.names, widths, values)
 
 
 def weighted_as_asked(batch: SparseFeatures, is_weighted: bool) -> SparseFeatures:

@@ -71,7 +71,7 @@ class EmbeddingCollection(Collection):
         rows = self._slots.prepare(features, finds_runs=finds_runs, num_ids=num_ids)
         return SizedRows(rows, num_ids)
 
-    def _look_up(self, lookups: "SizedRows") -> "SequenceVectors":
+    def _look_up(self, lookups: "SizedRows", *, ahead: bool) -> "SequenceVectors":
         return sequence_slots(*lookups, self._output_dtype, self._weight_form)
 
     def _result(self, features: Any, vectors: "SequenceVectors") -> dict[str, Any]:

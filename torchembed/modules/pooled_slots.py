@@ -17,22 +17,27 @@ def pooled_slots(
     poolings: Sequence[Pooling],
     output_dtype: torch.dtype,
     weight_form: WeightGradient,
+    num_reserved: int = 0,
 ) -> Tensor:
-    """``[B, sum of dims]``: the pooled vector of each slot, in slot order; one call for each group.
+    """``[B, num_reserved + sum of dims]``: the pooled vector of each slot, in slot order; one call
+    for each group.
 
     Args:
         rows: of each slot's ids.
         poolings: of each slot; equal within a group.
+        num_reserved: columns before them, which hold nothing in particular.
     """
+    if len(rows.groups) == 1:
+        num_empty, rest = divmod(num_reserved, rows.groups[0].entry.group.weight.shape[1])
+        if not rest:
+            groups = pooled_groups(rows, poolings, output_dtype, weight_form, num_empty=num_empty)
+            return groups[0][1].flatten(1)
     groups = pooled_groups(rows, poolings, output_dtype, weight_form)
-    if not groups:
-        return torch.empty(rows.batch_size, 0, dtype=output_dtype, device=rows.device)
-    if len(groups) == 1:
-        return groups[0][1].flatten(1)
     columns = [vector for _, vectors in groups for vector in vectors.unbind(1)]
     order = [slot for slots, _ in groups for slot in slots]
     by_slot = dict(zip(order, columns, strict=True))
-    return torch.cat([by_slot[slot] for slot in range(len(order))], dim=1)
+    reserved = torch.empty(rows.batch_size, num_reserved, dtype=output_dtype, device=rows.device)
+    return torch.cat([reserved, *(by_slot[slot] for slot in range(len(order)))], dim=1)
 
 
 def pooled_groups(
@@ -41,26 +46,32 @@ def pooled_groups(
     output_dtype: torch.dtype,
     weight_form: WeightGradient,
     store_of: Callable[[list[int]], LookupStore] | None = None,
+    num_empty: int = 0,
 ) -> list[tuple[list[int], Tensor]]:
-    """Of each group its slots and their pooled vectors, ``[B, slots, D]``; see
-    :func:`pooled_slots`. ``store_of`` slots stores these elsewhere, as ``store`` of
-    :func:`~torchembed.ops.pooled_lookup.pooled_lookup`."""
+    """Of each group its slots and their pooled vectors, ``[B, num_empty + slots, D]``, the first of
+    which are nobody's; see :func:`pooled_slots`. ``store_of`` slots stores these elsewhere, as
+    ``store`` of :func:`~torchembed.ops.pooled_lookup.pooled_lookup`."""
     groups = []
     for group_rows in rows.groups:
         entry, features, _ = group_rows
+        hotness, offsets = features.hotness, features.offsets
+        if num_empty and hotness is not None:
+            hotness = (0,) * num_empty + hotness
+        elif num_empty and offsets is not None:
+            offsets = torch.nn.functional.pad(offsets, (num_empty * features.batch_size, 0))
         vectors = pooled_lookup(
             group_weight(entry.group),
             features.values,
-            offsets=features.offsets,
-            hotness=features.hotness,
+            offsets=offsets,
+            hotness=hotness,
             batch_size=features.batch_size,
-            num_features=len(entry.slots),
+            num_features=num_empty + len(entry.slots),
             per_id_weights=features.weights,
             pooling=poolings[entry.slots[0]],
             output_dtype=output_dtype,
             weight_form=weight_form,
             sink=group_rows.sink(),
-            known_map=group_rows.gradient_map(poolings[entry.slots[0]]),
+            known_map=group_rows.gradient_map(poolings[entry.slots[0]], num_empty),
             store=None if store_of is None else store_of(entry.slots),
         )
         groups.append((entry.slots, vectors))

@@ -36,6 +36,15 @@ class Prepared(NamedTuple):
     """From when on the vectors may be used."""
 
 
+class _Handed:
+    """What was prepared of a batch that forward is to be called with."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.is_given = False
+        """Whether forward has given the vectors that were looked up before."""
+
+
 class PreparingModule(TableModule):
     """A collection that can do the part of ``forward`` that depends on ids alone before the rest.
 
@@ -50,7 +59,10 @@ class PreparingModule(TableModule):
     always_waits_for_sizes = False
     """Whether :meth:`announce` waits also where hotness is fixed."""
 
-    _handed_over: Sequence[Prepared] = ()
+    reserved_columns: int = 0
+    """Before pooled vectors in memory; :class:`~torchembed.EmbeddingBagCollection` says more."""
+
+    _handed_over: "Sequence[_Handed]" = ()
 
     def prepare(self, features: Any) -> Prepared:
         """Check and route the ids of ``features``, find their rows, and the runs of equal rows
@@ -117,7 +129,7 @@ class PreparingModule(TableModule):
         On another stream than forward's it runs beside what the model does before it needs the
         vectors, and so does its backward.
         """
-        vectors = self._look_up(prepared.lookups)
+        vectors = self._look_up(prepared.lookups, ahead=True)
         are_there = None
         if self.device.type == "cuda":
             are_there = torch.cuda.Event()
@@ -131,7 +143,7 @@ class PreparingModule(TableModule):
         A batch is the one that was prepared where its tensors are the same objects, and keys, batch
         size and hotness are equal. Others are looked up as ever.
         """
-        before, self._handed_over = self._handed_over, prepared
+        before, self._handed_over = self._handed_over, [_Handed(one) for one in prepared]
         try:
             yield
         finally:
@@ -139,23 +151,28 @@ class PreparingModule(TableModule):
 
     def forward(self, features: Any) -> Any:
         batch = as_sparse_features(features)
-        for prepared in self._handed_over:
-            if is_same_batch(prepared.features, batch):
-                return self._result(features, self._vectors_of(prepared))
+        for handed in self._handed_over:
+            if is_same_batch(handed.prepared.features, batch):
+                return self._result(features, self._vectors_of(handed))
         lookups = self._prepare(self._announce(batch, ahead=False), finds_runs=False)
-        return self._result(features, self._look_up(lookups))
+        return self._result(features, self._look_up(lookups, ahead=False))
 
-    def _vectors_of(self, prepared: Prepared) -> Any:
+    def _vectors_of(self, handed: "_Handed") -> Any:
+        prepared = handed.prepared
         if prepared.vectors is None:
-            return self._look_up(prepared.lookups)
+            return self._look_up(prepared.lookups, ahead=False)
         if prepared.are_there is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(prepared.are_there)
             for tensor in tensors_in(prepared.vectors):
                 tensor.record_stream(stream)
+        vectors = prepared.vectors
+        if handed.is_given and self.reserved_columns:
+            # Those before these vectors are another caller's by now.
+            vectors = map_tensors(torch.clone, vectors)
+        handed.is_given = True
         # They have a gradient, also for what comes after ``no_grad``.
-        is_trained = torch.is_grad_enabled()
-        return prepared.vectors if is_trained else map_tensors(Tensor.detach, prepared.vectors)
+        return vectors if torch.is_grad_enabled() else map_tensors(Tensor.detach, vectors)
 
     @property
     def device(self) -> torch.device:
@@ -179,8 +196,9 @@ class PreparingModule(TableModule):
         steps, ``capacity`` where ids were only sorted."""
         raise NotImplementedError
 
-    def _look_up(self, lookups: Any) -> Any:
-        """The vectors of a batch, a tree of tensors."""
+    def _look_up(self, lookups: Any, *, ahead: bool) -> Any:
+        """The vectors of a batch, a tree of tensors; ``ahead`` of forward, beside which it then
+        may run."""
         raise NotImplementedError
 
     def _result(self, features: Any, vectors: Any) -> Any:

@@ -22,11 +22,12 @@ from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.sharding.agreement import check_agreement
 from torchembed.sharding.costs import TableUse
-from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.sharding.gradient_mean import most_bytes_of_a_bucket
 from torchembed.sharding.memory_budget import memory_budget
 from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
 from torchembed.sharding.plan_report import PlanReport
 from torchembed.sharding.planner import Planner
+from torchembed.sharding.pushed_mean import most_bytes_of_means
 from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
 from torchembed.sharding.topology import Topology, free_bytes
 from torchembed.sharding.transport import WireTransport, check_transport
@@ -77,6 +78,7 @@ def plan_embeddings(
     mesh: DeviceMesh | None = None,
     *,
     wire: WirePrecision | None = None,
+    transport: WireTransport = WireTransport.COLLECTIVE,
 ) -> PlanReport:
     """Plan the tables of ``model`` and say what the plan costs; nothing is changed or allocated.
 
@@ -88,6 +90,7 @@ def plan_embeddings(
             has no topology, it is asked for the memory that its ranks have now, and the call is
             collective; where it has one, no mesh is needed.
         wire: as :func:`shard_embeddings` takes it.
+        transport: likewise.
 
     Raises:
         ValueError: where neither mesh nor topology is given, or they have different ranks; where
@@ -98,7 +101,8 @@ def plan_embeddings(
         planner = _with_topology(planner, mesh, flat_mesh(mesh))
         _check_topology(planner, mesh)
     uses = table_uses(model)
-    return planner.plan(uses, wire=wire, dense=dense_use(model, uses, planner.autocast))
+    dense = dense_use(model, uses, planner.autocast)
+    return planner.plan(uses, wire=wire, transport=transport, dense=dense)
 
 
 def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
@@ -194,7 +198,7 @@ def shard_embeddings(
     try:
         if planner is not None:
             plan = _with_topology(planner, mesh, flat)
-        checked, report = _checked_plan(model, mesh, plan, wire)
+        checked, report = _checked_plan(model, mesh, plan, wire, transport)
         check_transport(transport, mesh, num_nodes(mesh))
         description = describe(model, checked, wire, transport)
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
@@ -204,7 +208,7 @@ def shard_embeddings(
         raise problem
     assert checked is not None
     rule = None if optimizer is None else UpdateRule(kind=optimizer.kind)
-    _check_memory(model, checked, report, rule, flat)
+    _check_memory(model, checked, report, rule, flat, transport)
     has_other_tables = any(
         isinstance(module, TableModule) and not isinstance(module, Collection)
         for module in model.modules()
@@ -230,6 +234,7 @@ def _checked_plan(
     mesh: DeviceMesh,
     plan: ShardingPlan | Planner | Mapping[str, Placement | str] | None,
     wire: WirePrecision,
+    transport: WireTransport,
 ) -> tuple[ShardingPlan, PlanReport | None]:
     """The whole plan for ``model``, and a planner's report of it.
 
@@ -247,7 +252,8 @@ def _checked_plan(
     if isinstance(plan, Planner):
         _check_topology(plan, mesh)
         uses = table_uses(model)
-        report = plan.plan(uses, wire=wire, dense=dense_use(model, uses, plan.autocast))
+        dense = dense_use(model, uses, plan.autocast)
+        report = plan.plan(uses, wire=wire, transport=transport, dense=dense)
         plan = report.plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
@@ -293,17 +299,24 @@ def _check_memory(
     report: PlanReport | None,
     rule: UpdateRule | None,
     mesh: DeviceMesh,
+    transport: WireTransport,
 ) -> None:
     """Log what the tightest rank will hold; raise ``ValueError`` on all where it cannot."""
     uses = table_uses(model)
     dense = dense_parameters(model, uses)
+    dense_bytes = _DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense)
+    if transport is WireTransport.PUSH:
+        replicated = [t.table for t in plan.tables if t.placement is Placement.DATA_PARALLEL]
+        numbers = sum(uses[name].spec.num_rows * (uses[name].spec.dim + 1) for name in replicated)
+        bucket = most_bytes_of_a_bucket((p.numel() for p in dense), numbers)
+        dense_bytes += most_bytes_of_means(bucket)
     mine = memory_budget(
         plan,
         uses,
         mesh.get_local_rank(),
         report=report,
         rule=rule,
-        dense_bytes=_DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense),
+        dense_bytes=dense_bytes,
         free_bytes=free_bytes(_device(mesh)),
     )
     budgets = [mine] * mesh.size()
@@ -331,4 +344,4 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
         dist.broadcast(tensor, src=first, group=group)
-    GradientMean(replicated, ranks.gradient_group, dtype=ranks.wire.dense, push=ranks.dense_mean)
+    ranks.average(replicated)

@@ -20,6 +20,7 @@ from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
+from torchembed.ops.side_by_side import after_reserved
 from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.columns import Piece, place_columns
 from torchembed.sharding.plan import TablePlan
@@ -52,6 +53,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._is_weighted = source._is_weighted
         self._output_dtype = source._output_dtype
         self._weight_form = source._weight_form
+        self.reserved_columns = source.reserved_columns
         self._sharded = self._travellers(self._sharded_parts())
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
@@ -63,7 +65,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         means, which are found from them."""
         parts, layout, _ = self._sharded
         columns, firsts = dict.fromkeys(self._sharded_slots, 0), []
-        starts = list(itertools.accumulate(self._widths, initial=0))
+        starts = list(itertools.accumulate(self._widths, initial=self.reserved_columns))
         for part in parts:
             firsts.append(starts[part.slot] + columns[part.slot])
             columns[part.slot] += part.num_columns
@@ -74,9 +76,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sources = itertools.accumulate(widths, initial=0)
         targets = [starts[slot] for slot in self._replicated_slots]
         self._replicated_pieces = list(zip(sources, widths, targets, strict=False))
-        return PooledPush(
-            layout, domain, self._ranks.wire, places, sum(self._widths), self._output_dtype
-        )
+        return PooledPush(layout, domain, self._ranks.wire, places, starts[-1], self._output_dtype)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The whole tables' configs, in order."""
@@ -135,26 +135,26 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
             sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
         if of_replicated is not None:
-            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            replicated = self._replicated.prepare(of_replicated, finds_runs=False)
+            replicated = self._replicated.prepare(of_replicated, finds_runs=finds_runs)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
         sizes = {slot: bag_sizes(batch, slot) for slot in means}
         return _Lookups(route, sharded, replicated, sizes)
 
-    def _look_up(self, lookups: "_Lookups") -> Tensor:
+    def _look_up(self, lookups: "_Lookups", *, ahead: bool) -> Tensor:
         if self._push is not None and lookups.sharded is not None:
-            return self._pushed_values(lookups, self._push)
+            return self._pushed_values(lookups, self._push, ahead=ahead)
         return self._exchanged_values(lookups)
 
     def _result(self, features: Any, vectors: Tensor) -> Any:
-        return keyed_result(features, self._feature_slots.names, self._widths, vectors)
+        values = after_reserved(vectors, self.reserved_columns)
+        return keyed_result(features, self._feature_slots.names, self._widths, values)
 
     # Backward begins with what forward made last. What other ranks send is waited for, so the
     # exchange is last here; gradients of tables that every rank holds wait for all ranks, so their
     # lookup is first.
 
     def _exchanged_values(self, lookups: "_Lookups") -> Tensor:
-        """The vectors of all slots side by side, by an all-to-all."""
+        """The vectors of all slots side by side, by an all-to-all, after the reserved columns."""
         columns: dict[int, Tensor] = {}
         if lookups.replicated is not None:
             vectors = self._replicated_vectors(lookups.replicated)
@@ -163,27 +163,23 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if lookups.sharded is not None:
             pooled = pooled_slots(*self._sums(lookups.sharded))
             columns.update(self._sharded_columns(lookups, pooled))
-        return torch.cat([columns[slot] for slot in range(len(self._widths))], dim=1)
+        in_order = [columns[slot] for slot in range(len(self._widths))]
+        reserved = in_order[0].new_empty(in_order[0].shape[0], self.reserved_columns)
+        return torch.cat([reserved, *in_order], dim=1)
 
-    def _pushed_values(self, lookups: "_Lookups", push: PooledPush) -> Tensor:
-        """The vectors of all slots side by side, by push: each stored where it belongs."""
-        if any(prepared.vectors is not None for prepared in self._handed_over):
-            # The two lookups would be on two streams, and share a channel.
-            raise RuntimeError(
-                "with WireTransport.PUSH a collection must be called with the batch's own tensors "
-                "in the steps of a TrainPipeline, got others beside them; shard with "
-                "WireTransport.COLLECTIVE, or make the pipeline with capture=False"
-            )
+    def _pushed_values(self, lookups: "_Lookups", push: PooledPush, *, ahead: bool) -> Tensor:
+        """The same by push: each vector is stored where it belongs."""
         assert lookups.route is not None
         assert lookups.sharded is not None
         others: list[tuple[Tensor, list[Piece]]] = []
         if lookups.replicated is not None:
             vectors = self._replicated_vectors(lookups.replicated)
             others.append((vectors, self._replicated_pieces))
-        store_of = functools.partial(push.store, batch_sizes=lookups.route.batch_sizes)
+        batch_sizes = lookups.route.batch_sizes
+        store_of = functools.partial(push.store, batch_sizes=batch_sizes, ahead=ahead)
         pooled = pooled_groups(*self._sums(lookups.sharded), store_of)
         groups = [GroupVectors(*of_group) for of_group in pooled]
-        values, staged = lookups.route.push_pooled(groups, push)
+        values, staged = lookups.route.push_pooled(groups, push, ahead=ahead)
         for part, column in staged:
             slot, width = self._sharded.parts[part].slot, column.shape[1]
             if slot in lookups.bag_sizes:

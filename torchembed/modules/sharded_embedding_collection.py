@@ -85,12 +85,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         replicated = None
         if arrivals.replicated is not None:
             features, num_ids = arrivals.replicated
-            # The gradients of all ranks' rows replace this rank's, so its runs are of no use.
-            rows = self._replicated.prepare(features, finds_runs=False, num_ids=num_ids)
+            rows = self._replicated.prepare(features, finds_runs=finds_runs, num_ids=num_ids)
             replicated = SizedRows(rows, num_ids)
         return _Lookups(by_width, replicated)
 
-    def _look_up(self, lookups: "_Lookups") -> SequenceVectors:
+    def _look_up(self, lookups: "_Lookups", *, ahead: bool) -> SequenceVectors:
         found = self._sharded_vectors(lookups)
         if lookups.replicated is not None:
             dense = WeightGradient.DENSE

@@ -63,18 +63,20 @@ class GroupRows(NamedTuple):
     runs: Runs | None
     """Of equal rows, where they were found ahead for the optimizer's step."""
 
-    def gradient_map(self, pooling: Pooling) -> tuple[Tensor, Tensor] | None:
-        """Where the positions of ``features`` have their gradients, where that was known before."""
+    def gradient_map(self, pooling: Pooling, num_empty: int = 0) -> tuple[Tensor, Tensor] | None:
+        """Where the positions of ``features`` have their gradients, where that was known before;
+        ``num_empty`` features without ids come first."""
         features, maps = self.features, self.entry.gradient_maps
         if self.runs is None or features.hotness is None or features.weights is not None:
             return None
-        form = features.hotness, features.batch_size, pooling
+        hotness = (0,) * num_empty + features.hotness
+        form = hotness, features.batch_size, pooling
         if form not in maps:
             if features.values.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
             maps[form] = fixed_gradient_map(
                 features.values,
-                hotness=features.hotness,
+                hotness=hotness,
                 batch_size=features.batch_size,
                 pooling=pooling,
             )

@@ -42,17 +42,20 @@ def weight_gradient(
     shape: torch.Size,
     dtype: torch.dtype,
     form: WeightGradient,
+    runs: Runs | None = None,
 ) -> Tensor:
     """The gradient of a weight of ``shape`` ``[R, D]`` for ``rows [L]`` and their ``gradients``.
 
-    The dense form is deterministic and float32 until its final rounding to ``dtype``.
+    The dense form is deterministic and float32 until its final rounding to ``dtype``; ``runs`` of
+    equal rows, where they are known, spare it finding them.
     """
     if form is WeightGradient.DENSE:
         # zeros - (-1) * sum: a learning rate of -1 leaves the sum itself.
         total = torch.zeros(shape, device=rows.device)
         rate = torch.full((1,), -1.0, device=rows.device)
         rule = UpdateRule(kind=OptimizerKind.SGD)
-        rowwise_update(total, (), find_runs(rows, shape[0]), gradients, rule, rate)
+        runs = find_runs(rows, shape[0]) if runs is None else runs
+        rowwise_update(total, (), runs, gradients, rule, rate)
         return total.to(dtype)
     grad, gradient_rows, scales = gradients
     if grad.shape[0] == 0:  # all of the ids are spare: there is no bag to take a gradient from

@@ -84,7 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         new_groups = list(enumerate(self.param_groups))[first:]
         tables = [(_table(p), index) for index, group in new_groups for p in group["params"]]
         for table, _ in tables:
-            if table.group.pending:
+            if table.group.pending or table.group.num_awaited:
                 raise RuntimeError(
                     f"table {table.spec.name} has gradients that its optimizer has not applied; "
                     "call its step() or zero_grad() before giving the table to another one"
@@ -209,13 +209,32 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Apply and discard all gradients recorded since the last step; never synchronizes.
 
         Raises:
-            RuntimeError: where a table belongs to another optimizer by now, or where its
-                ``weight.grad`` is set, by a backward from before this optimizer took it over.
+            RuntimeError: where a table belongs to another optimizer by now, where its
+                ``weight.grad`` is set, by a backward from before this optimizer took it over, or
+                where its gradients are on their way over ranks, within ``DeferredWeightGradients``.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for index, group in enumerate(self.param_groups):
+            for table_group in self._table_groups(index, group):
+                if table_group.num_awaited:
+                    raise RuntimeError(
+                        f"gradients of table {table_group.tables[0].spec.name}, which every rank "
+                        "holds, are on their way over ranks; call step() after leaving "
+                        "DeferredWeightGradients, or step_early() within it and step() after it"
+                    )
+        self._apply_recorded()
+        return loss
+
+    @torch.no_grad()
+    def step_early(self) -> None:
+        """Apply and discard the gradients that are there already, before :meth:`step`, which then
+        applies the others: those that come over ranks with the dense gradients."""
+        self._apply_recorded()
+
+    def _apply_recorded(self) -> None:
         updates = []
         for index, group in enumerate(self.param_groups):
             if any(parameter.grad is not None for parameter in group["params"]):
@@ -227,14 +246,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 merged = table_group.merged_pending()
                 if merged is not None:
                     updates.append((index, table_group, merged))
-        # What comes by a reduction over ranks comes last, and is waited for last.
-        updates.sort(key=lambda update: update[1].tables[0].gradient_reduction is not None)
         multiplier, skip = self._loss_scaling([entry for *_, entry in updates])
         if self.skip is not None:
             skip = self.skip if skip is None else skip.maximum(self.skip.to(skip.device))
         for index, table_group, entry in updates:
             self._update(index, table_group, entry, multiplier, skip)
-        return loss
 
     def _update(
         self,
@@ -289,7 +305,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             for table in map(_table, group["params"]):
                 if table.update_key == self._update_key(table, index):
-                    table.group.pending.clear()
+                    table.group.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's: ``state`` by parameter number, and ``param_groups``."""

@@ -70,11 +70,17 @@ class PushDomain:
         the others; the arguments are the same on all ranks. It is never freed: a CUDA graph of
         another rank may store there.
         """
-        size = max(1 << (num_bytes - 1).bit_length(), _LEAST_BYTES)
+        size = half_bytes(num_bytes)
         channel = self._channels.get((use, size))
         if channel is None:
             channel = self._channels[use, size] = Channel(self, size)
         return channel
+
+
+def half_bytes(num_bytes: int) -> int:
+    """Of a half of the channel in which ``num_bytes`` arrive: a power of two, so that batches of
+    other sizes need no other one."""
+    return max(1 << (num_bytes - 1).bit_length(), _LEAST_BYTES)
 
 
 class Channel:

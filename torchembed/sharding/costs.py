@@ -20,6 +20,7 @@ from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.distinct_rows import expected_distinct, exponent_of
 from torchembed.sharding.plan import Placement, Shard, TablePlan
 from torchembed.sharding.topology import Topology
+from torchembed.sharding.transport import WireTransport
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
@@ -34,6 +35,10 @@ DENSE_PASSES = 6
 divided, read by the update."""
 DENSE_COPIES = 3
 """Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
+
+CHANNEL_COPIES = 8
+"""At most, of what arrives by push: in two halves of a channel, whose size is a power of two; of
+lookups ahead of forward, and of those in it, as the first step's are."""
 
 LOOKUP_SHARE, UPDATE_SHARE = 0.93, 0.95
 """Of a copy's bandwidth, what lookups and updates reach by the bytes counted here. These, the next
@@ -108,7 +113,7 @@ class Everywhere(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of tables for one batch size, optimizer, wire and topology."""
+    """Costs of tables for one batch size, optimizer, wire, transport and topology."""
 
     topology: Topology
     batch_size: int
@@ -120,6 +125,12 @@ class CostModel:
     """Lookups a sample of each feature; 1 where not named."""
     distinct_ids: Mapping[str, float]
     """Different ids of each feature in a rank's batch; as of uniform ids where not named."""
+    transport: WireTransport = WireTransport.COLLECTIVE
+
+    def _arrival_copies(self, use: TableUse) -> int:
+        """Of what arrives of a table's vectors and their gradients, in memory at a time."""
+        is_pushed = use.pooled and self.transport is WireTransport.PUSH
+        return CHANNEL_COPIES if is_pushed else 1
 
     def lookups(self, use: TableUse) -> float:
         """Lookups a sample of all the table's features."""
@@ -160,7 +171,7 @@ class CostModel:
                 forward,
                 backward,
                 self.weight_bytes(use, shard.num_rows, width)
-                + num_ranks * (ID_COPIES * ids + forward + backward),
+                + num_ranks * (ID_COPIES * ids + forward + self._arrival_copies(use) * backward),
             ]
         )
 
@@ -174,7 +185,7 @@ class CostModel:
         output = vectors * spec.dim * use.output_dtype.itemsize
         if placement is not Placement.DATA_PARALLEL:
             _, _, ids, forward, backward, _ = loads.sum(axis=0)
-            held = ids + forward + backward + 2 * output
+            held = ids + self._arrival_copies(use) * forward + backward + 2 * output
             if self.topology.num_ranks == 1:
                 # Lookups write their vectors where the model reads them.
                 return Everywhere(held_bytes=held)

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchembed.core.gradient_slots import FlatSpans
 from torchembed.ops.row_gradients import WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.sharding.collectives import gather_size
-from torchembed.sharding.finished_work import all_reduce
-from torchembed.sharding.pushed_mean import PushedMean
+from torchembed.sharding.gradient_mean import GradientMean
+from torchembed.tables import GradientReduction, RecordedGradients
 
 
 def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:
@@ -41,34 +40,42 @@ def max_over(group: Any) -> Callable[[Tensor], None]:
     return reduce
 
 
-def row_gradient_mean(
-    group: Any, push: PushedMean | None = None
-) -> Callable[[Tensor, RowGradients, Tensor], Any]:
+_ALIGNMENT = 64
+"""Elements; what is averaged by push is moved in rows of so many."""
+
+
+def row_gradient_mean(mean_of_now: Callable[[], GradientMean]) -> GradientReduction:
     """How a replicated table's recorded gradients become the mean over ranks.
 
-    The result is a function of ``(rows, gradients, weight)`` that gives ``(rows, gradients)``: one
-    dense gradient for each row of ``weight [R, D]``, equal on all ranks, and -1 for each row that
-    no rank has touched. It is called by every rank in the same backward, and sums over ``group``,
-    or takes the mean by ``push``.
+    They travel with the dense gradients, by the ``GradientMean`` that ``mean_of_now()`` gives: one
+    gradient for each row, and a number that says whether any rank has touched it; where none has,
+    what is recorded has row -1. Every rank records in the same backward.
     """
 
     def reduce(
-        rows: Tensor, gradients: RowGradients, weight: Tensor
-    ) -> tuple[Tensor, RowGradients]:
+        recorded: RecordedGradients, weight: Tensor, record: Callable[[Tensor, RowGradients], None]
+    ) -> None:
+        mean, rows = mean_of_now(), recorded.rows
         num_rows, dim = weight.shape
-        dense = weight_gradient(rows, gradients, weight.shape, torch.float32, WeightGradient.DENSE)
-        touched = torch.zeros(num_rows + 1, device=weight.device)
+        dense = weight_gradient(
+            rows,
+            recorded.gradients,
+            weight.shape,
+            mean.numbers_dtype,
+            WeightGradient.DENSE,
+            recorded.known_runs,
+        )
+        spare = 1 + -(dense.numel() + num_rows + 1) % _ALIGNMENT
+        touched = dense.new_zeros(num_rows + spare)
         # By scatter_, since setting by index copies the number from the host.
         touched.scatter_(0, torch.where(rows >= 0, rows, num_rows).long(), 1.0)
-        flat = torch.cat([dense.reshape(-1), touched[:num_rows]])
-        if push is None:
-            all_reduce(flat, group)
-        else:
-            push.take(FlatSpans(flat, [(0, flat.numel())]), flat.dtype)
-        dense = flat[: num_rows * dim].view(num_rows, dim)
-        if push is None:
-            dense = dense / dist.get_world_size(group)
-        numbers = torch.arange(num_rows, device=weight.device, dtype=rows.dtype)
-        return torch.where(flat[num_rows * dim :] > 0, numbers, -1), RowGradients(dense)
+
+        def put(flat: Tensor) -> None:
+            dense = flat[: num_rows * dim].view(num_rows, dim)
+            are_touched = flat[num_rows * dim :][:num_rows] > 0
+            numbers = torch.arange(num_rows, device=weight.device, dtype=rows.dtype)
+            record(torch.where(are_touched, numbers, -1), RowGradients(dense))
+
+        mean.add(torch.cat([dense.reshape(-1), touched]), put)
 
     return reduce

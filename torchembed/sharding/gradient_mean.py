@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchembed.core.gradient_slots import FlatSpans, gather_gradients, joint_spans, slot_of
 from torchembed.ops.weight_gradients import (
+    are_deferred,
     is_waiting,
     on_gradient_stream,
     when_gradients_are_complete,
@@ -21,6 +22,10 @@ from torchembed.tables import table_of
 
 BUCKET_BYTES = 1 << 22
 """A bucket takes no more parameters once it has as many."""
+_FEW_BYTES = 1 << 20
+"""So few make the last collective no longer."""
+_NUMBERS = object()
+"""What a bucket misses until all numbers are there that travel with it."""
 
 
 class _Bucket:
@@ -29,7 +34,16 @@ class _Bucket:
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
         self.num_bytes = 0
-        self.missing: set[Tensor] = set()
+        self.missing: set[object] = set()
+
+
+class _Numbers(NamedTuple):
+    """Numbers that are averaged beside gradients of parameters."""
+
+    flat: Tensor
+    put: Callable[[Tensor], None]
+    ready: torch.cuda.Event | None
+    """From when on another stream of the GPU may use them."""
 
 
 class _Reduction(NamedTuple):
@@ -37,8 +51,10 @@ class _Reduction(NamedTuple):
 
     work: dist.Work | torch.cuda.Event
     memory: list[Tensor]
+    """That of ``numbers`` comes last."""
     gradients: list[Tensor]
-    """What the mean is copied to from the one part of ``memory``; none where that is theirs."""
+    """What the mean is copied to from the first of ``memory``; none where that is theirs."""
+    numbers: Sequence[_Numbers]
 
 
 class GradientMean:
@@ -51,6 +67,9 @@ class GradientMean:
     a flat buffer, as with :class:`~torchembed.optim.DenseOptimizer`, is reduced there. All are done
     at the end of backward, or of the
     :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients` around it.
+
+    Other numbers travel with them (:meth:`add`), in the last bucket of their dtype, since they come
+    late, or in the one before it where they are many, since the last one is waited for.
 
     The parameters keep it.
 
@@ -84,6 +103,9 @@ class GradientMean:
         """Of the backward that runs, in their order; none between them, unless one failed."""
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._reductions: list[_Reduction] = []
+        self._numbers: list[_Numbers] = []
+        self._carriers: list[_Bucket] = []
+        """Of the buckets with one of which numbers travel, the last ones, two at most."""
         self._finishing: Callable[[], Any] = _nothing
         """Gives what is to be called at the end of the backward; None where that failed."""
         # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
@@ -102,21 +124,49 @@ class GradientMean:
     def _on_gradient(self, parameter: Tensor) -> None:
         if not _is_averaged(parameter):
             return  # the engine also calls where it has no gradient
-        if self._buckets and self._finishing() is None:
-            self._discard()
+        self._begin()
         if not self._buckets:
             self._fill_buckets()
-            finish = functools.partial(self._finish)
-            self._finishing = weakref.ref(finish)
-            when_gradients_are_complete(finish)
         bucket = self._bucket_of.get(parameter)
         # The engine also calls for a gradient that is deferred; that one is not there yet.
         if bucket is not None and not is_waiting(parameter):
             if self._arrived is not None:
                 self._arrived[parameter] = None
             bucket.missing.discard(parameter)
-            while self._remaining() and not self._remaining()[0].missing:
-                self._reduce(self._remaining()[0])
+            self._reduce_complete()
+
+    @property
+    def numbers_dtype(self) -> torch.dtype:
+        """Of what :meth:`add` takes."""
+        return self._dtype or torch.float32
+
+    def add(self, numbers: Tensor, put: Callable[[Tensor], None]) -> None:
+        """Average ``numbers [n]`` too, in place, and pass their mean to ``put`` when all is done.
+
+        Called in backward: in the same one on every rank, in one order, for as many numbers.
+        """
+        self._begin()
+        ready = None
+        if numbers.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        self._numbers.append(_Numbers(numbers, put, ready))
+
+    def _begin(self) -> None:
+        """Note that a backward runs; at its end, what is not reduced yet will be."""
+        is_running = self._buckets or self._numbers
+        if is_running and self._finishing() is None:
+            self._discard()
+            is_running = False
+        if not is_running:
+            finish = functools.partial(self._finish)
+            self._finishing = weakref.ref(finish)
+            when_gradients_are_complete(finish)
+
+    def _reduce_complete(self) -> None:
+        """Begin to reduce the buckets that miss nothing, in their order."""
+        while self._remaining() and not self._remaining()[0].missing:
+            self._reduce(self._remaining()[0])
 
     def _remaining(self) -> list[_Bucket]:
         """Buckets that are not reduced yet."""
@@ -139,8 +189,37 @@ class GradientMean:
         for bucket in self._buckets:
             # As they lie in flat buffers.
             bucket.parameters.sort(key=self._places.__getitem__)
+        self._choose_carriers()
+
+    def _choose_carriers(self) -> None:
+        """For the numbers of tables that fused optimizers update."""
+        if not any(p.requires_grad and not _is_averaged(p) for p in self._parameters):
+            return
+        alike = [
+            bucket
+            for bucket in self._buckets
+            if (self._dtype or bucket.parameters[0].dtype) is self.numbers_dtype
+        ]
+        self._carriers = alike[-2:]
+        # Which numbers come, all ranks know alike only where the engine is done.
+        for bucket in self._carriers:
+            bucket.missing.add(_NUMBERS)
+        if are_deferred():
+            torch.autograd.Variable._execution_engine.queue_callback(self._numbers_are_there)
+
+    def _numbers_are_there(self) -> None:
+        for bucket in self._carriers:
+            bucket.missing.discard(_NUMBERS)
+        self._reduce_complete()
+
+    def _carries_numbers(self, bucket: _Bucket) -> bool:
+        num_bytes = sum(flat.numel() * flat.element_size() for flat, _, _ in self._numbers)
+        carriers = self._carriers[-1:] if num_bytes <= _FEW_BYTES else self._carriers[:1]
+        return bucket in carriers
 
     def _reduce(self, bucket: _Bucket) -> None:
+        """Begin to reduce the gradients of ``bucket``, and the numbers that travel with it."""
+        numbers = self._numbers if self._carries_numbers(bucket) else ()
         with on_gradient_stream():
             # The layout, which is the same on all ranks, says what is reduced, and not where this
             # rank's gradients happen to lie.
@@ -156,25 +235,33 @@ class GradientMean:
                 gradients = [p.grad for p in bucket.parameters if p.grad is not None]
                 memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
                 spans = FlatSpans(memory, [(0, memory.numel())])
-            if self._push is not None:
-                done = self._push.start(spans, self._dtype or spans.flat.dtype)
-                reduction = _Reduction(done, spans.parts(), gradients)
-            else:
-                reduction = self._all_reduce(spans, gradients)
-        self._reductions.append(reduction)
+            self._reductions.append(self._started(spans, gradients, numbers))
 
-    def _all_reduce(self, spans: FlatSpans, gradients: list[Tensor]) -> _Reduction:
-        """Begin to sum ``spans`` over ranks: there, or in a copy in the dtype that is asked for,
-        which belongs back into ``gradients``, or where it came from."""
-        memory = spans.parts()
-        if self._dtype not in (None, spans.flat.dtype):
+    def _started(
+        self, spans: FlatSpans | None, gradients: list[Tensor], numbers: Sequence[_Numbers]
+    ) -> _Reduction:
+        """Begin to average ``spans``, and ``numbers``."""
+        for _, _, ready in numbers:
+            if ready is not None:
+                torch.cuda.current_stream().wait_event(ready)
+        flats = [flat for flat, _, _ in numbers]
+        memory = [] if spans is None else spans.parts()
+        if self._push is not None:
+            dtype = self._dtype or (flats[0] if spans is None else spans.flat).dtype
+            whole = [FlatSpans(flat, [(0, flat.numel())]) for flat in flats]
+            done = self._push.start(whole if spans is None else [spans, *whole], dtype)
+            return _Reduction(done, memory + flats, gradients, numbers)
+        if spans is not None and self._dtype not in (None, spans.flat.dtype):
+            # A copy, which belongs back into gradients, or where it came from.
             gradients = gradients or memory
             memory = [torch.cat(memory).to(self._dtype)]
+        memory += flats
         options = dist.AllreduceCoalescedOptions()
-        averages = self._averages(spans.flat.device)
+        averages = self._averages(memory[0].device)
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
         options.asyncOp = True
-        return _Reduction(self._group.allreduce_coalesced(memory, options), memory, gradients)
+        work = self._group.allreduce_coalesced(memory, options)
+        return _Reduction(work, memory, gradients, numbers)
 
     def _averages(self, device: torch.device) -> bool:
         """Whether what comes is the mean already, and not the sum."""
@@ -184,7 +271,9 @@ class GradientMean:
     def _finish(self) -> None:
         while self._remaining():
             self._reduce(self._remaining()[0])
-        for work, memory, gradients in self._reductions:
+        if self._numbers and not self._carriers:
+            self._reductions.append(self._started(None, [], self._numbers))
+        for work, memory, gradients, numbers in self._reductions:
             if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
                 work.wait()
             else:
@@ -195,13 +284,15 @@ class GradientMean:
                 parts = memory[0].split([gradient.numel() for gradient in gradients])
                 shaped = [part.view(g.shape) for g, part in zip(gradients, parts, strict=True)]
                 torch._foreach_copy_(gradients, shaped)  # type: ignore[attr-defined]
+            for flat, put, _ in numbers:
+                put(flat)
         self._clear()
         self._agree_on_order()
 
     def _agree_on_order(self) -> None:
         """After the first backward, take over the order in which the first rank's gradients came;
         the others' come last."""
-        if self._arrived is None:
+        if not self._arrived:
             return
         late = (parameter for parameter in self._order if parameter not in self._arrived)
         in_order = [self._places[p] for p in (*self._arrived, *late)]
@@ -213,7 +304,7 @@ class GradientMean:
 
     def _discard(self) -> None:
         """What a backward that failed has left."""
-        for work, memory, _ in self._reductions:
+        for work, memory, *_ in self._reductions:
             # On a GPU it may be of a capture that failed, and not to be waited for.
             if not (isinstance(work, torch.cuda.Event) or memory[0].is_cuda):
                 wait_for(work)
@@ -223,6 +314,13 @@ class GradientMean:
         self._reductions.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+        self._numbers = []
+        self._carriers = []
+
+
+def most_bytes_of_a_bucket(num_elements: Iterable[int], num_numbers: int) -> int:
+    """In float32, of gradients of so many elements and of all numbers that travel with them."""
+    return BUCKET_BYTES + 4 * (max(num_elements, default=0) + num_numbers)
 
 
 def _is_averaged(parameter: Tensor) -> bool:

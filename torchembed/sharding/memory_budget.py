@@ -21,7 +21,8 @@ class MemoryBudget:
     buffer_bytes: int | None
     """Activations and exchange buffers of the tables; None where no batch size is known."""
     dense_bytes: int
-    """Gradients and optimizer state of all other parameters, whose values are there already."""
+    """Gradients, optimizer state and, by push, exchange buffers of all other parameters, whose
+    values are there already."""
     free_bytes: int
 
     @property

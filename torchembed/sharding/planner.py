@@ -17,6 +17,7 @@ from torchembed.sharding.plan import Placement, ShardingPlan, as_placement
 from torchembed.sharding.plan_report import PlanReport, bytes_text, report_plan
 from torchembed.sharding.search import Search
 from torchembed.sharding.topology import Topology
+from torchembed.sharding.transport import WireTransport
 from torchembed.sharding.wire import WirePrecision
 
 
@@ -88,6 +89,7 @@ class Planner:
         topology: Topology | None = None,
         *,
         wire: WirePrecision | None = None,
+        transport: WireTransport = WireTransport.COLLECTIVE,
         dense: DenseUse | None = None,
     ) -> PlanReport:
         """The plan for ``tables``, by name, with what it costs. Communicates and allocates nothing.
@@ -96,6 +98,7 @@ class Planner:
             tables: as :func:`~torchembed.modules.table_uses` finds them in a model.
             topology: in place of the planner's own; one of them must be given.
             wire: in which vectors and gradients travel; as they are by default.
+            transport: how they do; pushed ones take more memory.
             dense: all else, whose part of a step the report then holds.
 
         Raises:
@@ -116,6 +119,7 @@ class Planner:
             fixed_hotness=self.fixed_hotness,
             hotness=self.hotness,
             distinct_ids=self.distinct_ids,
+            transport=transport,
         )
         allowed = cast("tuple[Placement, ...]", self.placements)
         options = [

@@ -101,6 +101,9 @@ class GroupVectors(NamedTuple):
 class PooledPush:
     """Pushes the pooled vectors of one layout over the ranks of ``domain``.
 
+    Exchanges ``ahead`` of a model's forward and those in it have channels of their own, so that the
+    ones may be on another stream than the others. Those of a kind come in one order of streams.
+
     Args:
         wire: the precision in which vectors and gradients travel.
         places: of each part the first column in the values that :meth:`__call__` makes, None for
@@ -143,11 +146,13 @@ class PooledPush:
         """Columns of those."""
         self.widths = [sum(block.num_columns for block in blocks) for blocks in layout.blocks]
 
-    def store(self, blocks: Sequence[int], batch_sizes: Sequence[int]) -> LookupStore:
+    def store(
+        self, blocks: Sequence[int], batch_sizes: Sequence[int], *, ahead: bool
+    ) -> LookupStore:
         """Where a lookup stores the vectors of some of this rank's ``blocks``, before
         :meth:`__call__`."""
         sizes = tuple(batch_sizes)
-        channel = self.vectors_channel(sizes)
+        channel = self.vectors_channel(sizes, ahead)
         moves = forward_moves(self.layout, sizes, self.domain.rank, blocks)
 
         def store(*lookup: Any) -> None:
@@ -156,7 +161,12 @@ class PooledPush:
         return store
 
     def __call__(
-        self, groups: Sequence[GroupVectors], batch_sizes: Sequence[int], anchor: Tensor | None
+        self,
+        groups: Sequence[GroupVectors],
+        batch_sizes: Sequence[int],
+        anchor: Tensor | None,
+        *,
+        ahead: bool,
     ) -> tuple[Tensor, list[tuple[int, list[Tensor]]]]:
         """The values ``[B, num_columns]`` of this rank's samples, and for each part that has no
         place there the ``[B, columns]`` from each of its shards, in the order of ranks.
@@ -167,30 +177,31 @@ class PooledPush:
             groups: the pooled vectors of all of this rank's blocks.
             batch_sizes: samples of each rank.
             anchor: without elements; gets a gradient where it requires one.
+            ahead: as for :meth:`store`.
         """
         if anchor is None:
             anchor = torch.empty(0, device=self.domain.device)
             anchor.requires_grad_(torch.is_grad_enabled())
         blocks = [group.blocks for group in groups]
         vectors = [group.vectors for group in groups]
-        values, staged = _Push.apply(anchor, self, tuple(batch_sizes), blocks, *vectors)
+        values, staged = _Push.apply(anchor, self, tuple(batch_sizes), ahead, blocks, *vectors)
         columns = iter(staged.split([w for _, widths in self._staged for w in widths], dim=1))
         by_part = [
             (part, list(itertools.islice(columns, len(widths)))) for part, widths in self._staged
         ]
         return values, by_part
 
-    def vectors_channel(self, batch_sizes: tuple[int, ...]) -> Channel:
+    def vectors_channel(self, batch_sizes: tuple[int, ...], ahead: bool) -> Channel:
         """Where vectors arrive."""
         num_elements = max(batch_sizes) * self.home.num_columns
         num_bytes = num_elements * self.forward_dtype.itemsize
-        return self.domain.channel((self.layout, "vectors"), num_bytes)
+        return self.domain.channel((self.layout, "vectors", ahead), num_bytes)
 
-    def gradients_channel(self, batch_sizes: tuple[int, ...]) -> Channel:
+    def gradients_channel(self, batch_sizes: tuple[int, ...], ahead: bool) -> Channel:
         """Where gradients arrive."""
         num_elements = sum(batch_sizes) * max(self.widths)
         num_bytes = num_elements * self.backward_dtype.itemsize
-        return self.domain.channel((self.layout, "gradients"), num_bytes)
+        return self.domain.channel((self.layout, "gradients", ahead), num_bytes)
 
     def sources_of(self, pieces: Sequence[Piece]) -> list[list[int | None]]:
         """Where the blocks of each rank lie among the columns of ``pieces``."""
@@ -211,12 +222,13 @@ class _Push(torch.autograd.Function):
         anchor: Tensor,
         push: PooledPush,
         batch_sizes: tuple[int, ...],
+        ahead: bool,
         blocks: list[list[int]],
         *vectors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.push, ctx.batch_sizes, ctx.blocks = push, batch_sizes, blocks
+        ctx.push, ctx.batch_sizes, ctx.ahead, ctx.blocks = push, batch_sizes, ahead, blocks
         rank, dtype, num_home = push.domain.rank, push.forward_dtype, push.home.num_columns
-        channel = push.vectors_channel(batch_sizes)
+        channel = push.vectors_channel(batch_sizes, ahead)
         channel.meet()
         made = []
         pieces = (push.values_pieces, push.num_columns), (push.staged_pieces, push.num_staged)
@@ -238,7 +250,7 @@ class _Push(torch.autograd.Function):
             factor, inverse = float16_scale(moved, push.domain.group)
             # Each product is rounded as on its way through a collective.
             grads, scale = [grad * scale * factor for grad in grads], None
-        channel = push.gradients_channel(batch_sizes)
+        channel = push.gradients_channel(batch_sizes, ctx.ahead)
         for grad, pieces in zip(grads, (push.values_pieces, push.staged_pieces), strict=True):
             moves = backward_moves(push.layout, batch_sizes, rank, push.sources_of(pieces))
             channel.push(grad, moves, dtype, scale)
@@ -256,7 +268,7 @@ class _Push(torch.autograd.Function):
             ]
             channel.collect(out, joined_moves(moves), stride, dtype)
             received.append(out if inverse is None else out * inverse)
-        return values.new_empty(0), None, None, None, *received
+        return values.new_empty(0), *[None] * 4, *received
 
 
 def _columns(matrix: Tensor, pieces: Sequence[Piece]) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from torchembed.core.gradient_slots import FlatSpans
-from torchembed.sharding.channel import Move, PushDomain
+from torchembed.sharding.channel import Move, PushDomain, half_bytes
 
 _WIDTH = 64
 """Elements are cut into rows of so many, which ranks share out."""
@@ -24,7 +24,7 @@ class PushedMean:
         self._domain, self._use = domain, use
         self._stream: torch.cuda.Stream | None = None
 
-    def start(self, numbers: FlatSpans, dtype: torch.dtype) -> torch.cuda.Event:
+    def start(self, numbers: Sequence[FlatSpans], dtype: torch.dtype) -> torch.cuda.Event:
         """Begin :meth:`take` beside what else the current stream is given; it is done at the event
         that is returned. ``numbers`` must be held until then."""
         if self._stream is None:
@@ -36,53 +36,64 @@ class PushedMean:
             done.record()
         return done
 
-    def take(self, numbers: FlatSpans, dtype: torch.dtype) -> None:
-        """Make ``numbers`` their mean, which travels in ``dtype``, in place.
+    def take(self, numbers: Sequence[FlatSpans], dtype: torch.dtype) -> None:
+        """Make ``numbers`` their mean, which travels in ``dtype``, in place; all in one exchange.
 
-        Spans begin and end at multiples of 64 elements, but at the buffer's end. Collective; the
+        Spans begin and end at multiples of 64 elements, but at a buffer's end. Collective; the
         first of a size waits for the GPU and the other ranks.
         """
-        domain, flat = self._domain, numbers.flat
-        padding = -flat.numel() % _WIDTH
-        rows = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
-        rows = rows.view(-1, _WIDTH)
-        spans = [(start // _WIDTH, -(-stop // _WIDTH)) for start, stop in numbers.spans]
-        num_rows = sum(stop - start for start, stop in spans)
+        domain, before = self._domain, 0
+        placed = []
+        for flat, spans in numbers:
+            padding = -flat.numel() % _WIDTH
+            rows = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
+            of_rows = [(start // _WIDTH, -(-stop // _WIDTH)) for start, stop in spans]
+            placed.append((flat, rows.view(-1, _WIDTH), of_rows, before))
+            before += sum(stop - start for start, stop in of_rows)
+        num_rows = before
         rows_a_rank = -(-num_rows // domain.num_ranks)
         share = rows_a_rank * _WIDTH
         num_bytes = share * domain.num_ranks * dtype.itemsize
         parts = domain.channel((self._use, "parts"), num_bytes)
         means = domain.channel((self._use, "means"), num_bytes)
-        parts.push(rows, shares(spans, rows_a_rank, domain.rank, domain.num_ranks), dtype)
+        for _, rows, spans, before in placed:
+            moves = shares(spans, before, rows_a_rank, domain.rank, domain.num_ranks)
+            parts.push(rows, moves, dtype)
         parts.meet()
         num_mine = min(share, num_rows * _WIDTH - domain.rank * share)
         parts.push_mean(means, dtype, share, num_mine)
         means.meet()
-        moves, before = [], 0
-        for start, stop in spans:
-            moves.append((0, stop - start, _WIDTH, before, 0, start * _WIDTH, _WIDTH))
-            before += stop - start
-        means.collect(rows, moves, _WIDTH, dtype)
-        if padding:
-            flat.copy_(rows.view(-1)[: flat.numel()])
+        for flat, rows, spans, before in placed:
+            moves = []
+            for start, stop in spans:
+                moves.append((0, stop - start, _WIDTH, before, 0, start * _WIDTH, _WIDTH))
+                before += stop - start
+            means.collect(rows, moves, _WIDTH, dtype)
+            if rows.numel() > flat.numel():
+                flat.copy_(rows.view(-1)[: flat.numel()])
+
+
+def most_bytes_of_means(num_bytes: int) -> int:
+    """Of a rank's memory, for all channels of a :class:`PushedMean` whose largest mean is of
+    ``num_bytes``, at most: of parts and of means two halves each, in sizes that are powers of two
+    and so, together, less than twice the largest."""
+    return 2 * 2 * 2 * half_bytes(num_bytes)
 
 
 def shares(
-    spans: Sequence[tuple[int, int]], rows_a_rank: int, rank: int, num_ranks: int
+    spans: Sequence[tuple[int, int]], before: int, rows_a_rank: int, rank: int, num_ranks: int
 ) -> list[Move]:
-    """The moves of every rank's share of the rows of ``spans``, one after the other, to it. Each
-    rank begins with another one's."""
+    """The moves of every rank's share of the rows of ``spans``, one after the other, to it, where
+    ``before`` rows of others come first. Each rank begins with another one's."""
     moves: list[Move] = []
     for turn in range(num_ranks):
         peer = (rank + 1 + turn) % num_ranks
-        target = rank * rows_a_rank
-        first, last = peer * rows_a_rank, (peer + 1) * rows_a_rank
-        before = 0
+        place = before
         for start, stop in spans:
-            low = max(first - before, 0) + start
-            high = min(last - before + start, stop)
+            low = max(peer * rows_a_rank - place, 0) + start
+            high = min((peer + 1) * rows_a_rank - place + start, stop)
             if low < high:
+                target = (rank - peer) * rows_a_rank + place + low - start
                 moves.append((peer, high - low, _WIDTH, low, 0, target * _WIDTH, _WIDTH))
-                target += high - low
-            before += stop - start
+            place += stop - start
     return moves

@@ -1,14 +1,15 @@
 """The ranks that share a model's tables: their mesh, and the meshes of some of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.data_parallel import max_over, row_gradient_mean
+from torchembed.sharding.gradient_mean import GradientMean
 from torchembed.sharding.plan import Placement, TablePlan
 from torchembed.sharding.pushed_mean import PushedMean
 from torchembed.sharding.transport import WireTransport, check_peer_access
@@ -78,8 +79,8 @@ class Ranks:
         sizes_group: another one, through the CPU, for a thread that announces ids ahead.
         wire: the precision in which vectors and gradients travel.
         push: the GPUs that store into each other's memory; None where none do.
-        dense_mean: takes means over them, of dense gradients.
-        row_gradient_mean: for tables that every rank holds.
+        gradient_mean: of the dense gradients of the model that is sharded; made last.
+        row_gradient_mean: for tables that every rank holds; needs that one.
         max_over_holders: of all tables; None where no two ranks hold different ones.
     """
 
@@ -108,15 +109,12 @@ class Ranks:
         )
         self.rank = mesh.get_local_rank()
         self.push: PushDomain | None = None
-        self.dense_mean: PushedMean | None = None
-        mean_of_rows = None
+        self.gradient_mean: GradientMean | None = None
+        self.row_gradient_mean = row_gradient_mean(self._gradient_mean_of_now)
         if transport is WireTransport.PUSH:
             device = torch.device("cuda", torch.cuda.current_device())
             check_peer_access(self.group, device)
             self.push = PushDomain(self.group, device)
-            self.dense_mean = PushedMean(self.push, "dense gradients")
-            mean_of_rows = PushedMean(self.push, "rows of tables that every rank holds")
-        self.row_gradient_mean = row_gradient_mean(self.group, mean_of_rows)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
         for plan in plans:
             ranks = _ranks_of(plan)
@@ -129,6 +127,18 @@ class Ranks:
             held = {shard.rank for plan in plans for shard in plan.shards}
             ranks = tuple(range(mesh.size()) if all_hold_tables else sorted(held))
             self.max_over_holders = self._max_over(ranks)
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on every backward leaves the mean over ranks in the gradients of
+        ``parameters``, and in those of the tables that every rank holds."""
+        push = None if self.push is None else PushedMean(self.push, "gradients")
+        self.gradient_mean = GradientMean(
+            parameters, self.gradient_group, dtype=self.wire.dense, push=push
+        )
+
+    def _gradient_mean_of_now(self) -> GradientMean:
+        assert self.gradient_mean is not None
+        return self.gradient_mean
 
     def _max_over(self, ranks: tuple[int, ...]) -> RankMaximum | None:
         if ranks not in self._meshes:

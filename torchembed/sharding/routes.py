@@ -92,13 +92,14 @@ class Route:
         return [_sum_over_shards(columns) for columns in from_shards]
 
     def push_pooled(
-        self, groups: Sequence[GroupVectors], push: PooledPush
+        self, groups: Sequence[GroupVectors], push: PooledPush, *, ahead: bool
     ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """:meth:`return_pooled` by push.
 
         Args:
             groups: the vectors of all of this rank's blocks.
             push: of this layout.
+            ahead: as ``push`` takes it.
 
         Returns:
             The values ``[B, columns]``, with the parts that have a place in them, and of each other
@@ -108,7 +109,7 @@ class Route:
         if not groups and weights is not None and weights.requires_grad:
             # Nothing here uses the weights, but their exchange needs all ranks.
             anchor = weights.flatten()[:0]
-        values, staged = push(groups, self.batch_sizes, anchor)
+        values, staged = push(groups, self.batch_sizes, anchor, ahead=ahead)
         return values, [(part, _sum_over_shards(columns)) for part, columns in staged]
 
 

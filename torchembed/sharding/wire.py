@@ -31,7 +31,8 @@ class WirePrecision:
     backward: torch.dtype | None = None
     dense: torch.dtype | None = None
     """In which the gradients of all other parameters are summed over ranks, float32 or bfloat16;
-    may be wider than they are."""
+    may be wider than they are. Those of tables that every rank holds travel with them, in float32
+    where it is None."""
 
     def __post_init__(self) -> None:
         if self.dense not in (None, torch.float32, torch.bfloat16):

@@ -1,6 +1,13 @@
 """Where rows and their optimizer state live."""
 
-from torchembed.tables.group import RecordedGradients, Table, TableGroup, TableSpec, table_of
+from torchembed.tables.group import (
+    GradientReduction,
+    RecordedGradients,
+    Table,
+    TableGroup,
+    TableSpec,
+    table_of,
+)
 from torchembed.tables.group_weight import group_weight
 from torchembed.tables.initializers import (
     Constant,
@@ -14,6 +21,7 @@ from torchembed.tables.table_set import TableSet
 
 __all__ = [
     "Constant",
+    "GradientReduction",
     "InPlaceFunction",
     "Initializer",
     "Normal",

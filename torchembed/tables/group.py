@@ -34,10 +34,6 @@ class TableSpec:
         return name_key(self.seed, self.name)
 
 
-GradientReduction = Callable[[Tensor, RowGradients, Tensor], tuple[Tensor, RowGradients]]
-"""``(rows, gradients, weight)`` to ``(rows, gradients)`` that are equal on all ranks."""
-
-
 ColumnSum = Callable[[Tensor], Tensor]
 """The sum of the ranks' ``[runs]``, one number for each run of equal rows; the ranks that hold the
 table's columns call it together. They may have different capacities of spare runs; what comes back
@@ -47,6 +43,13 @@ has the least of them."""
 RankMaximum = Callable[[Tensor], None]
 """Makes a number the greatest of those on the ranks that hold tables of a model, in place; these
 ranks call it together. No GPU is waited for."""
+
+
+GradientReduction = Callable[
+    ["RecordedGradients", Tensor, Callable[[Tensor, RowGradients], None]], None
+]
+"""Takes recorded gradients, the ``weight [R, D]``, and what is called at the end of the backward
+with ``(rows, gradients)`` that are equal on all ranks."""
 
 
 def _as_it_is(rows: Tensor) -> Tensor:
@@ -131,6 +134,7 @@ class TableGroup:
         initial_state: what every element of it starts from.
         step: float32 ``[1]``, updates done.
         pending: gradients recorded by backward and not yet applied, oldest first.
+        num_awaited: those that are on their way over ranks, and come once backward is done.
     """
 
     def __init__(self, tables: Sequence[Table], weight: Tensor) -> None:
@@ -144,6 +148,7 @@ class TableGroup:
         self.rule: UpdateRule | None = None
         self.step = torch.zeros(1, device=weight.device)
         self.pending: list[RecordedGradients] = []
+        self.num_awaited = 0
         self._locate()
 
     def _locate(self) -> None:
@@ -230,14 +235,28 @@ class TableGroup:
                 "load or requires_grad_; do that before forward"
             )
         reduction = self.tables[0].gradient_reduction
-        if reduction is not None:
-            rows, gradients = reduction(rows, gradients, self.weight)
-            runs = None
+        if reduction is None:
+            self._append(rows, gradients, runs)
+        else:
+            self.num_awaited += 1
+            reduction(RecordedGradients(rows, gradients, runs), self.weight, self._take_awaited)
+
+    def _take_awaited(self, rows: Tensor, gradients: RowGradients) -> None:
+        if self.num_awaited:  # none are wanted any more after discard
+            self.num_awaited -= 1
+            self._append(rows, gradients, None)
+
+    def _append(self, rows: Tensor, gradients: RowGradients, runs: Runs | None) -> None:
         ready = None
         if rows.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
         self.pending.append(RecordedGradients(rows, gradients, runs, ready))
+
+    def discard(self) -> None:
+        """Forget all gradients recorded so far, those that are awaited too."""
+        self.pending.clear()
+        self.num_awaited = 0
 
     def scale_pending(self, factor: Tensor) -> None:
         """Multiply all gradients recorded so far by ``factor``, float32 ``[]``."""

@@ -127,7 +127,7 @@ def _check_movable(members: list[Table]) -> None:
                 f"weight of table {spec.name} must have shape {shape}, "
                 f"got {tuple(table.parameter.shape)}"
             )
-        if hasattr(table, "group") and table.group.pending:
+        if hasattr(table, "group") and (table.group.pending or table.group.num_awaited):
             raise RuntimeError(
                 f"table {spec.name} has gradients that no optimizer step has applied; call step() "
                 "or zero_grad() before freezing, reloading or regrouping it"

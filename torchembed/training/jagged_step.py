@@ -6,7 +6,6 @@ point of it on every rank, since collectives on two communicators that come in d
 wait for each other for ever.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from torchembed.training.eager_step import eager_step
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.step_optimizers import Assumptions, StepOptimizers
 from torchembed.training.step_result import StepOutcome
-from torchembed.training.streams import event_on, on, wait_for
+from torchembed.training.streams import between, event_on, on, wait_for
 from torchembed.training.worker import Worker
 
 _CLOSE_SECONDS = 10.0
@@ -136,7 +135,7 @@ class JaggedStep:
 
     def observe(self, source: Any) -> StepOutcome:
         """Train the first batch, from wherever it is."""
-        with self._on_its_stream():
+        with between(self._stream):
             batch = to_device(source, self._device)
             with observed_calls(self._model, batch) as self.calls:
                 result, verdict, suspects = eager_step(
@@ -153,7 +152,7 @@ class JaggedStep:
         """
         if following is not None and self._group is None and following.has_failed:
             following = None
-        with self._on_its_stream():
+        with between(self._stream):
             prepared = now.prepared(self._prepare)
             with record_function("torchembed: look up"):
                 looked_up = self._looked_up(prepared)
@@ -198,17 +197,6 @@ class JaggedStep:
             with torch.no_grad():
                 verdict = judge(suspects, self._group)
             return _PreparedBatch(batch, prepared, suspects, verdict, event_on(self._ids_stream))
-
-    @contextlib.contextmanager
-    def _on_its_stream(self) -> Any:
-        """After what the current stream has got, and before what it gets."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def _announce(

@@ -6,7 +6,6 @@ trained, while the next one is prepared: each copy reads where the other one wri
 copied between steps, and both share one memory pool, since they never run at the same time.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.profiler import record_function
 
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.modules.preparing import Prepared
+from torchembed.modules.preparing import Announced, Prepared
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.tables import RecordedGradients, table_of
@@ -37,8 +36,10 @@ from torchembed.training.step_optimizers import (
     StepOptimizers,
     prepare_replay,
     update,
+    update_early,
 )
 from torchembed.training.step_result import StepResult
+from torchembed.training.streams import beside, between, join, on
 
 
 class _PreparedBatch(NamedTuple):
@@ -103,7 +104,9 @@ class StaticStep:
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
         self._turns = [_Turn(), _Turn()]
-        self._vectors_stream = self._ids_stream = self._rows_stream = self._leaves_stream = None
+        self._stream = self._leaves_stream = None
+        self._vectors_stream = self._ids_stream = None
+        self._rows_stream = self._last_rows_stream = self._dense_stream = None
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
@@ -121,6 +124,9 @@ class StaticStep:
                 self._early = EarlyUpdates(ours, device)
             else:
                 self._leaves_stream = torch.cuda.Stream(device)
+                # What is left of rows by then is little, and goes before the dense update.
+                self._last_rows_stream = torch.cuda.Stream(device, priority=-3)
+                self._dense_stream = torch.cuda.Stream(device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -138,6 +144,7 @@ class StaticStep:
         self._before_replay()  # what a graph does itself, it does at each replay
         self._has_captured = True
         if self.sorted is not None:
+            assert self._stream is not None
             self.sorted.capture(self._stream)
         self._assumptions.note_capture()
         graph = torch.cuda.CUDAGraph()
@@ -180,13 +187,9 @@ class StaticStep:
             state.graph.replay()
             for parameter, grad in state.gradients:
                 parameter.grad = grad
-        elif self.is_cuda:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._step(turn)
-            torch.cuda.current_stream().wait_stream(self._stream)
         else:
-            self._step(turn)
+            with between(self._stream):
+                self._step(turn)
         update(self._optimizers.others, state.verdict)
         self.slots.note_use(1 - turn)
         assert state.result is not None
@@ -217,26 +220,30 @@ class StaticStep:
             verdict = either(prepared.verdict, verdict)
             state.suspects = [*self._prepared_suspects[turn], *suspects]
         # After forward, so that its exchange of ids delays none of this step's vectors.
-        with self._beside(self._ids_stream), record_function("torchembed: prepare"):
+        with beside(self._ids_stream), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
-        if self._rows_stream is not None:
-            # Before backward: the update of rows begins with what needs no gradients.
-            self._rows_stream.wait_stream(torch.cuda.current_stream())
+        for stream in (self._rows_stream, self._last_rows_stream):
+            if stream is not None:
+                # Before backward: the update of rows begins with what needs no gradients.
+                stream.wait_stream(torch.cuda.current_stream())
         early, leaves_stream = self._early, self._backward_stream()
         with DeferredWeightGradients() if early is None else early.around_backward():
-            with record_function("torchembed: backward"), self._beside(leaves_stream):
+            with record_function("torchembed: backward"), beside(leaves_stream):
                 loss.backward()
-            recorded = self._update_rows(verdict)
-        self._join(leaves_stream)
+            recorded = self._update_rows(verdict, early=True)
+        # Of tables that every rank holds, gradients come with the dense ones.
+        recorded += self._update_rows(verdict, early=False)
+        join(leaves_stream)
         with record_function("torchembed: update"):
-            update(self._late_optimizers, verdict)
+            with between(self._dense_stream):
+                update(self._late_optimizers, verdict)
             if early is not None:
                 early.update(None if verdict is None else verdict.skip)
                 early.join()
-        self._join(self._rows_stream)
+        join(self._rows_stream, self._last_rows_stream)
         del recorded
-        self._join(self._ids_stream, self._vectors_stream if self._calls else None)
+        join(self._ids_stream, self._vectors_stream if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
 
@@ -253,21 +260,11 @@ class StaticStep:
         """What is prepared, with its vectors, which come while the model begins its forward."""
         if prepared is None or self._calls is None:
             return []
-        with self._beside(self._vectors_stream):
+        with beside(self._vectors_stream):
             return [
                 call.collection.look_up(of_call)
                 for call, of_call in zip(self._calls, prepared.lookups, strict=True)
             ]
-
-    @contextlib.contextmanager
-    def _beside(self, stream: torch.cuda.Stream | None) -> Any:
-        """What is inside runs on ``stream``, beside what comes after it."""
-        if stream is None:
-            yield
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
 
     @torch.no_grad()
     def _prepare(self, turn: int) -> None:
@@ -280,52 +277,63 @@ class StaticStep:
         _copy_tree(slot, batch)
         if not self._calls:
             return
-        lookups, suspects = self._lookups(self._calls, turn)
-        found = _PreparedBatch(lookups, judge(suspects, self._group))
+        announced, suspects = self._announced(self._calls, turn)
+        # Before ids are sorted: what backward sends comes after this collective.
+        verdict = judge(suspects, self._group)
+        with deferred_bad_ids() as more:
+            lookups = self._lookups(self._calls, announced, turn)
+        suspects = [*suspects, *more]
+        found = _PreparedBatch(lookups, either(verdict, judge(more, self._group)))
         known = self._prepared[turn]
         if known is not None and self._has_captured:
             _copy_tree(found, known)
         else:
             self._prepared[turn], self._prepared_suspects[turn] = found, suspects
 
-    def _lookups(
+    def _announced(
         self, calls: Sequence[CollectionCall], turn: int
-    ) -> tuple[list[Prepared], list[Suspect]]:
-        """What the batch of ``turn`` needs of its ids, and those that may be bad."""
+    ) -> tuple[list[Announced], list[Suspect]]:
+        """What is known of the batch of ``turn`` before its ids travel, and ids that may be bad."""
+        if self.sorted is not None:
+            ids = self.sorted.batches[turn]
+            assert ids is not None
+            return ids.of_calls, ids.suspects
         batch = self._batches[turn]
         with deferred_bad_ids() as suspects:
-            if self.sorted is None:
-                return [c.collection.prepare(c.features_of(batch)) for c in calls], suspects
-            ids, room, lookups = self.sorted.batches[turn], self._room, []
-            assert ids is not None and room is not None
-            for call, of_call, capacity in zip(calls, ids.of_calls, room.capacities, strict=True):
-                found = call.collection.prepare_announced(of_call, capacity).lookups
-                if not self._has_captured:
-                    # None of it in the memory of sorted ids, which the next batch gets.
-                    found = map_tensors(torch.clone, found)
-                lookups.append(Prepared(call.features_of(batch), found))
-        return lookups, [*ids.suspects, *suspects]
+            return [c.collection.announce(c.features_of(batch)) for c in calls], suspects
 
-    def _update_rows(self, verdict: Verdict | None) -> list[RecordedGradients]:
+    def _lookups(
+        self, calls: Sequence[CollectionCall], announced: Sequence[Announced], turn: int
+    ) -> list[Prepared]:
+        """What is then known of it."""
+        pairs = list(zip(calls, announced, strict=True))
+        if self._room is None:
+            return [call.collection.prepare_announced(of_call) for call, of_call in pairs]
+        lookups = []
+        for (call, of_call), capacity in zip(pairs, self._room.capacities, strict=True):
+            found = call.collection.prepare_announced(of_call, capacity).lookups
+            if not self._has_captured:
+                # None of it in the memory of sorted ids, which the next batch gets.
+                found = map_tensors(torch.clone, found)
+            lookups.append(Prepared(call.features_of(self._batches[turn]), found))
+        return lookups
+
+    def _update_rows(self, verdict: Verdict | None, *, early: bool) -> list[RecordedGradients]:
         """Update rows, each table group's as soon as its gradients are there, beside what backward
-        and the other optimizers have left to do.
+        and the other optimizers have left to do. ``early`` while some may still be on their way.
 
         Returns:
             What must be held until the streams have joined, or its memory would be used again.
         """
         recorded = [entry for o in self._optimizers.of_tables for entry in o.recorded()]
-        if self._rows_stream is None:
-            update(self._optimizers.of_tables, verdict)
-        elif recorded:
-            with torch.cuda.stream(self._rows_stream), record_function("torchembed: rows"):
-                update(self._optimizers.of_tables, verdict)
+        if recorded or not early:
+            stream = self._rows_stream
+            if not early and stream is not None and torch.cuda.is_current_stream_capturing():
+                # Otherwise learning rates may be set on the former.
+                stream = self._last_rows_stream
+            with on(stream), record_function("torchembed: rows"):
+                (update_early if early else update)(self._optimizers.of_tables, verdict)
         return recorded
-
-    def _join(self, *streams: torch.cuda.Stream | None) -> None:
-        """Let the step's stream wait for others."""
-        for stream in streams:
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
 
 
 class _Turn:

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
 from torchembed.training.bad_batches import Verdict
-from torchembed.training.guarded_update import before_replay, follows_replays, step_unless
+from torchembed.training.guarded_update import (
+    before_replay,
+    follows_replays,
+    skipping,
+    step_unless,
+)
 
 
 class StepOptimizers:
@@ -62,6 +67,13 @@ def update(optimizers: Sequence[torch.optim.Optimizer], verdict: Verdict | None)
     """Step ``optimizers``, unless the batch turned out bad."""
     for optimizer in optimizers:
         step_unless(optimizer, None if verdict is None else verdict.skip)
+
+
+def update_early(optimizers: Sequence[FusedOptimizer], verdict: Verdict | None) -> None:
+    """Update the rows whose gradients are there, before :func:`update` does the others."""
+    for optimizer in optimizers:
+        with skipping(optimizer, None if verdict is None else verdict.skip):
+            optimizer.step_early()
 
 
 def prepare_replay(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -1,17 +1,45 @@
-"""Streams and events of a device that may have none: then everything is done in order."""
+"""Streams of a GPU, on which a step runs or has some of its work beside the rest; on the CPU, where
+there are none, each of these does nothing."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 
-def on(stream: "torch.cuda.Stream | None") -> Any:
-    """A context in which ``stream`` is the current one."""
+def on(stream: torch.cuda.Stream | None) -> Any:
+    """What is inside runs on ``stream``."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def event_on(stream: "torch.cuda.Stream | None") -> "torch.cuda.Event | None":
+@contextlib.contextmanager
+def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is inside runs on ``stream``, after what the current one has got, and beside what that
+    one gets then."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with on(stream):
+        yield
+
+
+@contextlib.contextmanager
+def between(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is inside runs on ``stream``, after what the current one has got, and before what that
+    one gets then."""
+    with beside(stream):
+        yield
+    join(stream)
+
+
+def join(*streams: torch.cuda.Stream | None) -> None:
+    """Let the current stream wait for others."""
+    for stream in streams:
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+def event_on(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     """What comes once ``stream`` has done what it has got so far."""
     if stream is None:
         return None
@@ -20,7 +48,7 @@ def event_on(stream: "torch.cuda.Stream | None") -> "torch.cuda.Event | None":
     return event
 
 
-def wait_for(event: "torch.cuda.Event | None") -> None:
+def wait_for(event: torch.cuda.Event | None) -> None:
     """Let the current stream wait for ``event``."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)

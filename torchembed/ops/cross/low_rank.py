@@ -16,6 +16,7 @@ from torchembed.ops.cross.schema import (
     low_rank_cross_scale_op,
 )
 from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
+from torchembed.ops.side_by_side import joined_in_place, side_by_side
 from torchembed.ops.weight_gradients import keep_parameters, weight_gradient
 
 
@@ -106,8 +107,9 @@ def low_rank_cross_network(
 
     Args:
         x0: ``[B, N]``, float32, float16 or bfloat16; or parts of it, ``[B, N1]``, ``[B, N2]`` and
-            so on, that are to be concatenated, as ``torch.cat`` does: their gradients come out
-            apart, without a copy.
+            so on, side by side: their gradients come out apart, without a copy. Where the last of
+            them has ``reserved_columns`` for the others, it is not copied in forward either, see
+            :func:`~torchembed.ops.side_by_side.side_by_side`.
         v: ``[rank, N]`` for each layer, of the dtype of ``x0``.
         u: ``[N, rank]`` for each layer, likewise.
         bias: ``[N]`` for each layer, likewise.
@@ -134,7 +136,10 @@ def low_rank_cross_network(
     parts = [part.to(dtype) for part in parts]
     _check(parts, parameters)
     if not parameters:
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return side_by_side(*parts)
+    joined = joined_in_place(parts)
+    if joined is not None:
+        parts = [joined]
     contiguous = [parameter.contiguous() for parameter in parameters]
     return _LowRankCrossNetwork.apply(len(parts), *parts, *contiguous)
 

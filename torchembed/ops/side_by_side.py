@@ -1,0 +1,84 @@
+"""Matrices side by side, without a copy of one that was made with columns for the others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _ReservedColumns:
+    """The columns of a matrix before those that somebody else has been given."""
+
+    def __init__(self, whole: Tensor, num_columns: int) -> None:
+        self._whole, self._num_columns = whole, num_columns
+        self._are_taken = False
+
+    def filled(self, leading: Sequence[Tensor]) -> Tensor | None:
+        """The whole matrix with ``leading`` in them; None where that does not fit, or others are
+        there already."""
+        whole = self._whole
+        is_alike = all(
+            (part.shape[0], part.dtype, part.device) == (whole.shape[0], whole.dtype, whole.device)
+            for part in leading
+        )
+        num_columns = sum(part.shape[1] for part in leading)
+        if self._are_taken or not is_alike or num_columns != self._num_columns:
+            return None
+        self._are_taken = True
+        return _Fill.apply(whole, *leading)
+
+
+class _Fill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *leading: Tensor) -> Tensor:
+        ctx.widths = [part.shape[1] for part in leading]
+        # Whoever has saved the other columns for backward finds them as they were: torch need not
+        # see this write, which is of columns that nobody has seen.
+        filled, first = whole.data, 0
+        for part in leading:
+            filled[:, first : first + part.shape[1]] = part
+            first += part.shape[1]
+        return filled
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *grad[:, : sum(ctx.widths)].split(ctx.widths, dim=1)
+
+
+def after_reserved(whole: Tensor, num_reserved: int) -> Tensor:
+    """The columns of ``whole [B, N]`` after the first ``num_reserved``, which are for
+    :func:`side_by_side`: what they hold until then does not matter."""
+    if not num_reserved:
+        return whole
+    values = whole[:, num_reserved:]
+    if not torch.compiler.is_compiling():
+        values.torchembed_reserved = _ReservedColumns(whole, num_reserved)  # type: ignore[attr-defined]
+    return values
+
+
+def joined_in_place(parts: Sequence[Tensor]) -> Tensor | None:
+    """What :func:`side_by_side` gives where it need not copy the last part; else None."""
+    if len(parts) < 2 or torch.compiler.is_compiling():
+        return None
+    reserved = getattr(parts[-1], "torchembed_reserved", None)
+    return None if reserved is None else reserved.filled(parts[:-1])
+
+
+def side_by_side(*parts: Tensor) -> Tensor:
+    """``torch.cat(parts, dim=1)`` for an interaction layer.
+
+    Vectors that a collection has looked up with as many ``reserved_columns`` as the parts before
+    them have stay where they are, once, and only these are copied. Gradients of the parts are views
+    of one.
+
+    Args:
+        parts: ``[B, N1]``, ``[B, N2]`` and so on.
+
+    Returns:
+        ``[B, N1 + N2 ...]``; the part itself where there is one.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    joined = joined_in_place(parts)
+    return torch.cat(parts, dim=1) if joined is None else joined
