@@ -15,7 +15,8 @@ STAGES = {
     "exchange between GPUs": r"nccl",
     "ids: sort, find runs": r"find_runs|_digit|sum_counts|linearize_ids|radix|bucketize",
     "lookup": r"pooled_lookup|embedding.*forward",
-    "row update": r"rowwise_update|embedding.*backward|split_embedding|find_long_segments",
+    "row update": r"rowwise_update|::update_kernel|find_chunks"
+    r"|embedding.*backward|split_embedding|find_long_segments",
     "cross layers": r"low_rank_cross|multiply_and_sum|sum_partials",
     "matrix products": r"nvjet|gemm|cutlass|splitK|linear_to_one|cublas",
     "dense update": r"dense_update|multi_tensor",

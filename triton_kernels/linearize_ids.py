@@ -12,7 +12,7 @@ from torch import Tensor
 from torchembed.core.types import OnBadId
 from torchembed.triton_kernels.bags import bag_bounds
 from torchembed.triton_kernels.row_blocks import index_type
-from torchembed.triton_kernels.searching import count_not_above
+from torchembed.triton_kernels.searching import count_not_above_each
 
 _BLOCK = 1024
 
@@ -40,10 +40,13 @@ def _linearize_ids_kernel(
     hotness (1, 2): ``values = [2, 0, 1, 3, 4, 0]`` gives ``rows = [2, 0, 4, 6, -1, 3]`` and
     ``first_bad = 4``; with CLAMP, ``rows[4] = 6``.
     """
-    position = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(INDEX) * BLOCK
+    position = first + tl.arange(0, BLOCK)
     inside = position < num_ids
     ends_ptr = bounds_ptr + bounds_stride
-    feature = count_not_above(ends_ptr, num_features, position, bounds_stride, bounds_scale)
+    feature = count_not_above_each(
+        ends_ptr, num_features, first, bounds_stride, bounds_scale, BLOCK
+    )
     in_bag = inside & (feature < num_features)
     first_row = tl.load(first_rows_ptr + feature, mask=in_bag, other=0)
     limit = tl.load(num_rows_ptr + feature, mask=in_bag, other=0)

@@ -26,7 +26,7 @@ from torchembed.triton_kernels.row_blocks import (
     row_block,
     store_rows,
 )
-from torchembed.triton_kernels.searching import count_not_above
+from torchembed.triton_kernels.searching import count_not_above, count_not_above_each
 
 _MOVE_FIELDS = tl.constexpr(MOVE_FIELDS)
 _BLOCK = 1024
@@ -281,10 +281,13 @@ def _pooled_lookup_gradient_map_kernel(
     Example: two features and a batch of 2, ``offsets = [0, 2, 2, 3, 5]``: ``gradient_rows`` are
     0 0 1 3 3; under MEAN ``scales`` are 1/2 1/2 1 1/2 1/2.
     """
-    position = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    first_position = tl.program_id(0).to(INDEX) * BLOCK
+    position = first_position + tl.arange(0, BLOCK)
     inside = position < num_ids
     if FIXED:
-        feature = count_not_above(bounds_ptr + 1, num_features, position, 1, batch_size)
+        feature = count_not_above_each(
+            bounds_ptr + 1, num_features, first_position, 1, batch_size, BLOCK
+        )
         in_bag = feature < num_features
         first = tl.load(bounds_ptr + feature, mask=in_bag, other=0).to(INDEX)
         length = tl.load(bounds_ptr + feature + 1, mask=in_bag, other=1).to(INDEX) - first

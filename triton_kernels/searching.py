@@ -21,3 +21,22 @@ def count_not_above(entries_ptr, num_entries, value, stride, scale):
         count = tl.where(entry <= value, count + half, count).to(value.dtype)
         remaining -= half
     return count
+
+
+@triton.jit
+def count_not_above_each(entries_ptr, num_entries, first, stride, scale, BLOCK: tl.constexpr):
+    """:func:`count_not_above` of each of ``first + [0, BLOCK)``.
+
+    Few blocks have an entry among their numbers. In the others the first one's count is all.
+
+    Example: among entries 0 2 2 7, four numbers from 2 on are 3 each.
+    """
+    count = count_not_above(entries_ptr, num_entries, first, stride, scale)
+    has_next = count < num_entries
+    next_entry = tl.load(entries_ptr + count.to(tl.int64) * stride, mask=has_next, other=0)
+    if has_next & (next_entry.to(tl.int64) * scale < first + BLOCK):
+        values = first + tl.arange(0, BLOCK)
+        counts = count_not_above(entries_ptr, num_entries, values, stride, scale)
+    else:
+        counts = tl.zeros([BLOCK], count.dtype) + count
+    return counts

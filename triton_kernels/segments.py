@@ -22,7 +22,7 @@ from torchembed.triton_kernels.row_blocks import index_type
 # Sorted positions that a program takes; more where there are so many programs that reading each
 # other's counts would cost.
 _BLOCK = 1024
-_LARGE_BLOCK = 4096
+_LARGE_BLOCK = 2048
 _MANY_IDS = 2**20
 
 

@@ -1,4 +1,4 @@
-// Rows as the eight lanes that share one hold them: in what the kernel of update_rows.cu computes.
+// Rows as the 32 lanes of a warp hold them: in what the kernels of update_rows.cu compute.
 
 #pragma once
 
@@ -10,112 +10,99 @@
 
 #include "update_rows.h"
 
-#pragma nv_diag_suppress 177  // on GPUs before Ampere nothing here is used
-
 namespace torchembed {
 namespace {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+constexpr int kLanes = 32;
 constexpr int kDim = kUpdateDim;
-constexpr int kLanes = 8;  // of a row
-// Of a row a lane takes kParts vectors of 4 elements, which lie kStride elements apart.
-constexpr int kStride = kLanes * 4;
-constexpr int kParts = kDim / kStride;
+static_assert(kDim == 4 * kLanes, "a lane has four elements of a row");
 
-__device__ int group_of_thread() { return threadIdx.x % 32 / kLanes; }
-__device__ int lane_of_row() { return threadIdx.x % kLanes; }
+__device__ int lane_of_warp() { return threadIdx.x % kLanes; }
 
+// A lane's elements of a row.
 struct Elements {
-  float at[kParts][4];
+  float at[4];
+
+  template <class Function>
+  __device__ void for_each(const Function& function) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) at[i] = function(at[i], i);
+  }
 };
 
-template <class Function>
-__device__ void for_each_element(const Function& function) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) function(part, i);
-  }
-}
-
-// Four elements as they lie in memory.
+// A matrix as a lane sees it: the lane's own elements of each row.
 template <class Value>
-using Four = std::conditional_t<sizeof(Value) == 4, float4, uint2>;
+class LaneOfMatrix {
+ public:
+  explicit __device__ LaneOfMatrix(Value* matrix)
+      : matrix_(matrix), offset_(4 * sizeof(Value) * lane_of_warp()) {
+    // The compiler does not see what it is, and so makes a row's address in one multiplication and
+    // addition, for all matrices of a width.
+    asm("" : "+l"(offset_));
+  }
 
-__device__ void unpack(float (&to)[4], const float4& four, const float*) {
-  to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-}
+  __device__ Value* at(int row) const {
+    constexpr int64_t kRowBytes = kDim * sizeof(Value);
+    using Byte = std::conditional_t<std::is_const_v<Value>, const char, char>;
+    return reinterpret_cast<Value*>(reinterpret_cast<Byte*>(matrix_) + (row * kRowBytes + offset_));
+  }
 
-__device__ void unpack(float (&to)[4], const uint2& four, const __nv_bfloat16*) {
-  to[0] = __uint_as_float(four.x << 16), to[1] = __uint_as_float(four.x & 0xFFFF0000u);
-  to[2] = __uint_as_float(four.y << 16), to[3] = __uint_as_float(four.y & 0xFFFF0000u);
-}
+ private:
+  Value* matrix_;
+  int64_t offset_;
+};
 
-__device__ void unpack(float (&to)[4], const uint2& four, const __half*) {
-  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
-  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
-  to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+// A value that the lanes of a warp have in common, as one that the compiler knows to be.
+__device__ int same_on_all_lanes(int value) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, value);
+#else
+  return value;
+#endif
 }
 
 // A lane's elements of a row as they lie in memory.
 template <class Value>
 struct Packed {
-  Four<Value> at[kParts];
+  std::conditional_t<sizeof(Value) == 4, float4, uint2> four;
 
-  // `row` is the lane's own first element of it.
-  __device__ void load(const Value* row) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      at[part] = *reinterpret_cast<const Four<Value>*>(row + part * kStride);
-    }
+  __device__ void load(const Value* row) { four = *reinterpret_cast<const decltype(four)*>(row); }
+
+  // Past the first-level cache, where other multiprocessors' stores do not show.
+  __device__ void load_shared(const Value* row) {
+    four = __ldcg(reinterpret_cast<const decltype(four)*>(row));
   }
 
   __device__ Elements elements() const {
-    Elements found;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      unpack(found.at[part], at[part], static_cast<const Value*>(nullptr));
+    if constexpr (std::is_same_v<Value, float>) {
+      return {four.x, four.y, four.z, four.w};
+    } else if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
+      return {__uint_as_float(four.x << 16), __uint_as_float(four.x & 0xFFFF0000u),
+              __uint_as_float(four.y << 16), __uint_as_float(four.y & 0xFFFF0000u)};
+    } else {
+      const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
+      const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
+      return {low.x, low.y, high.x, high.y};
     }
-    return found;
   }
 };
 
-template <class Value>
-__device__ Elements load_elements(const Value* row) {
-  Packed<Value> packed;
-  packed.load(row);
-  return packed.elements();
-}
-
 __device__ void store_elements(float* row, const Elements& elements) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float (&four)[4] = elements.at[part];
-    *reinterpret_cast<float4*>(row + part * kStride) =
-        make_float4(four[0], four[1], four[2], four[3]);
-  }
+  const auto& at = elements.at;
+  *reinterpret_cast<float4*>(row) = make_float4(at[0], at[1], at[2], at[3]);
 }
 
-// The sum of squares over a run's lanes, each with the same bits.
-__device__ float sum_squares(const Elements& gradient) {
-  float sums[kParts];
+// The sum of squares over a row, on each lane with the same bits.
+__device__ float sum_squares(const Elements& row) {
+  float sum = row.at[0] * row.at[0];
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float (&four)[4] = gradient.at[part];
-    sums[part] = four[0] * four[0];
-#pragma unroll
-    for (int i = 1; i < 4; ++i) sums[part] += four[i] * four[i];
-  }
-#pragma unroll
-  for (int apart = kParts / 2; apart > 0; apart /= 2) {
-#pragma unroll
-    for (int part = 0; part < apart; ++part) sums[part] += sums[part + apart];
-  }
+  for (int i = 1; i < 4; ++i) sum += row.at[i] * row.at[i];
 #pragma unroll
   for (int apart = kLanes / 2; apart > 0; apart /= 2) {
-    sums[0] += __shfl_xor_sync(kAllLanes, sums[0], apart);
+    sum += __shfl_xor_sync(kAllLanes, sum, apart);
   }
-  return sums[0];
+  return sum;
 }
 
 }  // namespace

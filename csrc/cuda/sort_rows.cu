@@ -20,9 +20,14 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kDigitBits = 9;
 constexpr int kNumDigits = 1 << kDigitBits;
 static_assert(kNumDigits == kThreads, "a thread looks after one digit");
-constexpr int kFewItems = 4;
-constexpr int kManyItems = 8;
-// From here on a tile is kManyItems * kThreads ids, below it kFewItems * kThreads.
+// Blocks of a multiprocessor, for which registers are set aside.
+constexpr int kBlocks = 2;
+// What a thread takes, and with it the size of a tile, so that tiles fill an H100 or H200 and few
+// wait for others.
+constexpr int kFewItems = 2;
+constexpr int kSomeItems = 7;
+constexpr int kManyItems = 14;
+constexpr int64_t kSomeIds = int64_t{1} << 17;
 constexpr int64_t kManyIds = int64_t{1} << 20;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -103,24 +108,29 @@ __device__ uint64_t sum_before(uint64_t value) {
   return before;
 }
 
+// What the threads of a block share while they move a tile.
+template <int kItems>
+union Tile {
+  // How many ids of each digit a warp has; then where the warp's first one goes within the tile.
+  uint32_t of_warp[kWarps][kNumDigits];
+  // When that is done, the tile itself in its new order.
+  struct {
+    uint32_t keys[kThreads * kItems];
+    int32_t positions[kThreads * kItems];
+  } sorted;
+};
+
 // Moves the ids of a tile to their places. Those of one digit keep their order: a warp's come
 // before the next warp's, and a warp ranks its own 32 at a time.
 template <int kItems, class Row, bool kFirstPass>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     move_by_digit(const Row* __restrict__ rows, const int32_t* __restrict__ positions,
                   int64_t num_ids, int num_tiles, Digit digit,
                   const uint32_t* __restrict__ counts_before, const uint32_t* __restrict__ totals,
                   int32_t* __restrict__ moved_rows, int32_t* __restrict__ moved_positions) {
   constexpr int kTile = kThreads * kItems;
-  // How many ids of each digit a warp has; then where the warp's first one goes within the tile.
-  // When that is done, the tile itself in its new order.
-  __shared__ union {
-    uint32_t of_warp[kWarps][kNumDigits];
-    struct {
-      uint32_t keys[kTile];
-      int32_t positions[kTile];
-    } sorted;
-  } shared;
+  extern __shared__ __align__(16) char memory[];
+  Tile<kItems>& shared = *reinterpret_cast<Tile<kItems>*>(memory);
   __shared__ uint32_t offset[kNumDigits];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int64_t tile_first = int64_t{blockIdx.x} * kTile;
@@ -129,18 +139,12 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t total = totals[thread];
 
   uint32_t keys[kItems];
-  int32_t from[kItems];
+  const auto place_of = [&](int item) { return warp * (32 * kItems) + item * 32 + lane; };
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    const int place = warp * (32 * kItems) + item * 32 + lane;
-    const bool inside = place < tile_size;
+    const int place = place_of(item);
     // What lies past the end has the highest key and comes last, so it displaces nothing.
-    keys[item] = inside ? key_of(rows[tile_first + place]) : 0xFFFFFFFFu;
-    if (kFirstPass) {
-      from[item] = static_cast<int32_t>(tile_first + place);
-    } else {
-      from[item] = inside ? positions[tile_first + place] : 0;
-    }
+    keys[item] = place < tile_size ? key_of(rows[tile_first + place]) : 0xFFFFFFFFu;
   }
 #pragma unroll
   for (int step = 0; step < kNumDigits / 32; ++step) shared.of_warp[warp][step * 32 + lane] = 0;
@@ -164,6 +168,16 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
     rank[item] = __shfl_sync(kAllLanes, earlier, leader) + __popc(peers & ((1u << lane) - 1));
+  }
+  int32_t from[kItems];
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int place = place_of(item);
+    if (kFirstPass) {
+      from[item] = static_cast<int32_t>(tile_first + place);
+    } else {
+      from[item] = place < tile_size ? positions[tile_first + place] : 0;
+    }
   }
   __syncthreads();
 
@@ -204,7 +218,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int tile_ids(int64_t num_ids) { return kThreads * (num_ids < kManyIds ? kFewItems : kManyItems); }
+int tile_ids(int64_t num_ids) {
+  return kThreads * (num_ids < kSomeIds ? kFewItems : num_ids < kManyIds ? kSomeItems : kManyItems);
+}
 
 int64_t count_tiles(int64_t num_ids) {
   return (num_ids + tile_ids(num_ids) - 1) / tile_ids(num_ids);
@@ -216,20 +232,26 @@ struct Pairs {
 };
 
 template <int kItems, class Row, bool kFirstPass>
-void launch_pass(const Row* rows, const int32_t* positions, int64_t num_ids, Digit digit,
-                 uint32_t* counts, Pairs to, cudaStream_t stream) {
+cudaError_t launch_pass(const Row* rows, const int32_t* positions, int64_t num_ids, Digit digit,
+                        uint32_t* counts, Pairs to, cudaStream_t stream) {
   const int num_tiles = static_cast<int>(count_tiles(num_ids));
   uint32_t* const totals = counts + int64_t{kNumDigits} * num_tiles;
   count_digits<kItems><<<num_tiles, kThreads, 0, stream>>>(rows, num_ids, num_tiles, digit, counts);
   constexpr int kSumThreads = 128;
   sum_counts<<<kNumDigits * 32 / kSumThreads, kSumThreads, 0, stream>>>(counts, num_tiles, totals);
-  move_by_digit<kItems, Row, kFirstPass><<<num_tiles, kThreads, 0, stream>>>(
-      rows, positions, num_ids, num_tiles, digit, counts, totals, to.rows, to.positions);
+  constexpr auto move = move_by_digit<kItems, Row, kFirstPass>;
+  constexpr int kBytes = sizeof(Tile<kItems>);
+  const cudaError_t error =
+      cudaFuncSetAttribute(move, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  move<<<num_tiles, kThreads, kBytes, stream>>>(rows, positions, num_ids, num_tiles, digit, counts,
+                                                totals, to.rows, to.positions);
+  return cudaGetLastError();
 }
 
 template <int kItems, class Row>
-void launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pairs sorted, Pairs spare,
-                   uint32_t* counts, cudaStream_t stream) {
+cudaError_t launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pairs sorted,
+                          Pairs spare, uint32_t* counts, cudaStream_t stream) {
   int key_bits = 1;  // keys lie in [0, num_rows]
   while (num_rows >> key_bits) ++key_bits;
   const int num_passes = (key_bits + kDigitBits - 1) / kDigitBits;
@@ -237,12 +259,14 @@ void launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pairs sor
   const auto digit_at = [&](int pass) { return Digit{pass * digit_bits, (1u << digit_bits) - 1u}; };
   // The last pass writes to `sorted`, the one before to `spare`, and so on.
   const auto target = [&](int pass) { return (num_passes - pass) % 2 == 1 ? sorted : spare; };
-  launch_pass<kItems, Row, true>(rows, nullptr, num_ids, digit_at(0), counts, target(0), stream);
-  for (int pass = 1; pass < num_passes; ++pass) {
+  cudaError_t error = launch_pass<kItems, Row, true>(rows, nullptr, num_ids, digit_at(0), counts,
+                                                     target(0), stream);
+  for (int pass = 1; pass < num_passes && error == cudaSuccess; ++pass) {
     const Pairs from = target(pass - 1);
-    launch_pass<kItems, int32_t, false>(from.rows, from.positions, num_ids, digit_at(pass), counts,
-                                        target(pass), stream);
+    error = launch_pass<kItems, int32_t, false>(from.rows, from.positions, num_ids, digit_at(pass),
+                                                counts, target(pass), stream);
   }
+  return error;
 }
 
 }  // namespace
@@ -262,19 +286,16 @@ const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int
   const Pairs sorted{sorted_rows, order}, spare{scratch, scratch + num_ids};
   uint32_t* const counts = reinterpret_cast<uint32_t*>(scratch + 2 * num_ids);
   const auto launch = [&](const auto* typed_rows) {
-    const auto queue = static_cast<cudaStream_t>(stream);
-    if (num_ids < kManyIds) {
-      launch_passes<kFewItems>(typed_rows, num_ids, num_rows, sorted, spare, counts, queue);
-    } else {
-      launch_passes<kManyItems>(typed_rows, num_ids, num_rows, sorted, spare, counts, queue);
-    }
+    const auto launch_with = [&]<int kItems>() {
+      return launch_passes<kItems>(typed_rows, num_ids, num_rows, sorted, spare, counts,
+                                   static_cast<cudaStream_t>(stream));
+    };
+    if (num_ids < kSomeIds) return launch_with.template operator()<kFewItems>();
+    if (num_ids < kManyIds) return launch_with.template operator()<kSomeItems>();
+    return launch_with.template operator()<kManyItems>();
   };
-  if (rows_are_wide) {
-    launch(static_cast<const int64_t*>(rows));
-  } else {
-    launch(static_cast<const int32_t*>(rows));
-  }
-  error = cudaGetLastError();
+  error = rows_are_wide ? launch(static_cast<const int64_t*>(rows))
+                        : launch(static_cast<const int32_t*>(rows));
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

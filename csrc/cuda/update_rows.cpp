@@ -49,10 +49,10 @@ GradType grad_type(ScalarType type) {
   }
 }
 
-// `stream` as in sort_rows; what chunks and groups are, run_sums.py says.
+// `stream` as in sort_rows. One state for each row is row-wise Adagrad's, one for each element
+// Adagrad's.
 void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& unique_rows,
                     const Tensor& starts, const Tensor& order, const Tensor& num_runs,
-                    std::optional<Tensor> chunk_sums, std::optional<Tensor> group_sums,
                     const Tensor& grad, std::optional<Tensor> gradient_rows,
                     std::optional<Tensor> scales, const Tensor& lr,
                     std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip, double eps,
@@ -61,27 +61,41 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
     STD_TORCH_CHECK(rows->dim() == 2 && rows->size(1) == kUpdateDim && rows->is_contiguous(),
                     "weight and grad must be contiguous and have ", kUpdateDim, " columns");
   }
-  STD_TORCH_CHECK(state.numel() == weight.size(0), "state must have ", weight.size(0),
+  const bool is_rowwise = state.numel() == weight.size(0);
+  STD_TORCH_CHECK(state.is_contiguous() && (is_rowwise || state.numel() == weight.numel()),
+                  "state must be contiguous and have ", weight.size(0), " or ", weight.numel(),
                   " elements, got ", state.numel());
   const Indices rows = indices("unique_rows", unique_rows);
   const Indices of_gradients = indices("gradient_rows", gradient_rows);
+  const int64_t num_chunks = order.numel() / kUpdateChunk, num_groups = num_chunks / kUpdateChunk;
+  const Tensor sums =
+      torch::stable::new_empty(weight, {num_chunks + num_groups, kUpdateDim}, ScalarType::Float);
+  const Tensor counts =
+      torch::stable::new_empty(order, {1 + 2 * num_chunks + num_groups}, ScalarType::Int);
   RowUpdate update;
   update.weight = weight.mutable_data_ptr<float>();
   update.state = state.mutable_data_ptr<float>();
   update.unique_rows = rows.data;
-  update.rows_are_wide = rows.wide;
   update.starts = values<int32_t>("starts", starts);
   update.order = values<int32_t>("order", order);
   update.num_runs = values<int32_t>("num_runs", num_runs);
-  update.chunk_sums = values<float>("chunk_sums", chunk_sums);
-  update.group_sums = values<float>("group_sums", group_sums);
   update.grad = grad.const_data_ptr();
   update.gradient_rows = of_gradients.data;
-  update.gradient_rows_are_wide = of_gradients.wide;
   update.scales = values<float>("scales", scales);
   update.lr = values<float>("lr", lr);
   update.grad_multiplier = values<float>("grad_multiplier", grad_multiplier);
   update.skip = values<float>("skip", skip);
+  update.chunk_sums = sums.mutable_data_ptr<float>();
+  update.group_sums = update.chunk_sums + num_chunks * kUpdateDim;
+  update.num_taken = counts.mutable_data_ptr<int32_t>();
+  update.slot_runs = update.num_taken + 1;
+  update.num_summed = update.slot_runs + num_chunks;
+  update.num_grouped = update.num_summed + num_chunks;
+  update.num_ids = static_cast<int>(order.numel());
+  update.num_chunks = static_cast<int>(num_chunks);
+  update.is_rowwise = is_rowwise;
+  update.rows_are_wide = rows.wide;
+  update.gradient_rows_are_wide = of_gradients.wide;
   update.eps = static_cast<float>(eps);
   update.weight_decay = static_cast<float>(weight_decay);
   update.max_gradient = static_cast<float>(max_gradient);
@@ -94,9 +108,9 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
   library.def(
       "update_rows(Tensor(a!) weight, Tensor(b!) state, Tensor unique_rows, Tensor starts,"
-      " Tensor order, Tensor num_runs, Tensor? chunk_sums, Tensor? group_sums, Tensor grad,"
-      " Tensor? gradient_rows, Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip,"
-      " float eps, float weight_decay, float max_gradient, int num_blocks, int stream) -> ()");
+      " Tensor order, Tensor num_runs, Tensor grad, Tensor? gradient_rows, Tensor? scales,"
+      " Tensor lr, Tensor? grad_multiplier, Tensor? skip, float eps, float weight_decay,"
+      " float max_gradient, int num_blocks, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CUDA, library) {

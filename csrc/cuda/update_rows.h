@@ -1,4 +1,4 @@
-// Updating rows on a GPU: what the operation and its kernel agree on.
+// Updating rows on a GPU: what the operation and its kernels agree on.
 
 #pragma once
 
@@ -6,33 +6,42 @@
 
 namespace torchembed {
 
-// Columns of the rows that the kernel takes.
+// Columns of the rows that the kernels take.
 constexpr int kUpdateDim = 128;
+// Occurrences of a chunk of a run, and chunks of a group: run_sums.py says what these are.
+constexpr int kUpdateChunk = 32;
 
 enum class GradType { kFloat32, kFloat16, kBFloat16 };
 
-// What the kernel reads and changes. A pointer to what is not there is null.
+// What the kernels read and change. A pointer to what is not there is null.
 struct RowUpdate {
   float* weight;            // [R, kUpdateDim]
-  float* state;             // [R]
+  float* state;             // [R] where is_rowwise, else as weight
   const void* unique_rows;  // int32, or int64 where rows_are_wide
   const int32_t* starts;
   const int32_t* order;
   const int32_t* num_runs;
-  const float* chunk_sums;    // of whole chunks of runs
-  const float* group_sums;    // of whole groups of chunks
   const void* grad;           // [G, kUpdateDim]
   const void* gradient_rows;  // of each position; int32, or int64 where gradient_rows_are_wide
   const float* scales;        // of each position
   const float* lr;
   const float* grad_multiplier;
   const float* skip;
+  float* chunk_sums;     // scratch, [num_chunks, kUpdateDim]
+  float* group_sums;     // scratch, [num_chunks / kUpdateChunk, kUpdateDim]
+  int32_t* num_taken;    // scratch, [1]: blocks of runs that warps have taken
+  int32_t* slot_runs;    // scratch, [num_chunks]: the run whose whole chunk is at a slot, or -1
+  int32_t* num_summed;   // scratch, [num_chunks]: of a long run's sums, at its first chunk's slot
+  int32_t* num_grouped;  // scratch, [num_chunks / kUpdateChunk]: of a group's chunks
+  int num_ids;
+  int num_chunks;  // whole ones that all ids together have
+  bool is_rowwise;
   bool rows_are_wide;
   bool gradient_rows_are_wide;
   float eps;
   float weight_decay;
   float max_gradient;
-  int num_blocks;  // one fills a multiprocessor
+  int num_blocks;
 };
 
 // Launches on `stream` of `device`, which is the caller's current one, and returns the runtime's

@@ -49,6 +49,7 @@ def test_a_step_is_cut_out_of_graphs_or_of_the_time(kernels_a_launch: int) -> No
         (NAMES[2], "reduction over GPUs"),
         ("ncclDevKernel_SendRecv", "exchange between GPUs"),
         ("_rowwise_update_kernel", "row update"),
+        ("void torchembed::(anonymous namespace)::update_kernel<float, true>", "row update"),
         ("split_embedding_backward_adagrad_cta_per_row", "row update"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::reduce_kernel", "other"),

@@ -8,7 +8,9 @@ from tests.tolerance import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
-TILE, LARGE_TILE, MANY_IDS = 2048, 4096, 2**20
+# Of few ids, of some and of many.
+TILE, SOME_TILE, LARGE_TILE = (512 * items for items in (2, 7, 14))
+SOME_IDS, MANY_IDS = 2**17, 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,8 @@ def check(rows: Tensor, num_rows: int) -> None:
     "num_ids",
     [
         *(1, 2, 31, 33, 511, 513, TILE - 1, TILE, TILE + 1, 100_003),
-        *(MANY_IDS - 1, MANY_IDS, MANY_IDS + LARGE_TILE, MANY_IDS + LARGE_TILE + 1),
+        *(SOME_IDS - 1, SOME_IDS, 37 * SOME_TILE, 37 * SOME_TILE + 1),
+        *(MANY_IDS - 1, MANY_IDS, 147 * LARGE_TILE, 147 * LARGE_TILE + 1),
     ],
 )
 def test_sorts_as_torch_does(num_ids: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from tests.row_updates import scalar
 from tests.tolerance import assert_same_bits
 from tests.values import normal
 from torchembed.core.types import OptimizerKind
-from torchembed.ops.rowwise_update import RowGradients, UpdateRule
+from torchembed.ops.rowwise_update import RowGradients, UpdateRule, cuda
 from torchembed.ops.rowwise_update.cuda import cuda_kernel
 from torchembed.ops.segments import find_runs
 from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
@@ -19,6 +19,7 @@ from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
 pytestmark = pytest.mark.gpu
 
 CHUNK, DIM = 32, 128
+KINDS = (OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAGRAD)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def library_updates(device: torch.device) -> None:
 
 def launch(kernel: Callable[..., Any], weight: Tensor, rows: Tensor, **options: Any) -> list[Any]:
     """What the kernel returns, then the weight and the state that it leaves."""
-    options = {"kind": OptimizerKind.ROWWISE_ADAGRAD, "multiplier": None, "skip": None} | options
+    options = {"kind": KINDS[0], "multiplier": None, "skip": None} | options
     num_rows, rule = weight.shape[0], UpdateRule(kind=options["kind"], **options.get("rule", {}))
     weight = weight.clone()
     state = normal(*rule.state_shape(*weight.shape), seed=4, device=weight.device).abs()
@@ -46,13 +47,14 @@ def check(rows: Tensor, num_rows: int, gradients: RowGradients, **options: Any) 
     weight = normal(num_rows, DIM, seed=3, device=rows.device)
     kernel = cuda_kernel()
     assert kernel is not None
-    found, expected = (
-        launch(each, weight, rows, gradients=gradients, **options)
-        for each in (kernel.launch, launch_rowwise_update)
-    )
-    assert found[0] is None
-    for tensor, same in zip(found[1:], expected[1:], strict=True):
-        assert_same_bits(tensor, same)
+    for kind in KINDS:
+        found, expected = (
+            launch(each, weight, rows, gradients=gradients, kind=kind, **options)
+            for each in (kernel.launch, launch_rowwise_update)
+        )
+        assert found[0] is None
+        for tensor, same in zip(found[1:], expected[1:], strict=True):
+            assert_same_bits(tensor, same)
 
 
 def skewed(num_ids: int, num_rows: int, device: torch.device) -> Tensor:
@@ -102,6 +104,15 @@ def test_runs_of_every_length(length: int, device: torch.device) -> None:
         check(rows, 20, RowGradients(grad))
 
 
+def test_few_warps_for_many_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_num_blocks", lambda device: 1)
+    hot = skewed(60_000, 500, device)
+    for num_single in (300, 20_000):  # with long runs, and with many short ones
+        rows = torch.cat([torch.arange(num_single, device=device), hot])
+        grad = normal(rows.numel(), DIM, seed=0, dtype=torch.bfloat16, device=device)
+        check(rows, 20_000, RowGradients(grad))
+
+
 def test_extreme_gradients(device: torch.device) -> None:
     values = [0.0, -0.0, 1e-45, -1e-38, 1e-20, 3e19, -3e38, float("inf"), float("nan"), 1.0]
     grad = torch.tensor(values, device=device).repeat_interleave(DIM).view(-1, DIM)
@@ -128,7 +139,7 @@ def test_leaves_other_calls_to_triton(device: torch.device) -> None:
     grad = normal(2, DIM, seed=1, device=device)
     cases = [
         launch(kernel.launch, weight, rows, gradients=RowGradients(grad), kind=kind)
-        for kind in (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ADAM)
+        for kind in (OptimizerKind.SGD, OptimizerKind.ADAM)
     ]
     narrow = RowGradients(grad[:, :64].contiguous())
     cases.append(launch(kernel.launch, weight[:, :64].contiguous(), rows, gradients=narrow))
@@ -143,7 +154,7 @@ def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
 
     def call(weight: Tensor, state: Tensor, grad: Tensor) -> None:
         scalars = (one, None, None, 0.0, 0.0, 0.0, 1, 0)
-        update(weight, state, *runs, None, None, grad, None, None, *scalars)
+        update(weight, state, *runs, grad, None, None, *scalars)
 
     weight, state, grad = (
         torch.zeros(*shape, device=device) for shape in ((5, DIM), (5,), (3, DIM))
@@ -156,5 +167,5 @@ def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
         RuntimeError, match="weight and grad must be contiguous and have 128 columns"
     ):
         call(weight, state, grad[:, ::2])
-    with pytest.raises(RuntimeError, match="state must have 5 elements, got 4"):
+    with pytest.raises(RuntimeError, match="state must be contiguous and have 5 or 640 elements"):
         call(weight, state[:4], grad)

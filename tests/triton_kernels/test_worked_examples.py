@@ -192,6 +192,20 @@ def test_count_not_above(device: torch.device) -> None:
 
 
 @triton.jit
+def _count_each_kernel(entries_ptr, counts_ptr, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK - 2
+    counts = searching.count_not_above_each(entries_ptr, 4, first, 1, 1, BLOCK)
+    tl.store(counts_ptr + first + 2 + tl.arange(0, BLOCK), counts)
+
+
+def test_count_not_above_each(device: torch.device) -> None:
+    counts = integers(device, *[-9] * 12)
+    _count_each_kernel[(3,)](integers(device, 0, 2, 2, 7), counts, BLOCK=4)
+    # Of -2 to 1, where an entry lies between; of 2 to 5, where none does; of 6 to 9.
+    assert counts.tolist() == [0, 0, 1, 1, 3, 3, 3, 3, 3, 4, 4, 4]
+
+
+@triton.jit
 def _extent_kernel(bounds_ptr, out_ptr, BLOCK: tl.constexpr):
     sample = tl.arange(0, BLOCK)
     feature = bags.feature_at(bounds_ptr, 0, 2, True)

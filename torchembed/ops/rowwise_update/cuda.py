@@ -13,7 +13,8 @@ from torchembed.core.types import OptimizerKind
 _DIM = 128
 _OLDEST_GPU = (8, 0)
 _MAX_ROWS = 2**31
-_COVERS = f"row-wise Adagrad of float32 rows of {_DIM} columns"
+_KINDS = (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+_COVERS = f"Adagrad and row-wise Adagrad of float32 rows of {_DIM} columns"
 
 
 @functools.cache
@@ -62,24 +63,18 @@ def _launch_update_rows(
     """
     num_rows, dim = weight.shape
     if (
-        optimizer != OptimizerKind.ROWWISE_ADAGRAD
+        state0 is None
+        or optimizer not in _KINDS
         or weight.dtype != torch.float32
         or dim != _DIM
         or max(num_rows, grad.shape[0]) >= _MAX_ROWS
-        or any(rows.data_ptr() % 16 != 0 for rows in (weight, grad))
+        or any(rows.data_ptr() % 16 != 0 for rows in (weight, grad, state0) if rows.dim() == 2)
         or not _runs_on(weight.device)
     ):
         return NotImplemented
-    num_ids = order.numel()
-    if num_ids == 0 or num_rows == 0:
+    if order.numel() == 0 or num_rows == 0:
         return None
-    from torchembed.triton_kernels.row_blocks import index_type
-    from torchembed.triton_kernels.run_sums import empty_chunk_sums, sum_chunks
-
-    sums = empty_chunk_sums(num_ids, dim, weight.device)
-    index = index_type(grad, order, sums.chunks)
     with torch.cuda.device_of(weight):
-        sum_chunks(sums, starts, order, num_runs, grad, gradient_rows, scales, index)
         torch.ops.torchembed_native.update_rows(
             weight,
             state0,
@@ -87,7 +82,6 @@ def _launch_update_rows(
             starts,
             order,
             num_runs,
-            *sums,
             grad,
             gradient_rows,
             scales,
