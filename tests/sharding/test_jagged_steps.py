@@ -2,6 +2,7 @@
 unsharded one; over gloo as they are, over NCCL without waiting for a GPU."""
 
 import contextlib
+import dataclasses
 import threading
 import warnings
 from collections.abc import Iterator
@@ -32,8 +33,14 @@ from tests.sharding.test_static_steps import (
 )
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding import routes
-from torchembed.training import TrainPipeline
-from torchembed.training.jagged_step import JaggedOutcome, JaggedStep
+from torchembed.training import TrainPipeline, ranks
+from torchembed.training.batch_layout import num_ids_in
+from torchembed.training.jagged_step import JaggedStep
+from torchembed.training.padded_steps import PaddedSteps
+from torchembed.training.read_ahead import Upcoming
+from torchembed.training.sorted_ids import Room, SortedSlots
+from torchembed.training.step_kinds import StepKinds
+from torchembed.training.step_result import StepOutcome
 
 CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise")),
@@ -49,27 +56,55 @@ CASES = [
 NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
 
 
-def takes_dense_graph(case: Case) -> bool:
-    """Whether the dense part's shapes are static and it trains no tables."""
-    return case.pooled and case.fused
-
-
-def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[JaggedOutcome]:
+def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[StepOutcome]:
     """What a pipeline does with batches that all ranks train in jagged steps."""
     yield step.observe(batches[0])
     coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
-    for number, (now, following) in enumerate(zip(coming, [*coming[1:], None], strict=True)):
-        if number == 2 and step.can_capture:
-            step.capture(now)
+    for now, following in zip(coming, [*coming[1:], None], strict=True):
         yield step.run(now, following)
     step.release()
+
+
+def padded_steps_of(
+    first: JaggedStep, pipeline: TrainPipeline, batches: list[Any], rooms: list[Room] | None = None
+) -> Iterator[Any]:
+    """The same where the steps after the first have room for more ids, as on a GPU; None where
+    there are none. ``rooms`` gets each step's."""
+    yield first.observe(batches[0])
+    assert first.can_be_padded
+    steps = PaddedSteps(pipeline._make_static, first.calls, first.worker, torch.device("cpu"))
+    coming = [
+        Upcoming(
+            batch,
+            number,
+            ranks.start_minimum(0, 1, -num_ids_in(batch)),
+            StepKinds(static=False, jagged=True),
+        )
+        for number, batch in enumerate(batches[1:])
+    ]
+    for number, now in enumerate(coming):
+        ahead = coming[number + 1 : number + 2]
+        for upcoming in ahead:
+            steps.announce(upcoming)
+        if not steps.has_room_for(now):
+            steps.make_room(now, ahead)
+        yield steps.run(now, ahead[0] if ahead else None)
+        if rooms is not None:
+            rooms.append(steps._room)
+    assert not steps.is_stale
+    steps.release()
+    first.release()
 
 
 @contextlib.contextmanager
 def threads_that_wait() -> Iterator[set[str]]:
     """The names of the threads that meanwhile wait for sizes, a device's or other ranks'."""
     threads: set[str] = set()
-    waiting = [(HostNumbers, "tolist"), (routes, "exchange_sizes")]
+    waiting = [
+        (HostNumbers, "tolist"),
+        (routes, "exchange_sizes"),
+        (SortedSlots, "needed"),
+    ]
     with contextlib.ExitStack() as stack:
         for holder, name in waiting:
             function = getattr(holder, name)
@@ -83,39 +118,75 @@ def threads_that_wait() -> Iterator[set[str]]:
         yield threads
 
 
-def train_in_jagged_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
-    """On a rank of gloo: its rows after training, the verdict of each step, and which threads have
-    waited for sizes after the first step."""
+ROW_WISE = Case(placements=dict.fromkeys("abcd", "row_wise"))
+SKEWED_STEP = 5
+
+
+def skewed_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
+    """A batch of many ids; on one step all of them are those of one rank.
+
+    A power of two times as many, so that means stay exact.
+    """
+    batch, times = static_batch(case, rank, step, bad_rank), 32
+    assert batch.offsets is not None
+    values = batch.values.repeat_interleave(times)
+    if step == SKEWED_STEP:
+        values = torch.zeros_like(values)
+    return dataclasses.replace(batch, values=values, offsets=batch.offsets * times)
+
+
+def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, Any]]:
+    """On a rank of gloo: its rows after training, the verdict of each step, which threads have
+    waited for sizes after the first step, and the rooms of padded steps."""
     rank, results = dist.get_rank(), []
-    for case, bad_rank in runs:
+    for case, bad_rank, is_padded in runs:
+        batch_of = skewed_batch if case is runs[-1][0] else static_batch
+        rooms: list[Room] = []
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
         optimizers = [] if optimizer is None else [optimizer]
         pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
-        batches = [static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS)]
+        batches = [batch_of(case, rank, step, bad_rank) for step in range(NUM_STEPS)]
         step = JaggedStep(
             with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
         )
-        outcomes = steps_of(step, batches)
-        verdicts = [next(outcomes).verdict]
+        if is_padded:
+            outcomes = padded_steps_of(step, pipeline, batches, rooms)
+        else:
+            outcomes = steps_of(step, batches)
+        skipped = [int(next(outcomes).report[0])]
         with threads_that_wait() as threads:
-            verdicts += [outcome.verdict for outcome in outcomes]
-        skipped = [None if verdict is None else int(verdict.skip) for verdict in verdicts]
-        results.append({"rows": held_rows(model), "skipped": skipped, "threads": threads})
+            skipped += [int(outcome.report[0]) for outcome in outcomes]
+        results.append(
+            {"rows": held_rows(model), "skipped": skipped, "threads": threads, "rooms": rooms}
+        )
     return results
 
 
 def test_jagged_steps_equal_plain_ones() -> None:
-    runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
+    plain = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
+    runs = [
+        (*run, is_padded)
+        for run in plain
+        for is_padded in (False, True)
+        if run[0].pooled or not is_padded
+    ]
+    runs.append((ROW_WISE, NO_RANK, True))
     results = run_on_ranks(2, train_in_jagged_steps, runs)
-    for number, (case, bad_rank) in enumerate(runs):
+    for number, (case, bad_rank, _) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
-        expected = train_plainly(case, 2, bad_rank)
+        batch_of = skewed_batch if case is ROW_WISE else static_batch
+        expected = train_plainly(case, 2, bad_rank, batch_of=batch_of)
         assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
         skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
         assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
         assert [result["threads"] for result in of_ranks] == [NOT_THE_MAIN_ONE] * 2, case
+    rooms, others = (rank_results[-1]["rooms"] for rank_results in results)
+    assert rooms == others
+    before, after = rooms[SKEWED_STEP - 2 : SKEWED_STEP]
+    assert before.num_ids == after.num_ids, "the slots were too small"
+    assert before.capacities < after.capacities
 
 
 NUM_STEPS_ON_GPUS, PARTIAL_STEP = 20, 16
@@ -129,7 +200,7 @@ def gpu_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.Spa
 
 def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
     """On a rank of NCCL, with a last but few smaller batch: its rows after training, what was
-    raised and warned of, and whether the dense part was a graph."""
+    raised and warned of, and whether steps were graphs."""
     rank, results = dist.get_rank(), []
     for case, bad_rank in runs:
         model = make_model(case, "meta")
@@ -160,7 +231,7 @@ def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
                     errors.append(str(error))
                 except StopIteration:
                     break
-                captured.append(pipeline._jagged is not None and pipeline._jagged.is_captured)
+                captured.append(pipeline._jagged.is_captured)
         told = [str(w.message) for w in caught if "captured" in str(w.message)]
         results.append(
             {
@@ -186,7 +257,7 @@ def assert_trained_without_waiting(
     for rank, result in enumerate(of_ranks):
         assert result["told"] == [], case
         assert result["waiting"] <= NOT_THE_MAIN_ONE, case
-        assert result["captured"] == takes_dense_graph(case), case
+        assert result["captured"] == case.pooled, case
         errors = result["errors"]
         assert len(errors) == (bad_rank < num_ranks), errors
         if errors:

@@ -85,8 +85,8 @@ def train_in_static_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
             pipeline._compute_loss,
             optimizers,
             batches[0],
-            torch.device("cpu"),
-            dist.group.WORLD,
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,
         )
         step.slots.fill(0, batches[0])
         step.prepare(0)
@@ -163,8 +163,8 @@ def train_dense(kind: str) -> list[Any]:
             pipeline._compute_loss,
             optimizers,
             batches[0],
-            torch.device("cpu"),
-            dist.group.WORLD,
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,
         )
         step.slots.fill(0, batches[0])
         step.prepare(0)
@@ -214,7 +214,7 @@ def train_in_graphs(
                 except StopIteration:
                     break
             static = pipeline._static
-            captured = static is not None and all(map(static.is_captured, (0, 1)))
+            captured = static is not None and static.is_captured
         results.append({"rows": held_rows(model), "errors": errors, "captured": captured})
     del model, with_loss, optimizer, optimizers, pipeline, static
     assert left_over() == []

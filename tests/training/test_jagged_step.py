@@ -1,6 +1,7 @@
-"""A jagged step trains as the loop by hand does, bit for bit: its lookup and update of rows around
-the dense part, its sizes found out by a thread."""
+"""Steps on jagged batches train as the loop by hand does, bit for bit: as they are, with sizes that
+a thread finds out, and in memory that has room for more ids."""
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -13,7 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.sharding.test_jagged_steps import NOT_THE_MAIN_ONE, threads_that_wait
+from tests.sharding.test_jagged_steps import (
+    NOT_THE_MAIN_ONE,
+    padded_steps_of,
+    threads_that_wait,
+)
 from tests.training.models import (
     KEYS,
     NUM_ROWS,
@@ -27,7 +32,8 @@ from tests.training.test_pipeline import assert_same_state, by_hand, losses_of, 
 from torchembed.data import Batch
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
-from torchembed.training.jagged_step import JaggedOutcome, JaggedStep
+from torchembed.training.jagged_step import JaggedStep
+from torchembed.training.step_result import StepOutcome
 
 LOSS = F.binary_cross_entropy_with_logits
 CPU = torch.device("cpu")
@@ -42,28 +48,65 @@ def jagged_step(model: nn.Module, optimizers: Sequence[Any], loss_fn: Any = LOSS
     return JaggedStep(model, pipeline._compute_loss, optimizers, CPU, None)
 
 
-def outcomes_of(step: JaggedStep, batches: Sequence[Any], capture_at: int) -> Iterator[Any]:
+def outcomes_of(step: JaggedStep, batches: Sequence[Any]) -> Iterator[Any]:
     """Each step's, announced ahead as a pipeline does."""
     yield step.observe(batches[0])
     coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
-    for number, (now, following) in enumerate(zip(coming, [*coming[1:], None], strict=True)):
-        if number == capture_at:
-            step.capture(now)
+    for now, following in zip(coming, [*coming[1:], None], strict=True):
         yield step.run(now, following)
 
 
-def losses(outcomes: Iterator[JaggedOutcome]) -> list[float]:
+def padded_outcomes_of(
+    model: nn.Module, batches: Sequence[Any], loss_fn: Any = LOSS
+) -> Iterator[Any]:
+    """The same of padded steps after the first."""
+    optimizers = make_optimizers(model)
+    pipeline = TrainPipeline(model, loss_fn, optimizers)
+    first = jagged_step(model, optimizers, loss_fn)
+    yield from padded_steps_of(first, pipeline, batches)
+
+
+def losses(outcomes: Iterator[StepOutcome]) -> list[float]:
     return [outcome.result.loss.item() for outcome in outcomes]
 
 
-@pytest.mark.parametrize("capture_at", [-1, 0, 2])
-def test_jagged_steps_equal_the_loop_by_hand(capture_at: int) -> None:
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_jagged_steps_equal_the_loop_by_hand(is_padded: bool) -> None:
     batches = jagged_batches(7)
     expected_losses, expected = by_hand(batches, CPU)
     model = make_model(CPU)
-    step = jagged_step(model, make_optimizers(model))
-    assert losses(outcomes_of(step, batches, capture_at)) == expected_losses
-    assert step.is_captured == (capture_at >= 0)
+    if is_padded:
+        outcomes = padded_outcomes_of(model, batches)
+    else:
+        outcomes = outcomes_of(jagged_step(model, make_optimizers(model)), batches)
+    assert losses(outcomes) == expected_losses
+    assert_same_state(model, expected)
+
+
+def with_many_ids(batch: Batch, times: int) -> Batch:
+    """``batch`` with bags of as many times the ids."""
+    sparse = batch.sparse
+    assert sparse.offsets is not None
+    lengths = sparse.offsets.diff()
+    values = torch.cat([bag.repeat(times) for bag in sparse.values.split(lengths.tolist())])
+    lengths = lengths * times
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    wide = dataclasses.replace(sparse, values=values, offsets=offsets)
+    return batch._replace(sparse=wide)
+
+
+def test_batches_that_outgrow_the_room_get_more() -> None:
+    batches = jagged_batches(12)
+    for number, times in ((3, 20), (4, 30), (7, 90), (8, 1), (10, 400)):
+        batches[number] = with_many_ids(batches[number], times)
+    expected_losses, expected = by_hand(batches, CPU)
+    model = make_model(CPU)
+    found = []
+    for outcome, batch in zip(padded_outcomes_of(model, batches), batches, strict=True):
+        found.append(outcome.result.loss.item())
+        assert torch.equal(outcome.result.batch.dense, batch.dense)
+        assert torch.equal(outcome.result.batch.sparse.values, batch.sparse.values)
+    assert found == expected_losses
     assert_same_state(model, expected)
 
 
@@ -94,12 +137,14 @@ class WithLoss(nn.Module):
 def test_keyed_jagged_tensors_are_announced_too() -> None:
     batches = jagged_batches(6)
     expected_losses, expected = by_hand(batches, CPU)
-    model = WithLoss()
-    step = jagged_step(model, make_optimizers(model), None)
-    outcomes = outcomes_of(step, [keyed(batch) for batch in batches], 1)
-    assert losses(outcomes) == expected_losses
-    assert step.is_captured
-    assert_same_state(model.model, expected)
+    for is_padded in (False, True):
+        model, keyed_batches = WithLoss(), [keyed(batch) for batch in batches]
+        if is_padded:
+            outcomes = padded_outcomes_of(model, keyed_batches, None)
+        else:
+            outcomes = outcomes_of(jagged_step(model, make_optimizers(model), None), keyed_batches)
+        assert losses(outcomes) == expected_losses
+        assert_same_state(model.model, expected)
 
 
 class Sequences(nn.Module):
@@ -150,31 +195,24 @@ def test_jagged_steps_of_a_model_equal_its_plain_ones(kind: type[nn.Module]) -> 
     optimizers = make_optimizers(models[0])
     expected = [step_by_hand(models[0], linear_loss, optimizers, batch).item() for batch in batches]
     step = jagged_step(models[1], make_optimizers(models[1]), linear_loss)
-    outcomes = outcomes_of(step, batches, 1 if kind is LooksUpTwice else -1)
+    outcomes = outcomes_of(step, batches)
     assert losses(outcomes) == expected
     assert_same_state(models[1], state_of(models[0]))
-    assert step.can_capture == (kind is not Sequences)
+    assert step.can_be_padded == (kind is not Sequences)
+    if kind is LooksUpTwice:
+        model = kind()
+        assert losses(padded_outcomes_of(model, batches, linear_loss)) == expected
+        assert_same_state(model, state_of(models[0]))
 
 
-def test_a_dense_part_that_needs_ids_is_not_made_a_graph() -> None:
+def test_a_model_that_reads_ids_is_not_trained_in_padded_steps() -> None:
     model = ReadsIds()
-    step = jagged_step(model, make_optimizers(model), linear_loss)
-    step.observe(make_batch(8, 0))
-    now = step.announce(make_batch(8, 1), lambda: True)
-    step.capture(now)
-    with pytest.raises(RuntimeError, match="meta"):
-        step.run(now, None)
-
-
-def test_unfused_tables_are_trained_within_the_dense_part() -> None:
-    model = TinyModel()
-    step = jagged_step(model, [torch.optim.SGD(model.parameters(), lr=0.125)])
-    step.observe(make_batch(8, 0))
-    assert not step.can_capture
-    for parameter in model.tables.parameters():
-        parameter.requires_grad_(False)
-    assert step.is_stale
-    assert step.can_capture
+    outcomes = padded_outcomes_of(model, jagged_batches(2), linear_loss)
+    next(outcomes)
+    before = state_of(model)
+    with pytest.warns(UserWarning, match="the train step could not be captured .*\n?.*meta"):
+        assert next(outcomes) is None
+    assert_same_state(model, before)
 
 
 def test_a_bad_id_changes_nothing() -> None:
@@ -186,13 +224,18 @@ def test_a_bad_id_changes_nothing() -> None:
         if number != 3:
             step_by_hand(model, LOSS, optimizers, batch)
     expected = state_of(model)
-    model = TinyModel()
-    step = jagged_step(model, make_optimizers(model))
-    outcomes = list(outcomes_of(step, batches, 1))
-    reports = [outcome.verdict.to_host().tolist() for outcome in outcomes]
-    assert [report[0] for report in reports] == [0, 0, 0, 1, 0, 0]
-    assert reports[3][1:] == [2, 99]
-    assert_same_state(model, expected)
+    for is_padded in (False, True):
+        model = TinyModel()
+        if is_padded:
+            outcomes = padded_outcomes_of(model, batches)
+            reports = [next(outcomes).report]
+            reports += [outcome.report.clone() for outcome in outcomes]
+        else:
+            outcomes = list(outcomes_of(jagged_step(model, make_optimizers(model)), batches))
+            reports = [outcome.report for outcome in outcomes]
+        assert [int(report[0]) for report in reports] == [0, 0, 0, 1, 0, 0]
+        assert reports[3][1:].tolist() == [2, 99, 0, 0]
+        assert_same_state(model, expected)
 
 
 def test_what_cannot_be_announced_raises_in_its_own_step() -> None:
@@ -202,7 +245,7 @@ def test_what_cannot_be_announced_raises_in_its_own_step() -> None:
     offsets[1] = 1000
     model = make_model(CPU)
     step = jagged_step(model, make_optimizers(model))
-    outcomes = outcomes_of(step, batches, -1)
+    outcomes = outcomes_of(step, batches)
     assert len([next(outcomes) for _ in range(2)]) == 2
     with pytest.raises(ValueError, match="offsets must not decrease, got 1000 and"):
         next(outcomes)
@@ -211,7 +254,7 @@ def test_what_cannot_be_announced_raises_in_its_own_step() -> None:
 def test_a_released_step_goes_and_so_does_its_thread() -> None:
     model = make_model(CPU)
     step = jagged_step(model, make_optimizers(model))
-    assert len(list(outcomes_of(step, jagged_batches(3), 1))) == 3
+    assert len(list(outcomes_of(step, jagged_batches(3)))) == 3
     reference, threads = weakref.ref(step), threading.active_count()
     step.release()
     assert threading.active_count() == threads - 1
@@ -225,7 +268,7 @@ def test_a_released_step_goes_and_so_does_its_thread() -> None:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    """Where the dense part is a CUDA graph."""
+    """Where padded steps are CUDA graphs."""
 
     @staticmethod
     def optimizers(model: nn.Module, captures_dense: bool) -> list[torch.optim.Optimizer]:
@@ -260,9 +303,7 @@ class TestOnGpu:
                         with torch.no_grad():
                             outputs.append(model(held_out.dense, held_out.sparse))
                         model.train()
-                assert (pipeline._jagged is not None) == capture
-                if pipeline._jagged is not None:
-                    assert pipeline._jagged.is_captured
+                assert pipeline._jagged.is_captured == capture
             found.append(([output.tolist() for output in outputs], state_of(model)))
         (outputs, expected), (captured_outputs, captured) = found
         assert captured_outputs == outputs
@@ -296,9 +337,35 @@ class TestOnGpu:
                         pipeline.progress(batches)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            assert threads == (NOT_THE_MAIN_ONE if kind is Sequences else set())
-            assert pipeline._jagged is not None
+            assert threads == NOT_THE_MAIN_ONE
             assert pipeline._jagged.is_captured == (kind is TinyModel)
+
+    def test_batches_that_outgrow_the_room_get_more(self, device: torch.device) -> None:
+        batches, found = jagged_batches(24), []
+        for number, times in ((9, 20), (10, 30), (12, 1), (18, 90)):
+            batches[number] = with_many_ids(batches[number], times)
+        for capture in (False, True):
+            model = make_model(device)
+            optimizers = self.optimizers(model, True)
+            with TrainPipeline(model, LOSS, optimizers, capture=capture) as pipeline:
+                outputs = list(losses_of(pipeline, batches))
+                assert pipeline._jagged.is_captured == capture
+            found.append(([output.tolist() for output in outputs], state_of(model)))
+        assert found[0][0] == found[1][0]
+        assert_same_state(model, found[0][1])
+
+    def test_a_bad_id_is_named_steps_later(self, device: torch.device) -> None:
+        batches = jagged_batches(16)
+        batches[11].sparse.values[-1] = 99
+        last = KEYS[-1]
+        offsets = batches[11].sparse.offsets
+        assert offsets is not None
+        position = int(offsets[-1] - offsets[-1 - 8]) - 1
+        model = make_model(device)
+        with TrainPipeline(model, LOSS, self.optimizers(model, True)) as pipeline:
+            text = f"feature {last}, position {position} of the feature's ids, value 99"
+            with pytest.raises(IndexError, match=text):
+                list(losses_of(pipeline, batches))
 
     def test_a_model_that_reads_ids_runs_eagerly_and_says_why(self, device: torch.device) -> None:
         batches = jagged_batches(8)
@@ -309,8 +376,8 @@ class TestOnGpu:
         ]
         model = ReadsIds().to(device)
         with TrainPipeline(model, LOSS, make_optimizers(model)) as pipeline:
-            with pytest.warns(UserWarning, match="dense part of the train step could not be capt"):
+            with pytest.warns(UserWarning, match="the train step could not be captured"):
                 found = list(losses_of(pipeline, batches))
-            assert pipeline._jagged is not None
+            assert not pipeline._jagged.is_captured
         assert [loss.item() for loss in found] == expected
         assert_same_state(model, state_of(plain))

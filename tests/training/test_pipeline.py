@@ -29,6 +29,7 @@ from tests.training.models import (
 from torchembed.data import Batch
 from torchembed.tables import table_of
 from torchembed.training import History, TrainPipeline, train
+from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.static_step import StaticStep
 
 LOSS = F.binary_cross_entropy_with_logits
@@ -97,7 +98,7 @@ def static_step(
     model: nn.Module, optimizers: Sequence[Any], example: Batch, loss_fn: Any = LOSS
 ) -> StaticStep:
     pipeline = TrainPipeline(model, loss_fn, optimizers)
-    return StaticStep(model, pipeline._compute_loss, optimizers, example, CPU, None)
+    return StaticStep(model, pipeline._compute_loss, optimizers, example, device=CPU, group=None)
 
 
 def test_the_pipeline_equals_the_loop_by_hand(device: torch.device) -> None:
@@ -225,11 +226,9 @@ def test_a_pipeline_and_its_static_step_go_at_once() -> None:
     model = make_model(CPU)
     pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
     batch = fixed_batch(8, 0)
-    pipeline._static = StaticStep(
-        model, pipeline._compute_loss, pipeline.optimizers, batch, CPU, None
-    )
-    assert len(list(run_static(pipeline._static, fixed_batches(3)))) == 3
-    remains = [weakref.ref(pipeline), weakref.ref(pipeline._static)]
+    pipeline._static = CapturedSteps(pipeline._make_static(batch))
+    assert len(list(run_static(pipeline._static.step, fixed_batches(3)))) == 3
+    remains = [weakref.ref(pipeline), weakref.ref(pipeline._static.step)]
     gc.disable()
     try:
         del pipeline
@@ -357,7 +356,7 @@ class TestGraphs:
             found.append(([output.tolist() for output in outputs], state_of(model)))
             assert (pipeline._static is not None) == capture
             if pipeline._static is not None:
-                assert all(map(pipeline._static.is_captured, (0, 1)))
+                assert pipeline._static.is_captured
         (outputs, expected), (captured_outputs, captured) = found
         assert captured_outputs == outputs
         for name, tensor in captured.items():

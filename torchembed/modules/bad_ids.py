@@ -14,10 +14,12 @@ class Suspect(NamedTuple):
     """The first id of a batch that is outside its table, if any; still on the device."""
 
     found: Tensor
-    """int64 ``[2]``: its position, ``num_ids`` or more where there is none, and its value."""
+    """int64: its position, ``num_ids`` or more where there is none, and its value; of jagged bags
+    also its feature and where the ids of that begin, since offsets may be another batch's by the
+    time of the error."""
     num_ids: int
-    describe: Callable[[int, int], str]
-    """Words the error, for a position and a value."""
+    describe: Callable[..., str]
+    """Words the error, for these numbers."""
 
 
 class _Collected(threading.local):
@@ -58,28 +60,36 @@ class BadIdReport:
         return BadIdReport, ()
 
     def submit(
-        self, values: Tensor, first_bad: Tensor, describe: Callable[[int, int], str]
+        self,
+        values: Tensor,
+        first_bad: Tensor,
+        bounds: Tensor | None,
+        describe: Callable[..., str],
     ) -> None:
-        """Check the batch's ``first_bad [1]``; ``describe(position, value)`` words the error.
+        """Check the batch's ``first_bad [1]``; ``describe(position, value)`` words the error, for
+        jagged bags ``describe(position, value, feature, first)``.
+
+        Args:
+            bounds: ``[F + 1]``, where each feature's ids begin and end; None for fixed hotness.
 
         Raises:
             IndexError: for this batch on the CPU, for an earlier one on a GPU.
         """
         if _collected.lists:
             _collected.lists[-1].append(
-                Suspect(_found(values, first_bad), values.numel(), describe)
+                Suspect(_found(values, first_bad, bounds), values.numel(), describe)
             )
             return
         if not values.is_cuda:
             position = int(first_bad)
             if position < values.numel():
-                raise IndexError(describe(position, int(values[position])))
+                raise IndexError(describe(*_found(values, first_bad, bounds).tolist()))
             return
         self.check(wait=False)
         if torch.cuda.is_current_stream_capturing() or values.numel() == 0:
             return
-        found = _found(values, first_bad)
-        pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        found = _found(values, first_bad, bounds)
+        pinned = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
         pinned.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -94,18 +104,21 @@ class BadIdReport:
                     return
                 event.synchronize()
             self._in_flight.pop(0)
-            position, value = found.tolist()
-            if position < num_ids:
+            numbers = found.tolist()
+            if numbers[0] < num_ids:
                 self._in_flight.clear()
-                raise IndexError(describe(position, value))
+                raise IndexError(describe(*numbers))
 
 
-def _found(values: Tensor, first_bad: Tensor) -> Tensor:
-    """int64 ``[2]``: the position of the first bad id, and its value."""
+def _found(values: Tensor, first_bad: Tensor, bounds: Tensor | None) -> Tensor:
+    """What :class:`Suspect` says of the first bad id."""
     if values.numel() == 0:
-        return first_bad.new_zeros(2)
+        return first_bad.new_zeros(2 if bounds is None else 4)
     value = values[first_bad.clamp_max(values.numel() - 1)].long()
-    return torch.cat([first_bad, value])
+    if bounds is None:
+        return torch.cat([first_bad, value])
+    feature = (bounds[1:] <= first_bad).sum(0, keepdim=True)
+    return torch.cat([first_bad, value, feature, bounds[feature].long()])
 
 
 def check_offsets(offsets: Tensor, num_ids: int) -> None:

@@ -86,7 +86,9 @@ class EmbeddingBagCollection(Collection):
     def _announce(self, features: SparseFeatures, *, ahead: bool) -> SparseFeatures:
         return weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
 
-    def _prepare(self, arrivals: SparseFeatures, *, finds_runs: bool) -> SlotRows:
+    def _prepare(
+        self, arrivals: SparseFeatures, *, finds_runs: bool, capacity: int | None = None
+    ) -> SlotRows:
         return self._slots.prepare(arrivals, finds_runs=finds_runs)
 
     def _look_up(self, lookups: SlotRows, *, ahead: bool) -> Tensor:

@@ -64,7 +64,9 @@ class EmbeddingCollection(Collection):
         batch = self._feature_slots.batch(features)
         return SizedFeatures(batch, num_ids_of_features(batch).tolist())
 
-    def _prepare(self, arrivals: "SizedFeatures", *, finds_runs: bool) -> "SizedRows":
+    def _prepare(
+        self, arrivals: "SizedFeatures", *, finds_runs: bool, capacity: int | None = None
+    ) -> "SizedRows":
         features, num_ids = arrivals
         rows = self._slots.prepare(features, finds_runs=finds_runs, num_ids=num_ids)
         return SizedRows(rows, num_ids)

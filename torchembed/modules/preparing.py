@@ -92,10 +92,35 @@ class PreparingModule(TableModule):
         with torch.no_grad():
             return Announced(batch, self._announce(batch, ahead=True))
 
-    def prepare_announced(self, announced: Announced) -> Prepared:
-        """The rest of :meth:`prepare`. Never waits for a GPU; collective in the same way."""
+    def sort(self, features: Any) -> Announced:
+        """The part of :meth:`announce` that waits for nothing, and is of this rank alone. All
+        shapes follow from those of ``features``; pooled collections only.
+
+        Raises:
+            IndexError, ValueError, TypeError: as ``forward`` would.
+        """
+        batch = as_sparse_features(features)
         with torch.no_grad():
-            lookups = self._prepare(announced.arrivals, finds_runs=True)
+            return Announced(batch, self._sort(batch))
+
+    def needed_capacity(self, announced: Announced) -> Tensor | None:
+        """How many ids this rank sends to one at most, int64 ``[]``; None where none travel."""
+        with torch.no_grad():
+            return self._needed_capacity(announced.arrivals)
+
+    def agreed_capacity(self, needed: int) -> int:
+        """The most that a rank needs; for the thread of :meth:`announce`, in the same way."""
+        return needed
+
+    def prepare_announced(self, announced: Announced, capacity: int | None = None) -> Prepared:
+        """The rest of :meth:`prepare`. Never waits for a GPU; collective in the same way.
+
+        Args:
+            capacity: for what was sorted, and not announced: no fewer ids than any rank needs, the
+                same on all ranks.
+        """
+        with torch.no_grad():
+            lookups = self._prepare(announced.arrivals, finds_runs=True, capacity=capacity)
         return Prepared(announced.features, lookups)
 
     def look_up(self, prepared: Prepared) -> Prepared:
@@ -158,9 +183,17 @@ class PreparingModule(TableModule):
         """What forward does before ids travel; ``ahead`` on the thread of :meth:`announce`."""
         raise NotImplementedError
 
-    def _prepare(self, arrivals: Any, *, finds_runs: bool) -> Any:
+    def _sort(self, features: SparseFeatures) -> Any:
+        """What :meth:`_announce` gives, before any size is known."""
+        return self._announce(features, ahead=True)
+
+    def _needed_capacity(self, arrivals: Any) -> Tensor | None:
+        """Of :meth:`needed_capacity`."""
+        return None
+
+    def _prepare(self, arrivals: Any, *, finds_runs: bool, capacity: int | None = None) -> Any:
         """What forward then does before vectors are looked up; ``finds_runs`` for fused optimizers'
-        steps."""
+        steps, ``capacity`` where ids were only sorted."""
         raise NotImplementedError
 
     def _look_up(self, lookups: Any, *, ahead: bool) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
@@ -226,6 +227,11 @@ class ShardedCollection(PreparingModule):
         """The group through which a jagged batch is announced, ``ahead`` of its forward or in it:
         collectives of two threads may not meet in one."""
         return self._ranks.sizes_group if ahead else self._ranks.group
+
+    def agreed_capacity(self, needed: int) -> int:
+        number = torch.tensor(needed, device="cpu")
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._ranks.sizes_group)
+        return int(number)
 
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""

@@ -93,22 +93,43 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
     def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch, route, num_replicated = self._checked(batch), None, None
-        if self._sharded_slots and batch.hotness is None:
-            parts, layout, _ = self._sharded
-            of_parts = select_features(batch, [part.slot for part in parts])
-            route = JaggedRoute(of_parts, layout, self._ranks)
+        batch, route = self._batch_and_route(features)
+        num_replicated = None
+        if route is not None:
             numbers = num_ids_of_features(batch)
             route.announce(self._group_of_sizes(ahead=ahead))
             num_ids = numbers.tolist()
             num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
-        replicated = None
-        if self._replicated_slots:
-            replicated = select_features(batch, self._replicated_slots, num_replicated)
-        return _Arrivals(batch, route, replicated)
+        return _Arrivals(batch, route, self._replicated_part(batch, num_replicated))
 
-    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+    def _sort(self, features: SparseFeatures) -> "_Arrivals":
+        batch, route = self._batch_and_route(features)
+        return _Arrivals(batch, route, self._replicated_part(batch, None))
+
+    def _needed_capacity(self, arrivals: "_Arrivals") -> Tensor | None:
+        return None if arrivals.route is None else arrivals.route.needed_capacity()
+
+    def _batch_and_route(
+        self, features: SparseFeatures
+    ) -> tuple[SparseFeatures, JaggedRoute | None]:
+        """The batch with checked ids, and where its lengths vary the way of those that travel."""
+        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
+        batch = self._checked(batch)
+        if not self._sharded_slots or batch.hotness is not None:
+            return batch, None
+        parts, layout, _ = self._sharded
+        of_parts = select_features(batch, [part.slot for part in parts])
+        return batch, JaggedRoute(of_parts, layout, self._ranks)
+
+    def _replicated_part(self, batch: SparseFeatures, num_ids: int | None) -> SparseFeatures | None:
+        """The features of the slots whose tables every rank holds."""
+        if not self._replicated_slots:
+            return None
+        return select_features(batch, self._replicated_slots, num_ids)
+
+    def _prepare(
+        self, arrivals: "_Arrivals", *, finds_runs: bool, capacity: int | None = None
+    ) -> "_Lookups":
         batch, jagged_route, of_replicated = arrivals
         route = sharded = replicated = num_ids = None
         if self._sharded_slots:
@@ -116,7 +137,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             if jagged_route is None:
                 route = FixedRoute(batch, [part.slot for part in parts], layout, self._ranks)
             else:
-                jagged_route.travel()
+                jagged_route.travel(capacity)
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
             sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
         if of_replicated is not None:

@@ -76,7 +76,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             route.announce(self._group_of_sizes(ahead=ahead))
         return _Arrivals(routes, replicated)
 
-    def _prepare(self, arrivals: "_Arrivals", *, finds_runs: bool) -> "_Lookups":
+    def _prepare(
+        self, arrivals: "_Arrivals", *, finds_runs: bool, capacity: int | None = None
+    ) -> "_Lookups":
         by_width = {}
         for width, (of_parts, route) in arrivals.routes.items():
             route.travel()
@@ -107,6 +109,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         offsets: dict[int, Tensor] = {}
         for width, (of_parts, route, rows) in lookups.by_width.items():
             num_ids = route.num_ids_of_blocks
+            assert num_ids is not None
             looked_up = sequence_slots(rows, num_ids, self._output_dtype, self._weight_form)
             like = torch.empty(0, width, dtype=self._output_dtype, device=rows.device)
             vectors = torch.cat([like, *(values for values, _ in looked_up)])

@@ -1,7 +1,9 @@
 """Which features of a batch are looked up in which table group, in one call for each group."""
 
+import bisect
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -211,25 +213,23 @@ def checked_rows(
         rows_dtype=rows_dtype,
     )
     if on_bad_id is OnBadId.RAISE:
-        batch_size, offsets, hotness = features.batch_size, features.offsets, features.hotness
+        batch_size, hotness = features.batch_size, features.hotness
 
-        def describe(position: int, value: int) -> str:
+        def describe(position: int, value: int, slot: int = 0, first: int = 0) -> str:
             if hotness is not None:
-                ends = torch.tensor(hotness, device="cpu").cumsum(0) * batch_size
-            else:
-                assert offsets is not None
-                ends = offsets[batch_size::batch_size].cpu().contiguous()
-            slot = int(torch.searchsorted(ends, position, right=True))
-            start = int(ends[slot - 1]) if slot else 0
+                bounds = list(itertools.accumulate((h * batch_size for h in hotness), initial=0))
+                slot = bisect.bisect_right(bounds, position) - 1
+                first = bounds[slot]
             name = names[slot]
             return (
                 f"id out of range: table {name.table}, feature {name.feature}, position "
-                f"{position - start} of the feature's ids, value {value}; ids of this table are in "
+                f"{position - first} of the feature's ids, value {value}; ids of this table are in "
                 f"[0, {name.num_rows}). Fix the data, enlarge the table, or pass "
                 'on_bad_id="clamp" or "zero"'
             )
 
-        report.submit(features.values, first_bad, describe)
+        bounds = None if hotness is not None else _bounds_of_features(features)
+        report.submit(features.values, first_bad, bounds, describe)
     return rows
 
 
@@ -239,10 +239,16 @@ def num_ids_of_features(features: SparseFeatures) -> HostNumbers:
     if features.hotness is not None:
         hotness = torch.tensor(features.hotness, dtype=torch.int64, device="cpu")
         return HostNumbers(hotness * batch_size)
-    assert features.offsets is not None
     if not batch_size:
         return HostNumbers(torch.zeros(num_features, dtype=torch.int64, device="cpu"))
-    return HostNumbers(features.offsets[::batch_size][: num_features + 1].diff())
+    return HostNumbers(_bounds_of_features(features).diff())
+
+
+def _bounds_of_features(features: SparseFeatures) -> Tensor:
+    """``[F + 1]``: where the ids of each feature of jagged ``features`` begin, and end."""
+    assert features.offsets is not None
+    step = max(features.batch_size, 1)
+    return features.offsets[::step][: len(features.keys) + 1]
 
 
 def select_features(

@@ -181,13 +181,17 @@ class JaggedRoute(Route):
     them, and only then the route can be used. The first two may run in another thread than the
     third, beside whatever its device does.
 
+    Without :meth:`announce`, :meth:`travel` takes a capacity that all sizes follow from. Spare
+    positions travel too then, and no bag holds them.
+
     Attributes:
         num_ids_of_parts: of each part, this rank's; once they were announced.
-        num_ids_of_blocks: of each of this rank's blocks, all ranks'; likewise.
+        num_ids_of_blocks: of each of this rank's blocks, all ranks'; None where the host does not
+            know.
     """
 
     num_ids_of_parts: list[int]
-    num_ids_of_blocks: list[int]
+    num_ids_of_blocks: list[int] | None = None
 
     def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
         super().__init__(layout, ranks)
@@ -200,9 +204,16 @@ class JaggedRoute(Route):
             batch_size=self._num_samples,
             weights=features.weights,
         )
-        num_buckets = layout.num_ranks * layout.num_parts
-        ends = torch.arange(num_buckets + 1, device=device) * self._num_samples
-        self._sizes = HostNumbers(self._buckets.offsets[ends].diff())
+
+    def _bounds(self, num_pieces: int) -> Tensor:
+        """Of the sorted ids in so many pieces of as many bags each: where they begin, and end."""
+        offsets = self._buckets.offsets
+        num_bags = (offsets.shape[0] - 1) // max(num_pieces, 1)
+        return offsets[torch.arange(num_pieces + 1, device=offsets.device) * num_bags]
+
+    def needed_capacity(self) -> Tensor:
+        """The most ids that this rank sends to one, ``[]``."""
+        return self._bounds(self._layout.num_ranks).diff().amax()
 
     def announce(self, group: Any) -> None:
         """Find out how many ids travel; on a GPU this waits for this rank's sizes.
@@ -211,7 +222,9 @@ class JaggedRoute(Route):
             group: of the same ranks, through the CPU; of one thread's collectives.
         """
         layout = self._layout
-        sizes = torch.tensor(self._sizes.tolist(), dtype=torch.int64, device="cpu")
+        num_buckets = layout.num_ranks * layout.num_parts
+        of_buckets = HostNumbers(self._bounds(num_buckets).diff())
+        sizes = torch.tensor(of_buckets.tolist(), dtype=torch.int64, device="cpu")
         sizes = sizes.view(layout.num_ranks, layout.num_parts)
         self.num_ids_of_parts = sizes.sum(dim=0).tolist()
         self._send = sizes.sum(dim=1).tolist()
@@ -222,10 +235,18 @@ class JaggedRoute(Route):
         blocks = layout.blocks[self._rank]
         self.num_ids_of_blocks = [sum(row[1 + b.part] for row in from_ranks) for b in blocks]
 
-    def travel(self) -> None:
-        """Send the ids to where their rows are; never waits for a GPU."""
+    def travel(self, capacity: int | None = None) -> None:
+        """Send the ids to where their rows are; never waits for a GPU.
+
+        Args:
+            capacity: of what each rank sends to each, where it was not announced; the same on all
+                ranks. Where :meth:`needed_capacity` says more on any, the route is of no use.
+        """
         layout, group, buckets = self._layout, self._group, self._buckets
         num_samples, num_ranks = self._num_samples, layout.num_ranks
+        if capacity is not None:
+            self.batch_sizes = gather_size(num_samples, group)
+            self._send = self._receive = [capacity] * num_ranks
         num_blocks = [len(blocks) for blocks in layout.blocks]
         lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
         lengths = lengths[layout.bucket_rows(lengths.device)].flatten()
@@ -237,26 +258,31 @@ class JaggedRoute(Route):
             part.view(mine, size)
             for part, size in zip(lengths.split(received_sizes), self.batch_sizes, strict=True)
         ]
-        num_sent = sum(self._send)
-        values = exchange(buckets.values[:num_sent], self._send, self._receive, group)
+        places = self._places_sent(capacity)
+        values = exchange(buckets.values[places], self._send, self._receive, group)
         weights = buckets.weights
         if weights is not None:
-            weights = self._exchange_weights(weights[:num_sent], self._send, self._receive)
+            weights = self._exchange_weights(weights[places], self._send, self._receive)
 
-        # Pieces arrive in (rank, block) order and are looked up in (block, rank) order.
-        piece_lengths = torch.cat([part.sum(dim=1) for part in by_rank])
-        piece_offsets = torch.nn.functional.pad(piece_lengths.cumsum(0), (1, 0))
-        self._pieces = [r * mine + k for k in range(mine) for r in range(num_ranks)]
-        self._piece_offsets = piece_offsets
+        # Pieces arrive in (rank, block) order and are looked up in (block, rank) order; spare ones
+        # come last of each rank and are left out.
+        piece_lengths = torch.stack([part.sum(dim=1) for part in by_rank])
+        if capacity is not None:
+            spare = capacity - piece_lengths.sum(dim=1, keepdim=True)
+            piece_lengths = torch.cat([piece_lengths, spare.clamp_min(0)], dim=1)
+        of_rank = piece_lengths.shape[1]
+        self._piece_offsets = self._offsets_of(piece_lengths, values, capacity)
+        self._pieces = [r * of_rank + k for k in range(mine) for r in range(num_ranks)]
         in_order = permute_features(
             values,
-            piece_offsets,
+            self._piece_offsets,
             self._pieces,
-            num_features=len(self._pieces),
+            num_features=num_ranks * of_rank,
             batch_size=1,
+            num_ids=values.shape[0],
             weights=weights,
         )
-        offsets = torch.nn.functional.pad(torch.cat(by_rank, dim=1).flatten().cumsum(0), (1, 0))
+        offsets = self._offsets_of(torch.cat(by_rank, dim=1), values, capacity)
         self.features = SparseFeatures(
             keys=self._block_keys(),
             values=in_order.values,
@@ -264,6 +290,19 @@ class JaggedRoute(Route):
             offsets=offsets,
             weights=in_order.weights,
         )
+
+    def _offsets_of(self, lengths: Tensor, values: Tensor, capacity: int | None) -> Tensor:
+        """Of ``lengths`` among ``values``; within these also where the capacity was too small."""
+        offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+        return offsets if capacity is None else offsets.clamp_max(values.shape[0])
+
+    def _places_sent(self, capacity: int | None) -> slice | Tensor:
+        """Where what is sent to the ranks stands in the sorted ids; spare positions anywhere."""
+        if capacity is None:
+            return slice(sum(self._send))
+        starts = self._bounds(self._layout.num_ranks)[:-1]
+        places = starts.unsqueeze(1) + torch.arange(capacity, device=starts.device)
+        return places.clamp_max(self._buckets.values.shape[0] - 1).flatten()
 
     def return_sequences(self, vectors: Tensor) -> Tensor:
         """Send each id's vector home.

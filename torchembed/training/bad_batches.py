@@ -16,10 +16,10 @@ class Verdict(NamedTuple):
     skip: Tensor
     """float32 ``[1]``: 1 where a rank's batch has a bad id."""
     found: Tensor
-    """int64 ``[2 * suspects]``: position and value of this rank's."""
+    """int64: what is found of each of this rank's suspects."""
 
     def to_host(self, memory: Tensor | None = None) -> Tensor:
-        """int64 ``[1 + 2 * suspects]``, ``skip`` and ``found``, in pinned ``memory``, or new; there
+        """int64, ``skip`` and ``found``, in pinned ``memory``, or new; there
         once the stream has got so far."""
         report = torch.cat([self.skip.long(), self.found])
         if memory is None:
@@ -53,10 +53,12 @@ def raise_for(skip: int, found: Sequence[int], suspects: Sequence[Suspect]) -> N
     """Raise ``IndexError`` for a verdict that came to the host."""
     if not skip:
         return
-    for number, suspect in enumerate(suspects):
-        position, value = found[2 * number : 2 * number + 2]
-        if position < suspect.num_ids:
-            raise IndexError(f"{suspect.describe(position, value)}. That step changed nothing")
+    first = 0
+    for suspect in suspects:
+        numbers = found[first : first + len(suspect.found)]
+        if numbers[0] < suspect.num_ids:
+            raise IndexError(f"{suspect.describe(*numbers)}. That step changed nothing")
+        first += len(numbers)
     raise IndexError(
         "id out of range in another rank's batch, whose error says more. That step changed nothing"
     )

@@ -1,7 +1,7 @@
 """Batches of any kind: what is alike in them, and their way to a device."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,52 @@ def with_sparse_features(batch: Any) -> Any:
 def dense_tensors(batch: Any) -> list[Tensor]:
     """The tensors of ``batch`` that are not of its sparse features."""
     return tensors_in(map_parts(_nothing, _same, batch))
+
+
+def with_dense_tensors(batch: Any, tensors: Iterable[Tensor]) -> Any:
+    """``batch`` with ``tensors`` in place of its :func:`dense_tensors`."""
+    given = iter(tensors)
+    return map_parts(_same, lambda _: next(given), batch)
+
+
+def with_room(batch: Any, num_ids: int) -> Any:
+    """``batch`` with sparse features that have room for ``num_ids`` ids each, where lengths vary;
+    a layout, without contents."""
+
+    def widened(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.new_empty(num_ids, device="meta")
+
+    def with_room_for_ids(features: Any) -> SparseFeatures:
+        features = as_sparse_features(features)
+        if features.hotness is not None:
+            return features
+        values, weights = widened(features.values), widened(features.weights)
+        return dataclasses.replace(features, values=values, weights=weights)
+
+    return map_parts(with_room_for_ids, _same, batch)
+
+
+def without_ids(batch: Any) -> Any:
+    """``batch`` with its sparse features on the meta device."""
+
+    def to_meta(features: Any) -> Any:
+        return features.to(torch.device("meta"))
+
+    return map_parts(to_meta, _same, batch)
+
+
+def num_ids_in(batch: Any) -> int:
+    """The most ids that sparse features in ``batch`` hold, of those whose lengths vary."""
+    numbers = [0]
+
+    def count(features: Any) -> None:
+        if not isinstance(features, SparseFeatures):
+            numbers.append(features.values().numel())
+        elif features.hotness is None:
+            numbers.append(features.values.numel())
+
+    map_parts(count, _nothing, batch)
+    return max(numbers)
 
 
 def has_fixed_shape(batch: Any) -> bool:

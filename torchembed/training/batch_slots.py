@@ -12,13 +12,15 @@ from torchembed.core.trees import map_tensors, tensors_in
 class BatchSlots:
     """Two batches' worth of memory on ``device``, filled in turn while the other one is used.
 
-    Batches are trees of the layout of ``example``. From pinned host memory, and from a GPU, they
-    are copied as they are; pageable ones go through pinned slots of ours.
+    Batches are trees of the layout of ``example``, but that tensors may be shorter; what is behind
+    them stays as it is. From pinned host memory, and from a GPU, they are copied as they are;
+    pageable ones go through pinned slots of ours.
     """
 
     def __init__(self, example: Any, device: torch.device) -> None:
         self.batches = [
-            map_tensors(lambda tensor: torch.empty_like(tensor, device=device), example)
+            # Zeros, since steps prepare also what nothing has come to.
+            map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), example)
             for _ in range(2)
         ]
         self._tensors = [tensors_in(batch) for batch in self.batches]
@@ -49,6 +51,8 @@ class BatchSlots:
             for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 if self._is_cuda and not (source.is_cuda or source.is_pinned()):
                     source = self._pin(slot, number, source)
+                if source.shape != target.shape:
+                    target = target[: source.shape[0]]
                 target.copy_(source, non_blocking=True)
         # Held until the slot is filled again: the copy may not have begun.
         self._sources[slot] = batch
@@ -60,8 +64,11 @@ class BatchSlots:
             filled.synchronize()
         pinned = self._pinned[slot].get(number)
         if pinned is None:
-            pinned = torch.empty_like(source, pin_memory=True)
+            like = self._tensors[slot][number]
+            pinned = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
             self._pinned[slot][number] = pinned
+        if source.shape != pinned.shape:
+            pinned = pinned[: source.shape[0]]
         return pinned.copy_(source)
 
     def wait_until_filled(self, slot: int) -> None:

@@ -61,18 +61,30 @@ class StepsInFlight:
         """
         while len(self._steps) > count:
             oldest = self._steps[0]
-            if not _wait(oldest.done, time.monotonic() + self._timeout_seconds):
-                if ranks.world_size() > 1:
-                    end_within(_GRACE_SECONDS)
-                raise TimeoutError(
-                    f"the GPU has not finished a step in {self._timeout_seconds:g} s; where "
-                    "several ranks train, look for one that died or is stuck"
-                )
+            self._wait_for(oldest)
             self._steps.popleft()
             self._check_push()
             if oldest.report is not None:
                 skip, *found = oldest.report.tolist()
                 raise_for(skip, found, oldest.suspects)
+
+    def wait_for_all(self) -> None:
+        """Wait for the steps so far; :meth:`wait_until` then raises for their ids.
+
+        Raises:
+            TimeoutError: likewise.
+        """
+        for step in self._steps:
+            self._wait_for(step)
+
+    def _wait_for(self, step: _Step) -> None:
+        if not _wait(step.done, time.monotonic() + self._timeout_seconds):
+            if ranks.world_size() > 1:
+                end_within(_GRACE_SECONDS)
+            raise TimeoutError(
+                f"the GPU has not finished a step in {self._timeout_seconds:g} s; where "
+                "several ranks train, look for one that died or is stuck"
+            )
 
     def _check_push(self) -> None:
         try:

@@ -3,8 +3,7 @@
 How many ids travel, only the GPU knows at first. A thread of its own finds out for the batches to
 come, and tells the other ranks through the CPU; the ids themselves are sent from the step, at one
 point of it on every rank, since collectives on two communicators that come in different orders may
-wait for each other for ever. Rows are looked up and updated around the dense part, which is one
-CUDA graph where its shapes do not vary.
+wait for each other for ever.
 """
 
 import functools
@@ -13,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from torchembed.core.trees import tensors_in
@@ -23,12 +22,11 @@ from torchembed.modules.table_module import TableModule
 from torchembed.training.bad_batches import Verdict, judge
 from torchembed.training.batch_layout import is_on_gpu, to_device, with_sparse_features
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
-from torchembed.training.dense_graph import DenseGraph
 from torchembed.training.eager_step import eager_step
 from torchembed.training.loss import ComputeLoss
-from torchembed.training.step_optimizers import Assumptions, StepOptimizers, update
-from torchembed.training.step_result import StepResult
-from torchembed.training.streams import between, on
+from torchembed.training.step_optimizers import Assumptions, StepOptimizers
+from torchembed.training.step_result import StepOutcome
+from torchembed.training.streams import between, event_on, on, wait_for
 from torchembed.training.worker import Worker
 
 _CLOSE_SECONDS = 10.0
@@ -75,16 +73,6 @@ class JaggedBatch:
         return self._announced.exception() is not None
 
 
-class JaggedOutcome(NamedTuple):
-    """A step's result, and what is known of its ids."""
-
-    result: StepResult
-    verdict: Verdict | None
-    suspects: list[Suspect]
-    held: Any
-    """What the device may still read."""
-
-
 class JaggedStep:
     """Steps on batches of one layout but for the lengths of bags.
 
@@ -107,11 +95,9 @@ class JaggedStep:
         self._device = device
         self._optimizers = StepOptimizers(optimizers)
         self._assumptions = Assumptions(model, self._optimizers, device)
-        self._calls: list[CollectionCall] = []
-        self._looks_up_more = False
-        """Whether forward has lookups that are not among the calls."""
-        self._worker = Worker("torchembed: sizes of batches to come")
-        self._dense: DenseGraph | None = None
+        self.calls: list[CollectionCall] = []
+        """Once observed; the model may have other lookups."""
+        self.worker = Worker("torchembed: sizes of batches to come")
         self._stream = self._ids_stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)
@@ -123,35 +109,41 @@ class JaggedStep:
         return self._assumptions.are_stale
 
     @property
-    def is_captured(self) -> bool:
-        """Whether the dense part runs as a whole, on memory of its own."""
-        return self._dense is not None
+    def can_be_padded(self) -> bool:
+        """Whether shapes follow from those of batches: all collections pool, and are called with
+        the batch's own features."""
+        called = {call.collection for call in self.calls}
+        tables = [module for module in self._model.modules() if isinstance(module, TableModule)]
+        return (
+            bool(called)
+            and all(module in called for module in tables)
+            and all(collection.is_pooled for collection in called)
+        )
 
     def release(self) -> None:
-        """Destroy the graph, and end the thread."""
-        self._worker.close(_CLOSE_SECONDS)
-        self.give_up_capture()
+        """End the thread."""
+        self.worker.close(_CLOSE_SECONDS)
 
     def announce(self, batch: Any, is_wanted: Callable[[], bool]) -> JaggedBatch:
         """Have the thread copy ``batch`` to the device and find out what travels, where
         ``is_wanted()``, the same on all ranks, says so."""
-        given = _event(torch.cuda.current_stream()) if is_on_gpu(batch) else None
+        given = event_on(torch.cuda.current_stream()) if is_on_gpu(batch) else None
         task = functools.partial(
-            _announce, self._calls, batch, given, is_wanted, self._device, self._ids_stream
+            _announce, self.calls, batch, given, is_wanted, self._device, self._ids_stream
         )
-        return JaggedBatch(batch, self._worker.submit(task))
+        return JaggedBatch(batch, self.worker.submit(task))
 
-    def observe(self, source: Any) -> JaggedOutcome:
+    def observe(self, source: Any) -> StepOutcome:
         """Train the first batch, from wherever it is."""
         with between(self._stream):
             batch = to_device(source, self._device)
-            with observed_calls(self._model, batch) as self._calls:
-                outcome = eager_step(
+            with observed_calls(self._model, batch) as self.calls:
+                result, verdict, suspects = eager_step(
                     self._model, self._compute_loss, self._optimizers, batch, self._group
                 )
-        return JaggedOutcome(*outcome, held=source)
+        return StepOutcome(result, _report(verdict), suspects, held=source)
 
-    def run(self, now: JaggedBatch, following: JaggedBatch | None) -> JaggedOutcome:
+    def run(self, now: JaggedBatch, following: JaggedBatch | None) -> StepOutcome:
         """Train ``now``, and send the ids of ``following``.
 
         Raises:
@@ -169,114 +161,42 @@ class JaggedStep:
             if following is not None:
                 with record_function("torchembed: prepare"):
                     following.prepared(self._prepare)
-            if self._dense is None:
-                result, verdict, suspects = self._step_eagerly(prepared, looked_up)
-            else:
-                verdict, suspects = prepared.verdict, prepared.suspects
-                result = self._step_around(self._dense, prepared, looked_up)
+            with handing_over(self.calls, looked_up):
+                result, verdict, suspects = eager_step(
+                    self._model,
+                    self._compute_loss,
+                    self._optimizers,
+                    prepared.batch,
+                    self._group,
+                    prepared.verdict,
+                )
         if self._stream is not None:
             # The caller gets it, which lives in the memory of another stream.
             for tensor in tensors_in(with_sparse_features(prepared.batch)):
                 tensor.record_stream(torch.cuda.current_stream())
-        return JaggedOutcome(result, verdict, suspects, held=now)
-
-    @property
-    def can_capture(self) -> bool:
-        """Whether the dense part has static shapes, and what trains tables is outside of it."""
-        called = {call.collection for call in self._calls}
-        tables = [module for module in self._model.modules() if isinstance(module, TableModule)]
-        return (
-            bool(called)
-            and not self._looks_up_more
-            and all(module in called for module in tables)
-            and all(collection.is_pooled for collection in called)
-            and all(
-                table.group.rule is not None or not table.parameter.requires_grad
-                for module in tables
-                for table in module._table_set.tables
-            )
-        )
-
-    def capture(self, now: JaggedBatch) -> None:
-        """Let the dense part run as a whole from now on; on a GPU it becomes a graph.
-
-        Only after a step with batches that were announced. Every rank calls it for its batch of the
-        same step.
-        """
-        with between(self._stream):
-            prepared = now.prepared(self._prepare)
-            vectors = [of_call.vectors for of_call in self._looked_up(prepared)]
-            dense = DenseGraph(
-                self._model,
-                self._compute_loss,
-                self._optimizers,
-                self._calls,
-                prepared.batch,
-                vectors,
-                prepared.verdict,
-            )
-        self._assumptions.note_capture()
-        if self._stream is not None:
-            # Nothing else of this process may get in between.
-            self._worker.submit(_nothing).result()
-            dense.capture(self._stream)
-        self._dense = dense
-
-    def give_up_capture(self) -> None:
-        """Go on eagerly, where another rank could not capture."""
-        if self._dense is not None:
-            self._dense.release()
-            self._dense = None
+        return StepOutcome(result, _report(verdict), [*prepared.suspects, *suspects], held=now)
 
     def _looked_up(self, prepared: _PreparedBatch) -> list[Prepared]:
-        _wait_for(prepared.ready)
+        wait_for(prepared.ready)
         return [
             call.collection.look_up(of_call)
-            for call, of_call in zip(self._calls, prepared.of_calls, strict=True)
+            for call, of_call in zip(self.calls, prepared.of_calls, strict=True)
         ]
-
-    def _step_eagerly(
-        self, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
-    ) -> tuple[StepResult, Verdict | None, list[Suspect]]:
-        with handing_over(self._calls, looked_up):
-            result, verdict, suspects = eager_step(
-                self._model,
-                self._compute_loss,
-                self._optimizers,
-                prepared.batch,
-                self._group,
-                prepared.verdict,
-            )
-        self._looks_up_more = self._looks_up_more or bool(suspects)
-        return result, verdict, [*prepared.suspects, *suspects]
-
-    def _step_around(
-        self, dense: DenseGraph, prepared: _PreparedBatch, looked_up: Sequence[Prepared]
-    ) -> StepResult:
-        verdict, vectors = prepared.verdict, [of_call.vectors for of_call in looked_up]
-        loss, output, gradients = dense.run(prepared.batch, vectors, verdict)
-        pairs = zip(tensors_in(vectors), gradients, strict=True)
-        trained = [(vector, gradient) for vector, gradient in pairs if gradient is not None]
-        with record_function("torchembed: rows"):
-            if trained:
-                torch.autograd.backward([v for v, _ in trained], [g for _, g in trained])
-            update(self._optimizers.of_tables, verdict)
-        return StepResult(loss, output, prepared.batch)
 
     def _prepare(self, announced: _AnnouncedBatch) -> _PreparedBatch:
         """Send the ids, and find their rows."""
         batch, of_calls, suspects, ready = announced
         with on(self._ids_stream):
-            _wait_for(ready)
+            wait_for(ready)
             with deferred_bad_ids() as more:
                 prepared = [
                     call.collection.prepare_announced(of_call)
-                    for call, of_call in zip(self._calls, of_calls, strict=True)
+                    for call, of_call in zip(self.calls, of_calls, strict=True)
                 ]
             suspects = [*suspects, *more]
             with torch.no_grad():
                 verdict = judge(suspects, self._group)
-            return _PreparedBatch(batch, prepared, suspects, verdict, _event(self._ids_stream))
+            return _PreparedBatch(batch, prepared, suspects, verdict, event_on(self._ids_stream))
 
 
 def _announce(
@@ -291,25 +211,11 @@ def _announce(
     if not is_wanted():
         return None
     with on(stream), deferred_bad_ids() as suspects:
-        _wait_for(given)
+        wait_for(given)
         batch = to_device(source, device)
         of_calls = [call.collection.announce(call.features_of(batch)) for call in calls]
-        return _AnnouncedBatch(batch, of_calls, suspects, _event(stream))
+        return _AnnouncedBatch(batch, of_calls, suspects, event_on(stream))
 
 
-def _event(stream: "torch.cuda.Stream | None") -> "torch.cuda.Event | None":
-    if stream is None:
-        return None
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
-
-
-def _wait_for(event: "torch.cuda.Event | None") -> None:
-    """Let the current stream wait for ``event``."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
-
-
-def _nothing() -> None:
-    return None
+def _report(verdict: Verdict | None) -> Tensor | None:
+    return None if verdict is None else verdict.to_host()

@@ -15,21 +15,18 @@ from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
-from torchembed.training.batch_layout import to_device
-from torchembed.training.capturing import captured_on_all_ranks
+from torchembed.training.batch_layout import num_ids_in, to_device
+from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.eager_step import eager_step
 from torchembed.training.in_flight import StepsInFlight
-from torchembed.training.jagged_step import JaggedBatch, JaggedStep
+from torchembed.training.jagged_steps import JaggedSteps
 from torchembed.training.loss import ComputeLoss, LossFunction, loss_and_output
 from torchembed.training.read_ahead import InputStalls, ReadAhead, Upcoming
 from torchembed.training.static_step import StaticStep
 from torchembed.training.step_kinds import Layouts, StepKinds
 from torchembed.training.step_optimizers import StepOptimizers
-from torchembed.training.step_result import StepResult
+from torchembed.training.step_result import StepOutcome, StepResult
 
-_WARM_UP_STEPS = 3
-"""Before the first capture: the first finds out what is prepared ahead, the next two do it once for
-each turn; kernels are compiled and communicators made on the way."""
 _STEPS_AHEAD = 2
 """So many steps the host may be ahead of the device."""
 _RELEASE_SECONDS = 2.0
@@ -47,13 +44,14 @@ class TrainPipeline:
 
     What can be captured must not wait for the GPU nor depend on values on the host: batches with
     fixed hotness, of one layout, that of the first of them. Where lengths vary (jagged
-    ``SparseFeatures``, a ``KeyedJaggedTensor``, sequences between ranks), a thread of its own finds
-    out the next batch's sizes and tells the other ranks through the CPU; its ids travel while the
-    dense part of this one runs, which is a graph where all that it needs of the ids are pooled
-    vectors of tables with fused optimizers; the host waits for nothing there, either. Other batches
-    (a smaller last one) run eagerly, on all ranks where it is so on one, as all do on the CPU.
-    Where capture fails, a warning says why, and that part of steps is eager from then on. Use it in
-    a ``with``, or :meth:`close` it, before the process group is destroyed.
+    ``SparseFeatures``, a ``KeyedJaggedTensor``), and all that the model needs of ids are pooled
+    vectors, captured steps have room for a quarter more ids than the first batch has; a thread of
+    its own finds out ahead whether a batch fits, and one that does not has them captured anew with
+    more. Where a vector for each id is needed, that thread finds out sizes alone, and steps are not
+    captured; the host waits for no GPU there, either. Other batches (a smaller last one) run
+    eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
+    warning says why, and such steps are eager from then on. Use it in a ``with``, or :meth:`close`
+    it, before the process group is destroyed.
 
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
     ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
@@ -98,16 +96,29 @@ class TrainPipeline:
             autocast=torch.autocast(self.device.type, autocast, enabled=autocast is not None),
         )
         self._group = _group_of(model)
+        self._make_static = functools.partial(
+            StaticStep,
+            model,
+            self._compute_loss,
+            self.optimizers,
+            device=self.device,
+            group=self._group,
+        )
         self._captures = capture and self.device.type == "cuda"
         self._upcoming = ReadAhead()
         self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model))
-        self._static: StaticStep | None = None
-        self._jagged: JaggedStep | None = None
-        self._captures_dense = True
+        self._static: CapturedSteps | None = None
+        self._jagged = JaggedSteps(
+            model,
+            self._compute_loss,
+            self.optimizers,
+            self._make_static,
+            self._in_flight.wait_for_all,
+            device=self.device,
+            group=self._group,
+        )
         self._layouts = Layouts(model)
-        self._num_read = self._num_static_steps = self._num_jagged_steps = 0
-        self._prepared: int | None = None
-        """The batch that the step before has prepared."""
+        self._num_read = 0
         if self._captures:
             ranks.check_cpu_backend()
 
@@ -143,7 +154,6 @@ class TrainPipeline:
         """The batch that :meth:`progress` would train next, on the device, which it is not trained
         with; arguments and errors are the same."""
         now = self._next(batches)
-        self._prepared = None
         batch = to_device(now.batch, self.device)
         self._read_ahead()
         return batch
@@ -172,9 +182,9 @@ class TrainPipeline:
         if self._captures:
             if now.kinds.static and self._is_ready(now):
                 return self._static_step(now)
-            self._prepared = None
             if now.kinds.jagged and self._captures:
-                return self._jagged_step(now)
+                with record_function("torchembed: step"):
+                    return self._noted(self._jagged.run(now, list(self._upcoming)))
         return self._eager_step(now.batch)
 
     def close(self) -> None:
@@ -195,13 +205,12 @@ class TrainPipeline:
         """Destroy the graphs, but one that hangs: that might wait for it, and the error be lost."""
         if not self._in_flight.end_within(_RELEASE_SECONDS):
             return
+        self._jagged.release()
         if self._static is not None:
             self._static.release()
-        if self._jagged is not None:
-            self._jagged.release()
+            self._static = None
         for upcoming in self._upcoming:
-            upcoming.jagged = None
-        self._static, self._prepared, self._jagged = None, None, None
+            upcoming.jagged = upcoming.placed = upcoming.needs = None
 
     def __enter__(self) -> Self:
         return self
@@ -242,7 +251,7 @@ class TrainPipeline:
 
     def _is_stale(self) -> bool:
         """Whether steps were prepared or captured of a model that has changed since."""
-        return any(step is not None and step.is_stale for step in (self._static, self._jagged))
+        return self._jagged.is_stale or (self._static is not None and self._static.is_stale)
 
     def _taken_in(self, item: Any) -> Upcoming:
         """A batch that was read; its copy is begun where it has the layout of static steps."""
@@ -251,88 +260,43 @@ class TrainPipeline:
         if self._captures:
             kinds = self._layouts.kinds_of(batch)
             if kinds.static:
-                self._static_for(batch).slots.fill(number % 2, batch)
-        agreed = ranks.start_all_ranks(*kinds) if self._captures else _never
+                self._static_for(batch).step.slots.fill(number % 2, batch)
+        agreed = ranks.start_minimum(*kinds, -num_ids_in(batch)) if self._captures else _never
         self._num_read += 1
-        return Upcoming(batch, number, agreed)
+        return Upcoming(batch, number, agreed, kinds)
 
     def _announce_read(self) -> None:
-        """Have the sizes found out of batches that are to be trained in jagged steps."""
+        """Have the sizes found out of batches that are to be trained in steps on jagged ones."""
         for upcoming in self._upcoming:
-            if self._jagged is not None and upcoming.jagged is None:
-                upcoming.jagged = self._jagged.announce(upcoming.batch, upcoming.is_jagged)
+            self._jagged.announce(upcoming)
 
-    def _static_for(self, example: Any) -> StaticStep:
+    def _static_for(self, example: Any) -> CapturedSteps:
         if self._static is None:
-            self._static = StaticStep(
-                self.model, self._compute_loss, self.optimizers, example, self.device, self._group
-            )
-            self._num_static_steps = 0
+            self._static = CapturedSteps(self._make_static(example))
             for upcoming in self._upcoming:
                 if self._layouts.kinds_of(upcoming.batch).static:
-                    self._static.slots.fill(upcoming.turn, upcoming.batch)
+                    self._static.step.slots.fill(upcoming.turn, upcoming.batch)
         return self._static
 
     def _is_ready(self, now: Upcoming) -> bool:
         """Make the static step ready for ``now``; False where there is none any more."""
         is_new, static = self._static is None, self._static_for(now.batch)
         if is_new:
-            static.slots.fill(now.turn, now.batch)
-        static.slots.wait_until_filled(now.turn)
-        static.slots.wait_until_filled(1 - now.turn)
-        if self._prepared != now.number:
-            static.prepare(now.turn)
-        if self._num_static_steps < _WARM_UP_STEPS or static.is_captured(now.turn):
-            return True
-        if captured_on_all_ranks(lambda: static.capture(now.turn), "the train step"):
+            static.step.slots.fill(now.turn, now.batch)
+        if static.make_ready(now):
             return True
         self._captures = False
         self._release()
         return False
 
     def _static_step(self, now: Upcoming) -> StepResult:
-        static = self._static
-        assert static is not None
+        assert self._static is not None
         with record_function("torchembed: step"):
-            result = static.run(now.turn)
-        self._num_static_steps += 1
-        following = self._upcoming.first
-        self._prepared = None if following is None else following.number
-        report, suspects = static.verdict(now.turn)
-        self._in_flight.add(report, suspects, None)
-        return result
+            return self._noted(self._static.run(now, self._upcoming.first))
 
-    def _jagged_step(self, now: Upcoming) -> StepResult:
-        if self._jagged is None:
-            jagged = JaggedStep(
-                self.model, self._compute_loss, self.optimizers, self.device, self._group
-            )
-            outcome = jagged.observe(now.batch)
-            # Only now: one that failed before has not seen all calls.
-            self._jagged, self._num_jagged_steps = jagged, 0
-        else:
-            assert now.jagged is not None
-            if self._num_jagged_steps == _WARM_UP_STEPS and self._captures_dense:
-                self._capture_dense(self._jagged, now.jagged)
-            following = self._upcoming.first
-            next_batch = None
-            if following is not None and following.is_jagged():
-                next_batch = following.jagged
-            with record_function("torchembed: step"):
-                outcome = self._jagged.run(now.jagged, next_batch)
-        self._num_jagged_steps += 1
-        report = None if outcome.verdict is None else outcome.verdict.to_host()
-        self._in_flight.add(report, outcome.suspects, outcome.held)
+    def _noted(self, outcome: StepOutcome) -> StepResult:
+        self._in_flight.add(outcome.report, outcome.suspects, outcome.held)
         return outcome.result
-
-    def _capture_dense(self, jagged: JaggedStep, now: JaggedBatch) -> None:
-        """Let the dense part be a graph, where it can be one."""
-        if ranks.any_rank(not jagged.can_capture):
-            return
-        what = "the dense part of the train step"
-        self._captures_dense = captured_on_all_ranks(lambda: jagged.capture(now), what)
-        if not self._captures_dense:
-            jagged.give_up_capture()
 
     def _eager_step(self, host_batch: Any) -> StepResult:
         batch = to_device(host_batch, self.device)
@@ -353,8 +317,8 @@ class TrainPipeline:
         return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
 
 
-def _never() -> list[bool]:
-    return list(StepKinds(static=False, jagged=False))
+def _never() -> list[int]:
+    return [*StepKinds(static=False, jagged=False), 0]
 
 
 def _group_of(model: nn.Module) -> Any:

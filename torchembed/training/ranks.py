@@ -62,18 +62,18 @@ def any_rank_each(*flags: bool) -> list[bool]:
     return [bool(number) for number in numbers.tolist()]
 
 
-def start_all_ranks(*flags: bool) -> Callable[[], list[bool]]:
-    """Begin to find out which of ``flags`` are true on every rank, which a call of the result says,
-    in any thread; every rank must call it."""
+def start_minimum(*numbers: int) -> Callable[[], list[int]]:
+    """Begin to find out the least of each of ``numbers`` over all ranks, which a call of the result
+    says, in any thread; every rank must call it."""
     if world_size() == 1:
-        return lambda: list(flags)
-    numbers = torch.tensor(flags, dtype=torch.int32)
-    work = dist.all_reduce(numbers, dist.ReduceOp.MIN, group=_group(), async_op=True)
+        return lambda: list(numbers)
+    least = torch.tensor(numbers, dtype=torch.int64)
+    work = dist.all_reduce(least, dist.ReduceOp.MIN, group=_group(), async_op=True)
 
-    def finish() -> list[bool]:
+    def finish() -> list[int]:
         if work is not None:
             work.wait()
-        return [bool(number) for number in numbers.tolist()]
+        return least.tolist()
 
     return finish
 

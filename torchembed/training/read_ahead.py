@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from torchembed.training import ranks
@@ -27,10 +28,17 @@ class Upcoming:
 
     batch: Any
     number: int
-    agreed: Callable[[], list[bool]]
-    """The :class:`StepKinds` of all ranks' batches."""
+    agreed: Callable[[], list[int]]
+    """The :class:`StepKinds` of all ranks' batches, and the most ids of one, negated."""
+    own_kinds: StepKinds
+    """This rank's batch's."""
     jagged: JaggedBatch | None = None
-    """Where its sizes are being found out."""
+    """Where its ids are being announced."""
+    placed: "Future[bool] | None" = None
+    """Where it is brought to its slot of padded steps: whether it was, once the host has done its
+    part."""
+    needs: "Future[list[int] | None] | None" = None
+    """Where it is being found out what padded steps need for it."""
 
     @property
     def turn(self) -> int:
@@ -40,7 +48,13 @@ class Upcoming:
     @property
     def kinds(self) -> StepKinds:
         """As which kind every rank's batch can be trained; waits for the other ranks to read."""
-        return StepKinds(*self.agreed())
+        static, jagged, _ = self.agreed()
+        return StepKinds(static=bool(static), jagged=bool(jagged))
+
+    @property
+    def num_ids(self) -> int:
+        """The most that a rank's sparse features hold; waits likewise."""
+        return -self.agreed()[2]
 
     def is_jagged(self) -> bool:
         return self.kinds.jagged

@@ -15,15 +15,22 @@ from torch.profiler import record_function
 
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.modules.preparing import Prepared
+from torchembed.modules.preparing import Announced, Prepared
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.tables import RecordedGradients, table_of
 from torchembed.training.bad_batches import Verdict, either, judge
+from torchembed.training.batch_layout import (
+    dense_tensors,
+    with_dense_tensors,
+    with_room,
+    without_ids,
+)
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
 from torchembed.training.early_updates import EarlyUpdates
 from torchembed.training.loss import ComputeLoss
+from torchembed.training.sorted_ids import Room, SortedSlots
 from torchembed.training.step_optimizers import (
     Assumptions,
     StepOptimizers,
@@ -52,6 +59,10 @@ class StaticStep:
 
     Args:
         example: a batch of the layout.
+        calls: all lookups of the model; needed where there is a ``room``.
+        room: for jagged batches, whose layout is that of ``example`` but for the lengths of bags.
+            Slots take them as :func:`with_sparse_features` gives them; the model's are on the meta
+            device.
         group: the ranks that train together; None for one.
     """
 
@@ -61,16 +72,33 @@ class StaticStep:
         compute_loss: ComputeLoss,
         optimizers: Sequence[torch.optim.Optimizer],
         example: Any,
+        calls: Sequence[CollectionCall] | None = None,
+        room: Room | None = None,
+        *,
         device: torch.device,
         group: Any,
     ) -> None:
-        self.slots = BatchSlots(example, device)
+        self._room = room
+        self.slots = BatchSlots(
+            example if room is None else with_room(example, room.num_ids), device
+        )
         self._model, self._compute_loss, self._group = model, compute_loss, group
-        self._is_cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
         self._optimizers = StepOptimizers(optimizers)
         self._assumptions = Assumptions(model, self._optimizers, device)
-        self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
-        self._calls: list[CollectionCall] | None = None
+        self._calls = None if calls is None else list(calls)
+        self.sorted: SortedSlots | None = None
+        """Of jagged batches: each is to be sorted in its slot before it is prepared."""
+        if room is None:
+            self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
+        else:
+            assert calls is not None
+            bare = without_ids(example)
+            self._batches = [
+                with_dense_tensors(bare, map(torch.empty_like, dense_tensors(batch)))
+                for batch in self.slots.batches
+            ]
+            self.sorted = SortedSlots(self.slots, calls, device)
         self._prepared: list[_PreparedBatch | None] = [None, None]
         self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._has_captured = False
@@ -82,7 +110,7 @@ class StaticStep:
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
-        if self._is_cuda:
+        if self.is_cuda:
             # Where several streams have kernels to run, what others wait for goes first, and the
             # rows' update last: nothing waits for it, and alone it fills the GPU.
             self._stream = torch.cuda.Stream(device, priority=-3)
@@ -115,6 +143,9 @@ class StaticStep:
         """Capture the step of ``turn``, that a step of each turn has run before as it is."""
         self._before_replay()  # what a graph does itself, it does at each replay
         self._has_captured = True
+        if self.sorted is not None:
+            assert self._stream is not None
+            self.sorted.capture(self._stream)
         self._assumptions.note_capture()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
@@ -123,6 +154,11 @@ class StaticStep:
             self._step(turn)
         self._turns[turn].graph = graph
         self._turns[turn].gradients = self._optimizers.take_gradients_of_others()
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether it is on a GPU, and has memory for what is prepared of each turn's batch."""
+        return self.is_cuda and (self.sorted is None or None not in self._prepared)
 
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
@@ -134,6 +170,8 @@ class StaticStep:
             if state.graph is not None:
                 state.graph.reset()
                 state.graph = None
+        if self.sorted is not None:
+            self.sorted.release()
         # Before the slots' memory is used for something else.
         for slot in (0, 1):
             self.slots.wait_until_filled(slot)
@@ -231,17 +269,19 @@ class StaticStep:
     @torch.no_grad()
     def _prepare(self, turn: int) -> None:
         """Take over the batch in slot ``turn``, and find out what its ids say."""
-        _copy_tree(self.slots.batches[turn], self._batches[turn])
+        if self.sorted is not None and self.sorted.batches[turn] is None:
+            return  # nothing that is going to be trained next
+        slot, batch = self.slots.batches[turn], self._batches[turn]
+        if self.sorted is not None:
+            slot, batch = dense_tensors(slot), dense_tensors(batch)
+        _copy_tree(slot, batch)
         if not self._calls:
             return
-        batch = self._batches[turn]
-        with deferred_bad_ids() as suspects:
-            announced = [call.collection.announce(call.features_of(batch)) for call in self._calls]
+        announced, suspects = self._announced(self._calls, turn)
         # Before ids are sorted: what backward sends comes after this collective.
         verdict = judge(suspects, self._group)
         with deferred_bad_ids() as more:
-            pairs = zip(self._calls, announced, strict=True)
-            lookups = [call.collection.prepare_announced(of_call) for call, of_call in pairs]
+            lookups = self._lookups(self._calls, announced, turn)
         suspects = [*suspects, *more]
         found = _PreparedBatch(lookups, either(verdict, judge(more, self._group)))
         known = self._prepared[turn]
@@ -249,6 +289,34 @@ class StaticStep:
             _copy_tree(found, known)
         else:
             self._prepared[turn], self._prepared_suspects[turn] = found, suspects
+
+    def _announced(
+        self, calls: Sequence[CollectionCall], turn: int
+    ) -> tuple[list[Announced], list[Suspect]]:
+        """What is known of the batch of ``turn`` before its ids travel, and ids that may be bad."""
+        if self.sorted is not None:
+            ids = self.sorted.batches[turn]
+            assert ids is not None
+            return ids.of_calls, ids.suspects
+        batch = self._batches[turn]
+        with deferred_bad_ids() as suspects:
+            return [c.collection.announce(c.features_of(batch)) for c in calls], suspects
+
+    def _lookups(
+        self, calls: Sequence[CollectionCall], announced: Sequence[Announced], turn: int
+    ) -> list[Prepared]:
+        """What is then known of it."""
+        pairs = list(zip(calls, announced, strict=True))
+        if self._room is None:
+            return [call.collection.prepare_announced(of_call) for call, of_call in pairs]
+        lookups = []
+        for (call, of_call), capacity in zip(pairs, self._room.capacities, strict=True):
+            found = call.collection.prepare_announced(of_call, capacity).lookups
+            if not self._has_captured:
+                # None of it in the memory of sorted ids, which the next batch gets.
+                found = map_tensors(torch.clone, found)
+            lookups.append(Prepared(call.features_of(self._batches[turn]), found))
+        return lookups
 
     def _update_rows(self, verdict: Verdict | None, *, early: bool) -> list[RecordedGradients]:
         """Update rows, each table group's as soon as its gradients are there, beside what backward

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchembed.modules.bad_ids import Suspect
+
 
 class StepResult(NamedTuple):
     """What a step gives, on the device and detached from autograd."""
@@ -14,3 +16,14 @@ class StepResult(NamedTuple):
     """The model's, a tree of tensors: logits, where there is a loss function."""
     batch: Any
     """What was trained."""
+
+
+class StepOutcome(NamedTuple):
+    """A step's result, and what is known of its ids."""
+
+    result: StepResult
+    report: Tensor | None
+    """What :meth:`~torchembed.training.bad_batches.Verdict.to_host` gave."""
+    suspects: list[Suspect]
+    held: Any = None
+    """What the device may still read."""

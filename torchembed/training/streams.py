@@ -37,3 +37,18 @@ def join(*streams: torch.cuda.Stream | None) -> None:
     for stream in streams:
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
+
+
+def event_on(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """What comes once ``stream`` has done what it has got so far."""
+    if stream is None:
+        return None
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """Let the current stream wait for ``event``."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

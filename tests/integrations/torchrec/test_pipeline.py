@@ -32,7 +32,7 @@ class Trained(NamedTuple):
     logits: Tensor
     weights: Tensor
     steps: str
-    """What they were on a GPU: graphs as a whole, in part, or none."""
+    """What they were on a GPU: graphs of batches with fixed hotness, padded ones, or none."""
 
 
 def batches(run: Any, count: int, *, is_fixed: bool, first: int = 0) -> Iterator[Any]:
@@ -114,9 +114,9 @@ def _kind_of_steps(pipeline: Any) -> str:
     if pipeline._theirs is not None:
         return "theirs"
     ours = pipeline._steps._pipeline
-    if ours._static is not None and ours._static.is_captured(0) and ours._static.is_captured(1):
+    if ours._static is not None and ours._static.is_captured:
         return "graphs"
-    return "dense graphs" if ours._jagged is not None and ours._jagged.is_captured else "none"
+    return "padded graphs" if ours._jagged.is_captured else "none"
 
 
 class Distances(NamedTuple):
@@ -172,11 +172,11 @@ def cases(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _expected_steps(case: dict[str, Any]) -> str:
     """What steps are on a GPU."""
+    if case["optimizer"] == ADAM:
+        return "theirs"
     if case.get("is_sequence"):
         return "none"
-    if case["is_fixed"] and case["optimizer"] != ADAM:
-        return "graphs"
-    return "none" if "data_parallel" in case["placements"] else "dense graphs"
+    return "graphs" if case["is_fixed"] else "padded graphs"
 
 
 def _distances(a: Trained, b: Trained) -> Distances:

@@ -13,7 +13,13 @@ import torch.distributed as dist
 
 from tests.integrations.torchrec.test_pipeline import batches, make_pipeline
 from tests.integrations.torchrec.test_sharders import log_lines
-from tests.integrations.torchrec.test_training import ADAGRAD, MIXED, SETTINGS, optimizer_class
+from tests.integrations.torchrec.test_training import (
+    ADAGRAD,
+    ADAM,
+    MIXED,
+    SETTINGS,
+    optimizer_class,
+)
 
 CPU = torch.device("cpu")
 
@@ -188,6 +194,7 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
         "hooks": (hooked, {}, None),
         "opaque": (make("ours"), {}, Opaque),
         "means": (make("ours", pooling=PoolingType.MEAN), {}, None),
+        "adam": (make("ours", ADAM), {}, None),
     }
     found = {}
     for name, (run, settings, wraps) in cases.items():
@@ -322,12 +329,15 @@ def test_what_it_has_not_is_torchrecs_and_one_rank_says_why(ranks: list[dict[str
         "hooks": [f"{head}parameter over.0.weight has hooks, or an optimizer, in backward"],
         "opaque": [f"{head}{opaque}"],
         "means": [f"{head}{means}"],
+        "adam": [
+            f"{head}sparse has tables under Adam, part of whose update is computed on the host"
+        ],
     }
     for number, rank in enumerate(ranks):
         found = rank["falls back"]
         lines = {name: lines for name, (lines, _) in found.items()}
         assert lines == (expected if number == 0 else {name: [] for name in expected})
-        del found["means"]
+        del found["means"], found["adam"]
         _, losses = found["nothing"]
         for _, others in found.values():
             assert others == pytest.approx(losses, rel=2e-6)

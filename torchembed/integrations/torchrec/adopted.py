@@ -143,6 +143,10 @@ class _Adopted(ShardedCollection):
         if self._bounds_check in (BoundsCheckMode.FATAL, BoundsCheckMode.NONE):
             return checked
         is_bad = (checked.values < 0) & (batch.values != -1)
+        if batch.offsets is not None:
+            # There may be spare ones behind the bags.
+            positions = torch.arange(batch.values.numel(), device=batch.values.device)
+            is_bad &= positions < batch.offsets[-1:]
         self._num_bad += is_bad.sum()
         return SparseFeatures(
             keys=checked.keys,

@@ -47,11 +47,10 @@ class BatchReader:
     Args:
         group: the ranks, through the CPU, of these batches' agreement alone; None for one rank.
         device: where batches go; for a GPU they are brought into pinned memory.
-        takes_fixed: whether to look for fixed hotness at all.
     """
 
-    def __init__(self, group: Any, device: torch.device, *, takes_fixed: bool) -> None:
-        self._group, self._device, self._takes_fixed = group, device, takes_fixed
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
         self._known: tuple[tuple[int, ...], ...] | None = None
         """The hotness of the first batch that had a fixed one: graphs are for that."""
 
@@ -94,8 +93,6 @@ class BatchReader:
 
     def _hotness(self, batch: Any) -> tuple[tuple[int, ...], ...] | None:
         """Of all features of ``batch``."""
-        if not self._takes_fixed:
-            return None
         found: list[tuple[int, ...] | None] = []
 
         def look(features: Any) -> None:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -11,11 +12,12 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
-from torchembed.integrations.torchrec.adopted import output_dtypes, plans_of
+from torchembed.integrations.torchrec.adopted import output_dtypes, plans_of, shardings_of
 from torchembed.integrations.torchrec.sharded import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )
+from torchembed.integrations.torchrec.versions import grouped_configs
 from torchembed.integrations.torchrec.wires import wire_of
 from torchembed.sharding.wire import WirePrecision
 
@@ -106,10 +108,13 @@ def unfit_model(parts: Parts) -> str | None:
 def _unfit_collection(sharded: Any) -> str | None:
     pooled = isinstance(sharded, ShardedEmbeddingBagCollection)
     configs = sharded._embedding_bag_configs if pooled else sharded._embedding_configs
+    groups = [c for sharding in shardings_of(sharded) for c in grouped_configs(sharding)]
     if not pooled and sharded._need_indices:
         return "gives indices beside its vectors"
     if pooled and _divides_all(sharded):
         return "has means of row-wise tables beside others, whose vectors TorchRec divides too"
+    if any((c.fused_params or {}).get("optimizer") is EmbOptimType.ADAM for c in groups):
+        return "has tables under Adam, part of whose update is computed on the host"
     if len(output_dtypes(sharded)) > 1:
         return "gives vectors of several types"
     for plan in plans_of(sharded, configs):

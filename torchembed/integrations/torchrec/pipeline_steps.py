@@ -55,10 +55,9 @@ class PipelineSteps:
         check_transport(transport, mesh, num_nodes=1)
         of_all = Ranks(mesh, (), parts.wire, transport=transport)
         self._model = PipelineModel(parts, of_all, fuses_layers=fuses_layers)
-        self._of_tables = self._model.optimizers_of_tables
         leaves = self._model.dense.leaves
         updates = DenseUpdates(plain_optimizers(optimizer), leaves)
-        self._optimizers: list[Any] = [*self._of_tables, updates]
+        self._optimizers: list[Any] = [*self._model.optimizers_of_tables, updates]
         self._granted: list[Any] | None = None
         """What graphs take for granted of the optimizers."""
         of_leaves: Any = OptimizerOfLeaves(optimizer, leaves, updates.leaves)
@@ -69,11 +68,8 @@ class PipelineSteps:
             device=device,
             timeout_seconds=timeout_seconds,
         )
-        reader = BatchReader(
-            None if dist.get_world_size(group) == 1 else dist.new_group(backend="gloo"),
-            device,
-            takes_fixed=not any(o.needs_host for o in self._of_tables),
-        )
+        is_alone = dist.get_world_size(group) == 1
+        reader = BatchReader(None if is_alone else dist.new_group(backend="gloo"), device)
         self._batches = ReadingThread(reader.read, _NUM_READ_AHEAD)
         self._num_taken = 0
 

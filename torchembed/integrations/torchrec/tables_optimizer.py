@@ -1,10 +1,7 @@
 """The updates of TorchRec's fused tables as an optimizer of ours, for steps of our pipeline."""
 
-import dataclasses
-import math
 from typing import Any
 
-from torchembed.core.types import OptimizerKind
 from torchembed.integrations.torchrec.tables import STATE_NAMES, FusedTables
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer
@@ -40,17 +37,7 @@ class TablesOptimizer(FusedOptimizer):
         self._publish_state()
 
     def _rule(self, group: dict[str, Any]) -> UpdateRule:
-        rule = self._tables._rule
-        if rule.kind is not OptimizerKind.ADAM:
-            return rule
-        # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
-        correction = math.sqrt(1 - rule.beta2 ** (self._tables._iteration + 1))
-        return dataclasses.replace(rule, eps=rule.eps * correction)
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether a step's numbers are found on the host, so that no graph may hold it."""
-        return self._tables._rule.kind is OptimizerKind.ADAM
+        return self._tables._rule
 
     def begin(self) -> UpdateRule:
         """Before a step: count on from where the tables are, and say what a graph takes for
