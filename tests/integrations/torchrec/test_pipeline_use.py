@@ -121,6 +121,22 @@ def bad_ids(whose: str) -> tuple[list[float], list[str]]:
     return losses, lines
 
 
+def spare_ids() -> tuple[list[int], int]:
+    """Rows of ids of which the last two are in no bag and in no table, and how many are bad."""
+    from torchembed.core.features import SparseFeatures
+
+    (collection,) = make_pipeline("ours", make("ours"))._steps._model.adopted
+    checked = collection._checked(
+        SparseFeatures(
+            keys=tuple(collection._feature_slots.names),
+            values=torch.tensor([0, 1, 2, -9, 4, -5, 5000]),
+            offsets=torch.arange(6),
+            batch_size=1,
+        )
+    )
+    return checked.values.tolist(), collection.take_num_bad()
+
+
 def fatal_ids() -> str:
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
@@ -257,6 +273,7 @@ def everything() -> dict[str, Any]:
         found[name] = {whose: question(whose) for whose in ("theirs", "ours")}
     found["left early"] = left_early()
     found["fatal"] = fatal_ids()
+    found["spare"] = spare_ids()
     found["failing reads"] = failing_reads()
     found["unequal"] = unequal_counts()
     found["wires"] = wires()
@@ -298,6 +315,7 @@ def test_bad_ids_count_as_fbgemms(ranks: list[dict[str, Any]]) -> None:
         assert lines == [
             "3 ids were outside their tables and counted as id 0, as bounds_check_mode has it"
         ]
+        assert rank["spare"] == ([0, 1, 2, 0, 4, -1, -1], 1)
         assert re.match(
             r"IndexError: id out of range: table c, feature tags, position \d+ .* value 1000",
             rank["fatal"],

@@ -24,15 +24,19 @@ class TrainPipeline:
     """Trains a sharded TorchRec model with the call of ``TrainPipelineSparseDist``, and the same
     numbers, by :class:`torchembed.training.TrainPipeline`.
 
-    For models whose collections our sharders have sharded. What ours has not (modules that TorchRec
-    shards itself, batches that are no trees of tensors and ``KeyedJaggedTensor``s, ...) is trained
-    by ``TrainPipelineSparseDist``, as a whole; a line in the log says so, and why.
+    For models whose collections our sharders have sharded. Where ours cannot (modules that TorchRec
+    shards itself, tables under Adam, batches that are no trees of tensors and
+    ``KeyedJaggedTensor``s, ...) ``TrainPipelineSparseDist`` trains, and a line in the log says so,
+    and why.
 
-    Where every bag of a key has as many ids on all ranks, which a thread finds out, a step is one
-    CUDA graph, collectives inside; else what comes after the lookups is one. Other batches, as a
-    smaller last one, are trained eagerly. The thread reads the user's iterator, two batches more
-    than the steps need, and pins what is not pinned. Gradients of dense parameters are averaged as
-    the ``DistributedDataParallel`` in the model would; where it has none, they stay each rank's.
+    A step is one CUDA graph, collectives inside. Where every bag of a key has as many ids on all
+    ranks, which a thread finds out, it is for exactly these; where lengths vary, there is room for
+    more. Other batches, as a smaller last one, are trained eagerly, and models that look up sequences
+    without graphs. The thread reads the user's iterator, two batches more than the steps need, and pins
+    what is not pinned. Gradients of dense parameters are averaged as the
+    ``DistributedDataParallel`` in the model would; where it has none, they stay each rank's.
+    ``SGD``, ``Adagrad`` and ``Adam`` of torch, without further settings, are updated in the graph,
+    with the optimizer's own states; other optimizers step after it.
 
     Between steps the model is as it was: ``state_dict``, optimizers and schedulers, evaluation of
     the model itself. In evaluation mode ``progress`` gives the output and trains nothing. An id
