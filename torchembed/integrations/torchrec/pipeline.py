@@ -31,12 +31,14 @@ class TrainPipeline:
 
     A step is one CUDA graph, collectives inside. Where every bag of a key has as many ids on all
     ranks, which a thread finds out, it is for exactly these; where lengths vary, there is room for
-    more. Other batches, as a smaller last one, are trained eagerly, and models that look up sequences
-    without graphs. The thread reads the user's iterator, two batches more than the steps need, and pins
-    what is not pinned. Gradients of dense parameters are averaged as the
-    ``DistributedDataParallel`` in the model would; where it has none, they stay each rank's.
-    ``SGD``, ``Adagrad`` and ``Adam`` of torch, without further settings, are updated in the graph,
-    with the optimizer's own states; other optimizers step after it.
+    more. Other batches, as a smaller last one, are trained eagerly, and models that look up
+    sequences without graphs. The thread reads the user's iterator, two batches more than the steps
+    need, and pins what is not pinned.
+
+    Gradients of dense parameters are averaged as the ``DistributedDataParallel`` in the model
+    would; where it has none, they stay each rank's. ``SGD``, ``Adagrad`` and ``Adam`` of torch,
+    without further settings, are updated in the graph, with the optimizer's own states; other
+    optimizers step after it.
 
     Between steps the model is as it was: ``state_dict``, optimizers and schedulers, evaluation of
     the model itself. In evaluation mode ``progress`` gives the output and trains nothing. An id
