@@ -12,6 +12,7 @@ from tests.ranks import run_on_ranks
 def small_questions(device_type: str) -> dict[str, Any]:
     """On a rank: what the tests of each module compare."""
     from tests.integrations.torchrec import (
+        test_dense_updates,
         test_features_dist,
         test_fused_layers,
         test_pipeline,
@@ -21,6 +22,7 @@ def small_questions(device_type: str) -> dict[str, Any]:
     )
 
     found = {"features_dist": test_features_dist.both(device_type)}
+    found["dense_updates"] = test_dense_updates.everything(device_type)
     found["fused_layers"] = test_fused_layers.everything(device_type)
     found["pipeline"] = test_pipeline.everything(device_type)
     if device_type == "cpu":

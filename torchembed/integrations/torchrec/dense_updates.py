@@ -27,7 +27,7 @@ _KINDS = {
 }
 _OTHER_RULES = (
     *("momentum", "nesterov", "maximize", "amsgrad", "lr_decay", "decoupled_weight_decay"),
-    *("capturable", "differentiable"),
+    *("capturable", "differentiable", "fused"),
 )
 """Settings of which each makes a rule that is not ours."""
 
@@ -118,10 +118,12 @@ class _Group:
         self._names, self._kind = _STATE_NAMES[type(optimizer)], _KINDS[type(optimizer)]
         device = leaves[0].own.device
         self.lr = torch.zeros(1, device=device)
-        self._step = torch.zeros(1, device=device)
-        self._known_lr = self._known_step = 0.0
-        self._steps = torch.zeros(len(leaves))
-        """What the optimizer counts for each leaf, which is this memory once they step alike."""
+        self._known_lr = 0.0
+        self._steps = torch.zeros(len(leaves), device="cpu")
+        """What the optimizer counts for each leaf, in this memory from the first step on."""
+        self._known_steps = self._steps.clone()
+        """What is on the device."""
+        self._on_device = torch.zeros(len(leaves), device=device)
 
     def show_lr(self) -> None:
         """Bring the learning rate to the device where it has changed."""
@@ -148,11 +150,9 @@ class _Group:
             if state["step"].data_ptr() != mine.data_ptr():
                 # One addition counts all.
                 state["step"] = mine.copy_(state["step"])
-        if self._kind is OptimizerKind.ADAM:
-            step = float(self._steps.max())
-            if step != self._known_step:
-                self._step.fill_(step)
-                self._known_step = step
+        if not torch.equal(self._steps, self._known_steps):
+            self._on_device.copy_(self._steps)
+            self._known_steps.copy_(self._steps)
         return self._rule(), [state[name].data_ptr() for state in states for name in self._names]
 
     def _rule(self) -> DenseRule:
@@ -167,23 +167,26 @@ class _Group:
         )
 
     def update(self, skip: Tensor | None) -> None:
-        self._step += 1.0 if skip is None else skip == 0
-        rule = self._rule()
-        for leaf in self.leaves:
-            if leaf.own.grad is None:
-                continue
+        rule, of_leaves = self._rule(), self._on_device.split(1)
+        trained = [n for n, leaf in enumerate(self.leaves) if leaf.own.grad is not None]
+        if self._kind is OptimizerKind.ADAM and trained:
+            one = 1.0 if skip is None else (skip == 0).float().reshape(())
+            torch._foreach_add_([of_leaves[n] for n in trained], one)  # type: ignore[attr-defined]
+        for number in trained:
+            leaf = self.leaves[number]
             states = self._states(leaf)
+            assert leaf.own.grad is not None
             dense_update(
                 leaf.own.detach().view(-1),
                 tuple(_flat(states[name]) for name in self._names),
                 leaf.own.grad.reshape(-1),
                 rule,
                 self.lr,
-                step=self._step,
+                step=of_leaves[number],
                 skip=skip,
             )
 
     def end(self) -> None:
         if self._names:
             self._steps += torch.tensor([leaf.own.grad is not None for leaf in self.leaves])
-            self._known_step += 1.0
+            self._known_steps.copy_(self._steps)

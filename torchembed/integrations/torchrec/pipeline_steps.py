@@ -56,7 +56,8 @@ class PipelineSteps:
         of_all = Ranks(mesh, (), parts.wire, transport=transport)
         self._model = PipelineModel(parts, of_all, fuses_layers=fuses_layers)
         leaves = self._model.dense.leaves
-        updates = DenseUpdates(plain_optimizers(optimizer), leaves)
+        # Without a graph torch's own steps are as good, and faster on the CPU.
+        updates = DenseUpdates(plain_optimizers(optimizer) if self._is_cuda else [], leaves)
         self._optimizers: list[Any] = [*self._model.optimizers_of_tables, updates]
         self._granted: list[Any] | None = None
         """What graphs take for granted of the optimizers."""

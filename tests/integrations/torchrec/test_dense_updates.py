@@ -1,0 +1,120 @@
+"""Our steps of torch's optimizers are torch's, with the optimizers' own states."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+NUM_STEPS = 6
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    "adagrad": functools.partial(
+        torch.optim.Adagrad, lr=0.1, eps=1e-3, initial_accumulator_value=0.1
+    ),
+    "adam": functools.partial(torch.optim.Adam, lr=0.1, eps=1e-3, betas=(0.8, 0.95)),
+}
+OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "lr_decay": functools.partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
+    "amsgrad": functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.1),
+}
+
+
+def _gradients(step: int, device: torch.device) -> list[Tensor | None]:
+    """Of three parameters, one of which has none in some steps."""
+    generator = torch.Generator().manual_seed(step)
+    found = [torch.randn(shape, generator=generator).to(device) for shape in ((5, 3), (3,), (7,))]
+    return [*found[:2], found[2] if step != 2 else None]
+
+
+def _everything_of(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Values and states."""
+    states = [
+        (name, value.detach().cpu().double().flatten().tolist())
+        for parameter in parameters
+        for name, value in sorted(optimizer.state[parameter].items())
+        if isinstance(value, Tensor)
+    ]
+    return [[p.detach().cpu().double().flatten().tolist() for p in parameters], states]
+
+
+def trained(name: str, device: torch.device) -> tuple[list[Any], list[Any]]:
+    """By torch and by us: values and states, after a change of the learning rate, a step that is
+    skipped, and states that were loaded."""
+    from torchembed.integrations.torchrec.dense_parameters import Leaf
+    from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
+
+    torch.manual_seed(4)
+    first = [nn.Parameter(torch.randn(s, device=device)) for s in ((5, 3), (3,), (7,))]
+    theirs, mine = copy.deepcopy(first), copy.deepcopy(first)
+    optimizer, own = OPTIMIZERS[name](theirs), OPTIMIZERS[name](mine)
+    leaves = [Leaf(parameter, nn.Parameter(parameter.detach())) for parameter in mine]
+    assert plain_optimizers(own) == [own]
+    updates = DenseUpdates([own], leaves)
+    known = None
+    for step in range(NUM_STEPS):
+        if step == 3:
+            for of_either in (optimizer, own):
+                of_either.param_groups[0]["lr"] = 0.02
+        if step == 4:
+            own.load_state_dict(copy.deepcopy(own.state_dict()))
+        for leaf, parameter, grad in zip(leaves, theirs, _gradients(step, device), strict=True):
+            leaf.own.grad, parameter.grad = grad, None if grad is None else grad.clone()
+        granted = updates.begin()
+        assert known is None or (granted == known) == (step != 4 or name == "sgd")
+        known = granted
+        before = [leaf.own.detach().clone() for leaf in leaves]
+        updates.skip = torch.ones(1, device=device)
+        updates.step()
+        assert all(torch.equal(leaf.own, b) for leaf, b in zip(leaves, before, strict=True))
+        updates.skip = None
+        updates.step()
+        updates.end()
+        optimizer.step()
+    return _everything_of(theirs, optimizer), _everything_of(mine, own)
+
+
+def left_to_torch() -> list[int]:
+    """How many optimizers of those are ours whose rules we have not."""
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+    from torchembed.integrations.torchrec.dense_updates import plain_optimizers
+
+    parameters = {"a": nn.Parameter(torch.ones(2))}
+    hooked = OPTIMIZERS["sgd"](parameters.values())
+    hooked.register_step_pre_hook(lambda *_: None)
+    found = [len(plain_optimizers(make(parameters.values()))) for make in OTHERS.values()]
+    wrapped = KeyedOptimizerWrapper(parameters, OPTIMIZERS["adam"])
+    return [
+        *found,
+        len(plain_optimizers(hooked)),
+        len(plain_optimizers(CombinedOptimizer([wrapped]))),
+    ]
+
+
+def everything(device_type: str) -> dict[str, Any]:
+    """On a rank."""
+    device = torch.device(device_type)
+    return {**{name: trained(name, device) for name in OPTIMIZERS}, "left": left_to_torch()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_torchs(answers: list[dict[str, Any]], name: str) -> None:
+    (values, states), (our_values, our_states) = answers[0]["dense_updates"][name]
+    # Some rounding of float32 in each of a few steps.
+    near = functools.partial(pytest.approx, rel=1e-5, abs=1e-6)
+    for expected, found in zip(values, our_values, strict=True):
+        assert found == near(expected)
+    assert [name for name, _ in states] == [name for name, _ in our_states]
+    for (_, expected), (_, found) in zip(states, our_states, strict=True):
+        assert found == near(expected)
+
+
+def test_other_rules_are_left_to_torch(answers: list[dict[str, Any]]) -> None:
+    assert answers[0]["dense_updates"]["left"] == [0] * (len(OTHERS) + 1) + [1]
