@@ -38,6 +38,8 @@ def test_steps_and_kernels(tmp_path: Path) -> None:
         step("torchrec_tuned", 8.0),
         step("torchembed_tf32", None, not_printed_because="losses"),
         step("torchrec", 3.0, batch_per_gpu=2048),
+        step("torchrec", 18.0, batch_per_gpu=8192),
+        step("torchembed_tf32", 6.0, batch_per_gpu=8192, precision="tf32"),
     ]
     kernels = [
         kernel("torchembed", "forward", None, 25.6),
@@ -50,8 +52,10 @@ def test_steps_and_kernels(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| ")]
     times = "0.50 (0.40 to 0.75) |  | 10.00 (9.90 to 10.25) | 8.00 (7.90 to 8.25) | 16.0 | 0.52"
+    tf32 = "6.00 (5.90 to 6.25) | 18.00 (17.90 to 18.25) |  | 3.0 | "
     assert lines[2:] == [
         f"| 8 H200, 512 each, zipf, adagrad | {times} |",
+        f"| 8 H200, 8192 each, zipf, adagrad |  | {tf32} |",
         "| batch | forward | update, Adagrad |",
         "| --- | --- | --- |",
         "| 512 uniform | 26 (0.50) | 100 (0.50) |",
