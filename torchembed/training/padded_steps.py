@@ -160,7 +160,7 @@ class PaddedSteps:
         if placed is None or placed.exception() is not None or not placed.result():
             return False
         if not steps.is_captured and needs is not None:
-            needs.exception()  # nothing else of this process may get in between
+            needs.exception()  # a capture sorts anew, which the thread may not do meanwhile
         steps.step.sorted.wait_until_sorted(following.turn)
         return True
 
