@@ -39,7 +39,6 @@ from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import Upcoming
 from torchembed.training.sorted_ids import Room, SortedSlots
-from torchembed.training.step_kinds import StepKinds
 from torchembed.training.step_result import StepOutcome
 
 CASES = [
@@ -74,12 +73,7 @@ def padded_steps_of(
     assert first.can_be_padded
     steps = PaddedSteps(pipeline._make_static, first.calls, first.worker, torch.device("cpu"))
     coming = [
-        Upcoming(
-            batch,
-            number,
-            ranks.start_minimum(0, 1, -num_ids_in(batch)),
-            StepKinds(static=False, jagged=True),
-        )
+        Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
         for number, batch in enumerate(batches[1:])
     ]
     for number, now in enumerate(coming):
@@ -120,14 +114,18 @@ def threads_that_wait() -> Iterator[set[str]]:
 
 ROW_WISE = Case(placements=dict.fromkeys("abcd", "row_wise"))
 SKEWED_STEP = 5
+OUTGROWN_STEP = SKEWED_STEP + 1
+"""The first that steps with new room prepare."""
 
 
 def skewed_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
-    """A batch of many ids; on one step all of them are those of one rank.
+    """A batch of many ids; on one step all of them are those of one rank, and on the next one a
+    rank's batch, and no other's, needs more room.
 
     A power of two times as many, so that means stay exact.
     """
-    batch, times = static_batch(case, rank, step, bad_rank), 32
+    batch = static_batch(case, rank, step, bad_rank)
+    times = 256 if step == OUTGROWN_STEP and rank == 1 else 32
     assert batch.offsets is not None
     values = batch.values.repeat_interleave(times)
     if step == SKEWED_STEP:

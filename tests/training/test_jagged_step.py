@@ -217,7 +217,9 @@ def test_a_model_that_reads_ids_is_not_trained_in_padded_steps() -> None:
 
 def test_a_bad_id_changes_nothing() -> None:
     batches = jagged_batches(6)
+    batches[3] = with_many_ids(batches[3], 20)
     batches[3].sparse.values[2] = 99
+    batches[3].sparse.values[-1] = 99  # stays behind the ids of a later batch
     model = TinyModel()
     optimizers = make_optimizers(model)
     for number, batch in enumerate(batches):

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from torchembed.training.read_ahead import ReadAhead, Upcoming
-from torchembed.training.step_kinds import StepKinds
 
 
 def source(*items: int, error: Exception | None = None) -> Iterator[int]:
@@ -17,7 +16,7 @@ def source(*items: int, error: Exception | None = None) -> Iterator[int]:
 def taken_in(item: int) -> Upcoming:
     if item < 0:
         raise ValueError(f"batch {item} is bad")
-    return Upcoming(item, item, list, StepKinds(static=False, jagged=False))
+    return Upcoming(item, item, list)
 
 
 def popped(ahead: ReadAhead) -> int | None:

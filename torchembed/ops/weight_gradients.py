@@ -30,7 +30,8 @@ class DeferredWeightGradients:
     current stream, and where layers share a weight its gradients are added up. Both can be captured
     in a CUDA graph. Hooks of ``register_post_accumulate_grad_hook`` run when the gradient is there,
     and torch may have run them before; those of ``register_hook`` see nothing.
-    ``torch.autograd.grad`` gives no gradients of weights meanwhile.
+    ``torch.autograd.grad`` gives no gradients of weights meanwhile. Of a model that is trained on
+    several ranks use one for each backward, since other gradients are averaged within it already.
 
     Args:
         stream: a CUDA stream.

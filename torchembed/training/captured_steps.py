@@ -53,4 +53,5 @@ class CapturedSteps:
         result = self.step.run(now.turn)
         self._num_steps += 1
         self._prepared = None if following is None else following.number
-        return StepOutcome(result, *self.step.verdict(now.turn))
+        # Held, since its slot may be filled anew while the copy of this batch is under way.
+        return StepOutcome(result, *self.step.verdict(now.turn), held=now.batch)

@@ -16,7 +16,6 @@ from torchembed.core.host_numbers import HostNumbers
 from torchembed.training.batch_layout import (
     dense_tensors,
     is_on_gpu,
-    num_ids_in,
     to_device,
     with_dense_tensors,
     with_sparse_features,
@@ -161,7 +160,7 @@ class PaddedSteps:
         if placed is None or placed.exception() is not None or not placed.result():
             return False
         if not steps.is_captured and needs is not None:
-            needs.exception()  # nothing else of this process may get in between
+            needs.exception()  # a capture sorts anew, which the thread may not do meanwhile
         steps.step.sorted.wait_until_sorted(following.turn)
         return True
 
@@ -181,8 +180,9 @@ def _place(
     stream: "torch.cuda.Stream | None",
 ) -> bool:
     """Copy a batch, that is there from ``given`` on, to its slot and sort its ids there; False
-    where it is no batch for these steps, or there is no room for its ids."""
-    if not upcoming.own_kinds.jagged or num_ids_in(upcoming.batch) > room:
+    where it is no batch for these steps, or there is no room for a rank's ids: on all ranks, since
+    preparing it is collective."""
+    if not _has_place(upcoming, room):
         return False
     with on(stream):
         wait_for(given)
@@ -195,11 +195,16 @@ def _place(
 def _needs(
     step: StaticStep, calls: Sequence[CollectionCall], upcoming: Upcoming, room: int
 ) -> list[int] | None:
-    """Each call's capacity for a batch in its slot; None where it is not there on every rank."""
-    if not upcoming.is_jagged() or upcoming.num_ids > room:
+    """Each call's capacity for a batch in its slot; None where it is not there."""
+    if not _has_place(upcoming, room):
         return None
     assert step.sorted is not None
     return _agreed(calls, step.sorted.needed(upcoming.turn))
+
+
+def _has_place(upcoming: Upcoming, room: int) -> bool:
+    """Whether slots with ``room`` can take every rank's batch; waits for the ranks to read."""
+    return upcoming.is_jagged() and upcoming.num_ids <= room
 
 
 def _measure(

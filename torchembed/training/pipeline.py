@@ -263,7 +263,7 @@ class TrainPipeline:
                 self._static_for(batch).step.slots.fill(number % 2, batch)
         agreed = ranks.start_minimum(*kinds, -num_ids_in(batch)) if self._captures else _never
         self._num_read += 1
-        return Upcoming(batch, number, agreed, kinds)
+        return Upcoming(batch, number, agreed)
 
     def _announce_read(self) -> None:
         """Have the sizes found out of batches that are to be trained in steps on jagged ones."""

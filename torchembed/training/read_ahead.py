@@ -30,8 +30,6 @@ class Upcoming:
     number: int
     agreed: Callable[[], list[int]]
     """The :class:`StepKinds` of all ranks' batches, and the most ids of one, negated."""
-    own_kinds: StepKinds
-    """This rank's batch's."""
     jagged: JaggedBatch | None = None
     """Where its ids are being announced."""
     placed: "Future[bool] | None" = None

@@ -71,6 +71,8 @@ class SortedSlots:
             graph.replay()
         if done is not None:
             done.record()
+        # No step may have read what is sorted again for a capture, or never trained.
+        self._slots.note_use(turn)
 
     def needed(self, turn: int) -> list[int]:
         """Of each call the most ids that go to one rank; waits for the last :meth:`sort`."""

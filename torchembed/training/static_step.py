@@ -270,7 +270,7 @@ class StaticStep:
     def _prepare(self, turn: int) -> None:
         """Take over the batch in slot ``turn``, and find out what its ids say."""
         if self.sorted is not None and self.sorted.batches[turn] is None:
-            return  # nothing that is going to be trained next
+            return  # on no rank anything has come there yet
         slot, batch = self.slots.batches[turn], self._batches[turn]
         if self.sorted is not None:
             slot, batch = dense_tensors(slot), dense_tensors(batch)
