@@ -70,7 +70,7 @@ struct Packed {
   __device__ void load(const Value* row) { four = *reinterpret_cast<const decltype(four)*>(row); }
 
   // Past the first-level cache, where other multiprocessors' stores do not show.
-  __device__ void load_shared(const Value* row) {
+  __device__ void load_fresh(const Value* row) {
     four = __ldcg(reinterpret_cast<const decltype(four)*>(row));
   }
 

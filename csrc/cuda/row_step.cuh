@@ -49,7 +49,7 @@ __device__ void divide_by_roots(Elements& gradient, const Elements& totals, floa
   if (least >= kLeastRadicand && most <= kMostRadicand && least_dividend >= kLeastDividend &&
       eps >= 0.0f && eps <= kMostDivisor / 2.0f) {
     gradient.for_each([&](float value, int i) {
-      return moderate_quotient(value, moderate_root(totals.at[i]) + eps);
+      return ModerateDivisor(moderate_root(totals.at[i]) + eps).divide(value);
     });
   } else {
     gradient.for_each(

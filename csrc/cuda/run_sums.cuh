@@ -75,7 +75,7 @@ __device__ void add_sums(Elements& total, const LaneOfMatrix<float>& sums, int f
     Packed<float> found[kSumUnroll];
 #pragma unroll
     for (int i = 0; i < kSumUnroll; ++i) {
-      found[i].load_shared(sums.at(first_row + min(first + i, count - 1)));
+      found[i].load_fresh(sums.at(first_row + min(first + i, count - 1)));
     }
 #pragma unroll
     for (int i = 0; i < kSumUnroll; ++i) {
@@ -88,12 +88,16 @@ __device__ void add_sums(Elements& total, const LaneOfMatrix<float>& sums, int f
 
 // Says that a warp has stored one of `count` sums, and returns whether all of them are now there.
 __device__ bool is_last_of(int32_t* num_stored, int count) {
-  __threadfence();
+  // The first lane speaks for all: theirs are stored before its fence, and they read after it.
   __syncwarp();
+  __threadfence();
   int before = 0;
   if (lane_of_warp() == 0) before = atomicAdd(num_stored, 1);
   const bool is_last = __shfl_sync(kAllLanes, before, 0) == count - 1;
-  if (is_last) __threadfence();
+  if (is_last) {
+    __threadfence();
+    __syncwarp();
+  }
   return is_last;
 }
 

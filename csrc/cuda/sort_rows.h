@@ -6,7 +6,7 @@
 
 namespace torchembed {
 
-// Elements of int32 scratch that sort_rows needs for num_rows_to_sort rows.
+// Elements of int32 scratch that sort_rows needs for num_ids rows.
 int64_t sort_scratch_size(int64_t num_ids);
 
 // Writes rows, each in [-1, num_rows), to sorted_rows in stable ascending order, and the position

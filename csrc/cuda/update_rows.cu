@@ -161,8 +161,8 @@ __global__ void find_chunks_kernel(const RowUpdate update) {
   if (slot >= update.num_chunks) return;
   int run = num_started - 1;
   if (run >= 0) {
-    const int start = starts[run];
-    if (start + (last - start) / kChunk * kChunk + kChunk > starts[run + 1]) run = -1;
+    const int first = last - (last - starts[run]) % kChunk;
+    if (starts[run + 1] - first < kChunk) run = -1;
   }
   update.slot_runs[slot] = run;
   update.num_summed[slot] = 0;

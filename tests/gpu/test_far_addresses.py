@@ -57,6 +57,24 @@ def test_update_of_a_large_table(weight: Tensor, device: torch.device) -> None:
     assert weight[8:-8].abs().amax(1).max() == 0
 
 
+def test_adagrad_of_a_large_table(device: torch.device) -> None:
+    dim = 128  # what the library's own kernel takes
+    last = 2**31 // dim + 4
+    weight, totals = (torch.zeros(last + 1, *shape, device=device) for shape in ((dim,), ()))
+    rows = torch.full((41,), last, device=device)  # a chunk and more, and one short run
+    rows[7] = 3
+    rowwise_update(
+        weight,
+        (totals,),
+        find_runs(rows, last + 1),
+        RowGradients(torch.ones(41, dim, device=device)),
+        UpdateRule(kind=OptimizerKind.ROWWISE_ADAGRAD, eps=0.0),
+        torch.ones(1, device=device),
+    )
+    assert (weight[[3, last]] == -1).all() and weight.count_nonzero() == 2 * dim
+    assert totals[[3, last]].tolist() == [1, 1600] and totals.count_nonzero() == 2
+
+
 def test_a_large_output_and_its_gradient(device: torch.device) -> None:
     weight = normal(100, DIM, seed=3, dtype=torch.float16, device=device)
     rows = (torch.arange(NUM_FAR, device=device, dtype=torch.int32) * 7 % 100).int()

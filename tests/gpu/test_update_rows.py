@@ -113,6 +113,33 @@ def test_few_warps_for_many_runs(device: torch.device, monkeypatch: pytest.Monke
         check(rows, 20_000, RowGradients(grad))
 
 
+def test_replays_of_a_graph(device: torch.device) -> None:
+    kernel = cuda_kernel()
+    assert kernel is not None
+
+    def replayed(*arguments: Any) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = kernel.launch(*arguments)
+        graph.replay()
+        graph.replay()
+        return result
+
+    def repeated(*arguments: Any) -> None:
+        launch_rowwise_update(*arguments)
+        launch_rowwise_update(*arguments)
+
+    rows, weight = skewed(60_000, 500, device), normal(500, DIM, seed=3, device=device)
+    gradients = RowGradients(normal(rows.numel(), DIM, seed=0, device=device))
+    launch(kernel.launch, weight, rows, gradients=gradients)  # a kernel loads outside of graphs
+    found, expected = (
+        launch(each, weight, rows, gradients=gradients) for each in (replayed, repeated)
+    )
+    assert found[0] is None
+    for tensor, same in zip(found[1:], expected[1:], strict=True):
+        assert_same_bits(tensor, same)
+
+
 def test_extreme_gradients(device: torch.device) -> None:
     values = [0.0, -0.0, 1e-45, -1e-38, 1e-20, 3e19, -3e38, float("inf"), float("nan"), 1.0]
     grad = torch.tensor(values, device=device).repeat_interleave(DIM).view(-1, DIM)
