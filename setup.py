@@ -129,7 +129,6 @@ class BuildNative(build_ext):
                 "-O3",
                 "-fmad=false",  # as on the CPU
                 "-arch=all-major",
-                "-Xfatbin=-compress-all",  # a sixth of the bytes
                 "-Xcompiler=-fPIC,-fvisibility=hidden",
             )
             command = [str(cuda / CUDA_PARTS[0]), "-c", str(source), "-o", objects[-1]]
