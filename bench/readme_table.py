@@ -29,7 +29,11 @@ def tables(results: Path) -> str:
     for file in sorted(results.glob("*.json")):
         result = json.loads(file.read_text())
         for row in result["rows"]:
-            about = {"gpu": result["hardware"]["gpu"], "file": file.name}
+            about = {
+                "gpu": result["hardware"]["gpu"],
+                "file": file.name,
+                "commit": result["commit"],
+            }
             rows.setdefault(row["bench"], []).append(about | row)
     makers = [
         ("train_step", _train_step),
@@ -203,7 +207,9 @@ def _only(values: Iterable[str]) -> str:
 
 
 def _files(rows: Sequence[Row]) -> str:
-    return ", ".join(f"`bench/results/{name}`" for name in dict.fromkeys(r["file"] for r in rows))
+    """Where they are kept, and of which commits they are."""
+    commits = dict.fromkeys((row["file"], row["commit"][:7]) for row in rows)
+    return ", ".join(f"`bench/results/{name}` of {commit}" for name, commit in commits)
 
 
 def _text(sentence: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

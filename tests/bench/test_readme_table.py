@@ -48,7 +48,7 @@ def test_steps_and_kernels(tmp_path: Path) -> None:
         kernel("torchembed", "forward", None, 26.0),
     ]
     for name, rows in {"b": steps, "a": kernels}.items():
-        result = {"hardware": {"gpu": "NVIDIA H200"}, "rows": rows}
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| ")]
     times = "0.50 (0.40 to 0.75) |  | 10.00 (9.90 to 10.25) | 8.00 (7.90 to 8.25) | 16.0 | 0.52"
@@ -68,7 +68,7 @@ def test_figures_of_two_runs_are_not_compared(tmp_path: Path) -> None:
         "b": [step("torchembed", 1.0), step("torchrec", 10.0)],
     }
     for name, rows in of_files.items():
-        result = {"hardware": {"gpu": "NVIDIA H200"}, "rows": rows}
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| 8")]
     times = "1.00 (0.90 to 1.25) |  | 10.00 (9.90 to 10.25) |  | 10.0 | "
@@ -76,11 +76,13 @@ def test_figures_of_two_runs_are_not_compared(tmp_path: Path) -> None:
         "| 8 H200, 512 each, zipf, adagrad, push | 0.50 (0.40 to 0.75) |  |  |  |  |  |",
         f"| 8 H200, 512 each, zipf, adagrad | {times} |",
     ]
+    assert "`bench/results/a.json` of 0123456, `bench" in readme_table.tables(tmp_path)
 
 
 def test_one_sentence_speaks_of_one_gpu(tmp_path: Path) -> None:
     for gpu in ("NVIDIA H100", "NVIDIA H200"):
-        result = {"hardware": {"gpu": gpu}, "rows": [kernel("torchembed", "forward", None, 25.6)]}
+        rows = [kernel("torchembed", "forward", None, 25.6)]
+        result = {"hardware": {"gpu": gpu}, "commit": "0123456789", "rows": rows}
         (tmp_path / f"{gpu}.json").write_text(json.dumps(result))
     with pytest.raises(ValueError, match="must hold one of NVIDIA H100, NVIDIA H200 in a table"):
         readme_table.tables(tmp_path)
