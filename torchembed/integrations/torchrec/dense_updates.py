@@ -14,6 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchembed.core.types import OptimizerKind
 from torchembed.integrations.torchrec.dense_parameters import Leaf
 from torchembed.ops.dense_update import DenseRule, dense_update
+from torchembed.optim.hyperparameters import rule_numbers
 
 _STATE_NAMES = {
     torch.optim.SGD: (),
@@ -156,15 +157,7 @@ class _Group:
         return self._rule(), [state[name].data_ptr() for state in states for name in self._names]
 
     def _rule(self) -> DenseRule:
-        group = self._group
-        beta1, beta2 = group.get("betas", (0.9, 0.999))
-        return DenseRule(
-            kind=self._kind,
-            eps=group.get("eps", 0.0),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-        )
+        return DenseRule(kind=self._kind, **rule_numbers(self._group))
 
     def update(self, skip: Tensor | None) -> None:
         rule, of_leaves = self._rule(), self._on_device.split(1)
