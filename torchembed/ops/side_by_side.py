@@ -69,8 +69,8 @@ def side_by_side(*parts: Tensor) -> Tensor:
     """``torch.cat(parts, dim=1)`` for an interaction layer.
 
     Vectors that a collection has looked up with as many ``reserved_columns`` as the parts before
-    them have stay where they are, once, and only these are copied. Gradients of the parts are views
-    of one.
+    them have stay where they are, once, and only these are copied. The result is then the memory of
+    these vectors: change neither in place. Gradients of the parts are views of one.
 
     Args:
         parts: ``[B, N1]``, ``[B, N2]`` and so on.

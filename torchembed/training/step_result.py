@@ -15,7 +15,7 @@ class StepResult(NamedTuple):
     output: Any
     """The model's, a tree of tensors: logits, where there is a loss function."""
     batch: Any
-    """What was trained."""
+    """What was trained; jagged sparse features are as they were given, wherever that is."""
 
 
 class StepOutcome(NamedTuple):
