@@ -100,6 +100,13 @@ def plan_embeddings(
     if mesh is not None:
         planner = _with_topology(planner, mesh, flat_mesh(mesh))
         _check_topology(planner, mesh)
+    return _planned(model, planner, wire, transport)
+
+
+def _planned(
+    model: nn.Module, planner: Planner, wire: WirePrecision | None, transport: WireTransport
+) -> PlanReport:
+    """What the planner, which has a topology, makes of the tables and the dense part."""
     uses = table_uses(model)
     dense = dense_use(model, uses, planner.autocast)
     return planner.plan(uses, wire=wire, transport=transport, dense=dense)
@@ -251,9 +258,7 @@ def _checked_plan(
         )
     if isinstance(plan, Planner):
         _check_topology(plan, mesh)
-        uses = table_uses(model)
-        dense = dense_use(model, uses, plan.autocast)
-        report = plan.plan(uses, wire=wire, transport=transport, dense=dense)
+        report = _planned(model, plan, wire, transport)
         plan = report.plan
     if not isinstance(plan, ShardingPlan):
         plan = make_plan(specs, mesh.size(), plan, num_nodes=num_nodes(mesh))
