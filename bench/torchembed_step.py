@@ -59,14 +59,14 @@ class TorchembedStep:
             topology = Topology.of_hardware(hardware, ranks_per_node=1)
             topology = dataclasses.replace(topology, memory_bytes=NO_BOUND)
             planner = dataclasses.replace(planner, topology=topology)
-        report = plan_embeddings(self.model, planner, mesh, wire=wire)
+        transport = WireTransport(setting.transport)
+        report = plan_embeddings(self.model, planner, mesh, wire=wire, transport=transport)
         self.predicted = {
             "predicted_ms": predicted_ms(report),
             "placements": placements_of(report.plan),
         }
         """What the cost model says of the plan, and the plan, for a row of results."""
         if mesh is not None:
-            transport = WireTransport(setting.transport)
             shard_embeddings(self.model, mesh, plan=planner, wire=wire, transport=transport)
         of_tables, of_dense = OF_TABLES[setting.optimizer], OF_DENSE[setting.optimizer]
         tables = [p for p in self.model.parameters() if table_of(p) is not None]
