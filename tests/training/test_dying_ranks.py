@@ -40,11 +40,17 @@ def run_until_a_rank_fails(how: str, device: str) -> str:
 
 
 def check_failures(printed: str, cause: str) -> None:
-    root_cause = printed.partition("Root Cause (first observed failure)")[2]
-    assert re.search(rf"rank +: 1 .*\n +{cause}", root_cause), printed
-    # The other rank does not wait for the limit of torchrun: its next collective fails.
-    others = printed.partition("Failures:")[2].partition("Root Cause")[0]
-    assert re.search(r"rank +: 0 .*\n(.*\n)*.*any_rank_each", others), printed
+    """Each rank's end is told. Which of the two ``torchrun`` saw first is the machine's matter.
+
+    The other rank does not wait for the limit of ``torchrun``: its next
+    collective fails, within less time than passes between two looks of
+    ``torchrun`` at a process that is gone.
+    """
+    _, *failures = re.split(r"\n +rank +: ", printed.partition("Failures:")[2])
+    of_rank = {int(failure[0]): failure for failure in failures}
+    assert sorted(of_rank) == [0, 1], printed
+    assert re.match(rf"1 .*\n +{cause}", of_rank[1]), printed
+    assert "any_rank_each" in of_rank[0], printed
 
 
 @pytest.mark.parametrize("how", CAUSES)
