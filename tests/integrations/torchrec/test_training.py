@@ -120,6 +120,7 @@ def variants(device: torch.device) -> dict[str, dict[str, Any]]:
         "widths": {"dims": {"a": 8, "c": 24}, "placements": ["table_wise", "row_wise"]},
         "narrow ids": {"ids_dtype": torch.int32},
         "columns on one rank": {"placements": ["columns on one rank"]},
+        "together": {"placements": ["row_wise", "table_wise", "column_wise"]},
         "columns within a host": {"placements": ["table_column_wise", "row_wise"]},
         "half rows": {
             "data_type": DataType.FP16,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.comm_ops import get_use_sync_collectives
 from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection as TorchrecShardedEmbeddingCollection,
 )
@@ -12,6 +13,7 @@ from torchrec.distributed.embedding_sharding import (
     EmbeddingShardingContext,
     KJTListSplitsAwaitable,
 )
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable
 from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection as TorchrecShardedEmbeddingBagCollection,
 )
@@ -21,7 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.integrations.torchrec.features_dist import FeaturesDist, RowFeaturesDist
 from torchembed.integrations.torchrec.lookups import pooled_lookup_of, sequence_lookup_of
-from torchembed.integrations.torchrec.versions import frees_features_early
+from torchembed.integrations.torchrec.outputs_dist import OutputsDist, outputs_dist_of
+from torchembed.integrations.torchrec.versions import frees_features_early, is_tracked
 
 
 def _refuse_variable_batches(features: Any) -> None:
@@ -52,6 +55,34 @@ class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
         for number, (sharding, theirs) in enumerate(zip(shardings, self._input_dists, strict=True)):
             if type(theirs) is RwSparseFeaturesDist:
                 self._input_dists[number] = RowFeaturesDist(sharding._pg, theirs)
+
+    def _create_output_dist(self) -> None:
+        super()._create_output_dist()
+        self._replace_output_dists()
+
+    def _update_output_dist(self) -> None:
+        super()._update_output_dist()
+        self._replace_output_dists()
+
+    def _replace_output_dists(self) -> None:
+        self._outputs_dist: OutputsDist | None = None
+        if not self._has_mean_pooling_callback:
+            self._outputs_dist = outputs_dist_of(self._embedding_shardings, self._output_dists)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:  # noqa: A002
+        if self._outputs_dist is None or not self._is_plain():
+            return super().compute_and_output_dist(ctx, input)
+        vectors = [lookup(part) for lookup, part in zip(self._lookups, input, strict=True)]
+        batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank
+        return EmbeddingBagCollectionAwaitable(
+            awaitables=[self._outputs_dist(vectors, batch_sizes)],
+            embedding_dims=self._embedding_dims,
+            embedding_names=self._embedding_names,
+        )
+
+    def _is_plain(self) -> bool:
+        """Whether no tracker of a user's looks on, and no compiler."""
+        return not get_use_sync_collectives() and not is_tracked(self)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         _refuse_variable_batches(features)

@@ -45,6 +45,7 @@ __all__ = [
     "exchange_order",
     "frees_features_early",
     "grouped_configs",
+    "is_tracked",
     "lookup_arguments",
     "table_feature",
 ]
@@ -84,6 +85,12 @@ def grouped_configs(sharding: Any) -> list[Any]:
 def frees_features_early(module: Any) -> bool:
     """Whether a pipeline asked ``module`` to give the memory of features back; from 1.8 on."""
     return getattr(module, "_free_features_storage_early", False)
+
+
+def is_tracked(module: Any) -> bool:
+    """Whether functions are to be called between a lookup and what follows; not of all versions."""
+    names = ("post_lookup_tracker_fn", "post_odist_tracker_fn")
+    return any(getattr(module, name, None) is not None for name in names)
 
 
 def table_feature(config: Any) -> str | None:

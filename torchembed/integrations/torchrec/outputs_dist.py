@@ -1,0 +1,244 @@
+"""Pooled vectors to the ranks whose samples they are, and gradients back: one exchange each way.
+
+TorchRec has one for each kind of placement, and cuts and joins what it sends rank by rank. Here a
+block of all columns that a rank looked up goes to each rank, and one pass over what came puts
+columns in order and sums what several ranks have parts of. Its order is made once.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
+from torchrec.distributed.types import Awaitable
+
+from torchembed.integrations.torchrec.settings import output_dtype
+from torchembed.integrations.torchrec.versions import grouped_configs
+from torchembed.integrations.torchrec.wires import Wire, wire_of
+
+_LEAST_UNIT = 4
+"""Columns that move together; with fewer, their order would take as much memory as they do."""
+
+_Place = tuple[int, int]
+"""A rank, and the number of a unit in each of its rows."""
+
+
+class _Order(NamedTuple):
+    """For results of ``batch_size`` samples."""
+
+    batch_size: int
+    received: Tensor
+    """The units received that make up those of the results, in turn."""
+    ends: Tensor | None
+    """Where those of one unit of the results begin and end, if any is a sum of several."""
+    sent: Tensor
+    """For each unit of gradients to be sent, which one of the results' it is."""
+
+
+class OutputsDist:
+    """Sends each rank its samples' vectors; called on what the lookups gave.
+
+    Args:
+        pg: the ranks.
+        unit: how many columns move together.
+        widths: units in each row of each rank's block.
+        sources: for each unit of a result, the places that it is the sum of.
+        parts: columns of each lookup of this rank.
+        dtype: of the vectors.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        unit: int,
+        widths: Sequence[int],
+        sources: Sequence[Sequence[_Place]],
+        parts: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.pg, self.rank, self.num_ranks = pg, pg.rank(), pg.size()
+        self.unit, self.widths, self.sources = unit, list(widths), sources
+        self.parts, self.dtype = list(parts), dtype
+        self._order: _Order | None = None
+
+    def __call__(self, vectors: Sequence[Tensor], batch_sizes: Sequence[int]) -> "_Vectors":
+        """Of ``[sum of batch_sizes, columns]`` from each lookup, results ``[B, columns]``."""
+        exchange = _Exchange(self, batch_sizes)
+        return _Vectors(exchange, _Send.apply(exchange, *vectors))
+
+    def order(self, batch_size: int, device: torch.device) -> _Order:
+        if self._order is None or self._order.batch_size != batch_size:
+            self._order = self._make_order(batch_size, device)
+        return self._order
+
+    def _make_order(self, batch_size: int, device: torch.device) -> _Order:
+        starts = [0, *itertools.accumulate(self.widths)]
+        places = [place for summed in self.sources for place in summed]
+        samples = torch.arange(batch_size).unsqueeze(1)
+        firsts = torch.tensor([starts[rank] * batch_size + unit for rank, unit in places])
+        received = samples * torch.tensor([self.widths[rank] for rank, _ in places]) + firsts
+        counts = torch.tensor([len(summed) for summed in self.sources])
+        ends = None
+        if counts.numel() < len(places):
+            ends = torch.cat([counts.new_zeros(1), counts.repeat(batch_size).cumsum(0)])
+        results = {p: result for result, summed in enumerate(self.sources) for p in summed}
+        sent = [
+            samples * len(self.sources) + torch.tensor([results[rank, n] for n in range(width)])
+            for rank, width in enumerate(self.widths)
+            if width
+        ]
+        # Copied with a wait of the host, so that any stream may read them from now on.
+        return _Order(
+            batch_size,
+            received.flatten().to(device),
+            None if ends is None else ends.to(device),
+            torch.cat([block.flatten() for block in sent]).to(device),
+        )
+
+
+class _Exchange:
+    """Vectors on their way, then their gradients."""
+
+    def __init__(self, owner: OutputsDist, batch_sizes: Sequence[int]) -> None:
+        self.owner = owner
+        self.batch_size, self.num_samples = batch_sizes[owner.rank], sum(batch_sizes)
+        width = owner.unit * owner.widths[owner.rank]
+        self._looked_up = [width * samples for samples in batch_sizes]
+        self._results = [owner.unit * self.batch_size * width for width in owner.widths]
+        self._work: Any = None
+        self._received: Tensor | None = None
+
+    def send_vectors(self, vectors: Tensor) -> None:
+        self._start(vectors, self._looked_up, self._results)
+
+    def send_gradients(self, gradients: Tensor) -> None:
+        self._start(gradients, self._results, self._looked_up)
+
+    def _start(self, tensor: Tensor, sent: list[int], received: list[int]) -> None:
+        output = torch.empty(sum(received), dtype=tensor.dtype, device=tensor.device)
+        self._work = dist.all_to_all_single(
+            output, tensor, received, sent, group=self.owner.pg, async_op=True
+        )
+        self._received = output
+
+    def receive(self) -> Tensor:
+        self._work.wait()  # on a GPU the stream's wait, not the host's
+        received, self._received, self._work = self._received, None, None
+        assert received is not None
+        if received.is_cuda:
+            # Some pipelines take vectors on another stream than they look them up on.
+            received.record_stream(torch.cuda.current_stream())
+        return received
+
+
+class _Send(torch.autograd.Function):
+    """Gives nothing but an edge of the graph, from the gradients' return to the lookups."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, *vectors: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        owner = exchange.owner
+        some = [v for v, columns in zip(vectors, owner.parts, strict=True) if columns]
+        if len(some) == 1:
+            (block,) = some
+        else:
+            # Of a rank without tables, TorchRec's lookup gives another type.
+            block = torch.cat(some, dim=1) if some else vectors[0].to(owner.dtype)
+        exchange.send_vectors(block.reshape(-1))
+        return block.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        exchange, owner = ctx.exchange, ctx.exchange.owner
+        gradients = exchange.receive()
+        if get_gradient_division():
+            gradients.div_(owner.num_ranks)
+        gradients = gradients.view(exchange.num_samples, sum(owner.parts))
+        if len(owner.parts) == 1:
+            return None, gradients
+        return None, *gradients.split(owner.parts, dim=1)
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, _: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        units = exchange.receive().view(-1, exchange.owner.unit)
+        order = exchange.owner.order(exchange.batch_size, units.device)
+        if order.ends is None:
+            result = units.index_select(0, order.received)
+        else:
+            result = torch.embedding_bag(
+                units, order.received, order.ends, include_last_offset=True
+            )[0]
+        return result.view(exchange.batch_size, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        exchange, owner = ctx.exchange, ctx.exchange.owner
+        order = owner.order(exchange.batch_size, gradients.device)
+        units = gradients.reshape(-1, owner.unit).index_select(0, order.sent)
+        exchange.send_gradients(units.view(-1))
+        return None, units.new_empty(0)
+
+
+class _Vectors(Awaitable[Tensor]):
+    """Results of all columns, ``[B, columns]``."""
+
+    def __init__(self, exchange: _Exchange, edge: Tensor) -> None:
+        super().__init__()
+        self._exchange, self._edge = exchange, edge
+
+    def _wait_impl(self) -> Tensor:
+        return _Receive.apply(self._exchange, self._edge)
+
+
+def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDist | None:
+    """What stands where the ``dists`` of all ``shardings`` of a module would, or None where it
+    cannot: where some placement has another exchange, or vectors are rounded on the way."""
+    if not dists or any(
+        type(theirs) not in (TwPooledEmbeddingDist, RwPooledEmbeddingDist) for theirs in dists
+    ):
+        return None
+    pgs = {sharding._pg for sharding in shardings}
+    configs = [config for sharding in shardings for config in grouped_configs(sharding)]
+    dtypes = {output_dtype(config.fused_params or {}) for config in configs}
+    wires = {wire_of(sharding.qcomm_codecs_registry) for sharding in shardings}
+    if len(pgs) != 1 or len(dtypes) != 1 or wires != {Wire(None, None)}:
+        return None
+    (pg,), (dtype,) = pgs, dtypes
+    dims: list[list[list[int]]] = [
+        [sharding.embedding_dims()] * pg.size()
+        if type(theirs) is RwPooledEmbeddingDist
+        else sharding._emb_dim_per_rank_per_feature()
+        for sharding, theirs in zip(shardings, dists, strict=True)
+    ]
+    unit = math.gcd(*(dim for by_rank in dims for of_rank in by_rank for dim in of_rank))
+    if pg.size() == 1 or unit < _LEAST_UNIT:
+        return None
+    widths = [0] * pg.size()
+    sources: list[tuple[_Place, ...]] = []
+    for sharding, theirs, by_rank in zip(shardings, dists, dims, strict=True):
+        placed: list[list[list[_Place]]] = []
+        """For each rank and feature of it, where its units are."""
+        for rank, of_rank in enumerate(by_rank):
+            placed.append([])
+            for dim in of_rank:
+                end = widths[rank] + dim // unit
+                placed[rank].append([(rank, n) for n in range(widths[rank], end)])
+                widths[rank] = end
+        if type(theirs) is RwPooledEmbeddingDist:  # of each feature, every rank has a part
+            features = [list(zip(*parts, strict=True)) for parts in zip(*placed, strict=True)]
+        else:
+            features = [[(place,) for place in units] for rank in placed for units in rank]
+        # Column-wise, a table's columns come from several ranks.
+        for number in getattr(sharding, "_embedding_order", range(len(features))):
+            sources.extend(features[number])
+    parts = [sum(by_rank[pg.rank()]) for by_rank in dims]
+    return OutputsDist(pg, unit, widths, sources, parts, dtype)
