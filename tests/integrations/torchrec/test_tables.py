@@ -186,7 +186,7 @@ def hyperparameters() -> list[str]:
     assert tables(*ids(0)[:2]).dtype == torch.float16
     tables.update_hyper_parameters({"lr": 0.5, "eps": 0.25, "beta1": 0.5})
     assert tables.get_learning_rate() == 0.5
-    assert dataclasses.asdict(tables._rule)["eps"] == 0.25
+    assert dataclasses.asdict(tables.hyper_parameters.rule)["eps"] == 0.25
     tables.set_optimizer_step(10)
     tables(*ids(0)[:2]).sum().backward()
     assert [float(group.step) for group in tables._layout.groups] == [11.0, 11.0]

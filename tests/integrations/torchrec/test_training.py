@@ -121,6 +121,18 @@ def variants(device: torch.device) -> dict[str, dict[str, Any]]:
         "narrow ids": {"ids_dtype": torch.int32},
         "columns on one rank": {"placements": ["columns on one rank"]},
         "together": {"placements": ["row_wise", "table_wise", "column_wise"]},
+        # Features that go one way each are sent at once, too.
+        "each feature once": {
+            "placements": ["table_wise", "row_wise", "table_wise"],
+            "tables": ["a", "b", "c"],
+            "with_scheduler": True,
+        },
+        # Looked up at once, though not sent so.
+        "columns and tables": {
+            "placements": ["table_wise", "row_wise", "columns on one rank"],
+            "tables": ["a", "b", "c"],
+            "dims": {"c": 32},
+        },
         "columns within a host": {"placements": ["table_column_wise", "row_wise"]},
         "half rows": {
             "data_type": DataType.FP16,

@@ -78,14 +78,19 @@ def _within_host(by_column: Any) -> Any:
     return generate
 
 
-def plan_of(module: nn.Module, placements: Sequence[str], device_type: str) -> ShardingPlan:
+def plan_of(
+    module: nn.Module,
+    placements: Sequence[str],
+    device_type: str,
+    tables: Sequence[str] = tuple(TABLES),
+) -> ShardingPlan:
     """Tables take the placements in turns."""
     num_ranks = dist.get_world_size()
     plan = construct_module_sharding_plan(
         module,
         {
             name: placement(placements[number % len(placements)], number)
-            for number, name in enumerate(TABLES)
+            for number, name in enumerate(tables)
         },
         local_size=2 if "table_row_wise" in placements else num_ranks,
         world_size=num_ranks,
@@ -104,6 +109,7 @@ class Bags(nn.Module):
         pooling: PoolingType,
         dims: Mapping[str, int],
         data_type: DataType,
+        tables: Sequence[str],
     ) -> None:
         super().__init__()
         self.sparse = torchrec.EmbeddingBagCollection(
@@ -119,15 +125,17 @@ class Bags(nn.Module):
                     data_type=data_type,
                 )
                 for name, rows in TABLES.items()
+                if name in tables
             ],
         )
-        width = sum(dims.get(name, DIM) * len(FEATURES[name]) for name in TABLES)
+        self.results = RESULTS if "d" in tables else list(IDS)
+        width = sum(dims.get(name, DIM) * len(FEATURES[name]) for name in tables)
         self.over = over_arch(width)
 
     def forward(self, dense: Tensor, features: Any) -> Tensor:
         vectors = self.sparse(features)
         # By name, since their order depends on the placement.
-        columns = [vectors[name] for name in RESULTS]
+        columns = [vectors[name] for name in self.results]
         return self.over(torch.cat([dense, *columns], dim=1)).squeeze(1)
 
 
@@ -259,13 +267,20 @@ def make_run(
     dense_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     data_type: DataType = DataType.FP32,
     ids_dtype: torch.dtype = torch.int64,
+    tables: Sequence[str] = tuple(TABLES),
 ) -> Run:
     """A model that begins alike whosever sharders it has."""
     torch.manual_seed(7)
     kind = Sequences if is_sequence else Bags
     if for_pipeline:
         kind = SequencesForTraining if is_sequence else BagsForTraining
-    model = kind(is_weighted=weighted, pooling=pooling, dims=dims or {}, data_type=data_type)
+    model = kind(
+        is_weighted=weighted,
+        pooling=pooling,
+        dims=dims or {},
+        data_type=data_type,
+        tables=tables,
+    )
     model.over.to(device)
     _apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(settings))
     sharder = sharder_of(
@@ -278,7 +293,7 @@ def make_run(
         model,
         env=env,
         device=device,
-        plan=plan_of(model.sparse, placements, device.type),
+        plan=plan_of(model.sparse, placements, device.type, tables),
         sharders=[sharder],
         init_data_parallel=init_data_parallel,
     )

@@ -5,7 +5,7 @@ lengths before the exchange and after it. Here the sizes that both sides need co
 pinned memory behind one event, and what follows from batch sizes alone is made once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
 from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.integrations.torchrec.versions import exchange_order
@@ -35,8 +35,13 @@ class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._sizes: tuple[int, Tensor, Tensor] | None = None
         self._order: tuple[list[int], Tensor | None] | None = None
 
-    def forward(self, sparse_features: KeyedJaggedTensor) -> "_Sizes":
-        return _Sizes(self, sparse_features)
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable["Tensors"]:
+        batch_size = sparse_features.stride()
+        if self.pg.size() == 1:
+            return NoWait(Tensors(self, sparse_features, [], [], [batch_size]))
+        begins, _ = self.size_tensors(batch_size, sparse_features.device())
+        counts = sparse_features.offsets()[begins].diff().to(torch.int64)
+        return Sizes(self, batch_size, counts.unsqueeze(1), lambda _: sparse_features)
 
     def size_tensors(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each rank's bags begin, int64 ``[W + 1]``, and the batch size, int64 ``[W]``."""
@@ -77,47 +82,77 @@ class RowFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         return self.divided(sparse_features)
 
 
-class _Sizes(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """The exchange of how many ids go where."""
+def permuted(features: KeyedJaggedTensor, order: list[int], tensor: Any) -> KeyedJaggedTensor:
+    """``features.permute(order, tensor)``, which would read their lengths, of all features once."""
+    values = features.values()
+    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+        tensor,
+        features.lengths().view(len(order), features.stride()),
+        values,
+        features.weights_or_none(),
+        values.numel(),
+    )
+    return KeyedJaggedTensor(
+        keys=[features.keys()[number] for number in order],
+        values=values,
+        weights=weights,
+        lengths=lengths.view(-1),
+        stride=features.stride(),
+    )
 
-    def __init__(self, owner: FeaturesDist, features: KeyedJaggedTensor) -> None:
+
+class Sizes(Awaitable["Tensors"]):
+    """The exchange of how many ids go where.
+
+    Args:
+        owner: whose features they are.
+        batch_size: of this rank.
+        counts: int64 ``[W, pieces]``, ids of each piece for each rank.
+        features: gives them in the order of ranks, from ``counts`` on the host.
+    """
+
+    def __init__(
+        self,
+        owner: FeaturesDist,
+        batch_size: int,
+        counts: Tensor,
+        features: Callable[[list[list[int]]], KeyedJaggedTensor],
+    ) -> None:
         super().__init__()
         self._owner, self._features = owner, features
-        self._event: torch.cuda.Event | None = None
-        if owner.pg.size() == 1:
-            return
-        begins, batch_sizes = owner.size_tensors(features.stride(), features.device())
-        counts = features.offsets()[begins].diff()
-        sent = torch.stack([counts.to(torch.int64), batch_sizes], dim=1)
+        _, batch_sizes = owner.size_tensors(batch_size, counts.device)
+        sent = torch.stack([counts.sum(1), batch_sizes], dim=1)
         received = torch.empty_like(sent)
         work: Any = dist.all_to_all_single(received, sent, group=owner.pg, async_op=True)
+        self._event: torch.cuda.Event | None = None
         if not sent.is_cuda:
-            self._work, self._both = work, (sent, received)
+            self._work, self._numbers = work, (received, counts)
             return
         work.wait()  # the stream's wait, not the host's
-        self._both = torch.empty((2, *sent.shape), dtype=sent.dtype, pin_memory=True)
-        self._both.copy_(torch.stack([sent, received]), non_blocking=True)
+        numbers = torch.cat([received, counts], dim=1)
+        self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._on_host.copy_(numbers, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def _wait_impl(self) -> "_Tensors":
-        if self._owner.pg.size() == 1:
-            return _Tensors(self._owner, self._features, [], [], [self._features.stride()])
+    def _wait_impl(self) -> "Tensors":
         if self._event is not None:
             self._event.synchronize()
+            numbers = self._on_host.tolist()
         else:
             self._work.wait()
-        sent, received = (part.tolist() for part in self._both)
-        return _Tensors(
+            numbers = torch.cat(self._numbers, dim=1).tolist()
+        counts = [of_rank[2:] for of_rank in numbers]
+        return Tensors(
             self._owner,
-            self._features,
-            [count for count, _ in sent],
-            [count for count, _ in received],
-            [batch_size for _, batch_size in received],
+            self._features(counts),
+            [sum(of_rank) for of_rank in counts],
+            [of_rank[0] for of_rank in numbers],
+            [of_rank[1] for of_rank in numbers],
         )
 
 
-class _Tensors(KJTAllToAllTensorsAwaitable):
+class Tensors(KJTAllToAllTensorsAwaitable):
     """The exchange of lengths, ids and weights. TorchRec reads the attributes of its class."""
 
     def __init__(

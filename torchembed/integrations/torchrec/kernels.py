@@ -1,5 +1,6 @@
 """TorchRec's four embedding kernels over our tables."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import Pooling
 from torchembed.integrations.torchrec.settings import output_dtype, update_settings
+from torchembed.integrations.torchrec.shared_rows import Rows
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
 from torchembed.tables import Table, TableSpec
@@ -75,12 +77,16 @@ def _make_fused(
     pg: dist.ProcessGroup | None,
     device: torch.device,
     pooling: PoolingMode,
+    memory: Rows | None = None,
 ) -> None:
     """The rest of a fused kernel's ``__init__``, where TorchRec's would make FBGEMM's tables."""
     config = kernel.config
     settings = update_settings(config.fused_params or {})
     tables: Any = FusedTables(
-        **_shape(config, pooling, kernel._feature_table_map), device=device, settings=settings
+        **_shape(config, pooling, kernel._feature_table_map),
+        device=device,
+        settings=settings,
+        memory=memory,
     )
     kernel._emb_module = tables
     kernel._optim = EmbeddingFusedOptimizer(config, tables, pg)
@@ -97,14 +103,27 @@ def _make_dense(kernel: Any, device: torch.device, pooling: PoolingMode) -> None
     kernel.init_parameters()
 
 
-def _look_up(kernel: Any, features: KeyedJaggedTensor, *, weighted: bool) -> Tensor:
+def tables_of_all(configs: Sequence[GroupedEmbeddingConfig], device: torch.device) -> FusedTables:
+    """The tables of kernels that differ in their tables alone, of summed vectors."""
+    tables = [table for config in configs for table in config.embedding_tables]
+    merged = dataclasses.replace(configs[0], embedding_tables=tables)
+    feature_tables = [n for n, table in enumerate(tables) for _ in range(table.num_features())]
+    return FusedTables(
+        **_shape(merged, PoolingMode.SUM, feature_tables),
+        device=device,
+        settings=update_settings(merged.fused_params or {}),
+    )
+
+
+def look_up(tables: Any, features: KeyedJaggedTensor, *, weighted: bool) -> Tensor:
+    """The vectors of ``features`` from a kernel's tables."""
     weights = features.weights_or_none() if weighted else None
     if weights is not None:
         # TorchRec keeps other things in weights that are no floating point numbers.
         weights = weights.float() if weights.is_floating_point() else None
     ids, offsets = features.values(), features.offsets()
     # FBGEMM's check of ids wants one type; ours takes either.
-    return kernel._emb_module(ids, offsets.to(ids.dtype), weights)
+    return tables(ids, offsets.to(ids.dtype), weights)
 
 
 class FusedBags(BatchedFusedEmbeddingBag):
@@ -116,12 +135,13 @@ class FusedBags(BatchedFusedEmbeddingBag):
         pg: dist.ProcessGroup | None,
         device: torch.device,
         sharding_type: ShardingType | None = None,
+        memory: Rows | None = None,
     ) -> None:
         BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
-        _make_fused(self, pg, device, self._pooling)
+        _make_fused(self, pg, device, self._pooling, memory)
 
     def forward(self, features: KeyedJaggedTensor, *_: Any) -> Tensor:
-        return _look_up(self, features, weighted=True)
+        return look_up(self._emb_module, features, weighted=True)
 
 
 class DenseBags(BatchedDenseEmbeddingBag):
@@ -138,7 +158,7 @@ class DenseBags(BatchedDenseEmbeddingBag):
         _make_dense(self, device, self._pooling)
 
     def forward(self, features: KeyedJaggedTensor, *_: Any) -> Tensor:
-        return _look_up(self, features, weighted=True)
+        return look_up(self._emb_module, features, weighted=True)
 
 
 class FusedSequences(BatchedFusedEmbedding):
@@ -151,7 +171,7 @@ class FusedSequences(BatchedFusedEmbedding):
         _make_fused(self, pg, device, PoolingMode.NONE)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return _look_up(self, features, weighted=False)
+        return look_up(self._emb_module, features, weighted=False)
 
 
 class DenseSequences(BatchedDenseEmbedding):
@@ -164,4 +184,4 @@ class DenseSequences(BatchedDenseEmbedding):
         _make_dense(self, device, PoolingMode.NONE)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return _look_up(self, features, weighted=False)
+        return look_up(self._emb_module, features, weighted=False)

@@ -1,5 +1,6 @@
 """TorchRec's lookups with our kernels in them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from torchembed.integrations.torchrec.kernels import (
     FusedBags,
     FusedSequences,
 )
+from torchembed.integrations.torchrec.shared_rows import Rows
 from torchembed.integrations.torchrec.versions import lookup_arguments
 
 _SHARDING_TYPES = {
@@ -32,7 +34,17 @@ _SHARDING_TYPES = {
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """Pooled vectors of the tables of one sharding on this rank."""
+    """Pooled vectors of the tables of one sharding on this rank.
+
+    Args:
+        memory: gives what the tables of each fused kernel are kept in, one after the other; None
+            for memory of their own.
+    """
+
+    def __init__(self, memory: Iterator[Rows] | None, **arguments: Any) -> None:
+        # Before what makes the kernels.
+        self._memory = memory
+        super().__init__(**arguments)
 
     def _create_embedding_kernel(
         self,
@@ -42,8 +54,10 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         sharding_type: ShardingType | None,
         env: Any,
     ) -> BaseEmbedding:
-        is_dense = config.compute_kernel is EmbeddingComputeKernel.DENSE
-        return (DenseBags if is_dense else FusedBags)(config, pg, device, sharding_type)
+        if config.compute_kernel is EmbeddingComputeKernel.DENSE:
+            return DenseBags(config, pg, device, sharding_type)
+        memory = None if self._memory is None else next(self._memory)
+        return FusedBags(config, pg, device, sharding_type, memory)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         # Dividing the features between kernels, TorchRec reads their lengths.
@@ -63,9 +77,12 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         return (DenseSequences if is_dense else FusedSequences)(config, pg, device)
 
 
-def pooled_lookup_of(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> PooledLookup:
-    """What stands where ``sharding.create_lookup()`` would."""
+def pooled_lookup_of(
+    sharding: EmbeddingSharding[Any, Any, Any, Any], memory: Iterator[Rows] | None = None
+) -> PooledLookup:
+    """What stands where ``sharding.create_lookup()`` would; see :class:`PooledLookup`."""
     return PooledLookup(
+        memory,
         **lookup_arguments(sharding)._asdict(),
         # The mean over ranks of data-parallel tables is DDP's, not the exchange's.
         scale_weight_gradients=not isinstance(sharding, DpPooledEmbeddingSharding),

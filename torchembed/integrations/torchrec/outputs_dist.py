@@ -49,7 +49,6 @@ class OutputsDist:
         unit: how many columns move together.
         widths: units in each row of each rank's block.
         sources: for each unit of a result, the places that it is the sum of.
-        parts: columns of each lookup of this rank.
         dtype: of the vectors.
     """
 
@@ -59,16 +58,16 @@ class OutputsDist:
         unit: int,
         widths: Sequence[int],
         sources: Sequence[Sequence[_Place]],
-        parts: Sequence[int],
         dtype: torch.dtype,
     ) -> None:
         self.pg, self.rank, self.num_ranks = pg, pg.rank(), pg.size()
         self.unit, self.widths, self.sources = unit, list(widths), sources
-        self.parts, self.dtype = list(parts), dtype
+        self.dtype = dtype
         self._order: _Order | None = None
 
     def __call__(self, vectors: Sequence[Tensor], batch_sizes: Sequence[int]) -> "_Vectors":
-        """Of ``[sum of batch_sizes, columns]`` from each lookup, results ``[B, columns]``."""
+        """Of ``[sum of batch_sizes, columns]`` from each lookup, or from all at once, results
+        ``[B, columns]``."""
         exchange = _Exchange(self, batch_sizes)
         return _Vectors(exchange, _Send.apply(exchange, *vectors))
 
@@ -143,26 +142,24 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *vectors: Tensor) -> Tensor:
         ctx.exchange = exchange
-        owner = exchange.owner
-        some = [v for v, columns in zip(vectors, owner.parts, strict=True) if columns]
+        ctx.columns = [part.shape[1] for part in vectors]
+        some = [part for part in vectors if part.shape[1]]
         if len(some) == 1:
             (block,) = some
         else:
             # Of a rank without tables, TorchRec's lookup gives another type.
-            block = torch.cat(some, dim=1) if some else vectors[0].to(owner.dtype)
+            block = torch.cat(some, dim=1) if some else vectors[0].to(exchange.owner.dtype)
         exchange.send_vectors(block.reshape(-1))
         return block.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        exchange, owner = ctx.exchange, ctx.exchange.owner
+        exchange, columns = ctx.exchange, ctx.columns
         gradients = exchange.receive()
         if get_gradient_division():
-            gradients.div_(owner.num_ranks)
-        gradients = gradients.view(exchange.num_samples, sum(owner.parts))
-        if len(owner.parts) == 1:
-            return None, gradients
-        return None, *gradients.split(owner.parts, dim=1)
+            gradients.div_(exchange.owner.num_ranks)
+        gradients = gradients.view(exchange.num_samples, sum(columns))
+        return None, *gradients.split(columns, dim=1)
 
 
 class _Receive(torch.autograd.Function):
@@ -240,5 +237,4 @@ def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDi
         # Column-wise, a table's columns come from several ranks.
         for number in getattr(sharding, "_embedding_order", range(len(features))):
             sources.extend(features[number])
-    parts = [sum(by_rank[pg.rank()]) for by_rank in dims]
-    return OutputsDist(pg, unit, widths, sources, parts, dtype)
+    return OutputsDist(pg, unit, widths, sources, dtype)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, OptimizerKind, Pooling
 from torchembed.integrations.torchrec.layout import Layout
+from torchembed.integrations.torchrec.shared_rows import HyperParameters, Rows
 from torchembed.modules.slots import select_features
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
@@ -161,6 +162,9 @@ class FusedTables(BatchedTables):
 
     The learning rate is that of the moment of backward; Adam counts forwards. See
     :class:`BatchedTables` for the other arguments.
+
+    Args:
+        memory: what the tables, of one width, are kept in; None for memory of their own.
     """
 
     def __init__(
@@ -172,16 +176,21 @@ class FusedTables(BatchedTables):
         output_dtype: torch.dtype,
         device: torch.device,
         settings: UpdateSettings,
+        memory: Rows | None = None,
     ) -> None:
-        num_elements = sum(table.num_rows * table.num_columns for table in tables)
-        flat = torch.empty(num_elements, dtype=precision.as_dtype(), device=device)
+        if memory is None:
+            num_elements = sum(table.num_rows * table.num_columns for table in tables)
+            flat = torch.empty(num_elements, dtype=precision.as_dtype(), device=device)
+        else:
+            flat = memory.weight.view(-1)
         super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
-        self._rule = settings.rule
+        learning_rate = torch.full((1,), settings.learning_rate, device=device)
+        self.hyper_parameters = HyperParameters(
+            settings.rule, settings.learning_rate, learning_rate
+        )
         self._rounds = settings.stochastic_rounding and flat.dtype != torch.float32
         self._bounds_check = settings.bounds_check
         self._bounds_check_warning = torch.zeros(1, dtype=torch.int64, device=device)
-        self._learning_rate = settings.learning_rate
-        self._learning_rate_tensor = torch.full((1,), settings.learning_rate, device=device)
         self._counts = self._rounds or settings.rule.kind is OptimizerKind.ADAM
         self._iteration = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -193,7 +202,10 @@ class FusedTables(BatchedTables):
         compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
         self.embedding_specs = [(t.num_rows, t.num_columns, place, compute) for t in tables]
         for group in self._layout.groups:
-            group.set_rule(settings.rule, 0.0)
+            if memory is None:
+                group.set_rule(settings.rule, 0.0)
+            else:
+                group.rule, group.states = settings.rule, memory.states
         # Autograd calls the lookup's backward for what requires a gradient; the sink then takes it.
         self._leaves = [group.weight.detach().requires_grad_() for group in self._layout.groups]
 
@@ -210,6 +222,12 @@ class FusedTables(BatchedTables):
         if self._counts:
             self._iteration += 1
         return self._look_up(self._leaves, self._sink_of, ids, offsets, per_id_weights)
+
+    def part(self, number: int, count: int) -> Rows:
+        """The memory of ``count`` tables from ``number`` on, where all are of one width."""
+        (group,) = self._layout.groups
+        rows = slice(group.first_rows[number], group.first_rows[number + count])
+        return Rows(group.weight[rows], tuple(state[rows] for state in group.states))
 
     def _sink_of(self, group: TableGroup, rows: Tensor) -> GradientSink:
         """Updates the group by the gradients of ``rows``, whose runs are found meanwhile."""
@@ -234,7 +252,7 @@ class FusedTables(BatchedTables):
         else:
             assert self._stream is not None
             torch.cuda.current_stream(rows.device).wait_stream(self._stream)
-        rule, step = self._rule, None
+        rule, step = self.hyper_parameters.rule, None
         if rule.kind is OptimizerKind.ADAM:
             # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
             rule = dataclasses.replace(rule, eps=rule.eps * math.sqrt(1 - rule.beta2**iteration))
@@ -246,14 +264,14 @@ class FusedTables(BatchedTables):
             runs,
             gradients,
             rule,
-            self._learning_rate_tensor,
+            self.hyper_parameters.learning_rate_tensor,
             step=step,
             rounding=group.rounding_keys if self._rounds else None,
         )
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """The state of each table by torch's names, views; empty where there is none."""
-        names = STATE_NAMES[self._rule.kind]
+        names = STATE_NAMES[self.hyper_parameters.rule.kind]
         if not names:
             return []
         by_table: list[dict[str, Tensor]] = [{} for _ in self._tables]
@@ -268,12 +286,10 @@ class FusedTables(BatchedTables):
         return [list(states.values()) for states in self.get_optimizer_state()]
 
     def get_learning_rate(self) -> float:
-        return self._learning_rate
+        return self.hyper_parameters.learning_rate
 
     def set_learning_rate(self, lr: float) -> None:
-        if lr != self._learning_rate:
-            self._learning_rate = lr
-            self._learning_rate_tensor.fill_(lr)
+        self.hyper_parameters.set_learning_rate(lr)
 
     def set_optimizer_step(self, step: int) -> None:
         """Count forwards from ``step`` on."""
@@ -289,7 +305,8 @@ class FusedTables(BatchedTables):
             if name == "lr":
                 self.set_learning_rate(value)
             elif name in ("eps", "beta1", "beta2", "weight_decay"):
-                self._rule = dataclasses.replace(self._rule, **{name: value})
+                now = self.hyper_parameters
+                now.rule = dataclasses.replace(now.rule, **{name: value})
             else:
                 raise NotImplementedError(
                     f"params_dict may hold lr, eps, beta1, beta2 and weight_decay, got {name}"

@@ -16,14 +16,14 @@ class TablesOptimizer(FusedOptimizer):
 
     def __init__(self, tables: FusedTables) -> None:
         self._tables = tables
-        self.kind = tables._rule.kind  # type: ignore[misc]
+        self.kind = tables.hyper_parameters.rule.kind  # type: ignore[misc]
         self.state_names = STATE_NAMES[self.kind]  # type: ignore[misc]
         self._groups = tables._layout.groups
         self._known_iteration: int | None = None
         parameters = [table.parameter for group in self._groups for table in group.tables]
         super().__init__(
             parameters,
-            {"lr": tables._learning_rate_tensor},
+            {"lr": tables.hyper_parameters.learning_rate_tensor},
             stochastic_rounding=tables._rounds,
         )
 
@@ -37,7 +37,7 @@ class TablesOptimizer(FusedOptimizer):
         self._publish_state()
 
     def _rule(self, group: dict[str, Any]) -> UpdateRule:
-        return self._tables._rule
+        return self._tables.hyper_parameters.rule
 
     def begin(self) -> UpdateRule:
         """Before a step: count on from where the tables are, and say what a graph takes for
@@ -46,7 +46,7 @@ class TablesOptimizer(FusedOptimizer):
         if iteration != self._known_iteration:
             for group in self._groups:
                 group.step.fill_(iteration)
-        return self._tables._rule
+        return self._tables.hyper_parameters.rule
 
     def end(self) -> None:
         """After a step: count it, as a forward of the tables does."""
