@@ -19,10 +19,11 @@ def small_questions(device_type: str) -> dict[str, Any]:
         test_pipeline_use,
         test_sharders,
         test_tables,
+        test_united,
     )
 
     found = {"features_dist": test_features_dist.both(device_type)}
-    found["features_at_once"] = test_features_dist.at_once(device_type)
+    found["united"] = test_united.everything(device_type)
     found["dense_updates"] = test_dense_updates.everything(device_type)
     found["fused_layers"] = test_fused_layers.everything(device_type)
     found["pipeline"] = test_pipeline.everything(device_type)

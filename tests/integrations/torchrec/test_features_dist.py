@@ -75,54 +75,6 @@ def both(device_type: str) -> list[tuple[str, Any, Any]]:
     return found
 
 
-def at_once(device_type: str) -> list[tuple[str, int, Any, Any]]:
-    """On a rank: of several placements in a module, how many exchanges ours takes, and what a rank
-    gets by ours and theirs."""
-    from tests.integrations.torchrec import training
-
-    rank = dist.get_rank()
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    placements = {
-        "tables and rows": ["table_wise", "row_wise", "table_wise"],
-        "rows and tables": ["row_wise", "table_wise", "row_wise"],
-        "no tables on a rank": ["table_wise", "row_wise", "row_wise"],
-    }
-    found = []
-    for name, each in placements.items():
-        modules = []
-        for whose in ("ours", "theirs"):
-            run = training.make_run(
-                whose, device, each, torch.optim.SGD, {"lr": 0.1}, tables=["a", "b", "c"]
-            )
-            modules += [m for m in run.model.modules() if hasattr(m, "input_dist")]
-        # The first time TorchRec looks at the features; sizes and orders are kept from the second.
-        for step, batch_size in enumerate((3, 3, 3, 4 + rank, rank)):
-            _, batch, _ = training.batch(
-                step, device, weighted=False, ids_dtype=torch.int64, size=batch_size
-            )
-            got = [m.input_dist(m.create_context(), batch).wait().wait() for m in modules]
-            if step:
-                found.append((f"{name}, {batch_size} samples", len(got[0]), *map(joined, got)))
-    return found
-
-
-def joined(parts: Any) -> dict[str, Any]:
-    """The features of all placements."""
-    return {
-        "keys": [key for part in parts for key in part.keys()],  # noqa: SIM118
-        "strides": {part.stride() for part in parts},
-        "values": [value for part in parts for value in part.values().tolist()],
-        "lengths": [length for part in parts for length in part.lengths().tolist()],
-    }
-
-
-def test_features_of_all_placements_are_sent_at_once(answers: list[dict[str, Any]]) -> None:
-    for answer in answers:
-        for name, num_exchanges, ours, theirs in answer["features_at_once"]:
-            assert num_exchanges == 1, name
-            assert ours == theirs, name
-
-
 def test_every_rank_gets_the_same(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         for name, ours, theirs in answer["features_dist"]:

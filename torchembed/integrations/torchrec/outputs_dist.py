@@ -132,7 +132,7 @@ class _Exchange:
         assert received is not None
         if received.is_cuda:
             # Some pipelines take vectors on another stream than they look them up on.
-            received.record_stream(torch.cuda.current_stream())
+            received.record_stream(torch.cuda.current_stream(received.device))
         return received
 
 
@@ -174,7 +174,7 @@ class _Receive(torch.autograd.Function):
             result = torch.embedding_bag(
                 units, order.received, order.ends, include_last_offset=True
             )[0]
-        return result.view(exchange.batch_size, -1)
+        return result.view(exchange.batch_size, exchange.owner.unit * len(exchange.owner.sources))
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import OptimizerKind
@@ -85,7 +85,7 @@ def may_unite(shardings: Sequence[Any]) -> bool:
     if len(shardings) == 1 or len(kinds) != 1 or len(widths) != 1:
         return False
     _, pooling, is_weighted, compute_kernel, _, settings = kinds.pop()
-    is_rounded = settings.stochastic_rounding and configs[0].data_type.value != "FP32"
+    is_rounded = settings.stochastic_rounding and configs[0].data_type is not DataType.FP32
     return (
         pooling is PoolingType.SUM
         and not is_weighted

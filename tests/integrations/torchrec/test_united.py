@@ -1,0 +1,111 @@
+"""Several placements in one module are sent, looked up and updated at once, as TorchRec does in
+turn."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+NUM_UPDATES = 5
+"""In gloo TorchRec's own gradients of other batches on each rank fail."""
+NUM_STEPS = 7
+PLACEMENTS = {
+    "tables and rows": ["table_wise", "row_wise", "table_wise"],
+    "rows and tables": ["row_wise", "table_wise", "row_wise"],
+    "one table": ["table_wise", "row_wise", "row_wise"],
+}
+
+
+class Answers(NamedTuple):
+    """Of ours, then of theirs, in each case."""
+
+    features: list[dict[str, Any]]
+    """What a rank is sent."""
+    vectors: list[np.ndarray]
+    weights: list[np.ndarray]
+    """After some steps."""
+
+
+class Case(NamedTuple):
+    name: str
+    answers: Answers
+    num_exchanges: int
+    """By which ours sends features."""
+
+
+def sent(parts: Any) -> dict[str, Any]:
+    """The features of all placements."""
+    return {
+        "keys": [key for part in parts for key in part.keys()],  # noqa: SIM118
+        "strides": {part.stride() for part in parts},
+        "values": [value for part in parts for value in part.values().tolist()],
+        "lengths": [length for part in parts for length in part.lengths().tolist()],
+    }
+
+
+def answers_of(name: str, device: torch.device, batches: Sequence[Any], *, apart: bool) -> Case:
+    """With ``apart``, tables of each placement have a learning rate of their own."""
+    from tests.integrations.torchrec import training
+
+    answers, num_exchanges = Answers([], [], []), 0
+    for whose in ("theirs", "ours"):
+        run = training.make_run(
+            whose,
+            device,
+            PLACEMENTS[name],
+            torch.optim.Adagrad,
+            {"lr": 0.1, "eps": 1e-6},
+            tables=["a", "b", "c"],
+        )
+        (module,) = (m for m in run.model.modules() if hasattr(m, "input_dist"))
+        if apart:
+            for number, group in enumerate(run.model.fused_optimizer.param_groups):
+                group["lr"] = 0.1 * (1 + number)
+        for number, batch in enumerate(batches):
+            run.model.fused_optimizer.zero_grad()
+            context = module.create_context()
+            features = module.input_dist(context, batch).wait().wait()
+            num_exchanges = len(features)
+            vectors = module.compute_and_output_dist(context, features).wait()
+            values = torch.cat([vectors[key] for key in sorted(vectors.keys())], dim=1)
+            if number < NUM_UPDATES:
+                (values * torch.linspace(-1, 1, values.shape[1], device=device)).sum().backward()
+            answers.features.append(sent(features))
+            answers.vectors.append(values.detach().cpu().numpy())
+        answers.weights.append(training.weights_of(run).numpy())
+    return Case(f"{name}, {apart}", answers, num_exchanges)
+
+
+def everything(device_type: str) -> list[Case]:
+    """On a rank."""
+    from tests.integrations.torchrec import training
+
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    batches = [
+        # The first time TorchRec looks at the features; sizes and orders are kept from the second.
+        training.batch(step, device, weighted=False, ids_dtype=torch.int64, size=size)[1]
+        for step, size in enumerate((3, 3, 3, 0, 4, 4 + rank, rank))
+    ]
+    cases = [(name, False) for name in PLACEMENTS] + [("tables and rows", True)]
+    return [answers_of(name, device, batches, apart=apart) for name, apart in cases]
+
+
+def test_ranks_get_the_same_in_one_exchange(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        for case in answer["united"]:
+            theirs, ours = case.answers.features[:NUM_STEPS], case.answers.features[NUM_STEPS:]
+            assert case.num_exchanges == 1, case.name
+            assert ours == theirs, case.name
+
+
+def test_vectors_and_updates_are_theirs(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        for case in answer["united"]:
+            vectors, weights = case.answers.vectors, case.answers.weights
+            for theirs, ours in zip(vectors[:NUM_STEPS], vectors[NUM_STEPS:], strict=True):
+                # Sums of at most four rows of elements below one, over two ranks.
+                assert np.allclose(ours, theirs, rtol=0, atol=64 * torch.finfo().eps), case.name
+            assert np.allclose(*weights, rtol=1e-5, atol=1e-6), case.name
