@@ -128,6 +128,11 @@ def variants(device: torch.device) -> dict[str, dict[str, Any]]:
             "with_scheduler": True,
         },
         # Looked up at once, though not sent so.
+        "each feature once, half wire": {
+            "placements": ["table_wise", "row_wise", "table_wise"],
+            "tables": ["a", "b", "c"],
+            "codecs": get_qcomm_codecs_registry(half, device=device),
+        },
         "columns and tables": {
             "placements": ["table_wise", "row_wise", "columns on one rank"],
             "tables": ["a", "b", "c"],

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, CommOp, QuantizedCommCodecs
 
 from torchembed.integrations.torchrec.settings import output_dtype
 from torchembed.integrations.torchrec.versions import grouped_configs
@@ -50,6 +50,7 @@ class OutputsDist:
         widths: units in each row of each rank's block.
         sources: for each unit of a result, the places that it is the sum of.
         dtype: of the vectors.
+        codecs: TorchRec's, which round vectors and gradients to 16 bits for the way; None without.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class OutputsDist:
         widths: Sequence[int],
         sources: Sequence[Sequence[_Place]],
         dtype: torch.dtype,
+        codecs: QuantizedCommCodecs | None,
     ) -> None:
         self.pg, self.rank, self.num_ranks = pg, pg.rank(), pg.size()
         self.unit, self.widths, self.sources = unit, list(widths), sources
-        self.dtype = dtype
+        self.dtype, self.codecs = dtype, codecs
         self._order: _Order | None = None
 
     def __call__(self, vectors: Sequence[Tensor], batch_sizes: Sequence[int]) -> "_Vectors":
@@ -149,13 +151,18 @@ class _Send(torch.autograd.Function):
         else:
             # Of a rank without tables, TorchRec's lookup gives another type.
             block = torch.cat(some, dim=1) if some else vectors[0].to(exchange.owner.dtype)
+        edge, codecs = block.new_empty(0), exchange.owner.codecs
+        if codecs is not None:
+            block = codecs.forward.encode(block)
         exchange.send_vectors(block.reshape(-1))
-        return block.new_empty(0)
+        return edge
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         exchange, columns = ctx.exchange, ctx.columns
-        gradients = exchange.receive()
+        gradients, codecs = exchange.receive(), exchange.owner.codecs
+        if codecs is not None:
+            gradients = codecs.backward.decode(gradients)
         if get_gradient_division():
             gradients.div_(exchange.owner.num_ranks)
         gradients = gradients.view(exchange.num_samples, sum(columns))
@@ -165,24 +172,28 @@ class _Send(torch.autograd.Function):
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, _: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        units = exchange.receive().view(-1, exchange.owner.unit)
-        order = exchange.owner.order(exchange.batch_size, units.device)
+        ctx.exchange, owner = exchange, exchange.owner
+        units = exchange.receive().view(-1, owner.unit)
+        order = owner.order(exchange.batch_size, units.device)
         if order.ends is None:
             result = units.index_select(0, order.received)
         else:
             result = torch.embedding_bag(
                 units, order.received, order.ends, include_last_offset=True
             )[0]
-        return result.view(exchange.batch_size, exchange.owner.unit * len(exchange.owner.sources))
+        if owner.codecs is not None:
+            result = owner.codecs.forward.decode(result)
+        return result.view(exchange.batch_size, owner.unit * len(owner.sources))
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         exchange, owner = ctx.exchange, ctx.exchange.owner
-        order = owner.order(exchange.batch_size, gradients.device)
+        edge, order = gradients.new_empty(0), owner.order(exchange.batch_size, gradients.device)
+        if owner.codecs is not None:
+            gradients = owner.codecs.backward.encode(gradients)
         units = gradients.reshape(-1, owner.unit).index_select(0, order.sent)
         exchange.send_gradients(units.view(-1))
-        return None, units.new_empty(0)
+        return None, edge
 
 
 class _Vectors(Awaitable[Tensor]):
@@ -198,7 +209,7 @@ class _Vectors(Awaitable[Tensor]):
 
 def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDist | None:
     """What stands where the ``dists`` of all ``shardings`` of a module would, or None where it
-    cannot: where some placement has another exchange, or vectors are rounded on the way."""
+    cannot: where some placement has another exchange, or rounds vectors in another way."""
     if not dists or any(
         type(theirs) not in (TwPooledEmbeddingDist, RwPooledEmbeddingDist) for theirs in dists
     ):
@@ -206,10 +217,14 @@ def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDi
     pgs = {sharding._pg for sharding in shardings}
     configs = [config for sharding in shardings for config in grouped_configs(sharding)]
     dtypes = {output_dtype(config.fused_params or {}) for config in configs}
-    wires = {wire_of(sharding.qcomm_codecs_registry) for sharding in shardings}
-    if len(pgs) != 1 or len(dtypes) != 1 or wires != {Wire(None, None)}:
+    codecs = list(map(_codecs_of, shardings, dists))
+    wires = {wire_of({} if each is None else {"": each}) for each in codecs}
+    if any(len(found) != 1 for found in (pgs, dtypes, wires, set(map(_loss_scales, codecs)))):
         return None
-    (pg,), (dtype,) = pgs, dtypes
+    (pg,), (dtype,), (wire,) = pgs, dtypes, wires
+    is_rounded = wire != Wire(None, None)
+    if is_rounded and (isinstance(wire, str) or dtype is not torch.float32):
+        return None
     dims: list[list[list[int]]] = [
         [sharding.embedding_dims()] * pg.size()
         if type(theirs) is RwPooledEmbeddingDist
@@ -219,9 +234,31 @@ def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDi
     unit = math.gcd(*(dim for by_rank in dims for of_rank in by_rank for dim in of_rank))
     if pg.size() == 1 or unit < _LEAST_UNIT:
         return None
-    widths = [0] * pg.size()
+    # Of each feature of a row-wise placement, every rank has a part.
+    is_partial = [type(theirs) is RwPooledEmbeddingDist for theirs in dists]
+    # Column-wise, a table's columns come from several ranks.
+    orders = [getattr(sharding, "_embedding_order", None) for sharding in shardings]
+    widths, sources = _layout(dims, is_partial, orders, unit)
+    return OutputsDist(pg, unit, widths, sources, dtype, codecs[0] if is_rounded else None)
+
+
+def _layout(
+    dims: Sequence[Sequence[Sequence[int]]],
+    is_partial: Sequence[bool],
+    orders: Sequence[Sequence[int] | None],
+    unit: int,
+) -> tuple[list[int], list[tuple[_Place, ...]]]:
+    """``widths`` and ``sources`` of an :class:`OutputsDist`.
+
+    Args:
+        dims: of each feature on each rank, by placement.
+        is_partial: whether all ranks look up the same features, whose vectors are to be summed.
+        orders: of the features in the results; None for rank by rank.
+        unit: what divides all ``dims``.
+    """
+    widths = [0] * len(dims[0])
     sources: list[tuple[_Place, ...]] = []
-    for sharding, theirs, by_rank in zip(shardings, dists, dims, strict=True):
+    for by_rank, partial, order in zip(dims, is_partial, orders, strict=True):
         placed: list[list[list[_Place]]] = []
         """For each rank and feature of it, where its units are."""
         for rank, of_rank in enumerate(by_rank):
@@ -230,11 +267,22 @@ def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDi
                 end = widths[rank] + dim // unit
                 placed[rank].append([(rank, n) for n in range(widths[rank], end)])
                 widths[rank] = end
-        if type(theirs) is RwPooledEmbeddingDist:  # of each feature, every rank has a part
+        if partial:
             features = [list(zip(*parts, strict=True)) for parts in zip(*placed, strict=True)]
         else:
             features = [[(place,) for place in units] for rank in placed for units in rank]
-        # Column-wise, a table's columns come from several ranks.
-        for number in getattr(sharding, "_embedding_order", range(len(features))):
+        for number in range(len(features)) if order is None else order:
             sources.extend(features[number])
-    return OutputsDist(pg, unit, widths, sources, dtype)
+    return widths, sources
+
+
+def _codecs_of(sharding: Any, theirs: Any) -> QuantizedCommCodecs | None:
+    """Of the exchange ``theirs``."""
+    by_row = type(theirs) is RwPooledEmbeddingDist
+    ops = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
+    return (sharding.qcomm_codecs_registry or {}).get(ops[by_row].name)
+
+
+def _loss_scales(codecs: QuantizedCommCodecs | None) -> tuple[float | None, ...]:
+    both = () if codecs is None else (codecs.forward, codecs.backward)
+    return tuple(getattr(codec, "_loss_scale", None) for codec in both)
