@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 NUM_UPDATES = 5
 """In gloo TorchRec's own gradients of other batches on each rank fail."""
-NUM_STEPS = 7
 PLACEMENTS = {
     "tables and rows": ["table_wise", "row_wise", "table_wise"],
     "rows and tables": ["row_wise", "table_wise", "row_wise"],
@@ -45,11 +44,20 @@ def sent(parts: Any) -> dict[str, Any]:
     }
 
 
-def answers_of(name: str, device: torch.device, batches: Sequence[Any], *, apart: bool) -> Case:
-    """With ``apart``, tables of each placement have a learning rate of their own."""
+def answers_of(
+    name: str,
+    device: torch.device,
+    batches: Sequence[Any],
+    *,
+    apart: bool = False,
+    tracked: bool = False,
+) -> Case:
+    """With ``apart``, tables of each placement have a learning rate of their own; with ``tracked``,
+    what is looked up in those of each is shown to a tracker, and is part of the answers."""
     from tests.integrations.torchrec import training
 
     answers, num_exchanges = Answers([], [], []), 0
+    seen: list[Any] = []
     for whose in ("theirs", "ours"):
         run = training.make_run(
             whose,
@@ -63,6 +71,8 @@ def answers_of(name: str, device: torch.device, batches: Sequence[Any], *, apart
         if apart:
             for number, group in enumerate(run.model.fused_optimizer.param_groups):
                 group["lr"] = 0.1 * (1 + number)
+        if tracked:
+            module.register_post_lookup_tracker_fn(lambda *found: seen.append(found))
         for number, batch in enumerate(batches):
             run.model.fused_optimizer.zero_grad()
             context = module.create_context()
@@ -73,9 +83,13 @@ def answers_of(name: str, device: torch.device, batches: Sequence[Any], *, apart
             if number < NUM_UPDATES:
                 (values * torch.linspace(-1, 1, values.shape[1], device=device)).sum().backward()
             answers.features.append(sent(features))
+            for its_features, its_vectors, *_ in seen:
+                answers.features.append(sent([its_features]))
+                answers.vectors.append(its_vectors.detach().cpu().numpy())
+            seen.clear()
             answers.vectors.append(values.detach().cpu().numpy())
         answers.weights.append(training.weights_of(run).numpy())
-    return Case(f"{name}, {apart}", answers, num_exchanges)
+    return Case(f"{name}, {apart=}, {tracked=}", answers, num_exchanges)
 
 
 def everything(device_type: str) -> list[Case]:
@@ -89,14 +103,17 @@ def everything(device_type: str) -> list[Case]:
         training.batch(step, device, weighted=False, ids_dtype=torch.int64, size=size)[1]
         for step, size in enumerate((3, 3, 3, 0, 4, 4 + rank, rank))
     ]
-    cases = [(name, False) for name in PLACEMENTS] + [("tables and rows", True)]
-    return [answers_of(name, device, batches, apart=apart) for name, apart in cases]
+    found = [answers_of(name, device, batches) for name in PLACEMENTS]
+    found.append(answers_of("tables and rows", device, batches, apart=True))
+    found.append(answers_of("tables and rows", device, batches, tracked=True))
+    return found
 
 
 def test_ranks_get_the_same_in_one_exchange(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         for case in answer["united"]:
-            theirs, ours = case.answers.features[:NUM_STEPS], case.answers.features[NUM_STEPS:]
+            features = case.answers.features
+            theirs, ours = features[: len(features) // 2], features[len(features) // 2 :]
             assert case.num_exchanges == 1, case.name
             assert ours == theirs, case.name
 
@@ -105,7 +122,8 @@ def test_vectors_and_updates_are_theirs(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         for case in answer["united"]:
             vectors, weights = case.answers.vectors, case.answers.weights
-            for theirs, ours in zip(vectors[:NUM_STEPS], vectors[NUM_STEPS:], strict=True):
+            half = len(vectors) // 2
+            for theirs, ours in zip(vectors[:half], vectors[half:], strict=True):
                 # Sums of at most four rows of elements below one, over two ranks.
                 assert np.allclose(ours, theirs, rtol=0, atol=64 * torch.finfo().eps), case.name
             assert np.allclose(*weights, rtol=1e-5, atol=1e-6), case.name
