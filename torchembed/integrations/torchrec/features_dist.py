@@ -121,7 +121,8 @@ class Sizes(Awaitable["Tensors"]):
         super().__init__()
         self._owner, self._features = owner, features
         _, batch_sizes = owner.size_tensors(batch_size, counts.device)
-        sent = torch.stack([counts.sum(1), batch_sizes], dim=1)
+        totals = counts.squeeze(1) if counts.shape[1] == 1 else counts.sum(1)
+        sent = torch.stack([totals, batch_sizes], dim=1)
         received = torch.empty_like(sent)
         work: Any = dist.all_to_all_single(received, sent, group=owner.pg, async_op=True)
         self._event: torch.cuda.Event | None = None
