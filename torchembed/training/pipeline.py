@@ -302,12 +302,10 @@ class TrainPipeline:
         batch = to_device(host_batch, self.device)
         if self.device.type == "cuda":
             optimizers = StepOptimizers(self.optimizers)
-            result, verdict, suspects = eager_step(
-                self.model, self._compute_loss, optimizers, batch, self._group
+            outcome = eager_step(
+                self.model, self._compute_loss, optimizers, batch, self._group, held=host_batch
             )
-            report = None if verdict is None else verdict.to_host()
-            self._in_flight.add(report, suspects, host_batch)
-            return result
+            return self._noted(outcome)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss, output = self._compute_loss(self.model, batch)
@@ -317,8 +315,8 @@ class TrainPipeline:
         return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
 
 
-def _never() -> list[int]:
-    return [*StepKinds(static=False, jagged=False), 0]
+def _never() -> tuple[int, ...]:
+    return *StepKinds(static=False, jagged=False), 0
 
 
 def _group_of(model: nn.Module) -> Any:
