@@ -3,6 +3,7 @@
 Without a process group there is one rank, and nothing is sent.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,18 +63,19 @@ def any_rank_each(*flags: bool) -> list[bool]:
     return [bool(number) for number in numbers.tolist()]
 
 
-def start_minimum(*numbers: int) -> Callable[[], list[int]]:
-    """Begin to find out the least of each of ``numbers`` over all ranks, which a call of the result
-    says, in any thread; every rank must call it."""
+def start_minimum(*numbers: int) -> Callable[[], tuple[int, ...]]:
+    """Begin to find out the least of each of ``numbers`` over all ranks, which calls of the result
+    say, in any thread; every rank must call it."""
     if world_size() == 1:
-        return lambda: list(numbers)
+        return lambda: numbers
     least = torch.tensor(numbers, dtype=torch.int64)
     work = dist.all_reduce(least, dist.ReduceOp.MIN, group=_group(), async_op=True)
 
-    def finish() -> list[int]:
+    @functools.cache
+    def finish() -> tuple[int, ...]:
         if work is not None:
             work.wait()
-        return least.tolist()
+        return tuple(least.tolist())
 
     return finish
 

@@ -28,7 +28,7 @@ class Upcoming:
 
     batch: Any
     number: int
-    agreed: Callable[[], list[int]]
+    agreed: Callable[[], tuple[int, ...]]
     """The :class:`StepKinds` of all ranks' batches, and the most ids of one, negated."""
     jagged: JaggedBatch | None = None
     """Where its ids are being announced."""
