@@ -71,7 +71,7 @@ def padded_steps_of(
     there are none. ``rooms`` gets each step's."""
     yield first.observe(batches[0])
     assert first.can_be_padded
-    steps = PaddedSteps(pipeline._make_static, first.calls, first.worker, torch.device("cpu"))
+    steps = PaddedSteps(pipeline._make_static, first, torch.device("cpu"))
     coming = [
         Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
         for number, batch in enumerate(batches[1:])
