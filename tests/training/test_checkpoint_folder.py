@@ -89,7 +89,7 @@ class Folder(RuleBasedStateMachine):
 
 
 TestFolder = Folder.TestCase
-TestFolder.settings = settings(max_examples=25, stateful_step_count=8, deadline=None)
+TestFolder.settings = settings(max_examples=25, stateful_step_count=8)
 
 
 def test_what_stands_in_the_folder(tmp_path: Path) -> None:

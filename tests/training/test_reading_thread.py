@@ -15,7 +15,7 @@ def read(batches: Iterator[Any]) -> Any:
     return next(batches)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=4),
     calls=st.lists(st.booleans(), max_size=30),
@@ -89,7 +89,7 @@ def test_reading_is_ahead_and_in_another_thread() -> None:
     thread = ReadingThread(read, num_ahead=2)
     thread.follow(batches())
     assert next(thread) == 0
-    assert third_is_read.wait(10)
+    assert third_is_read.wait(60)
     assert [number for number, _ in read_in] == [0, 1, 2]
     assert threading.main_thread() not in [where for _, where in read_in]
     thread.close()
