@@ -28,7 +28,8 @@ TIMEOUT_SECONDS = 5.0
 
 
 def fail(how: str) -> None:
-    print(f"fails at {time.monotonic()} s", flush=True)
+    sys.stdout.write(f"fails at {time.monotonic()} s\n")
+    sys.stdout.flush()
     if how == "raises":
         raise RuntimeError("the third batch is bad")
     if how == "is-killed":
