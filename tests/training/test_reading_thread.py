@@ -29,7 +29,7 @@ def test_batches_of_all_iterators_come_once_and_in_order(
     iterators = [iter([(number, k) for k in range(size)]) for number, size in enumerate(sizes)]
     waiting = iter(iterators)
     current = next(waiting)
-    given, num_given = [], 0
+    given = []
     for asks in calls:
         thread.follow(current)
         if not asks:
@@ -37,10 +37,8 @@ def test_batches_of_all_iterators_come_once_and_in_order(
             continue
         try:
             given.append(next(thread))
-            num_given += 1
         except StopIteration:
             assert next(current, None) is None
-        assert thread.num_given == num_given
     thread.close()
     assert given == sorted(given)
     for number in range(len(sizes)):
@@ -115,5 +113,24 @@ def test_closing_loses_no_batch() -> None:
     assert next(thread) == 0
     thread.close()
     thread.close()
+    assert list(thread) == [1, 2, 3, 4, 5]
+    thread.close()
+
+
+def test_a_thread_that_was_left_behind_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchembed.training.reading_thread._CLOSE_SECONDS", 0.0)
+    may_go_on = threading.Event()
+
+    def batches() -> Iterator[int]:
+        yield 0
+        may_go_on.wait()
+        yield from range(1, 6)
+
+    thread = ReadingThread(read, num_ahead=2)
+    thread.follow(batches())
+    assert next(thread) == 0
+    thread.close()
+    thread._read_ahead(3)
+    may_go_on.set()
     assert list(thread) == [1, 2, 3, 4, 5]
     thread.close()

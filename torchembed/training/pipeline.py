@@ -241,6 +241,11 @@ class TrainPipeline:
             self.close()
 
     @property
+    def num_read_ahead(self) -> int:
+        """How many batches were read and not trained yet."""
+        return len(self._upcoming)
+
+    @property
     def input_stalls(self) -> InputStalls:
         """So far; zero where the iterators given to :meth:`progress` keep up."""
         return self._upcoming.stalls

@@ -68,6 +68,9 @@ class ReadAhead:
         self._error: Exception | None = None
         """What reading the batch after them raised."""
 
+    def __len__(self) -> int:
+        return len(self._batches)
+
     def __iter__(self) -> Iterator[Upcoming]:
         return iter(self._batches)
 
