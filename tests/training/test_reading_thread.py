@@ -119,18 +119,26 @@ def test_closing_loses_no_batch() -> None:
 
 def test_a_thread_that_was_left_behind_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchembed.training.reading_thread._CLOSE_SECONDS", 0.0)
-    may_go_on = threading.Event()
+    may_go_on, two_read, reading = threading.Event(), threading.Event(), threading.Lock()
 
     def batches() -> Iterator[int]:
         yield 0
         may_go_on.wait()
         yield from range(1, 6)
 
-    thread = ReadingThread(read, num_ahead=2)
+    def read_alone(source: Iterator[int]) -> int:
+        if not reading.acquire(blocking=False):
+            two_read.set()
+        batch = next(source)
+        reading.release()
+        return batch
+
+    thread = ReadingThread(read_alone, num_ahead=2)
     thread.follow(batches())
     assert next(thread) == 0
     thread.close()
     thread._read_ahead(3)
+    assert not two_read.wait(0.2)
     may_go_on.set()
     assert list(thread) == [1, 2, 3, 4, 5]
     thread.close()
