@@ -35,6 +35,7 @@ from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding import routes
 from torchembed.training import TrainPipeline, ranks
 from torchembed.training.batch_layout import num_ids_in
+from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import Upcoming
@@ -76,6 +77,7 @@ def padded_steps_of(
         Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
         for number, batch in enumerate(batches[1:])
     ]
+    num_sizes: dict[CapturedSteps, int] = {}
     for number, now in enumerate(coming):
         ahead = coming[number + 1 : number + 2]
         for upcoming in ahead:
@@ -83,8 +85,15 @@ def padded_steps_of(
         if not steps.has_room_for(now):
             steps.make_room(now, ahead)
         yield steps.run(now, ahead[0] if ahead else None)
+        assert steps._steps is not None
+        of_step = steps._steps.step._sizes
+        if of_step is not None:
+            # What a capture relies on. On a GPU the sizes are the same, too; here those of sums
+            # over columns are how many ids there are.
+            assert num_sizes.setdefault(steps._steps, len(of_step)) == len(of_step)
         if rooms is not None:
             rooms.append(steps._room)
+    assert num_sizes
     assert not steps.is_stale
     steps.release()
     first.release()

@@ -18,6 +18,7 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Announced, Prepared
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
+from torchembed.sharding.collectives import GatheredSize, known_sizes, noted_sizes
 from torchembed.tables import RecordedGradients, table_of
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_layout import (
@@ -101,6 +102,8 @@ class StaticStep:
             self.sorted = SortedSlots(self.slots, calls, device)
         self._prepared: list[_PreparedBatch | None] = [None, None]
         self._prepared_suspects: list[list[Suspect]] = [[], []]
+        self._sizes: list[GatheredSize] | None = None
+        """What ranks told each other in a step that had its batch prepared, and prepared one."""
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
         self._turns = [_Turn(), _Turn()]
@@ -140,7 +143,11 @@ class StaticStep:
         self.slots.note_use(turn)
 
     def capture(self, turn: int) -> None:
-        """Capture the step of ``turn``, that a step of each turn has run before as it is."""
+        """Capture the step of ``turn``, where :attr:`can_capture` says so.
+
+        Waits for no other rank, whose capture may fail.
+        """
+        assert self._sizes is not None
         self._before_replay()  # what a graph does itself, it does at each replay
         self._has_captured = True
         if self.sorted is not None:
@@ -148,8 +155,11 @@ class StaticStep:
             self.sorted.capture(self._stream)
         self._assumptions.note_capture()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        with (
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
+            known_sizes(self._sizes),
         ):
             self._step(turn)
         self._turns[turn].graph = graph
@@ -157,8 +167,8 @@ class StaticStep:
 
     @property
     def can_capture(self) -> bool:
-        """Whether it is on a GPU, and has memory for what is prepared of each turn's batch."""
-        return self.is_cuda and (self.sorted is None or None not in self._prepared)
+        """Whether it is on a GPU, and a step has run as it is that a captured one repeats."""
+        return self.is_cuda and self._sizes is not None
 
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
@@ -188,8 +198,10 @@ class StaticStep:
             for parameter, grad in state.gradients:
                 parameter.grad = grad
         else:
-            with between(self._stream):
+            with between(self._stream), noted_sizes() as sizes:
                 self._step(turn)
+            if not self._calls or None not in self._prepared:
+                self._sizes = sizes
         update(self._optimizers.others, state.verdict)
         self.slots.note_use(1 - turn)
         assert state.result is not None
