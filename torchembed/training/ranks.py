@@ -93,7 +93,7 @@ def gather_objects(item: Any, group: dist.ProcessGroup | None = None) -> list[An
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item, group=group)
+    dist.all_gather_object(items, item, group=_group() if group is None else group)
     return items
 
 
@@ -101,7 +101,7 @@ def from_first_rank(item: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's ``item``, small and picklable, on every rank."""
     items = [item]
     if world_size() > 1:
-        dist.broadcast_object_list(items, src=0, group=group)
+        dist.broadcast_object_list(items, src=0, group=_group() if group is None else group)
     return items[0]
 
 
@@ -116,7 +116,7 @@ def gather_on_first_rank(rows: Tensor) -> Tensor | None:
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts] if rank() == 0 else None
-    dist.gather(padded, parts)
+    dist.gather(padded, parts, group=_group())
     if parts is None:
         return None
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
