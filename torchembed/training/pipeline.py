@@ -329,11 +329,11 @@ def _group_of(model: nn.Module) -> Any:
     None where there is one."""
     for module in model.modules():
         if isinstance(module, ShardedCollection):
-            return module._ranks.group
+            return module.ranks.group
     return dist.group.WORLD if ranks.world_size() > 1 else None
 
 
 def _push_domains_of(model: nn.Module) -> list[PushDomain]:
     """Where the GPUs that train ``model`` store into each other's memory."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
-    return list(dict.fromkeys(m._ranks.push for m in sharded if m._ranks.push is not None))
+    return list(dict.fromkeys(m.ranks.push for m in sharded if m.ranks.push is not None))

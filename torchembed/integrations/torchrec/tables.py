@@ -59,6 +59,9 @@ class BatchedTables(nn.Module):
         pooling: None for a vector for each id.
         precision: of the rows, as FBGEMM names it.
         output_dtype: of the vectors.
+
+    Attributes:
+        groups: the tables of each width.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class BatchedTables(nn.Module):
         super().__init__()
         self._tables = list(tables)
         self._layout = Layout(tables, feature_tables, flat.detach())
+        self.groups = self._layout.groups
         self._pooling = pooling
         self._output_dtype = output_dtype
         self.weights_precision = precision
@@ -161,6 +165,14 @@ class FusedTables(BatchedTables):
 
     The learning rate is that of the moment of backward; Adam counts forwards. See
     :class:`BatchedTables` for the other arguments.
+
+    Attributes:
+        rule: of updates.
+        rounds: whether rows are rounded stochastically.
+        bounds_check: what becomes of bad ids.
+        lr: the learning rate, float32 ``[1]`` on the device.
+        counts: whether forwards are counted, which the rule or the rounding needs.
+        iteration: how many there were.
     """
 
     def __init__(
@@ -176,14 +188,14 @@ class FusedTables(BatchedTables):
         num_elements = sum(table.num_rows * table.num_columns for table in tables)
         flat = torch.empty(num_elements, dtype=precision.as_dtype(), device=device)
         super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
-        self._rule = settings.rule
-        self._rounds = settings.stochastic_rounding and flat.dtype != torch.float32
-        self._bounds_check = settings.bounds_check
+        self.rule = settings.rule
+        self.rounds = settings.stochastic_rounding and flat.dtype != torch.float32
+        self.bounds_check = settings.bounds_check
         self._bounds_check_warning = torch.zeros(1, dtype=torch.int64, device=device)
         self._learning_rate = settings.learning_rate
-        self._learning_rate_tensor = torch.full((1,), settings.learning_rate, device=device)
-        self._counts = self._rounds or settings.rule.kind is OptimizerKind.ADAM
-        self._iteration = 0
+        self.lr = torch.full((1,), settings.learning_rate, device=device)
+        self.counts = self.rounds or settings.rule.kind is OptimizerKind.ADAM
+        self.iteration = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Where runs of equal rows are found. What they are found in is used up before the next
         forward waits for this stream, so their memory is not taken while it is read."""
@@ -198,17 +210,17 @@ class FusedTables(BatchedTables):
         self._leaves = [group.weight.detach().requires_grad_() for group in self._layout.groups]
 
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
-        if self._bounds_check is not BoundsCheckMode.NONE:
+        if self.bounds_check is not BoundsCheckMode.NONE:
             torch.ops.fbgemm.bounds_check_indices(
                 self._layout.num_rows,
                 ids,
                 offsets,
-                self._bounds_check.value,
+                self.bounds_check.value,
                 self._bounds_check_warning,
                 per_id_weights,
             )
-        if self._counts:
-            self._iteration += 1
+        if self.counts:
+            self.iteration += 1
         return self._look_up(self._leaves, self._sink_of, ids, offsets, per_id_weights)
 
     def _sink_of(self, group: TableGroup, rows: Tensor) -> GradientSink:
@@ -219,7 +231,7 @@ class FusedTables(BatchedTables):
             rows.record_stream(self._stream)
             with torch.cuda.stream(self._stream):
                 runs = find_runs(rows, group.num_rows)
-        return functools.partial(self._update, group, self._iteration, runs)
+        return functools.partial(self._update, group, self.iteration, runs)
 
     def _update(
         self,
@@ -234,11 +246,11 @@ class FusedTables(BatchedTables):
         else:
             assert self._stream is not None
             torch.cuda.current_stream(rows.device).wait_stream(self._stream)
-        rule, step = self._rule, None
+        rule, step = self.rule, None
         if rule.kind is OptimizerKind.ADAM:
             # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
             rule = dataclasses.replace(rule, eps=rule.eps * math.sqrt(1 - rule.beta2**iteration))
-        if self._counts:
+        if self.counts:
             step = group.step.fill_(iteration)
         rowwise_update(
             group.weight,
@@ -246,14 +258,14 @@ class FusedTables(BatchedTables):
             runs,
             gradients,
             rule,
-            self._learning_rate_tensor,
+            self.lr,
             step=step,
-            rounding=group.rounding_keys if self._rounds else None,
+            rounding=group.rounding_keys if self.rounds else None,
         )
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """The state of each table by torch's names, views; empty where there is none."""
-        names = STATE_NAMES[self._rule.kind]
+        names = STATE_NAMES[self.rule.kind]
         if not names:
             return []
         by_table: list[dict[str, Tensor]] = [{} for _ in self._tables]
@@ -273,11 +285,11 @@ class FusedTables(BatchedTables):
     def set_learning_rate(self, lr: float) -> None:
         if lr != self._learning_rate:
             self._learning_rate = lr
-            self._learning_rate_tensor.fill_(lr)
+            self.lr.fill_(lr)
 
     def set_optimizer_step(self, step: int) -> None:
         """Count forwards from ``step`` on."""
-        self._iteration = step
+        self.iteration = step
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Set ``lr``, ``eps``, ``beta1``, ``beta2`` or ``weight_decay``.
@@ -289,7 +301,7 @@ class FusedTables(BatchedTables):
             if name == "lr":
                 self.set_learning_rate(value)
             elif name in ("eps", "beta1", "beta2", "weight_decay"):
-                self._rule = dataclasses.replace(self._rule, **{name: value})
+                self.rule = dataclasses.replace(self.rule, **{name: value})
             else:
                 raise NotImplementedError(
                     f"params_dict may hold lr, eps, beta1, beta2 and weight_decay, got {name}"
