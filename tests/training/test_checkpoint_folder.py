@@ -264,7 +264,7 @@ folder.save(1, TrainingRun(model=torch.nn.Linear(2, 2)), wait=False)
     for name, shown in (("file", "NotADirectoryError"), ("folder", "")):
         run = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / name)],
-            capture_output=True, text=True, timeout=200, check=False,
+            capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         assert shown in run.stderr, run.stderr
         assert ("Error" in run.stderr) == bool(shown), run.stderr
