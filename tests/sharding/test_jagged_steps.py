@@ -171,6 +171,48 @@ def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, 
     return results
 
 
+class FailsOnTheSecondRank(torch.optim.SGD):
+    """In its second step."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        if self.num_steps == 2 and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def fail_on_one_rank() -> str:
+    """What comes of a first padded step that one rank has taken, and another one has not."""
+    case = CASES[0]
+    model = make_model(case, "meta")
+    torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+    own = FailsOnTheSecondRank([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizers, with_loss = [make_optimizer(case, model), own], WithLoss(model)
+    pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
+    batches = [static_batch(case, dist.get_rank(), step, NO_RANK) for step in range(2)]
+    first = JaggedStep(
+        with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
+    )
+    outcomes = padded_steps_of(first, pipeline, batches)
+    next(outcomes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            assert next(outcomes) is None
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            first.release()
+    return str(caught[-1].message)
+
+
+def on_gloo(runs: list[tuple[Case, int, bool]]) -> tuple[list[dict[str, Any]], str]:
+    """All that gloo's ranks do, in one launch."""
+    return train_in_jagged_steps(runs), fail_on_one_rank()
+
+
 def test_jagged_steps_equal_plain_ones() -> None:
     plain = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
     runs = [
@@ -180,7 +222,9 @@ def test_jagged_steps_equal_plain_ones() -> None:
         if run[0].pooled or not is_padded
     ]
     runs.append((ROW_WISE, NO_RANK, True))
-    results = run_on_ranks(2, train_in_jagged_steps, runs)
+    results, failures = zip(*run_on_ranks(2, on_gloo, runs), strict=True)
+    assert failures[0].startswith("another rank failed in a step that this rank has taken")
+    assert failures[1].endswith("so it runs eagerly from now on: RuntimeError: out of memory")
     for number, (case, bad_rank, _) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
         batch_of = skewed_batch if case is ROW_WISE else static_batch

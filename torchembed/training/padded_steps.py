@@ -129,6 +129,9 @@ class PaddedSteps:
         Returns:
             None where nothing was trained, since the model cannot be in such steps; a warning has
             said why.
+
+        Raises:
+            RuntimeError: where another rank failed in the first of them, which this one has taken.
         """
         steps = self._steps
         assert steps is not None
@@ -144,6 +147,11 @@ class PaddedSteps:
             train()
         else:
             self._is_tried = captured_on_all_ranks(train, "the train step")
+            if outcomes and not self._is_tried:
+                raise RuntimeError(
+                    "another rank failed in a step that this rank has taken, and its warning says "
+                    "why; go on from a checkpoint"
+                )
         if not self._is_tried or not outcomes:
             return None
         (outcome,) = outcomes
