@@ -131,7 +131,7 @@ class PaddedSteps:
             said why.
 
         Raises:
-            RuntimeError: where another rank failed in the first of them, which this one has taken.
+            RuntimeError: where the first of them failed on a rank, and has changed the model here.
         """
         steps = self._steps
         assert steps is not None
@@ -147,10 +147,10 @@ class PaddedSteps:
             train()
         else:
             self._is_tried = captured_on_all_ranks(train, "the train step")
-            if outcomes and not self._is_tried:
+            if not self._is_tried and steps.step.has_begun_update:
                 raise RuntimeError(
-                    "another rank failed in a step that this rank has taken, and its warning says "
-                    "why; go on from a checkpoint"
+                    "a train step failed, on this rank or another one, when it had begun to change "
+                    "the model; the warning before says why; go on from a checkpoint"
                 )
         if not self._is_tried or not outcomes:
             return None

@@ -106,6 +106,8 @@ class StaticStep:
         """What ranks told each other in a step that had its batch prepared, and prepared one."""
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
+        self.has_begun_update = False
+        """Whether a step has begun to change rows and parameters."""
         self._turns = [_Turn(), _Turn()]
         self._streams = StepStreams.on(device, of_several_ranks=group is not None)
         self._late_optimizers = self._optimizers.captured
@@ -233,6 +235,7 @@ class StaticStep:
         with DeferredWeightGradients() if early is None else early.around_backward():
             with record_function("torchembed: backward"), beside(leaves_stream):
                 loss.backward()
+            self.has_begun_update = True
             recorded = self._update_rows(verdict, early=True)
         # Of tables that every rank holds, gradients come with the dense ones.
         recorded += self._update_rows(verdict, early=False)
