@@ -5,6 +5,7 @@ them. All systems begin with the same weights. A figure is printed only where th
 first steps are plain PyTorch's, as far as the precision goes (:mod:`bench.reference_step`).
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -163,10 +164,8 @@ class Bench:
         expected: Expected,
     ) -> dict[str, Any]:
         start = time.perf_counter()
-        system = make_system(name, setting, dense)
-        row = self._measure(name, system, setting, batches, expected, start)
-        system.close()
-        return row
+        with contextlib.closing(make_system(name, setting, dense)) as system:
+            return self._measure(name, system, setting, batches, expected, start)
 
     @property
     def _num_batches(self) -> int:

@@ -89,9 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rank == 0:
             (output / "config.txt").write_text(text)
         result = RECIPES[name].run(config, device, output)
+        if not isinstance(result, Result):
+            if rank == 0:
+                done = f"stopped at step {result.num_steps}"
+                print(f"{done}; go on with --resume {output}", flush=True)
+            # Once one rank has exited with a code, torchrun ends the others.
+            ranks.any_rank(False)
     if not isinstance(result, Result):
-        if rank == 0:
-            print(f"stopped at step {result.num_steps}; go on with --resume {output}", flush=True)
         raise SystemExit(STOPPED_EXIT_CODE)
     if rank == 0:
         seconds = time.perf_counter() - start

@@ -8,11 +8,18 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import hypothesis
 import pytest
 import torch
 
 from tests import lanes
 from torchembed import _native
+
+# How long examples take, and to make them, is a matter of what else the machine does.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 class Sizes(NamedTuple):

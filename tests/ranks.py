@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = 600.0
 
 
 def _rank_main(

@@ -27,7 +27,7 @@ def test_known_answers_of_splitmix64(device: torch.device) -> None:
     assert first.tolist() == [signed64(0xE220A8397B1DCDAF)]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, derandomize=True, database=None)
 @given(INT64, INT64)
 def test_equals_python_integers(key: int, counter: int) -> None:
     bits = random_bits(torch.tensor(key), torch.tensor(counter)).item()

@@ -107,7 +107,7 @@ def test_bayes_metrics_are_those_of_scikit_learn() -> None:
     assert log.bayes_logloss() == pytest.approx(logloss, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), min_size=2, max_size=30))
 def test_auc_counts_pairs(rows: list[tuple[bool, int]]) -> None:
     labels = np.array([label for label, _ in rows], np.float32)

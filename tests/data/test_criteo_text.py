@@ -72,7 +72,7 @@ ROW = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rows=st.lists(ROW, min_size=1, max_size=5),
     style=st.sampled_from(["{:x}", "{:08x}", "{:X}", "{:08X}"]),
@@ -199,7 +199,7 @@ def test_bad_rows_are_named(tmp_path: Path, case: str, batch_size: int) -> None:
         list(CriteoText(path, batch_size=batch_size, table_sizes=10))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(field=st.binary(min_size=1, max_size=9), is_id=st.booleans())
 def test_other_fields_are_refused(
     tmp_path_factory: pytest.TempPathFactory, field: bytes, is_id: bool

@@ -148,18 +148,25 @@ def test_threads_end_when_the_consumer_stops(how: str) -> None:
     assert source.drawn <= (10 if how == "again" else 5)
 
 
-def test_stalls_are_counted() -> None:
-    may_build = threading.Event()
+def test_stalls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, is_waiting = 0.0, threading.Event()
 
     def items() -> Iterator[Batch]:
-        may_build.wait()
+        nonlocal now
+        is_waiting.wait()
+        now += 0.25
         yield numbered(0)
 
+    def clock() -> float:
+        before = now
+        is_waiting.set()
+        return before
+
+    monkeypatch.setattr("torchembed.data.loader.time.perf_counter", clock)
     loader = BackgroundLoader(items())
     assert loader.stall_seconds == 0.0
-    threading.Timer(0.05, may_build.set).start()
     list(loader)
-    assert 0.03 < loader.stall_seconds < 30
+    assert loader.stall_seconds == 0.25
 
 
 def test_arguments_are_checked() -> None:

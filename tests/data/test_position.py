@@ -83,7 +83,7 @@ def rows_of(make: MakeSource, after: Sequence[Portion], portion: Portion) -> lis
 portions = st.builds(Portion, st.integers(1, 4), st.integers(1, 9), st.integers(0, 5))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(parts=st.lists(portions, max_size=3), last=portions)
 def test_every_row_is_read_once(make: MakeSource, parts: list[Portion], last: Portion) -> None:
     seen = [
@@ -98,7 +98,7 @@ def test_every_row_is_read_once(make: MakeSource, parts: list[Portion], last: Po
     assert sorted(seen) == sorted(whole)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(portion=portions, parts=st.lists(portions, max_size=1))
 def test_the_same_ranks_go_on_with_the_same_batches(
     make: MakeSource, portion: Portion, parts: list[Portion]

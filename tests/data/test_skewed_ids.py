@@ -33,7 +33,7 @@ def test_numbers_from_bits_have_their_moments() -> None:
     assert abs(uniform.mean() - 0.5) < band * np.sqrt(1 / 12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(num_rows=st.integers(1, 3000), seed=st.integers(0, 5))
 def test_scatter_is_a_bijection(num_rows: int, seed: int) -> None:
     ids = PowerLaw(num_rows, 1.0, seed).scatter(np.arange(num_rows))

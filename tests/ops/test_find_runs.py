@@ -49,7 +49,7 @@ def rows_of_a_table(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_finds_the_groups_of_a_dict(dtype: torch.dtype, device: torch.device, sizes: Sizes) -> None:
-    @settings(max_examples=sizes.num_examples, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=sizes.num_examples, derandomize=True, database=None)
     @given(rows_of_a_table())
     def run(drawn: tuple[list[int], int]) -> None:
         rows, num_rows = drawn

@@ -29,7 +29,7 @@ OPS = (
     "pad_jagged_forward",
     "pad_jagged_backward",
 )
-ONE_PER_FUNCTION = [HealthCheck.function_scoped_fixture]
+ONE_PER_FUNCTION = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 def positions_of_bags(bags: Bags) -> list[list[int]]:
@@ -283,7 +283,7 @@ def test_bucketize_worked_example(device: torch.device) -> None:
     assert result.weights is None
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=ONE_PER_FUNCTION)
+@settings(max_examples=25, suppress_health_check=ONE_PER_FUNCTION)
 @given(data=st.data())
 def test_no_id_is_lost(data: st.DataObject, device: torch.device) -> None:
     """Every id is found again through its position, whatever the boundaries are."""

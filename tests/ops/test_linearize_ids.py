@@ -120,7 +120,7 @@ def test_gives_what_python_integers_give(
     device: torch.device,
     sizes: Sizes,
 ) -> None:
-    @settings(max_examples=sizes.num_examples, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=sizes.num_examples, derandomize=True, database=None)
     @given(ids_of_tables(), st.sampled_from([torch.int32, torch.int64]))
     def run(ids: Ids, offsets_dtype: torch.dtype) -> None:
         check(

@@ -279,7 +279,7 @@ def test_values_written_by_others_are_taken_up(device: torch.device) -> None:
     assert_same_bits(optimizer.state[bias]["master"], kept)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(st.sampled_from(["step", "write", "save", "load", "accumulate"]), max_size=8),
     st.sampled_from([torch.float32, torch.bfloat16]),

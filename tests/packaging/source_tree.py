@@ -41,7 +41,7 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
         env=inherited | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 

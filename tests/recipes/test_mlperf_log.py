@@ -113,7 +113,7 @@ def test_the_official_checker_passes_it(
         [sys.executable, *checker, "--ruleset", ruleset, "--werror", *log],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -54,7 +54,7 @@ def wait_and_signal(shown: str, target: Callable[[int], int], *arguments: str) -
             if shown in line:
                 os.kill(target(process.pid), signal.SIGTERM)
                 break
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()

@@ -35,6 +35,7 @@ from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding import routes
 from torchembed.training import TrainPipeline, ranks
 from torchembed.training.batch_layout import num_ids_in
+from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.padded_steps import PaddedSteps
 from torchembed.training.read_ahead import Upcoming
@@ -71,11 +72,12 @@ def padded_steps_of(
     there are none. ``rooms`` gets each step's."""
     yield first.observe(batches[0])
     assert first.can_be_padded
-    steps = PaddedSteps(pipeline._make_static, first.calls, first.worker, torch.device("cpu"))
+    steps = PaddedSteps(pipeline._make_static, first, torch.device("cpu"))
     coming = [
         Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
         for number, batch in enumerate(batches[1:])
     ]
+    num_sizes: dict[CapturedSteps, int] = {}
     for number, now in enumerate(coming):
         ahead = coming[number + 1 : number + 2]
         for upcoming in ahead:
@@ -83,8 +85,15 @@ def padded_steps_of(
         if not steps.has_room_for(now):
             steps.make_room(now, ahead)
         yield steps.run(now, ahead[0] if ahead else None)
+        assert steps._steps is not None
+        of_step = steps._steps.step._sizes
+        if of_step is not None:
+            # What a capture relies on. On a GPU the sizes are the same, too; here those of sums
+            # over columns are how many ids there are.
+            assert num_sizes.setdefault(steps._steps, len(of_step)) == len(of_step)
         if rooms is not None:
             rooms.append(steps._room)
+    assert num_sizes
     assert not steps.is_stale
     steps.release()
     first.release()
@@ -162,6 +171,45 @@ def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, 
     return results
 
 
+class FailsOnTheSecondRank(torch.optim.SGD):
+    """In its second step."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        if self.num_steps == 2 and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def fail_on_one_rank() -> tuple[str, str]:
+    """What is raised and warned of a first padded step that fails on one rank, in its update."""
+    case = CASES[0]
+    model = make_model(case, "meta")
+    torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+    own = FailsOnTheSecondRank([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizers, with_loss = [make_optimizer(case, model), own], WithLoss(model)
+    pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
+    batches = [static_batch(case, dist.get_rank(), step, NO_RANK) for step in range(2)]
+    first = JaggedStep(
+        with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
+    )
+    outcomes = padded_steps_of(first, pipeline, batches)
+    next(outcomes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError) as raised:
+            next(outcomes)
+    first.release()
+    return str(raised.value), str(caught[-1].message)
+
+
+def on_gloo(runs: list[tuple[Case, int, bool]]) -> tuple[list[dict[str, Any]], tuple[str, str]]:
+    """All that gloo's ranks do, in one launch."""
+    return train_in_jagged_steps(runs), fail_on_one_rank()
+
+
 def test_jagged_steps_equal_plain_ones() -> None:
     plain = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
     runs = [
@@ -171,7 +219,11 @@ def test_jagged_steps_equal_plain_ones() -> None:
         if run[0].pooled or not is_padded
     ]
     runs.append((ROW_WISE, NO_RANK, True))
-    results = run_on_ranks(2, train_in_jagged_steps, runs)
+    results, failures = zip(*run_on_ranks(2, on_gloo, runs), strict=True)
+    for error, _ in failures:
+        assert error.startswith("a train step failed, on this rank or another one, when it had")
+    _, warning = failures[1]
+    assert warning.endswith("so it runs eagerly from now on: RuntimeError: out of memory")
     for number, (case, bad_rank, _) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
         batch_of = skewed_batch if case is ROW_WISE else static_batch

@@ -29,7 +29,6 @@ def num_bytes(spec: TableSpec) -> int:
     return spec.num_rows * spec.dim * spec.dtype.itemsize
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(
     specs=specs_strategy,
     num_nodes=st.integers(1, 3),
@@ -76,7 +75,6 @@ def extent(shard: Shard) -> tuple[int, int, int, int]:
     return shard.first_row, shard.num_rows, shard.first_column, shard.num_columns
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(specs=specs_strategy, num_ranks=st.integers(1, 9))
 def test_default_plan_bounds_the_fullest_rank(specs: dict[str, TableSpec], num_ranks: int) -> None:
     """Row-wise tables add their share to every rank; a greedy table-wise one overshoots by one."""

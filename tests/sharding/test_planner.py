@@ -51,7 +51,7 @@ def assert_complete(plan: TablePlan, use: TableUse, num_ranks: int) -> None:
     assert ranks == sorted(set(ranks))
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     tables=table_uses_strategy(max_tables=8, max_rows=2000),
     planner=planners,
@@ -94,7 +94,7 @@ def test_plans_are_complete_fit_and_come_out_again(
     assert report.seconds <= sum(table.seconds for table in report.tables) * (1 + 1e-9)
 
 
-@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(
     tables=table_uses_strategy(max_tables=2, max_rows=5000),
     planner=planners,

@@ -268,7 +268,6 @@ def test_tables_follow_a_dict_of_rows(device: torch.device, sizes: Sizes) -> Non
         settings=hypothesis.settings(
             max_examples=sizes.num_examples,
             stateful_step_count=20,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(hypothesis.HealthCheck),
         ),

@@ -1,12 +1,14 @@
 """A script for ``torchrun``: two ranks train a tiny model, and one fails as its arguments say.
 
 ``raises``, ``is-killed`` or ``stalls`` (its GPU does, for minutes), on
-``cpu`` or ``cuda``. There it happens once the steps are CUDA graphs.
+``cpu`` or ``cuda``. There it happens once the steps are CUDA graphs. It says when, by the clock of
+the machine.
 """
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +28,8 @@ TIMEOUT_SECONDS = 5.0
 
 
 def fail(how: str) -> None:
+    sys.stdout.write(f"fails at {time.monotonic()} s\n")
+    sys.stdout.flush()
     if how == "raises":
         raise RuntimeError("the third batch is bad")
     if how == "is-killed":

@@ -89,7 +89,7 @@ class Folder(RuleBasedStateMachine):
 
 
 TestFolder = Folder.TestCase
-TestFolder.settings = settings(max_examples=25, stateful_step_count=8, deadline=None)
+TestFolder.settings = settings(max_examples=25, stateful_step_count=8)
 
 
 def test_what_stands_in_the_folder(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ folder.save(1, TrainingRun(model=torch.nn.Linear(2, 2)), wait=False)
     for name, shown in (("file", "NotADirectoryError"), ("folder", "")):
         run = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / name)],
-            capture_output=True, text=True, timeout=200, check=False,
+            capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         assert shown in run.stderr, run.stderr
         assert ("Error" in run.stderr) == bool(shown), run.stderr

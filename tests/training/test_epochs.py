@@ -45,7 +45,7 @@ def flat(batches: Iterable[list[list[float]]]) -> list[list[float]]:
     return list(chain.from_iterable(batches))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 8), max_size=4), num_epochs=st.integers(1, 3))
 def test_any_parts_are_the_whole(cuts: list[int], num_epochs: int) -> None:
     whole = rows_of(epochs_of(num_epochs))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
@@ -23,7 +23,6 @@ def assert_like_sklearn(auc: float, logloss: float, logits: np.ndarray, labels: 
     assert logloss == pytest.approx(log_loss(labels, probabilities), rel=1e-12)
 
 
-@settings(deadline=None)  # the first example imports torchmetrics
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([-3.0, -0.5, 0.0, 0.25, 9.0]), st.booleans()),

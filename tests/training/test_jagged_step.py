@@ -31,8 +31,11 @@ from tests.training.models import (
 from tests.training.test_pipeline import assert_same_state, by_hand, losses_of, make_model, state_of
 from torchembed.data import Batch
 from torchembed.tables import table_of
-from torchembed.training import TrainPipeline
+from torchembed.training import TrainPipeline, ranks
+from torchembed.training.batch_layout import num_ids_in
 from torchembed.training.jagged_step import JaggedStep
+from torchembed.training.jagged_steps import JaggedSteps
+from torchembed.training.read_ahead import Upcoming
 from torchembed.training.step_result import StepOutcome
 
 LOSS = F.binary_cross_entropy_with_logits
@@ -108,6 +111,43 @@ def test_batches_that_outgrow_the_room_get_more() -> None:
         assert torch.equal(outcome.result.batch.sparse.values, batch.sparse.values)
     assert found == expected_losses
     assert_same_state(model, expected)
+
+
+def test_batches_may_have_no_ids() -> None:
+    batches = [with_many_ids(batch, number % 2) for number, batch in enumerate(jagged_batches(6))]
+    batches[1:2] = batches[:1]  # the one that room is made for first
+    expected_losses, expected = by_hand(batches, CPU)
+    model = make_model(CPU)
+    assert losses(padded_outcomes_of(model, batches)) == expected_losses
+    assert_same_state(model, expected)
+
+
+def test_a_change_of_the_model_is_seen_from_the_first_step_on() -> None:
+    model = make_model(CPU)
+    optimizers = make_optimizers(model)
+    pipeline = TrainPipeline(model, LOSS, optimizers)
+    steps = JaggedSteps(
+        model,
+        pipeline._compute_loss,
+        optimizers,
+        pipeline._make_static,
+        lambda: None,
+        device=CPU,
+        group=None,
+    )
+    now, *upcoming = (
+        Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
+        for number, batch in enumerate(jagged_batches(3))
+    )
+    for _ in ("as it is", "padded"):
+        steps.run(now, upcoming)
+        assert not steps.is_stale
+        model.eval()
+        assert steps.is_stale
+        model.train()
+        now, *upcoming = upcoming
+    steps.release()
+    assert not steps.is_stale
 
 
 def keyed(batch: Batch) -> dict[str, Any]:
@@ -254,12 +294,12 @@ def test_what_cannot_be_announced_raises_in_its_own_step() -> None:
 
 
 def test_a_released_step_goes_and_so_does_its_thread() -> None:
-    model = make_model(CPU)
+    model, others = make_model(CPU), set(threading.enumerate())
     step = jagged_step(model, make_optimizers(model))
     assert len(list(outcomes_of(step, jagged_batches(3)))) == 3
-    reference, threads = weakref.ref(step), threading.active_count()
+    reference, (thread,) = weakref.ref(step), set(threading.enumerate()) - others
     step.release()
-    assert threading.active_count() == threads - 1
+    assert not thread.is_alive()
     gc.disable()
     try:
         del step

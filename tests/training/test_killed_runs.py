@@ -12,7 +12,7 @@ from tests.training.killed_run import Launcher
 from torchembed.training import CheckpointFolder
 
 NUM_RANKS, NUM_STEPS, SAVE_EVERY = 2, 75, 3
-LIMIT_SECONDS = 100.0
+LIMIT_SECONDS = 240.0
 
 
 @pytest.fixture(scope="module")

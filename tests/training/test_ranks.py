@@ -153,6 +153,34 @@ def gather() -> list[float] | None:
     return None if gathered is None else gathered.tolist()
 
 
+def told_by_gpus_only(folder: Path) -> list[Any]:
+    """What ranks tell each other where their process group carries no CPU tensors."""
+    rank = dist.get_rank()
+    groups = iter(dist.FileStore(str(folder / name), NUM_RANKS) for name in ("gpu", "cpu"))
+
+    def join_by(backend: str) -> None:
+        dist.destroy_process_group()
+        dist.init_process_group(backend, rank=rank, world_size=NUM_RANKS, store=next(groups))
+
+    join_by("cuda:gloo")
+    with pytest.raises(RuntimeError, match="must carry CPU tensors beside the device's"):
+        ranks.check_cpu_backend()
+    ranks.make_cpu_group()
+    ranks.check_cpu_backend()
+    least = ranks.start_minimum(3 + rank, -rank)
+    assert least() is least()
+    told = [
+        *least(),
+        *ranks.any_rank_each(rank == 1, False),
+        *ranks.sum_over_ranks(torch.tensor([1.5, rank])).tolist(),
+        *ranks.gather_objects(str(rank)),
+        ranks.from_first_rank(("of", rank)),
+        gather(),
+    ]
+    join_by("gloo")
+    return told
+
+
 def all_cases(folder: Path) -> dict[str, Any]:
     save_and_load(folder)
     return {
@@ -161,6 +189,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
         "buffers": buffers_of_ranks(),
         "errors": errors(),
         "gathered": gather(),
+        "gpus only": told_by_gpus_only(folder),
     }
 
 
@@ -270,3 +299,10 @@ def test_errors_reach_every_rank(results: list[dict[str, Any]]) -> None:
 def test_rows_of_unequal_number_are_gathered(results: list[dict[str, Any]]) -> None:
     assert results[0]["gathered"] == [0.0, 1.0, 2.0, 10.0]
     assert results[1]["gathered"] is None
+
+
+def test_ranks_tell_each_other_through_the_cpu(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        *told, gathered = of_rank["gpus only"]
+        assert told == [3, -1, True, False, 3.0, 1.0, "0", "1", ("of", 0)]
+        assert gathered == of_rank["gathered"]

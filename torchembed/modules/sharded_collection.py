@@ -184,6 +184,11 @@ class ShardedCollection(PreparingModule):
         return ((t, weights.get_submodule(t.spec.name)) for t in self._local.values())
 
     @property
+    def ranks(self) -> Ranks:
+        """Those that share the tables."""
+        return self._ranks
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's rows are."""
         return self._num_rows.device

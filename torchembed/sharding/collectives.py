@@ -1,6 +1,9 @@
 """Exchanging tensors between ranks, forward and backward."""
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,10 +42,67 @@ def exchange_sizes(sizes: Tensor, group: Any) -> list[list[int]]:
 
 
 def gather_size(size: int, group: Any) -> list[int]:
-    """``size`` of every rank."""
+    """``size`` of every rank, through the CPU unless within :func:`known_sizes`."""
+    return _gathering.get()(size, group)
+
+
+def _ask(size: int, group: Any) -> list[int]:
     sizes = list(torch.empty(dist.get_world_size(group), 1, dtype=torch.int64))
     dist.all_gather(sizes, torch.tensor([size]), group=group)
     return torch.cat(sizes).tolist()
+
+
+_gathering: ContextVar[Callable[[int, Any], list[int]]] = ContextVar("gathering", default=_ask)
+
+
+class GatheredSize(NamedTuple):
+    """What :func:`gather_size` was asked, and gave."""
+
+    own: int
+    of_ranks: list[int]
+
+
+@contextlib.contextmanager
+def noted_sizes() -> Iterator[list[GatheredSize]]:
+    """What :func:`gather_size` gives meanwhile in this thread, in its order."""
+    noted: list[GatheredSize] = []
+
+    def ask(size: int, group: Any) -> list[int]:
+        noted.append(GatheredSize(size, _ask(size, group)))
+        return noted[-1].of_ranks
+
+    with _gathering_by(ask):
+        yield noted
+
+
+@contextlib.contextmanager
+def known_sizes(noted: Sequence[GatheredSize]) -> Iterator[None]:
+    """Meanwhile :func:`gather_size` gives in this thread what was ``noted``, and no rank waits for
+    another one; for what asks for the same sizes in the same order, on every rank.
+
+    Raises:
+        RuntimeError: in :func:`gather_size`, where it is asked for others.
+    """
+    left = iter(noted)
+
+    def give(size: int, group: Any) -> list[int]:
+        known = next(left, None)
+        if known is None or known.own != size:
+            there = "none is left" if known is None else f"{known.own} comes next"
+            raise RuntimeError(f"sizes must be asked for as before, got {size}, where {there}")
+        return known.of_ranks
+
+    with _gathering_by(give):
+        yield
+
+
+@contextlib.contextmanager
+def _gathering_by(gather: Callable[[int, Any], list[int]]) -> Iterator[None]:
+    before = _gathering.set(gather)
+    try:
+        yield
+    finally:
+        _gathering.reset(before)
 
 
 class _DifferentiableExchange(torch.autograd.Function):

@@ -37,8 +37,6 @@ from torchembed.training.together import first_rank_decides, ordinary_errors, to
 MARKER = "complete.json"
 """Of a checkpoint's files the last one; there is no checkpoint without it."""
 UNFINISHED_MARKER = f"{MARKER}.partial"
-METADATA = ".metadata"
-"""Where ``torch.distributed.checkpoint`` keeps what it knows of the others."""
 _DATA_FILE = re.compile(r"__(\d+)_")
 """Of the rank of this number."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")

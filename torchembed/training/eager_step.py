@@ -1,5 +1,6 @@
 """A train step without a graph, that never waits for a GPU by itself."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.step_optimizers import StepOptimizers, update
-from torchembed.training.step_result import StepResult
+from torchembed.training.step_result import StepOutcome, StepResult
 
 
 def eager_step(
@@ -18,17 +19,18 @@ def eager_step(
     optimizers: StepOptimizers,
     batch: Any,
     group: Any,
+    *,
+    held: Any,
     known: Verdict | None = None,
-) -> tuple[StepResult, Verdict | None, list[Suspect]]:
+    known_suspects: Sequence[Suspect] = (),
+) -> StepOutcome:
     """Forward, backward and update, unless ids are bad: on a device that the host is ahead of.
 
     Args:
         batch: on the device.
         group: the ranks that train together; None for one.
-        known: of ids that were looked at before.
-
-    Returns:
-        What the step gives, the verdict on all ids of the batch, and this forward's suspects.
+        held: what the device may still read once this has returned.
+        known: of ids that were looked at before, ``known_suspects``.
     """
     optimizers.zero_grad()
     with deferred_bad_ids() as suspects:
@@ -36,4 +38,6 @@ def eager_step(
     verdict = either(known, judge(suspects, group))
     loss.backward()
     update(optimizers.all, verdict)
-    return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch), verdict, suspects
+    result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
+    report = None if verdict is None else verdict.to_host()
+    return StepOutcome(result, report, [*known_suspects, *suspects], held)

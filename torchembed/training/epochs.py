@@ -42,11 +42,6 @@ class Epochs:
         """Whether every rank has gone through all epochs."""
         return self.epoch >= self.num_epochs
 
-    @property
-    def part_read(self) -> tuple[Portion, ...]:
-        """What of the epoch is behind, one entry for each number of ranks and size of batches."""
-        return tuple(self._read)
-
     def __iter__(self) -> Self:
         return self
 

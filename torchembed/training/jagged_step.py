@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import record_function
 
 from torchembed.core.trees import tensors_in
@@ -138,10 +138,14 @@ class JaggedStep:
         with between(self._stream):
             batch = to_device(source, self._device)
             with observed_calls(self._model, batch) as self.calls:
-                result, verdict, suspects = eager_step(
-                    self._model, self._compute_loss, self._optimizers, batch, self._group
+                return eager_step(
+                    self._model,
+                    self._compute_loss,
+                    self._optimizers,
+                    batch,
+                    self._group,
+                    held=source,
                 )
-        return StepOutcome(result, _report(verdict), suspects, held=source)
 
     def run(self, now: JaggedBatch, following: JaggedBatch | None) -> StepOutcome:
         """Train ``now``, and send the ids of ``following``.
@@ -162,19 +166,21 @@ class JaggedStep:
                 with record_function("torchembed: prepare"):
                     following.prepared(self._prepare)
             with handing_over(self.calls, looked_up):
-                result, verdict, suspects = eager_step(
+                outcome = eager_step(
                     self._model,
                     self._compute_loss,
                     self._optimizers,
                     prepared.batch,
                     self._group,
-                    prepared.verdict,
+                    held=now,
+                    known=prepared.verdict,
+                    known_suspects=prepared.suspects,
                 )
         if self._stream is not None:
             # The caller gets it, which lives in the memory of another stream.
             for tensor in tensors_in(with_sparse_features(prepared.batch)):
                 tensor.record_stream(torch.cuda.current_stream())
-        return StepOutcome(result, _report(verdict), [*prepared.suspects, *suspects], held=now)
+        return outcome
 
     def _looked_up(self, prepared: _PreparedBatch) -> list[Prepared]:
         wait_for(prepared.ready)
@@ -215,7 +221,3 @@ def _announce(
         batch = to_device(source, device)
         of_calls = [call.collection.announce(call.features_of(batch)) for call in calls]
         return _AnnouncedBatch(batch, of_calls, suspects, event_on(stream))
-
-
-def _report(verdict: Verdict | None) -> Tensor | None:
-    return None if verdict is None else verdict.to_host()

@@ -95,7 +95,7 @@ class JaggedSteps:
         # Only now: one that failed before has not seen all calls.
         self._plain = plain
         if self._pads and not ranks.any_rank(not plain.can_be_padded):
-            self._padded = PaddedSteps(self._make_static, plain.calls, plain.worker, self._device)
+            self._padded = PaddedSteps(self._make_static, plain, self._device)
         return outcome
 
     def _padded_step(

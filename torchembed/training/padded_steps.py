@@ -23,12 +23,12 @@ from torchembed.training.batch_layout import (
 from torchembed.training.captured_steps import CapturedSteps
 from torchembed.training.capturing import captured_on_all_ranks
 from torchembed.training.collection_calls import CollectionCall
+from torchembed.training.jagged_step import JaggedStep
 from torchembed.training.read_ahead import Upcoming
 from torchembed.training.sorted_ids import Room, sort_ids
 from torchembed.training.static_step import StaticStep
 from torchembed.training.step_result import StepOutcome
 from torchembed.training.streams import event_on, on, wait_for
-from torchembed.training.worker import Worker
 
 _HEADROOM = 1.25
 """Batches may have so many times the ids that the first one has; with each that has more, steps are
@@ -45,29 +45,27 @@ class PaddedSteps:
 
     Args:
         make_step: a static step for an example, calls and room.
-        calls: all lookups of the model.
-        worker: the thread that may wait for sizes.
+        first: has shown all lookups of the model, and has the thread that may wait for sizes.
     """
 
     def __init__(
         self,
         make_step: Callable[[Any, Sequence[CollectionCall], Room], StaticStep],
-        calls: Sequence[CollectionCall],
-        worker: Worker,
+        first: JaggedStep,
         device: torch.device,
     ) -> None:
-        self._make_step, self._calls, self._worker = make_step, calls, worker
-        self._device = device
+        self._make_step, self._device = make_step, device
+        self._first, self._calls, self._worker = first, first.calls, first.worker
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._room = Room(num_ids=0, capacities=(0,) * len(calls))
+        self._room = Room(num_ids=0, capacities=(0,) * len(first.calls))
         self._steps: CapturedSteps | None = None
         self._is_tried = False
         """Whether the model has trained in such a step."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether what its steps take for granted has changed."""
-        return self._steps is not None and self._steps.is_stale
+        """Whether what its steps take for granted, at first the lookups, has changed."""
+        return (self._first if self._steps is None else self._steps).is_stale
 
     @property
     def is_captured(self) -> bool:
@@ -131,6 +129,9 @@ class PaddedSteps:
         Returns:
             None where nothing was trained, since the model cannot be in such steps; a warning has
             said why.
+
+        Raises:
+            RuntimeError: where the first of them failed on a rank, and has changed the model here.
         """
         steps = self._steps
         assert steps is not None
@@ -146,6 +147,11 @@ class PaddedSteps:
             train()
         else:
             self._is_tried = captured_on_all_ranks(train, "the train step")
+            if not self._is_tried and steps.step.has_begun_update:
+                raise RuntimeError(
+                    "a train step failed, on this rank or another one, when it had begun to change "
+                    "the model; the warning before says why; go on from a checkpoint"
+                )
         if not self._is_tried or not outcomes:
             return None
         (outcome,) = outcomes

@@ -241,6 +241,11 @@ class TrainPipeline:
             self.close()
 
     @property
+    def num_read_ahead(self) -> int:
+        """How many batches were read and not trained yet."""
+        return len(self._upcoming)
+
+    @property
     def input_stalls(self) -> InputStalls:
         """So far; zero where the iterators given to :meth:`progress` keep up."""
         return self._upcoming.stalls
@@ -302,12 +307,10 @@ class TrainPipeline:
         batch = to_device(host_batch, self.device)
         if self.device.type == "cuda":
             optimizers = StepOptimizers(self.optimizers)
-            result, verdict, suspects = eager_step(
-                self.model, self._compute_loss, optimizers, batch, self._group
+            outcome = eager_step(
+                self.model, self._compute_loss, optimizers, batch, self._group, held=host_batch
             )
-            report = None if verdict is None else verdict.to_host()
-            self._in_flight.add(report, suspects, host_batch)
-            return result
+            return self._noted(outcome)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss, output = self._compute_loss(self.model, batch)
@@ -317,8 +320,8 @@ class TrainPipeline:
         return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
 
 
-def _never() -> list[int]:
-    return [*StepKinds(static=False, jagged=False), 0]
+def _never() -> tuple[int, ...]:
+    return *StepKinds(static=False, jagged=False), 0
 
 
 def _group_of(model: nn.Module) -> Any:
@@ -326,11 +329,11 @@ def _group_of(model: nn.Module) -> Any:
     None where there is one."""
     for module in model.modules():
         if isinstance(module, ShardedCollection):
-            return module._ranks.group
+            return module.ranks.group
     return dist.group.WORLD if ranks.world_size() > 1 else None
 
 
 def _push_domains_of(model: nn.Module) -> list[PushDomain]:
     """Where the GPUs that train ``model`` store into each other's memory."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
-    return list(dict.fromkeys(m._ranks.push for m in sharded if m._ranks.push is not None))
+    return list(dict.fromkeys(m.ranks.push for m in sharded if m.ranks.push is not None))

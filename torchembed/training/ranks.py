@@ -3,6 +3,7 @@
 Without a process group there is one rank, and nothing is sent.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,18 +63,19 @@ def any_rank_each(*flags: bool) -> list[bool]:
     return [bool(number) for number in numbers.tolist()]
 
 
-def start_minimum(*numbers: int) -> Callable[[], list[int]]:
-    """Begin to find out the least of each of ``numbers`` over all ranks, which a call of the result
-    says, in any thread; every rank must call it."""
+def start_minimum(*numbers: int) -> Callable[[], tuple[int, ...]]:
+    """Begin to find out the least of each of ``numbers`` over all ranks, which calls of the result
+    say, in any thread; every rank must call it."""
     if world_size() == 1:
-        return lambda: list(numbers)
+        return lambda: numbers
     least = torch.tensor(numbers, dtype=torch.int64)
     work = dist.all_reduce(least, dist.ReduceOp.MIN, group=_group(), async_op=True)
 
-    def finish() -> list[int]:
+    @functools.cache
+    def finish() -> tuple[int, ...]:
         if work is not None:
             work.wait()
-        return least.tolist()
+        return tuple(least.tolist())
 
     return finish
 
@@ -91,7 +93,7 @@ def gather_objects(item: Any, group: dist.ProcessGroup | None = None) -> list[An
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item, group=group)
+    dist.all_gather_object(items, item, group=_group() if group is None else group)
     return items
 
 
@@ -99,7 +101,7 @@ def from_first_rank(item: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's ``item``, small and picklable, on every rank."""
     items = [item]
     if world_size() > 1:
-        dist.broadcast_object_list(items, src=0, group=group)
+        dist.broadcast_object_list(items, src=0, group=_group() if group is None else group)
     return items[0]
 
 
@@ -114,7 +116,7 @@ def gather_on_first_rank(rows: Tensor) -> Tensor | None:
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts] if rank() == 0 else None
-    dist.gather(padded, parts)
+    dist.gather(padded, parts, group=_group())
     if parts is None:
         return None
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -28,7 +28,7 @@ class Upcoming:
 
     batch: Any
     number: int
-    agreed: Callable[[], list[int]]
+    agreed: Callable[[], tuple[int, ...]]
     """The :class:`StepKinds` of all ranks' batches, and the most ids of one, negated."""
     jagged: JaggedBatch | None = None
     """Where its ids are being announced."""
@@ -67,6 +67,9 @@ class ReadAhead:
         self._source: Iterator[Any] | None = None
         self._error: Exception | None = None
         """What reading the batch after them raised."""
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Upcoming]:
         return iter(self._batches)

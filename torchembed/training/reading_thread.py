@@ -26,8 +26,6 @@ class ReadingThread:
         self._read, self._num_ahead = read, num_ahead
         self._worker: Worker | None = None
         self._source: _Source | None = None
-        self.num_given = 0
-        """Batches asked for so far."""
         self._asked: collections.deque[tuple[_Source, Future[Any]]] = collections.deque()
 
     def follow(self, batches: Iterator[Any]) -> None:
@@ -59,7 +57,6 @@ class ReadingThread:
             source, future = self._asked.popleft()
             item = future.result()
             if item is not _END:
-                self.num_given += 1
                 return item
             source.has_ended = True
             self._asked = collections.deque(entry for entry in self._asked if entry[0] != source)
@@ -69,6 +66,9 @@ class ReadingThread:
         while source is not None and not source.has_ended and len(self._asked) < count:
             if self._worker is None:
                 self._worker = Worker("torchembed: batches to come")
+                if self._asked:
+                    # The thread before may have been left behind, and comes first.
+                    self._worker.submit(self._asked[-1][1].exception)
             self._asked.append((source, self._worker.submit(source.next)))
 
     def close(self) -> None:

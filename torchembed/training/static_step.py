@@ -18,6 +18,7 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Announced, Prepared
 from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
+from torchembed.sharding.collectives import GatheredSize, known_sizes, noted_sizes
 from torchembed.tables import RecordedGradients, table_of
 from torchembed.training.bad_batches import Verdict, either, judge
 from torchembed.training.batch_layout import (
@@ -39,7 +40,7 @@ from torchembed.training.step_optimizers import (
     update_early,
 )
 from torchembed.training.step_result import StepResult
-from torchembed.training.streams import beside, between, join, on
+from torchembed.training.streams import StepStreams, beside, between, join, on
 
 
 class _PreparedBatch(NamedTuple):
@@ -101,33 +102,24 @@ class StaticStep:
             self.sorted = SortedSlots(self.slots, calls, device)
         self._prepared: list[_PreparedBatch | None] = [None, None]
         self._prepared_suspects: list[list[Suspect]] = [[], []]
+        self._sizes: list[GatheredSize] | None = None
+        """What ranks told each other in a step that had its batch prepared, and prepared one."""
         self._has_captured = False
         """From the first capture on, what is prepared stays where it is."""
+        self.has_begun_update = False
+        """Whether a step has begun to change rows and parameters."""
         self._turns = [_Turn(), _Turn()]
-        self._stream = self._leaves_stream = None
-        self._vectors_stream = self._ids_stream = None
-        self._rows_stream = self._last_rows_stream = self._dense_stream = None
+        self._streams = StepStreams.on(device, of_several_ranks=group is not None)
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
         if self.is_cuda:
-            # Where several streams have kernels to run, what others wait for goes first, and the
-            # rows' update last: nothing waits for it, and alone it fills the GPU.
-            self._stream = torch.cuda.Stream(device, priority=-3)
-            self._vectors_stream = torch.cuda.Stream(device, priority=-3)
-            self._ids_stream = torch.cuda.Stream(device, priority=-1)
-            self._rows_stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
             if group is None:
                 captured = self._optimizers.captured
                 ours = [o for o in captured if isinstance(o, DenseOptimizer)]
                 self._late_optimizers = [o for o in captured if o not in ours]
                 self._early = EarlyUpdates(ours, device)
-            else:
-                self._leaves_stream = torch.cuda.Stream(device)
-                # What is left of rows by then is little, and goes before the dense update.
-                self._last_rows_stream = torch.cuda.Stream(device, priority=-3)
-                self._dense_stream = torch.cuda.Stream(device, priority=-1)
-            self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def is_stale(self) -> bool:
@@ -140,16 +132,26 @@ class StaticStep:
         self.slots.note_use(turn)
 
     def capture(self, turn: int) -> None:
-        """Capture the step of ``turn``, that a step of each turn has run before as it is."""
+        """Capture the step of ``turn``, where :attr:`can_capture` says so.
+
+        Waits for no other rank, whose capture may fail.
+        """
+        assert self._sizes is not None
         self._before_replay()  # what a graph does itself, it does at each replay
         self._has_captured = True
         if self.sorted is not None:
-            assert self._stream is not None
-            self.sorted.capture(self._stream)
+            assert self._streams.step is not None
+            self.sorted.capture(self._streams.step)
         self._assumptions.note_capture()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        with (
+            torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._streams.step,
+                capture_error_mode="thread_local",
+            ),
+            known_sizes(self._sizes),
         ):
             self._step(turn)
         self._turns[turn].graph = graph
@@ -157,8 +159,8 @@ class StaticStep:
 
     @property
     def can_capture(self) -> bool:
-        """Whether it is on a GPU, and has memory for what is prepared of each turn's batch."""
-        return self.is_cuda and (self.sorted is None or None not in self._prepared)
+        """Whether it is on a GPU, and a step has run as it is that a captured one repeats."""
+        return self.is_cuda and self._sizes is not None
 
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
@@ -188,8 +190,10 @@ class StaticStep:
             for parameter, grad in state.gradients:
                 parameter.grad = grad
         else:
-            with between(self._stream):
+            with between(self._streams.step), noted_sizes() as sizes:
                 self._step(turn)
+            if not self._calls or None not in self._prepared:
+                self._sizes = sizes
         update(self._optimizers.others, state.verdict)
         self.slots.note_use(1 - turn)
         assert state.result is not None
@@ -203,7 +207,7 @@ class StaticStep:
         return self._turns[turn].report, self._turns[turn].suspects
 
     def _step(self, turn: int) -> None:
-        state = self._turns[turn]
+        state, streams = self._turns[turn], self._streams
         self._optimizers.zero_grad()
         batch, prepared = self._batches[turn], self._prepared[turn]
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
@@ -220,10 +224,10 @@ class StaticStep:
             verdict = either(prepared.verdict, verdict)
             state.suspects = [*self._prepared_suspects[turn], *suspects]
         # After forward, so that its exchange of ids delays none of this step's vectors.
-        with beside(self._ids_stream), record_function("torchembed: prepare"):
+        with beside(streams.ids), record_function("torchembed: prepare"):
             state.tell_host(verdict)
             self._prepare(1 - turn)
-        for stream in (self._rows_stream, self._last_rows_stream):
+        for stream in (streams.rows, streams.last_rows):
             if stream is not None:
                 # Before backward: the update of rows begins with what needs no gradients.
                 stream.wait_stream(torch.cuda.current_stream())
@@ -231,19 +235,20 @@ class StaticStep:
         with DeferredWeightGradients() if early is None else early.around_backward():
             with record_function("torchembed: backward"), beside(leaves_stream):
                 loss.backward()
+            self.has_begun_update = True
             recorded = self._update_rows(verdict, early=True)
         # Of tables that every rank holds, gradients come with the dense ones.
         recorded += self._update_rows(verdict, early=False)
         join(leaves_stream)
         with record_function("torchembed: update"):
-            with between(self._dense_stream):
+            with between(streams.dense):
                 update(self._late_optimizers, verdict)
             if early is not None:
                 early.update(None if verdict is None else verdict.skip)
                 early.join()
-        join(self._rows_stream, self._last_rows_stream)
+        join(streams.rows, streams.last_rows)
         del recorded
-        join(self._ids_stream, self._vectors_stream if self._calls else None)
+        join(streams.ids, streams.vectors if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
 
@@ -254,13 +259,13 @@ class StaticStep:
         the vectors', whose leaves are tables; deferred gradients of weights need not wait for that.
         """
         tables = [table for p in self._model.parameters() if (table := table_of(p)) is not None]
-        return self._leaves_stream if all(table.group.rule for table in tables) else None
+        return self._streams.leaves if all(table.group.rule for table in tables) else None
 
     def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
         """What is prepared, with its vectors, which come while the model begins its forward."""
         if prepared is None or self._calls is None:
             return []
-        with beside(self._vectors_stream):
+        with beside(self._streams.vectors):
             return [
                 call.collection.look_up(of_call)
                 for call, of_call in zip(self._calls, prepared.lookups, strict=True)
@@ -327,10 +332,10 @@ class StaticStep:
         """
         recorded = [entry for o in self._optimizers.of_tables for entry in o.recorded()]
         if recorded or not early:
-            stream = self._rows_stream
+            stream = self._streams.rows
             if not early and stream is not None and torch.cuda.is_current_stream_capturing():
                 # Otherwise learning rates may be set on the former.
-                stream = self._last_rows_stream
+                stream = self._streams.last_rows
             with on(stream), record_function("torchembed: rows"):
                 (update_early if early else update)(self._optimizers.of_tables, verdict)
         return recorded

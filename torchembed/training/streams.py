@@ -3,9 +3,47 @@ there are none, each of these does nothing."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class StepStreams(NamedTuple):
+    """Those of a step; None on the CPU.
+
+    Where several have kernels to run, what others wait for goes first, and the rows' update last:
+    nothing waits for it, and alone it fills the GPU.
+    """
+
+    step: torch.cuda.Stream | None = None
+    vectors: torch.cuda.Stream | None = None
+    ids: torch.cuda.Stream | None = None
+    rows: torch.cuda.Stream | None = None
+    leaves: torch.cuda.Stream | None = None
+    """Of several ranks, as those that follow."""
+    last_rows: torch.cuda.Stream | None = None
+    """What is left of rows once backward is done is little, and goes before the dense update."""
+    dense: torch.cuda.Stream | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, *, of_several_ranks: bool) -> "StepStreams":
+        """New ones."""
+        if device.type != "cuda":
+            return cls()
+        stream = torch.cuda.Stream
+        of_one = cls(
+            step=stream(device, priority=-3),
+            vectors=stream(device, priority=-3),
+            ids=stream(device, priority=-1),
+            rows=stream(device),
+        )
+        if not of_several_ranks:
+            return of_one
+        return of_one._replace(
+            leaves=stream(device),
+            last_rows=stream(device, priority=-3),
+            dense=stream(device, priority=-1),
+        )
 
 
 def on(stream: torch.cuda.Stream | None) -> Any:

@@ -171,6 +171,28 @@ def failing_reads() -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
+class FailsAtFirst:
+    """An iterator that goes on after an error."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.has_failed = batches, False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError("not there yet")
+        return next(self.batches)
+
+
+def failing_at_first() -> list[str]:
+    run = make("ours")
+    pipeline, stream = make_pipeline("ours", run), FailsAtFirst(batches(run, 2, is_fixed=True))
+    return [error_of(lambda: pipeline.progress(stream)) for _ in range(4)]
+
+
 def unequal_counts() -> str:
     run = make("ours")
     pipeline = make_pipeline("ours", run)
@@ -275,6 +297,7 @@ def everything() -> dict[str, Any]:
     found["fatal"] = fatal_ids()
     found["spare"] = spare_ids()
     found["failing reads"] = failing_reads()
+    found["failing at first"] = failing_at_first()
     found["unequal"] = unequal_counts()
     found["wires"] = wires()
     found["push"] = pushing_on_the_cpu()
@@ -328,6 +351,8 @@ def test_errors_of_reading_come_in_their_turn(ranks: list[dict[str, Any]]) -> No
     assert one[1] == ["", "", "OSError: no such file"]
     other = "RuntimeError: another rank failed to read its batch, and its error says more"
     assert one[0] == ["", "", other]
+    for rank in ranks:
+        assert rank["failing at first"] == ["OSError: not there yet", "", "", "StopIteration: "]
     more = "RuntimeError: every rank must have equally many batches, but this one has more"
     assert [rank["unequal"].startswith(more) for rank in ranks] == [False, True]
     assert ranks[0]["unequal"] == "StopIteration: "

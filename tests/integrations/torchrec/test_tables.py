@@ -169,7 +169,7 @@ def checks_of_ids() -> dict[str, Any]:
     offsets = torch.tensor([0, 1, 1, 1, 1])
     for mode in (BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.FATAL):
         tables = make_ours("SGD", Pooling.SUM, torch.float32)
-        tables._bounds_check = mode
+        tables.bounds_check = mode
         first = tables.split_embedding_weights()[0][0]
         try:
             looked_up = tables(torch.tensor([7]), offsets)
@@ -189,7 +189,7 @@ def hyperparameters() -> list[str]:
     assert dataclasses.asdict(tables.hyper_parameters.rule)["eps"] == 0.25
     tables.set_optimizer_step(10)
     tables(*ids(0)[:2]).sum().backward()
-    assert [float(group.step) for group in tables._layout.groups] == [11.0, 11.0]
+    assert [float(group.step) for group in tables.groups] == [11.0, 11.0]
     try:
         tables.update_hyper_parameters({"momentum": 1.0})
     except NotImplementedError as error:

@@ -95,7 +95,7 @@ def plans_of(sharded: Any, configs: Iterable[Any]) -> list[TablePlan]:
 
 def _bounds_check(held: Sequence[BatchedTables]) -> BoundsCheckMode:
     """Of tables whose settings differ, the stricter."""
-    modes = {tables._bounds_check for tables in held if isinstance(tables, FusedTables)}
+    modes = {tables.bounds_check for tables in held if isinstance(tables, FusedTables)}
     strict = (BoundsCheckMode.FATAL, BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE)
     return next((mode for mode in strict if mode in modes), BoundsCheckMode.NONE)
 
@@ -110,7 +110,7 @@ class _Adopted(ShardedCollection):
         is_fatal = self._bounds_check is BoundsCheckMode.FATAL
         on_bad_id = OnBadId.RAISE if is_fatal else OnBadId.ZERO
         self._settle(configs, plans_of(sharded, configs), ranks, on_bad_id)
-        self._table_set = TableSet.over([g for tables in held for g in tables._layout.groups])
+        self._table_set = TableSet.over([g for tables in held for g in tables.groups])
         numbers = {config.name: number for number, config in enumerate(configs)}
         self._local: dict[int, Table] = {}
         self._by_column: dict[tuple[int, int], Table] = {}

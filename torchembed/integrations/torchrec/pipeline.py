@@ -126,18 +126,18 @@ class TrainPipeline:
         return steps.next_output()
 
     def _follow(self, batches: Iterator[Any]) -> None:
-        is_first, self._given, self._batches = self._given is None, batches, batches
-        if self._theirs is not None:
-            return
-        if is_first:
+        self._batches = batches
+        if self._given is None and self._theirs is None:
             first = next(batches, None)
             self._batches = itertools.chain([] if first is None else [first], batches)
             reason = None if first is None else unfit(first)
             if reason is not None:
                 self._steps.close()
                 self._fall_back(reason)
-                return
-        self._steps.follow(self._batches)
+        if self._theirs is None:
+            self._steps.follow(self._batches)
+        # Only now: where the first batch could not be read, the next call begins anew.
+        self._given = batches
 
     def _fall_back(self, reason: str) -> None:
         if ranks.rank() == 0:

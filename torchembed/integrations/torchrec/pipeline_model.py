@@ -95,7 +95,7 @@ class _Forward(NamedTuple):
 
 
 def _leaves(kernel: Any, tables: DenseTables) -> Sequence[Leaf]:
-    held: list[Table] = [table for group in tables._layout.groups for table in group.tables]
+    held: list[Table] = [table for group in tables.groups for table in group.tables]
     for table in held:
         table.parameter.requires_grad_(tables.weights.requires_grad)
     return [Leaf(kernel._param_per_table[table.spec.name], table.parameter) for table in held]

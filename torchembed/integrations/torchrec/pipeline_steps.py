@@ -72,7 +72,6 @@ class PipelineSteps:
         is_alone = dist.get_world_size(group) == 1
         reader = BatchReader(None if is_alone else dist.new_group(backend="gloo"), device)
         self._batches = ReadingThread(reader.read, _NUM_READ_AHEAD)
-        self._num_taken = 0
 
     def follow(self, batches: Iterator[Any]) -> None:
         """Read from ``batches`` from now on."""
@@ -80,8 +79,7 @@ class PipelineSteps:
 
     def has_left(self, count: int) -> bool:
         """Whether ``count`` batches are left, those included that the pipeline has read."""
-        held = self._batches.num_given - self._num_taken
-        return self._batches.has(count - held)
+        return self._batches.has(count - self._pipeline.num_read_ahead)
 
     def next_output(self) -> Any:
         """Train the next batch; the model's output, which is the caller's own."""
@@ -98,12 +96,10 @@ class PipelineSteps:
 
     def _progress(self, take: Callable[[Iterator[Any]], Any]) -> Any:
         try:
-            taken = take(self._batches)
+            return take(self._batches)
         except StopIteration:
             self._report_bad_ids()
             raise
-        self._num_taken += 1
-        return taken
 
     def _follow_model(self) -> None:
         """Take over what was changed since the step before."""

@@ -60,6 +60,9 @@ class BatchedTables(nn.Module):
         pooling: None for a vector for each id.
         precision: of the rows, as FBGEMM names it.
         output_dtype: of the vectors.
+
+    Attributes:
+        groups: the tables of each width.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class BatchedTables(nn.Module):
         super().__init__()
         self._tables = list(tables)
         self._layout = Layout(tables, feature_tables, flat.detach())
+        self.groups = self._layout.groups
         self._pooling = pooling
         self._output_dtype = output_dtype
         self.weights_precision = precision
@@ -82,7 +86,7 @@ class BatchedTables(nn.Module):
     def split_embedding_weights(self) -> list[Tensor]:
         """The rows of each table, ``[num_rows, num_columns]``, views."""
         split: list[Tensor] = [torch.empty(0)] * len(self._tables)
-        for group in self._layout.groups:
+        for group in self.groups:
             for table in group.tables:
                 split[self._tables.index(table)] = group.table_rows(group.weight, table)
         return split
@@ -165,6 +169,13 @@ class FusedTables(BatchedTables):
 
     Args:
         memory: what the tables, of one width, are kept in; None for memory of their own.
+
+    Attributes:
+        hyper_parameters: the rule of updates, and their learning rate.
+        rounds: whether rows are rounded stochastically.
+        bounds_check: what becomes of bad ids.
+        counts: whether forwards are counted, which the rule or the rounding needs.
+        iteration: how many there were.
     """
 
     def __init__(
@@ -188,11 +199,11 @@ class FusedTables(BatchedTables):
         self.hyper_parameters = HyperParameters(
             settings.rule, settings.learning_rate, learning_rate
         )
-        self._rounds = settings.stochastic_rounding and flat.dtype != torch.float32
-        self._bounds_check = settings.bounds_check
+        self.rounds = settings.stochastic_rounding and flat.dtype != torch.float32
+        self.bounds_check = settings.bounds_check
         self._bounds_check_warning = torch.zeros(1, dtype=torch.int64, device=device)
-        self._counts = self._rounds or settings.rule.kind is OptimizerKind.ADAM
-        self._iteration = 0
+        self.counts = self.rounds or settings.rule.kind is OptimizerKind.ADAM
+        self.iteration = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Where runs of equal rows are found. What they are found in is used up before the next
         forward waits for this stream, so their memory is not taken while it is read."""
@@ -201,31 +212,31 @@ class FusedTables(BatchedTables):
         place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
         compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
         self.embedding_specs = [(t.num_rows, t.num_columns, place, compute) for t in tables]
-        for group in self._layout.groups:
+        for group in self.groups:
             if memory is None:
                 group.set_rule(settings.rule, 0.0)
             else:
                 group.rule, group.states = settings.rule, memory.states
         # Autograd calls the lookup's backward for what requires a gradient; the sink then takes it.
-        self._leaves = [group.weight.detach().requires_grad_() for group in self._layout.groups]
+        self._leaves = [group.weight.detach().requires_grad_() for group in self.groups]
 
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
-        if self._bounds_check is not BoundsCheckMode.NONE:
+        if self.bounds_check is not BoundsCheckMode.NONE:
             torch.ops.fbgemm.bounds_check_indices(
                 self._layout.num_rows,
                 ids,
                 offsets,
-                self._bounds_check.value,
+                self.bounds_check.value,
                 self._bounds_check_warning,
                 per_id_weights,
             )
-        if self._counts:
-            self._iteration += 1
+        if self.counts:
+            self.iteration += 1
         return self._look_up(self._leaves, self._sink_of, ids, offsets, per_id_weights)
 
     def part(self, number: int, count: int) -> Rows:
         """The memory of ``count`` tables from ``number`` on, where all are of one width."""
-        (group,) = self._layout.groups
+        (group,) = self.groups
         rows = slice(group.first_rows[number], group.first_rows[number + count])
         return Rows(group.weight[rows], tuple(state[rows] for state in group.states))
 
@@ -237,7 +248,7 @@ class FusedTables(BatchedTables):
             rows.record_stream(self._stream)
             with torch.cuda.stream(self._stream):
                 runs = find_runs(rows, group.num_rows)
-        return functools.partial(self._update, group, self._iteration, runs)
+        return functools.partial(self._update, group, self.iteration, runs)
 
     def _update(
         self,
@@ -256,7 +267,7 @@ class FusedTables(BatchedTables):
         if rule.kind is OptimizerKind.ADAM:
             # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
             rule = dataclasses.replace(rule, eps=rule.eps * math.sqrt(1 - rule.beta2**iteration))
-        if self._counts:
+        if self.counts:
             step = group.step.fill_(iteration)
         rowwise_update(
             group.weight,
@@ -266,7 +277,7 @@ class FusedTables(BatchedTables):
             rule,
             self.hyper_parameters.learning_rate_tensor,
             step=step,
-            rounding=group.rounding_keys if self._rounds else None,
+            rounding=group.rounding_keys if self.rounds else None,
         )
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
@@ -275,7 +286,7 @@ class FusedTables(BatchedTables):
         if not names:
             return []
         by_table: list[dict[str, Tensor]] = [{} for _ in self._tables]
-        for group in self._layout.groups:
+        for group in self.groups:
             for table in group.tables:
                 states = (group.table_rows(state, table) for state in group.states)
                 by_table[self._tables.index(table)] = dict(zip(names, states, strict=True))
@@ -293,7 +304,7 @@ class FusedTables(BatchedTables):
 
     def set_optimizer_step(self, step: int) -> None:
         """Count forwards from ``step`` on."""
-        self._iteration = step
+        self.iteration = step
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Set ``lr``, ``eps``, ``beta1``, ``beta2`` or ``weight_decay``.
@@ -337,6 +348,6 @@ class DenseTables(BatchedTables):
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
         parts = [
             self.weights[begin:end].view(-1, group.weight.shape[1])
-            for (begin, end), group in zip(self._layout.spans, self._layout.groups, strict=True)
+            for (begin, end), group in zip(self._layout.spans, self.groups, strict=True)
         ]
         return self._look_up(parts, lambda *_: None, ids, offsets, per_id_weights)

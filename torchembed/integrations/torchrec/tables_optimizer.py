@@ -18,13 +18,13 @@ class TablesOptimizer(FusedOptimizer):
         self._tables = tables
         self.kind = tables.hyper_parameters.rule.kind  # type: ignore[misc]
         self.state_names = STATE_NAMES[self.kind]  # type: ignore[misc]
-        self._groups = tables._layout.groups
+        self._groups = tables.groups
         self._known_iteration: int | None = None
         parameters = [table.parameter for group in self._groups for table in group.tables]
         super().__init__(
             parameters,
             {"lr": tables.hyper_parameters.learning_rate_tensor},
-            stochastic_rounding=tables._rounds,
+            stochastic_rounding=tables.rounds,
         )
 
     def _take_over(self, first: int) -> None:
@@ -42,7 +42,7 @@ class TablesOptimizer(FusedOptimizer):
     def begin(self) -> UpdateRule:
         """Before a step: count on from where the tables are, and say what a graph takes for
         granted of it."""
-        iteration = self._tables._iteration
+        iteration = self._tables.iteration
         if iteration != self._known_iteration:
             for group in self._groups:
                 group.step.fill_(iteration)
@@ -50,6 +50,6 @@ class TablesOptimizer(FusedOptimizer):
 
     def end(self) -> None:
         """After a step: count it, as a forward of the tables does."""
-        if self._tables._counts:
-            self._tables._iteration += 1
-        self._known_iteration = self._tables._iteration
+        if self._tables.counts:
+            self._tables.iteration += 1
+        self._known_iteration = self._tables.iteration
