@@ -1,12 +1,12 @@
 """Static places on a device that batches are copied to, on a stream of their own."""
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchembed.core.trees import map_tensors, tensors_in
+from torchembed.training.streams import event_on, on, wait_for
 
 
 class BatchSlots:
@@ -47,7 +47,7 @@ class BatchSlots:
             used = self._used[slot]
             if used is not None:
                 self._stream.wait_event(used)
-        with torch.cuda.stream(self._stream) if self._is_cuda else contextlib.nullcontext():
+        with on(self._stream):
             for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 if self._is_cuda and not (source.is_cuda or source.is_pinned()):
                     source = self._pin(slot, number, source)
@@ -56,7 +56,7 @@ class BatchSlots:
                 target.copy_(source, non_blocking=True)
         # Held until the slot is filled again: the copy may not have begun.
         self._sources[slot] = batch
-        self._filled[slot] = self._record(self._stream)
+        self._filled[slot] = event_on(self._stream)
 
     def _pin(self, slot: int, number: int, source: Tensor) -> Tensor:
         filled = self._filled[slot]
@@ -73,17 +73,8 @@ class BatchSlots:
 
     def wait_until_filled(self, slot: int) -> None:
         """Let the current stream wait for the copy to ``slot``."""
-        filled = self._filled[slot]
-        if filled is not None:
-            torch.cuda.current_stream().wait_event(filled)
+        wait_for(self._filled[slot])
 
     def note_use(self, slot: int) -> None:
         """What the current stream has got so far may read ``slot``."""
-        self._used[slot] = self._record(torch.cuda.current_stream() if self._is_cuda else None)
-
-    def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        if stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
+        self._used[slot] = event_on(torch.cuda.current_stream() if self._is_cuda else None)

@@ -206,7 +206,7 @@ class AdoptedSequences(_Adopted, ShardedEmbeddingCollection):
 
 def output_dtypes(sharded: Any) -> set[torch.dtype]:
     """Of the vectors of all ranks' kernels."""
-    configs = [config for sharding in shardings_of(sharded) for config in grouped_configs(sharding)]
+    configs = grouped_configs(shardings_of(sharded))
     return {output_dtype(config.fused_params or {}) for config in configs}
 
 

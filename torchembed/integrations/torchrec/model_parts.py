@@ -108,7 +108,7 @@ def unfit_model(parts: Parts) -> str | None:
 def _unfit_collection(sharded: Any) -> str | None:
     pooled = isinstance(sharded, ShardedEmbeddingBagCollection)
     configs = sharded._embedding_bag_configs if pooled else sharded._embedding_configs
-    groups = [c for sharding in shardings_of(sharded) for c in grouped_configs(sharding)]
+    groups = grouped_configs(shardings_of(sharded))
     if not pooled and sharded._need_indices:
         return "gives indices beside its vectors"
     if pooled and _divides_all(sharded):

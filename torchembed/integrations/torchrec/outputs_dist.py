@@ -215,8 +215,7 @@ def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDi
     ):
         return None
     pgs = {sharding._pg for sharding in shardings}
-    configs = [config for sharding in shardings for config in grouped_configs(sharding)]
-    dtypes = {output_dtype(config.fused_params or {}) for config in configs}
+    dtypes = {output_dtype(c.fused_params or {}) for c in grouped_configs(shardings)}
     codecs = list(map(_codecs_of, shardings, dists))
     wires = {wire_of({} if each is None else {"": each}) for each in codecs}
     if any(len(found) != 1 for found in (pgs, dtypes, wires, set(map(_loss_scales, codecs)))):
@@ -225,17 +224,17 @@ def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDi
     is_rounded = wire != Wire(None, None)
     if is_rounded and (isinstance(wire, str) or dtype is not torch.float32):
         return None
+    # Of each feature of a row-wise placement, every rank has a part.
+    is_partial = [type(theirs) is RwPooledEmbeddingDist for theirs in dists]
     dims: list[list[list[int]]] = [
         [sharding.embedding_dims()] * pg.size()
-        if type(theirs) is RwPooledEmbeddingDist
+        if partial
         else sharding._emb_dim_per_rank_per_feature()
-        for sharding, theirs in zip(shardings, dists, strict=True)
+        for sharding, partial in zip(shardings, is_partial, strict=True)
     ]
     unit = math.gcd(*(dim for by_rank in dims for of_rank in by_rank for dim in of_rank))
     if pg.size() == 1 or unit < _LEAST_UNIT:
         return None
-    # Of each feature of a row-wise placement, every rank has a part.
-    is_partial = [type(theirs) is RwPooledEmbeddingDist for theirs in dists]
     # Column-wise, a table's columns come from several ranks.
     orders = [getattr(sharding, "_embedding_order", None) for sharding in shardings]
     widths, sources = _layout(dims, is_partial, orders, unit)

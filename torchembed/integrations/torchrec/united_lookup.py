@@ -69,7 +69,7 @@ def may_unite(shardings: Sequence[Any]) -> bool:
 
     What counts steps is not united, since each kernel counts its own.
     """
-    configs = [config for sharding in shardings for config in grouped_configs(sharding)]
+    configs = grouped_configs(shardings)
     kinds = {
         (
             config.data_type,

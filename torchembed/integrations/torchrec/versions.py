@@ -3,6 +3,8 @@
 Imported before any other module here, so that another version is named before anything of it fails.
 """
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torchembed.core.versions import release_number
@@ -74,12 +76,15 @@ def lookup_arguments(sharding: Any) -> LookupArguments:
     )
 
 
-def grouped_configs(sharding: Any) -> list[Any]:
+def grouped_configs(shardings: Iterable[Any]) -> list[Any]:
     """What the kernels of all ranks are made from."""
-    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
-    if per_rank is None:  # data-parallel
-        return list(sharding._grouped_embedding_configs)
-    return [config for of_rank in per_rank for config in of_rank]
+    found: list[Any] = []
+    for sharding in shardings:
+        per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
+        if per_rank is None:  # data-parallel
+            per_rank = [sharding._grouped_embedding_configs]
+        found += itertools.chain.from_iterable(per_rank)
+    return found
 
 
 def frees_features_early(module: Any) -> bool:
