@@ -119,16 +119,21 @@ class BuildNative(build_ext):
         extension.extra_link_args += [str(cuda / CUDA_PARTS[1]), "-ldl", "-lrt", "-lpthread"]
 
     def compile_cuda(self, cuda: Path) -> list[str]:
-        """The objects of the kernels for GPUs: machine code of each generation."""
+        """The objects of the kernels for GPUs: machine code of each generation, or of that one
+        which stands in the file's name."""
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         objects = []
         for source in sorted(Path("csrc/cuda").glob("*.cu")):
             objects.append(str(Path(self.build_temp, f"{source.stem}.cu.o")))
+            only = re.search(r"\.sm_(\w+)$", source.stem)
+            generation = "-arch=all-major"
+            if only is not None:
+                generation = f"-gencode=arch=compute_{only[1]},code=sm_{only[1]}"
             options = (
                 "-std=c++20",
                 "-O3",
                 "-fmad=false",  # as on the CPU
-                "-arch=all-major",
+                generation,
                 "-Xcompiler=-fPIC,-fvisibility=hidden",
             )
             command = [str(cuda / CUDA_PARTS[0]), "-c", str(source), "-o", objects[-1]]

@@ -3,7 +3,7 @@
 //
 // What it must move is a run's row and state, scattered over the memory and read and written, so it
 // is a matter of having enough of them on the way, near to each other: a warp takes a block of
-// short runs, finds where their gradients lie by a lane for each occurrence, and has kUnroll
+// short runs, finds where their gradients lie by a lane for each occurrence, and has kStages
 // gradients, rows and states on their way at once. Neighbours are other warps' runs, since the rows
 // of a small table all have many occurrences. Long runs are cut into chunks, and each warp sums
 // some among its short runs, since these wait for the memory and chunks for the cache. Who adds a
@@ -16,6 +16,9 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
+#include "arrivals.cuh"
 #include "row_step.cuh"
 #include "run_sums.cuh"
 #include "update_rows.h"
@@ -24,9 +27,12 @@ namespace torchembed {
 namespace {
 
 // As many as the registers have room for; a block fills a multiprocessor.
-constexpr int kWarps = 32;
-// Rows, states and gradients that are read together.
-constexpr int kUnroll = 2;
+constexpr int kMostWarps = 32;
+// Occurrences whose row, state and gradient a warp has in shared memory or on their way there.
+constexpr int kStages = 4;
+// Blocks take neighbouring multiprocessors, and leave neighbours to the clusters of others: matrix
+// products that need some together would have to wait until blocks that lie scattered are done.
+constexpr int kBlocksOfCluster = 8;
 // Occurrences that a warp takes at a time, about; and chunks that it sums before.
 constexpr uint32_t kOccurrencesOfBlock = 20;
 constexpr uint32_t kLeastRuns = 8, kMostRuns = 16;
@@ -70,7 +76,8 @@ __device__ void sum_chunk(const RowUpdate& update, const Matrices<Grad>& matrice
 // Updates the row of the lane's run, for each lane that has a short one.
 template <class Grad, bool kRowwise>
 __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>& matrices, float lr,
-                                  uint32_t run_of_lane, bool has_run) {
+                                  const Arrivals<Grad, kRowwise>& arrivals, uint32_t run_of_lane,
+                                  bool has_run) {
   const int lane = lane_of_warp();
   int row = 0, start = 0, length = 0;
   if (has_run) {
@@ -103,32 +110,46 @@ __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>&
     const int row_of_run = __shfl_sync(kAllLanes, row, run);
     Occurrence mine;
     mine.find(update, end - left);
+    float row_state = 0.0f;
+    if constexpr (kRowwise) row_state = update.state[row_of_run];
     const bool is_last = left == 1 && done + lane < num_occurrences;
     const unsigned ends_run = same_on_all_lanes(__ballot_sync(kAllLanes, is_last));
     const int here = min(kLanes, num_occurrences - done);
 
-#pragma unroll 1
-    for (int first = 0; first < here; first += kUnroll) {
-      const unsigned ends_here = ends_run >> first;
-      Packed<Grad> found[kUnroll];
-      Row<kRowwise> old[kUnroll];
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const int from = __shfl_sync(kAllLanes, mine.gradient_row, first + i);
-        const int to = __shfl_sync(kAllLanes, row_of_run, first + i);
-        found[i].load(matrices.grad.at(from));
-        old[i].load(update, matrices, to);
+    const auto fetch = [&](int number, int stage) {
+      if (number < here) {
+        const int from = __shfl_sync(kAllLanes, mine.gradient_row, number);
+        const int to = __shfl_sync(kAllLanes, row_of_run, number);
+        arrivals.fetch(stage, matrices, from, to);
       }
+      commit_fetches();
+    };
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        add_gradient(total, update, found[i], mine, first + i);
-        if (ends_here >> i & 1) {
-          const int to = __shfl_sync(kAllLanes, row_of_run, first + i);
-          old[i].step(update, matrices, lr, to, total);
+    for (int i = 0; i < kStages - 1; ++i) fetch(i, i);
+#pragma unroll 1
+    for (int first = 0; first < here; first += kStages) {
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) {
+        const int number = first + i;
+        if (number >= here) break;
+        fetch(number + kStages - 1, (i + kStages - 1) % kStages);
+        wait_for_fetches<kStages - 1>();
+        add_gradient(total, update, arrivals.gradient(i), mine, number);
+        if (ends_run >> number & 1) {
+          Row<kRowwise> old;
+          old.weight = arrivals.weight(i);
+          if constexpr (kRowwise) {
+            old.state = __shfl_sync(kAllLanes, row_state, number);
+          } else {
+            old.state = arrivals.state(i);
+          }
+          const int to = __shfl_sync(kAllLanes, row_of_run, number);
+          old.step(update, matrices, lr, to, total);
           total = Elements{};
         }
       }
     }
+    wait_for_fetches<0>();
   }
 }
 
@@ -187,13 +208,15 @@ __device__ uint32_t take_block(const RowUpdate& update) {
 }
 
 template <class Grad, bool kRowwise>
-__global__ void __launch_bounds__(kWarps* kLanes, 1) update_kernel(const RowUpdate update) {
+__global__ void __launch_bounds__(kMostWarps* kLanes, 1) update_kernel(const RowUpdate update) {
+  extern __shared__ char shared[];
+  const Arrivals<Grad, kRowwise> arrivals(shared, threadIdx.x / kLanes * kStages);
   if (update.skip != nullptr && *update.skip != 0.0f) return;
   const uint32_t num_runs = *update.num_runs, num_slots = update.num_chunks;
   const Matrices<Grad> matrices(update);
   const float lr = *update.lr;
-  const uint32_t num_warps = gridDim.x * kWarps;
-  const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kLanes;
+  const uint32_t num_warps = gridDim.x * (blockDim.x / kLanes);
+  const uint32_t warp = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   const uint32_t lane = lane_of_warp();
   const uint32_t runs_of_block = count_runs_of_block(update, num_runs, num_warps);
   const uint32_t runs_of_round = runs_of_block * num_warps;
@@ -222,19 +245,51 @@ __global__ void __launch_bounds__(kWarps* kLanes, 1) update_kernel(const RowUpda
     if (has_runs) {
       taken = take_block(update);
       const uint32_t run = first_run + lane * num_warps;
-      update_short_runs<Grad, kRowwise>(update, matrices, lr, run,
+      update_short_runs<Grad, kRowwise>(update, matrices, lr, arrivals, run,
                                         lane < runs_of_block && run < num_runs);
     }
   }
 }
 
+// As many blocks as asked for, in whole clusters; each has as many warps as its multiprocessor has
+// shared memory for.
+template <class Grad, bool kRowwise>
+cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stream) {
+  constexpr int kBytesOfWarp = kStages * Arrivals<Grad, kRowwise>::kStageBytes;
+  const auto kernel = update_kernel<Grad, kRowwise>;
+  int num_bytes = 0, generation = 0;
+  cudaError_t error =
+      cudaDeviceGetAttribute(&num_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  const int num_warps = std::min(kMostWarps, num_bytes / kBytesOfWarp);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 num_warps * kBytesOfWarp);
+  }
+  if (error != cudaSuccess) return error;
+  const bool has_clusters = generation >= 9;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = kBlocksOfCluster;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = std::max(update.num_blocks / kBlocksOfCluster, 1) * kBlocksOfCluster;
+  config.blockDim = num_warps * kLanes;
+  config.dynamicSmemBytes = num_warps * kBytesOfWarp;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = has_clusters ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, update);
+}
+
 template <class Grad>
-cudaError_t launch(const RowUpdate& update, cudaStream_t stream) {
+cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
   constexpr int kThreads = 128;
   find_chunks_kernel<<<update.num_chunks / kThreads + 1, kThreads, 0, stream>>>(update);
-  const auto kernel = update.is_rowwise ? update_kernel<Grad, true> : update_kernel<Grad, false>;
-  kernel<<<update.num_blocks, kWarps * kLanes, 0, stream>>>(update);
-  return cudaGetLastError();
+  return update.is_rowwise ? launch_update<Grad, true>(update, device, stream)
+                           : launch_update<Grad, false>(update, device, stream);
 }
 
 }  // namespace
@@ -248,13 +303,13 @@ const char* update_rows(const RowUpdate& update, GradType grad_type, int device,
   if (error == cudaSuccess) {
     switch (grad_type) {
       case GradType::kFloat32:
-        error = launch<float>(update, queue);
+        error = launch<float>(update, device, queue);
         break;
       case GradType::kFloat16:
-        error = launch<__half>(update, queue);
+        error = launch<__half>(update, device, queue);
         break;
       case GradType::kBFloat16:
-        error = launch<__nv_bfloat16>(update, queue);
+        error = launch<__nv_bfloat16>(update, device, queue);
         break;
     }
   }

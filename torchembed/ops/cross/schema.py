@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.dispatch import define_op
+from torchembed.ops.cross.cuda import backward_kernel, forward_kernel, input_backward_kernel
 from torchembed.ops.cross.reference import (
     cross_epilogue_backward_reference,
     cross_epilogue_forward_reference,
@@ -70,6 +71,7 @@ low_rank_cross_forward_op = define_op(
     reference=low_rank_cross_forward_reference,
     fake=_low_rank_forward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_forward",
+    cuda=forward_kernel(),
 )
 low_rank_cross_scale_op = define_op(
     "low_rank_cross_scale(Tensor grad, Tensor x0, Tensor(a!) sums) -> Tensor",
@@ -83,6 +85,7 @@ low_rank_cross_backward_op = define_op(
     reference=low_rank_cross_backward_reference,
     fake=_low_rank_backward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_backward",
+    cuda=backward_kernel(),
 )
 low_rank_cross_input_backward_op = define_op(
     "low_rank_cross_input_backward(Tensor grad_h, Tensor v, Tensor[] grads, Tensor[] z,"
@@ -90,4 +93,5 @@ low_rank_cross_input_backward_op = define_op(
     reference=low_rank_cross_input_backward_reference,
     fake=_low_rank_input_backward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_input_backward",
+    cuda=input_backward_kernel(),
 )
