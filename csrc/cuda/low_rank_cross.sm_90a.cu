@@ -280,8 +280,9 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
     if (step >= shape.num_steps) break;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group, factor.next()) {
+      // Also for the other group's: a phase that nobody has waited for looks like the one after it.
+      factor.wait_until_full();
       if (group == lane.group) {
-        factor.wait_until_full();
 #pragma unroll
         for (int k = 0; k < kDepth / 16; ++k) {
 #pragma unroll
