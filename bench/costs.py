@@ -31,9 +31,7 @@ from torchembed.sharding import TableUse, Topology, WirePrecision
 from torchembed.sharding.costs import (
     ALL_REDUCE_EXCHANGES,
     LOOKUP_KERNELS,
-    LOOKUP_SHARE,
     UPDATE_KERNELS,
-    UPDATE_SHARE,
     CostModel,
     Load,
 )
@@ -196,13 +194,11 @@ def print_predictions(found: Sequence[Prediction]) -> None:
             f"{each.what:40} {num_bytes:12}  measured {each.measured * 1e6:8.1f} us"
             f"  predicted {each.predicted * 1e6:8.1f} us ({each.predicted / each.measured:.2f})"
         )
-    stages = {"forward": LOOKUP_SHARE, "update": UPDATE_SHARE, "all-": None}
-    for stage, share in stages.items():
+    for stage in ("forward", "update", "all-"):
         of_stage = [each for each in found if stage in each.what and each.num_bytes]
         if len(of_stage) > 1:
             fixed, rate = fitted(of_stage)
-            held = "" if share is None else f"; costs.py holds {share} of a copy's"
-            print(f"{stage:8} fits {fixed * 1e6:.1f} us + bytes / {rate:.3g} a second{held}")
+            print(f"{stage:8} fits {fixed * 1e6:.1f} us + bytes / {rate:.3g} a second")
     if found:
         errors = [abs(each.predicted / each.measured - 1) for each in found]
         print(f"off by {statistics.median(errors):.0%} in the middle, {max(errors):.0%} at most")

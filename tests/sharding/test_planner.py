@@ -146,8 +146,8 @@ def test_replicas_are_dropped_where_they_do_not_pay() -> None:
 
 
 def test_max_imbalance_goes_before_time() -> None:
-    tables = {"hot": make_use(10**5, 64, "hot"), "cold": make_use(10**5, 64, "cold")}
-    planner = Planner(batch_size=64, hotness={"hot": 40})
+    tables = {"hot": make_use(10**5, 8, "hot"), "cold": make_use(10**5, 8, "cold")}
+    planner = Planner(batch_size=64, hotness={"hot": 20})
     topology = make_topology(4, 2)
     fastest = planner.plan(tables, topology)
     even = dataclasses.replace(planner, max_imbalance=1.05).plan(tables, topology)
