@@ -30,8 +30,6 @@ from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import TableUse, Topology, WirePrecision
 from torchembed.sharding.costs import (
     ALL_REDUCE_EXCHANGES,
-    LOOKUP_KERNELS,
-    UPDATE_KERNELS,
     CostModel,
     Load,
 )
@@ -96,10 +94,10 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
         loads += model.table_loads(use, plan)[0][0]
     if row["stage"] == "forward":
         num_bytes = float(loads[Load.LOOKUP])
-        seconds = model.lookup_seconds(num_bytes) + LOOKUP_KERNELS * topology.kernel_seconds
+        seconds = model.lookup_seconds(num_bytes, 1)
     else:
         num_bytes = float(loads[Load.UPDATE])
-        seconds = model.update_seconds(num_bytes) + UPDATE_KERNELS * topology.kernel_seconds
+        seconds = model.update_seconds(num_bytes, 1)
     what = f"{hardware.name} {row['stage']} {row['batch_per_gpu']} {row['ids']}"
     what = f"{what} {row['optimizer'] or ''}"
     return Prediction(what, num_bytes, row["microseconds"] * 1e-6, seconds)

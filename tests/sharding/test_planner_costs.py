@@ -21,7 +21,9 @@ from torchembed.sharding import (
 )
 from torchembed.sharding.costs import (
     CACHED_ROW_BYTE,
+    LOOKUP_KERNELS,
     ROW_ACCESS_BYTES,
+    UPDATE_KERNELS,
     Everywhere,
     Load,
 )
@@ -202,6 +204,36 @@ def test_busiest_link_of_each_rank() -> None:
     # and 3 each by the one between.
     seconds = MODEL.wire_seconds(loads)[:, 1]
     np.testing.assert_allclose(seconds, [2000 / 1e7, 1000 / 1e8, 1000 / 1e7, 1000 / 1e7])
+
+
+def test_each_group_of_tables_has_calls_of_its_own() -> None:
+    """Rows of one width are one group on a rank, and so are replicas."""
+    tables = {
+        "t": USE,
+        "u": make_use(100, 16, "f"),
+        "v": make_use(3, 16, "g"),
+        "w": make_use(100, 32, "g"),
+        "x": make_use(100, 16, "f", pooled=False),
+    }
+    plan = ShardingPlan(
+        num_ranks=4,
+        num_nodes=2,
+        tables=(
+            place_table("t", USE.spec, Placement.TABLE_WISE, (0,)),
+            place_table("u", tables["u"].spec, Placement.ROW_WISE, (0, 1, 2, 3)),
+            place_table("v", tables["v"].spec, Placement.DATA_PARALLEL, (0, 1, 2, 3)),
+            place_table("w", tables["w"].spec, Placement.COLUMN_WISE, (1, 2, 3)),
+            place_table("x", tables["x"].spec, Placement.TABLE_WISE, (3,)),
+        ),
+    )
+    slow = dataclasses.replace(TOPOLOGY, kernel_seconds=1.0)
+    ranks = report_plan(plan, tables, cost_model(PLANNER, slow)).ranks
+    alone = report_plan(plan, tables, MODEL).ranks
+    # 32 columns on 3 ranks are 11, 11 and 10.
+    for rank, before, num_groups in zip(ranks, alone, (2, 3, 3, 4), strict=True):
+        lookup, update = LOOKUP_KERNELS * num_groups, UPDATE_KERNELS * num_groups
+        assert rank.lookup_seconds - before.lookup_seconds == pytest.approx(lookup)
+        assert rank.update_seconds - before.update_seconds == pytest.approx(update)
 
 
 def test_report_adds_up() -> None:

@@ -9,7 +9,7 @@ same share of each rank's rows: frequent ids are taken to be scattered over the 
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,9 +44,9 @@ CHANNEL_COPIES = 8
 """At most, of what arrives by push: in two halves of a channel, whose size is a power of two; of
 lookups ahead of forward, and of those in it, as the first step's are."""
 
-LOOKUP_KERNELS, UPDATE_KERNELS = 1, 3
-"""So many times what a kernel takes beside its bytes; as many again where tables are replicated on
-several ranks, which have lookups and updates of their own."""
+LOOKUP_KERNELS, UPDATE_KERNELS = 0.8, 3
+"""So many times what a kernel takes beside its bytes, for each group of a rank's tables that are
+looked up and updated in one call; those that are replicated on several ranks are a group."""
 ALL_REDUCE_EXCHANGES = 1.5
 """So many times what an exchange takes beside its bytes."""
 
@@ -75,6 +75,10 @@ class TableUse:
     pooled: bool = True
     """False: one vector for each id."""
     output_dtype: torch.dtype = torch.float32
+
+    def table_group(self, num_columns: int) -> Hashable:
+        """What a rank's shards have in common that it looks up and updates in one call."""
+        return num_columns, self.spec.dtype, self.pooled
 
 
 class Load(enum.IntEnum):
@@ -224,13 +228,15 @@ class CostModel:
             drawn.append((num_ranks * num_ids, exponent))
         return expected_distinct(num_rows, drawn)
 
-    def lookup_seconds(self, num_bytes: Any) -> Any:
-        """Of ``LOOKUP`` bytes, a number or an array."""
-        return num_bytes / self.topology.memory_bandwidth
+    def lookup_seconds(self, num_bytes: Any, num_groups: Any = 0) -> Any:
+        """Of ``LOOKUP`` bytes in so many groups of tables; numbers or arrays."""
+        fixed = LOOKUP_KERNELS * self.topology.kernel_seconds
+        return num_bytes / self.topology.memory_bandwidth + num_groups * fixed
 
-    def update_seconds(self, num_bytes: Any) -> Any:
-        """Of ``UPDATE`` bytes, a number or an array."""
-        return num_bytes / self.topology.memory_bandwidth
+    def update_seconds(self, num_bytes: Any, num_groups: Any = 0) -> Any:
+        """Of ``UPDATE`` bytes in so many groups of tables; numbers or arrays."""
+        fixed = UPDATE_KERNELS * self.topology.kernel_seconds
+        return num_bytes / self.topology.memory_bandwidth + num_groups * fixed
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
         """A reduce-scatter and an all-gather within nodes, and between them of each rank's part."""
@@ -257,10 +263,16 @@ class CostModel:
         between = np.maximum((num_ranks - per_node) * own, total - of_node)
         return np.maximum(within, between / topology.inter_node_bandwidth)
 
-    def rank_seconds(self, loads: np.ndarray, everywhere: Everywhere) -> np.ndarray:
-        """float64 ``[W]``: memory and the busiest link, one after the other."""
-        lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes)
-        update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes)
+    def rank_seconds(
+        self, loads: np.ndarray, everywhere: Everywhere, num_groups: Any = 0
+    ) -> np.ndarray:
+        """float64 ``[W]``: memory and the busiest link, one after the other.
+
+        Args:
+            num_groups: of each rank's tables, ``[W]``, the replicas among them.
+        """
+        lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes, num_groups)
+        update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes, num_groups)
         common = self.all_reduce_seconds(everywhere.all_reduce_bytes)
         return lookup + update + self.wire_seconds(loads).sum(axis=1) + common
 
