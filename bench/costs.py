@@ -30,10 +30,6 @@ from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import TableUse, Topology, WirePrecision
 from torchembed.sharding.costs import (
     ALL_REDUCE_EXCHANGES,
-    LOOKUP_KERNELS,
-    LOOKUP_SHARE,
-    UPDATE_KERNELS,
-    UPDATE_SHARE,
     CostModel,
     Load,
 )
@@ -98,10 +94,10 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
         loads += model.table_loads(use, plan)[0][0]
     if row["stage"] == "forward":
         num_bytes = float(loads[Load.LOOKUP])
-        seconds = model.lookup_seconds(num_bytes) + LOOKUP_KERNELS * topology.kernel_seconds
+        seconds = model.lookup_seconds(num_bytes, 1)
     else:
         num_bytes = float(loads[Load.UPDATE])
-        seconds = model.update_seconds(num_bytes) + UPDATE_KERNELS * topology.kernel_seconds
+        seconds = model.update_seconds(num_bytes, 1)
     what = f"{hardware.name} {row['stage']} {row['batch_per_gpu']} {row['ids']}"
     what = f"{what} {row['optimizer'] or ''}"
     return Prediction(what, num_bytes, row["microseconds"] * 1e-6, seconds)
@@ -196,13 +192,11 @@ def print_predictions(found: Sequence[Prediction]) -> None:
             f"{each.what:40} {num_bytes:12}  measured {each.measured * 1e6:8.1f} us"
             f"  predicted {each.predicted * 1e6:8.1f} us ({each.predicted / each.measured:.2f})"
         )
-    stages = {"forward": LOOKUP_SHARE, "update": UPDATE_SHARE, "all-": None}
-    for stage, share in stages.items():
+    for stage in ("forward", "update", "all-"):
         of_stage = [each for each in found if stage in each.what and each.num_bytes]
         if len(of_stage) > 1:
             fixed, rate = fitted(of_stage)
-            held = "" if share is None else f"; costs.py holds {share} of a copy's"
-            print(f"{stage:8} fits {fixed * 1e6:.1f} us + bytes / {rate:.3g} a second{held}")
+            print(f"{stage:8} fits {fixed * 1e6:.1f} us + bytes / {rate:.3g} a second")
     if found:
         errors = [abs(each.predicted / each.measured - 1) for each in found]
         print(f"off by {statistics.median(errors):.0%} in the middle, {max(errors):.0%} at most")

@@ -4,11 +4,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench import costs
+from tests.sharding.planning import cost_model, dlrm_dcnv2
+from torchembed.sharding import H200, Placement, Planner, Topology
+from torchembed.sharding.costs import Load
+from torchembed.sharding.plan import place_table
 
 MAX_ERROR = 0.25
+# Of the CUDA update, alone: samples and microseconds.
+UPDATES = [
+    ("H200", "Adagrad", "uniform", 8192, 829),
+    ("H200", "row-wise Adagrad", "uniform", 8192, 561),
+    ("H100", "Adagrad", "uniform", 8192, 1165),
+    ("H100", "Adagrad", "zipf", 8192, 541),
+    ("H100", "Adagrad", "uniform", 2048, 329),
+    ("H100", "Adagrad", "zipf", 2048, 165),
+    ("H100", "Adagrad", "uniform", 512, 105),
+    ("H100", "Adagrad", "zipf", 512, 69),
+    ("H100", "row-wise Adagrad", "uniform", 8192, 728),
+    ("H100", "row-wise Adagrad", "uniform", 512, 75),
+]
+# In a step on 4 H200, 8192 samples each, uniform ids: column-wise shards of some width of these
+# tables on one rank; microseconds of lookup and update.
+NARROW = [
+    (32, ("cat_20", "cat_21"), 180, 887),
+    (32, ("cat_20",), 118, 623),
+    (64, ("cat_3", "cat_11", "cat_19"), 56, None),
+    (64, ("cat_21",), 63, 330),
+]
 # Over 8 H200, in CUDA graphs: bytes of a rank and microseconds.
 ALL_TO_ALL = [(3.4e6, 48), (6.8e6, 56), (13.6e6, 70), (27e6, 110), (54.5e6, 185), (109e6, 326)]
 ALL_REDUCE = [(32e6, 206), (64e6, 355)]
@@ -37,6 +63,36 @@ def test_stages_are_predicted() -> None:
     assert {stage for gpu, stage in stages if gpu == "H200"} >= alone | on_several
     for each in found:
         assert abs(each.predicted / each.measured - 1) <= MAX_ERROR, each
+
+
+def test_updates_by_the_cuda_kernel_are_predicted() -> None:
+    rows = [
+        {
+            "bench": "kernels", "stage": "update", "gpu": gpu, "optimizer": optimizer, "ids": ids,
+            "batch_per_gpu": batch_size, "microseconds": us,
+        }
+        for gpu, optimizer, ids, batch_size, us in UPDATES
+    ]  # fmt: skip
+    for each in costs.predictions(rows):
+        assert abs(each.predicted / each.measured - 1) <= 0.1, each
+
+
+@pytest.mark.parametrize(("width", "names", "lookup_us", "update_us"), NARROW)
+def test_narrow_rows_are_predicted(
+    width: int, names: tuple[str, ...], lookup_us: float, update_us: float | None
+) -> None:
+    tables, hotness = dlrm_dcnv2()
+    topology = Topology.of_hardware(H200, ranks_per_node=4)
+    planner = Planner(batch_size=8192, hotness=hotness, fixed_hotness=True)
+    model = cost_model(planner, topology)
+    ranks = range(128 // width)
+    plans = [place_table(name, tables[name].spec, Placement.COLUMN_WISE, ranks) for name in names]
+    load = np.sum([model.table_loads(tables[plan.table], plan)[0][0] for plan in plans], axis=0)
+    lookup = model.lookup_seconds(load[Load.LOOKUP], 1)
+    assert lookup * 1e6 == pytest.approx(lookup_us, rel=MAX_ERROR)
+    if update_us is not None:
+        update = model.update_seconds(load[Load.UPDATE], 1)
+        assert update * 1e6 == pytest.approx(update_us, rel=0.1)
 
 
 def test_a_fit_finds_what_made_the_figures() -> None:

@@ -135,6 +135,17 @@ def test_hot_tables_are_split_and_small_ones_replicated() -> None:
     assert report.balance < 1.05
 
 
+def test_a_width_of_its_own_has_to_pay() -> None:
+    """Of three alike tables on two ranks one is divided into columns where kernels start fast."""
+    tables = {f"t{number}": make_use(10**5, 8, f"f{number}") for number in range(3)}
+    planner = Planner(batch_size=64, placements=("table_wise", "column_wise"))
+    topology = make_topology(1, 2)
+    report = planner.plan(tables, topology)
+    assert sorted(len(table.shards) for table in report.plan.tables) == [1, 1, 2]
+    slow = planner.plan(tables, dataclasses.replace(topology, kernel_seconds=report.seconds / 4))
+    assert [len(table.shards) for table in slow.plan.tables] == [1, 1, 1]
+
+
 def test_replicas_are_dropped_where_they_do_not_pay() -> None:
     """A step looks up 2 rows of 999; reducing all of them takes longer."""
     tables = {"t": make_use(999, 64, "f")}
@@ -146,8 +157,8 @@ def test_replicas_are_dropped_where_they_do_not_pay() -> None:
 
 
 def test_max_imbalance_goes_before_time() -> None:
-    tables = {"hot": make_use(10**5, 64, "hot"), "cold": make_use(10**5, 64, "cold")}
-    planner = Planner(batch_size=64, hotness={"hot": 40})
+    tables = {"hot": make_use(10**5, 8, "hot"), "cold": make_use(10**5, 8, "cold")}
+    planner = Planner(batch_size=64, hotness={"hot": 20})
     topology = make_topology(4, 2)
     fastest = planner.plan(tables, topology)
     even = dataclasses.replace(planner, max_imbalance=1.05).plan(tables, topology)

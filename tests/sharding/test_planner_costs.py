@@ -21,7 +21,9 @@ from torchembed.sharding import (
 )
 from torchembed.sharding.costs import (
     CACHED_ROW_BYTE,
-    SUMMED_GRADIENT_BYTE,
+    LOOKUP_KERNELS,
+    ROW_ACCESS_BYTES,
+    UPDATE_KERNELS,
     Everywhere,
     Load,
 )
@@ -36,12 +38,18 @@ HOTNESS = {"f": 2, "g": 1}
 TOPOLOGY = make_topology(2, 2)
 PLANNER = Planner(batch_size=4, hotness=HOTNESS)
 MODEL = cost_model(PLANNER, TOPOLOGY)
-CACHED, SUMMED = CACHED_ROW_BYTE, SUMMED_GRADIENT_BYTE
+CACHED, ACCESS = CACHED_ROW_BYTE, ROW_ACCESS_BYTES
 
 
-def looked_up(lookups: float, touched: float) -> float:
+def looked_up(lookups: float, touched: float, row_bytes: int = 64) -> float:
     """Bytes of rows: each from memory once, and then from the cache."""
-    return 64 * (touched + CACHED * (lookups - touched))
+    return (row_bytes + ACCESS) * (touched + CACHED * (lookups - touched))
+
+
+def updated(lookups: float, touched: float, row_bytes: int = 64, state_bytes: int = 64) -> float:
+    """Bytes of as wide gradients read; of rows and state read and written."""
+    rows = touched * 2 * (row_bytes + ACCESS + state_bytes + ACCESS)
+    return lookups * (row_bytes + ACCESS) + rows
 
 
 def loads_of(
@@ -62,7 +70,7 @@ def test_table_wise() -> None:
         load,
         [
             4 * ids + looked_up(48, touched) + 4 * 8 * 64,
-            SUMMED * 48 * 64 + touched * 2 * (64 + 64),
+            updated(48, touched),
             ids,
             8 * 64,
             8 * 64,
@@ -79,10 +87,10 @@ def test_column_wise_with_narrow_wires() -> None:
     loads, everywhere = loads_of(Placement.COLUMN_WISE, (1, 3), wire=wire)
     touched = 8 * (1 - math.exp(-48 / 8))
     ids = 4 * 12 + 8 * 8
-    # Rows of 32 bytes still cost 64; vectors travel as 8 columns of 2 bytes.
+    # Vectors travel as 8 columns of 2 bytes.
     expected = [
-        4 * ids + looked_up(48, touched) + 4 * 8 * 32,
-        SUMMED * 48 * 64 + touched * 2 * (64 + 64),
+        4 * ids + looked_up(48, touched, 32) + 4 * 8 * 32,
+        updated(48, touched, 32, 32),
         ids,
         8 * 16,
         8 * 16,
@@ -100,8 +108,8 @@ def test_column_wise_under_row_wise_adagrad() -> None:
     ids = 4 * 12 + 8 * 8
     squares, summed = 48 * 4, 48 * 8 * 4
     expected = [
-        4 * ids + looked_up(48, touched) + 4 * 8 * 32,
-        SUMMED * 48 * 64 + touched * 2 * (64 + 64) + 7 * summed + 4 * 2 * squares,
+        4 * ids + looked_up(48, touched, 32) + 4 * 8 * 32,
+        updated(48, touched, 32, 4) + 7 * summed + 4 * 2 * squares,
         ids,
         8 * 32,
         8 * 32 + squares / 3,  # from one of three other ranks
@@ -121,14 +129,16 @@ def test_row_wise(fixed: bool) -> None:
     ids = 4 * 12 if fixed else 4 * 3 + 8 * 8
     expected = [
         4 * ids + looked_up(12, touched) + 4 * 8 * 64,
-        SUMMED * 12 * 64 + touched * 2 * (64 + 64),  # 4 bytes of state cost 64
+        updated(12, touched, 64, 4),
         ids,
         8 * 64,
         8 * 64,
         2 * (64 + 4) + 4 * (4 * ids + 2 * 8 * 64),
     ]
     np.testing.assert_allclose(loads, [expected] * 4, rtol=1e-12)
-    assert everywhere == (4 * 512 + 512, 4 * 512 + 512, 0, 4 * (ids + 1024) + 2 * 512)
+    stacked = 4 * 512
+    arrived = 4 * 512 + 2 * stacked + 512
+    assert everywhere == (arrived, 4 * 512 + 512, 0, 4 * (ids + 1024) + stacked + 2 * 512)
 
 
 def test_row_wise_sequence_sends_each_vector_once() -> None:
@@ -157,7 +167,7 @@ def test_data_parallel() -> None:
     dense = 8 * 17 * 4
     assert everywhere == (
         4 * 12 + looked_up(12, 8 * (1 - math.exp(-12 / 8))) + 512,
-        SUMMED * 12 * 64 + 6 * dense + 8 * 2 * (64 + 64),
+        updated(12, 8) + 6 * dense,
         dense,
         8 * 64 * 2 + 4 * 4 * 12 + 3 * dense + 2 * 512,
     )
@@ -177,9 +187,7 @@ def test_skewed_ids_touch_fewer_rows() -> None:
     touched = expected_distinct(1000, [(32, 0.9), (16, 0.9)])
     assert touched == pytest.approx(expected_distinct(1000, [(48, 0.9)]))
     assert touched < 0.9 * expected_distinct(1000, [(48, 0.0)])
-    np.testing.assert_allclose(
-        loads[:, Load.UPDATE], SUMMED * 12 * 64 + touched / 4 * 256, rtol=1e-9
-    )
+    np.testing.assert_allclose(loads[:, Load.UPDATE], updated(12, touched / 4), rtol=1e-9)
     uniform, _ = MODEL.table_loads(use, plan)
     assert (loads[:, Load.LOOKUP] < uniform[:, Load.LOOKUP]).all()
     np.testing.assert_array_equal(loads[:, 2:], uniform[:, 2:])
@@ -196,6 +204,36 @@ def test_busiest_link_of_each_rank() -> None:
     # and 3 each by the one between.
     seconds = MODEL.wire_seconds(loads)[:, 1]
     np.testing.assert_allclose(seconds, [2000 / 1e7, 1000 / 1e8, 1000 / 1e7, 1000 / 1e7])
+
+
+def test_each_group_of_tables_has_calls_of_its_own() -> None:
+    """Rows of one width are one group on a rank, and so are replicas."""
+    tables = {
+        "t": USE,
+        "u": make_use(100, 16, "f"),
+        "v": make_use(3, 16, "g"),
+        "w": make_use(100, 32, "g"),
+        "x": make_use(100, 16, "f", pooled=False),
+    }
+    plan = ShardingPlan(
+        num_ranks=4,
+        num_nodes=2,
+        tables=(
+            place_table("t", USE.spec, Placement.TABLE_WISE, (0,)),
+            place_table("u", tables["u"].spec, Placement.ROW_WISE, (0, 1, 2, 3)),
+            place_table("v", tables["v"].spec, Placement.DATA_PARALLEL, (0, 1, 2, 3)),
+            place_table("w", tables["w"].spec, Placement.COLUMN_WISE, (1, 2, 3)),
+            place_table("x", tables["x"].spec, Placement.TABLE_WISE, (3,)),
+        ),
+    )
+    slow = dataclasses.replace(TOPOLOGY, kernel_seconds=1.0)
+    ranks = report_plan(plan, tables, cost_model(PLANNER, slow)).ranks
+    alone = report_plan(plan, tables, MODEL).ranks
+    # 32 columns on 3 ranks are 11, 11 and 10.
+    for rank, before, num_groups in zip(ranks, alone, (2, 3, 3, 4), strict=True):
+        lookup, update = LOOKUP_KERNELS * num_groups, UPDATE_KERNELS * num_groups
+        assert rank.lookup_seconds - before.lookup_seconds == pytest.approx(lookup)
+        assert rank.update_seconds - before.update_seconds == pytest.approx(update)
 
 
 def test_report_adds_up() -> None:

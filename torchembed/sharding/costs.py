@@ -9,7 +9,7 @@ same share of each rank's rows: frequent ids are taken to be scattered over the 
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,12 @@ ID_BYTES, LENGTH_BYTES = 4, 8
 """On the way; tables of more than 2**31 rows, whose ids take 8 bytes, are as good as none."""
 ID_COPIES = 4
 """Buffers as long as a rank's ids: as received, as rows, sorted, and their order."""
-GRANULE_BYTES = 64
-"""What memory moves at least: a narrower row costs as much."""
+ROW_ACCESS_BYTES = 48
+"""What reading or writing a row, its state or its gradient costs beside its bytes, wherever in
+memory it lies: narrow rows cost more by the byte. With it lookups and updates reach a copy's
+bandwidth. It, the next one and the numbers of kernels are fitted to what `bench.costs` compares."""
+CACHED_ROW_BYTE = 0.17
+"""How much a byte counts of a row that the cache holds, since an id before has looked it up."""
 DENSE_PASSES = 6
 """Of a replicated table's dense gradient through memory: zeroed, summed (read and written), packed,
 divided, read by the update."""
@@ -40,19 +44,15 @@ CHANNEL_COPIES = 8
 """At most, of what arrives by push: in two halves of a channel, whose size is a power of two; of
 lookups ahead of forward, and of those in it, as the first step's are."""
 
-LOOKUP_SHARE, UPDATE_SHARE = 0.93, 0.95
-"""Of a copy's bandwidth, what lookups and updates reach by the bytes counted here. These, the next
-two and the numbers of kernels are what `bench.costs` fits."""
-CACHED_ROW_BYTE = 0.17
-"""How much a byte counts of a row that the cache holds, since an id before has looked it up."""
-SUMMED_GRADIENT_BYTE = 1.8
-"""How much one counts of a gradient that is added up for its row: all are read in the order of
-rows, and so at random."""
-LOOKUP_KERNELS, UPDATE_KERNELS = 1, 3
-"""So many times what a kernel takes beside its bytes; as many again where tables are replicated on
-several ranks, which have lookups and updates of their own."""
+LOOKUP_KERNELS, UPDATE_KERNELS = 0.8, 3
+"""So many times what a kernel takes beside its bytes, for each group of a rank's tables that are
+looked up and updated in one call; those that are replicated on several ranks are a group."""
 ALL_REDUCE_EXCHANGES = 1.5
 """So many times what an exchange takes beside its bytes."""
+
+STACK_PASSES = 2
+"""Of what several shards' rows add to the same vectors through memory where these come home, beside
+what every vector costs: stacked and read again."""
 
 SQUARE_BYTES = 4
 """Of a row's sum of squares, which row-wise Adagrad adds up where columns are on several ranks."""
@@ -75,6 +75,10 @@ class TableUse:
     pooled: bool = True
     """False: one vector for each id."""
     output_dtype: torch.dtype = torch.float32
+
+    def table_group(self, num_columns: int) -> Hashable:
+        """What a rank's shards have in common that it looks up and updates in one call."""
+        return num_columns, self.spec.dtype, self.pooled
 
 
 class Load(enum.IntEnum):
@@ -159,14 +163,13 @@ class CostModel:
         out_itemsize = use.output_dtype.itemsize
         forward = vectors * width * _wire_itemsize(self.wire.forward, use)
         backward = vectors * width * _wire_itemsize(self.wire.backward, use)
-        weight_row = _granular(width * spec.dtype.itemsize)
+        weight_row = width * spec.dtype.itemsize
         return np.array(
             [
                 num_ranks * ids
                 + _looked_up(lookups, touched, weight_row)
                 + num_ranks * vectors * width * out_itemsize,
-                SUMMED_GRADIENT_BYTE * lookups * _granular(width * out_itemsize)
-                + touched * self._row_update(use, width),
+                lookups * _accessed(width * out_itemsize) + touched * self._row_update(use, width),
                 ids,
                 forward,
                 backward,
@@ -185,16 +188,20 @@ class CostModel:
         output = vectors * spec.dim * use.output_dtype.itemsize
         if placement is not Placement.DATA_PARALLEL:
             _, _, ids, forward, backward, _ = loads.sum(axis=0)
-            held = ids + self._arrival_copies(use) * forward + backward + 2 * output
+            by_rows = placement in (Placement.ROW_WISE, Placement.TABLE_ROW_WISE)
+            is_summed = use.pooled and by_rows and len(loads) > 1
+            stacked = len(loads) * output if is_summed else 0.0
+            held = ids + self._arrival_copies(use) * forward + backward + stacked + 2 * output
             if self.topology.num_ranks == 1:
                 # Lookups write their vectors where the model reads them.
                 return Everywhere(held_bytes=held)
-            return Everywhere(forward + output, backward + output, 0.0, held)
+            arrived = forward + STACK_PASSES * stacked + output
+            return Everywhere(arrived, backward + output, 0.0, held)
         lookups = num_samples * hotness
         dense = spec.num_rows * (spec.dim + 1) * 4
         ids = ID_BYTES * lookups
-        weight_row = _granular(spec.dim * spec.dtype.itemsize)
-        gradients = SUMMED_GRADIENT_BYTE * lookups * _granular(spec.dim * use.output_dtype.itemsize)
+        weight_row = spec.dim * spec.dtype.itemsize
+        gradients = lookups * _accessed(spec.dim * use.output_dtype.itemsize)
         return Everywhere(
             ids + _looked_up(lookups, self._touched(use, 1), weight_row) + output,
             gradients + DENSE_PASSES * dense + spec.num_rows * self._row_update(use, spec.dim),
@@ -208,8 +215,8 @@ class CostModel:
     def _row_update(self, use: TableUse, width: int) -> float:
         """Bytes that updating one row of ``width`` columns reads and writes."""
         state = math.prod(self.rule.state_shape(1, width)) * 4
-        row = _granular(width * use.spec.dtype.itemsize)
-        return 2 * (row + self.rule.num_states * _granular(state))
+        row = _accessed(width * use.spec.dtype.itemsize)
+        return 2 * (row + self.rule.num_states * _accessed(state))
 
     def _touched(self, use: TableUse, num_ranks: int) -> float:
         """Different rows that the batches of ``num_ranks`` ranks look up, expected."""
@@ -221,13 +228,15 @@ class CostModel:
             drawn.append((num_ranks * num_ids, exponent))
         return expected_distinct(num_rows, drawn)
 
-    def lookup_seconds(self, num_bytes: Any) -> Any:
-        """Of ``LOOKUP`` bytes, a number or an array."""
-        return num_bytes / (LOOKUP_SHARE * self.topology.memory_bandwidth)
+    def lookup_seconds(self, num_bytes: Any, num_groups: Any = 0) -> Any:
+        """Of ``LOOKUP`` bytes in so many groups of tables; numbers or arrays."""
+        fixed = LOOKUP_KERNELS * self.topology.kernel_seconds
+        return num_bytes / self.topology.memory_bandwidth + num_groups * fixed
 
-    def update_seconds(self, num_bytes: Any) -> Any:
-        """Of ``UPDATE`` bytes, a number or an array."""
-        return num_bytes / (UPDATE_SHARE * self.topology.memory_bandwidth)
+    def update_seconds(self, num_bytes: Any, num_groups: Any = 0) -> Any:
+        """Of ``UPDATE`` bytes in so many groups of tables; numbers or arrays."""
+        fixed = UPDATE_KERNELS * self.topology.kernel_seconds
+        return num_bytes / self.topology.memory_bandwidth + num_groups * fixed
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
         """A reduce-scatter and an all-gather within nodes, and between them of each rank's part."""
@@ -254,10 +263,16 @@ class CostModel:
         between = np.maximum((num_ranks - per_node) * own, total - of_node)
         return np.maximum(within, between / topology.inter_node_bandwidth)
 
-    def rank_seconds(self, loads: np.ndarray, everywhere: Everywhere) -> np.ndarray:
-        """float64 ``[W]``: memory and the busiest link, one after the other."""
-        lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes)
-        update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes)
+    def rank_seconds(
+        self, loads: np.ndarray, everywhere: Everywhere, num_groups: Any = 0
+    ) -> np.ndarray:
+        """float64 ``[W]``: memory and the busiest link, one after the other.
+
+        Args:
+            num_groups: of each rank's tables, ``[W]``, the replicas among them.
+        """
+        lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes, num_groups)
+        update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes, num_groups)
         common = self.all_reduce_seconds(everywhere.all_reduce_bytes)
         return lookup + update + self.wire_seconds(loads).sum(axis=1) + common
 
@@ -315,8 +330,8 @@ def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:
 
 
 def _looked_up(lookups: float, touched: float, row_bytes: int) -> float:
-    return (touched + CACHED_ROW_BYTE * (lookups - touched)) * row_bytes
+    return (touched + CACHED_ROW_BYTE * (lookups - touched)) * _accessed(row_bytes)
 
 
-def _granular(num_bytes: int) -> int:
-    return -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
+def _accessed(num_bytes: int) -> int:
+    return num_bytes + ROW_ACCESS_BYTES

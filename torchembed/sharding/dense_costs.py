@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchembed.sharding.costs import ALL_REDUCE_EXCHANGES, UPDATE_SHARE, CostModel
+from torchembed.sharding.costs import ALL_REDUCE_EXCHANGES, CostModel
 from torchembed.sharding.gradient_mean import BUCKET_BYTES
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 0.85, 1.5
@@ -60,6 +60,6 @@ def dense_cost(use: DenseUse, model: CostModel) -> DenseCost:
         forward_seconds=forward + FORWARD_KERNELS * fixed,
         backward_seconds=2 * forward + BACKWARD_KERNELS * fixed,
         mean_seconds=mean,
-        update_seconds=update * use.num_parameters / (UPDATE_SHARE * topology.memory_bandwidth)
+        update_seconds=update * use.num_parameters / topology.memory_bandwidth
         + topology.kernel_seconds,
     )

@@ -1,7 +1,7 @@
 """Which placements a table may have, and on which ranks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class Option:
     holder_seconds: np.ndarray
     """``[ranks of a group]``."""
     everywhere: Everywhere
+    table_group: Hashable
+    """Of tables that each rank looks up and updates in one call with its part; None of replicas."""
     exact: TablePlan | None = None
 
     @property
@@ -117,6 +119,7 @@ def table_options(
                     loads=loads,
                     holder_seconds=model.holder_seconds(loads),
                     everywhere=everywhere,
+                    table_group=_table_group(use, prototype),
                 )
             )
 
@@ -161,6 +164,12 @@ def _part_loads(
     return padded, everywhere
 
 
+def _table_group(use: TableUse, plan: TablePlan) -> Hashable:
+    if plan.placement is Placement.DATA_PARALLEL:
+        return None
+    return use.table_group(plan.shards[0].num_columns)
+
+
 def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan) -> Option:
     num_ranks = model.topology.num_ranks
     ranks = tuple(shard.rank for shard in exact.shards)
@@ -181,5 +190,6 @@ def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan)
         loads=loads,
         holder_seconds=model.holder_seconds(loads),
         everywhere=everywhere,
+        table_group=_table_group(use, exact),
         exact=exact,
     )

@@ -1,14 +1,12 @@
 """What a plan costs, as tables of text and as data."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from torchembed.sharding.costs import (
     ALL_REDUCE_EXCHANGES,
-    LOOKUP_KERNELS,
-    UPDATE_KERNELS,
     CostModel,
     Everywhere,
     Load,
@@ -137,12 +135,16 @@ def report_plan(
     loads = np.zeros((topology.num_ranks, len(Load)))
     weights = np.zeros(topology.num_ranks, dtype=np.int64)
     everywhere = Everywhere()
+    groups: list[set[Hashable]] = [set() for _ in range(topology.num_ranks)]
     costs = []
     for name, use in tables.items():
         of_table = plan.table(name)
         members = [shard.rank for shard in of_table.shards]
         shard_loads, of_all = model.table_loads(use, of_table)
         everywhere = everywhere.plus(of_all)
+        if of_table.placement is not Placement.DATA_PARALLEL:
+            for shard in of_table.shards:
+                groups[shard.rank].add(use.table_group(shard.num_columns))
         np.add.at(loads, members, shard_loads)
         held = [model.weight_bytes(use, s.num_rows, s.num_columns) for s in of_table.shards]
         np.add.at(weights, members, held)
@@ -167,30 +169,34 @@ def report_plan(
         topology=topology,
         batch_size=model.batch_size,
         tables=tuple(costs),
-        ranks=tuple(_rank_costs(model, loads, weights, everywhere)),
+        ranks=tuple(_rank_costs(model, loads, weights, everywhere, list(map(len, groups)))),
         dense=None if dense is None else dense_cost(dense, model),
     )
 
 
 def _rank_costs(
-    model: CostModel, loads: np.ndarray, weights: np.ndarray, everywhere: Everywhere
+    model: CostModel,
+    loads: np.ndarray,
+    weights: np.ndarray,
+    everywhere: Everywhere,
+    num_groups: Sequence[int],
 ) -> Iterator[RankCost]:
     topology = model.topology
     wires = model.wire_seconds(loads)
     wires += topology.collective_seconds * (wires > 0)
     reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
     reduce += ALL_REDUCE_EXCHANGES * topology.collective_seconds * (reduce > 0)
-    calls = 1 + (reduce > 0)
     for rank, (load, wire) in enumerate(zip(loads, wires, strict=True)):
+        calls = num_groups[rank] + (everywhere.all_reduce_bytes > 0)
+        lookup_bytes = load[Load.LOOKUP] + everywhere.lookup_bytes
+        update_bytes = load[Load.UPDATE] + everywhere.update_bytes
         held = load[Load.HELD] + everywhere.held_bytes
         yield RankCost(
             rank=rank,
             weight_bytes=int(weights[rank]),
             buffer_bytes=round(held) - int(weights[rank]),
-            lookup_seconds=float(model.lookup_seconds(load[Load.LOOKUP] + everywhere.lookup_bytes))
-            + calls * LOOKUP_KERNELS * topology.kernel_seconds,
-            update_seconds=float(model.update_seconds(load[Load.UPDATE] + everywhere.update_bytes))
-            + calls * UPDATE_KERNELS * topology.kernel_seconds,
+            lookup_seconds=float(model.lookup_seconds(lookup_bytes, calls)),
+            update_seconds=float(model.update_seconds(update_bytes, calls)),
             ids_seconds=float(wire[0]),
             vectors_seconds=float(wire[1]),
             gradients_seconds=float(wire[2]),

@@ -27,9 +27,10 @@ class Planner:
 
     It minimizes the predicted time of the slowest rank in a training step: the bytes that lookups
     and updates move through memory, then the bytes on the rank's busiest link in its busier
-    direction, for ids, vectors and gradients each, and the all-reduce of replicated tables. No rank
-    gets more rows, optimizer state, activations and exchange buffers than fit into its memory. The
-    same inputs give the same plan on every rank.
+    direction, for ids, vectors and gradients each, and the all-reduce of replicated tables. Rows of
+    each width have kernels of their own, which take a time however little they do. No rank gets
+    more rows, optimizer state, activations and exchange buffers than fit into its memory. The same
+    inputs give the same plan on every rank.
     """
 
     batch_size: int = 1024
@@ -58,8 +59,8 @@ class Planner:
     No bound by default, since a step takes as long as its slowest rank. Where one table has most of
     the lookups, it takes more work on all ranks to make them even: once its rows are divided over
     all, each sends a vector for every sample. MLPerf's DLRM-DCNv2 on 256 H200 is predicted to take
-    34 ms with the slowest rank at 2.7 times the mean, and 58 ms within 1.15 times, of which a rank
-    has 56 ms to do on average instead of 13. Up to 16 the fastest plan is within 1.05 times."""
+    30 ms with the slowest rank at 2.5 times the mean, and 38 ms within 1.15 times, of which a rank
+    has 34 ms to do on average instead of 12. Up to 16 the fastest plan is within 1.05 times."""
     topology: Topology | None = None
     """Ranks, memory and bandwidths; None: those that the mesh's ranks have when planning."""
 

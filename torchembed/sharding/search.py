@@ -6,7 +6,7 @@ All of it is deterministic: the same options give the same assignment on every r
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Assignment:
     picks: tuple[int, ...]
     ranks: tuple[np.ndarray, ...]
     loads: np.ndarray
-    """``[W, 6]``."""
+    """``[W, 6 + groups of tables]``: after the loads, how many parts of each group a rank has."""
     everywhere: Everywhere
     seconds: np.ndarray
     """``[W]``."""
@@ -68,7 +68,12 @@ class Search:
     """Over ``options[t]`` of each table t."""
 
     def __init__(self, model: CostModel, options: Sequence[Sequence[Option]]) -> None:
-        self._model, self._options = model, options
+        self._model = model
+        known = dict.fromkeys(option.table_group for of_table in options for option in of_table)
+        known.pop(None, None)
+        numbers = {group: number for number, group in enumerate(known)}
+        self._options = [[_counting(option, numbers) for option in of] for of in options]
+        self._num_columns = len(Load) + len(numbers)
         self._num_ranks = model.topology.num_ranks
         self._memory = model.topology.memory_bytes
         self._max_imbalance = math.inf
@@ -148,7 +153,7 @@ class Search:
         everywhere = Everywhere()
         for option in chosen:
             everywhere = everywhere.plus(option.everywhere)
-        loads = np.zeros((self._num_ranks, len(Load)))
+        loads = np.zeros((self._num_ranks, self._num_columns))
         busy = np.zeros(self._num_ranks)
         ranks: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(chosen)
         order = sorted(
@@ -194,12 +199,14 @@ class Search:
         everywhere: Everywhere,
     ) -> Assignment:
         missing = loads[:, Load.HELD] + everywhere.held_bytes - self._memory
+        num_groups = np.count_nonzero(loads[:, len(Load) :], axis=1)
+        num_groups += everywhere.all_reduce_bytes > 0
         return Assignment(
             picks=picks,
             ranks=ranks,
             loads=loads,
             everywhere=everywhere,
-            seconds=self._model.rank_seconds(loads, everywhere),
+            seconds=self._model.rank_seconds(loads, everywhere, num_groups),
             missing_bytes=float(np.maximum(missing, 0.0).sum()),
         )
 
@@ -306,3 +313,11 @@ class Search:
             loads[members] += option.loads
             ranks[number] = members
         return self._assignment(assignment.picks, tuple(ranks), loads, assignment.everywhere)
+
+
+def _counting(option: Option, numbers: Mapping[Hashable, int]) -> Option:
+    """``option`` with a column more in its loads for each group: 1 where a part is of it."""
+    counts = np.zeros((option.num_parts, len(numbers)))
+    if option.table_group is not None:
+        counts[option.loads.any(axis=1), numbers[option.table_group]] = 1
+    return dataclasses.replace(option, loads=np.hstack([option.loads, counts]))
