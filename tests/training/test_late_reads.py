@@ -19,7 +19,7 @@ def test_what_is_read_later_is_found(device: torch.device) -> None:
     weights |= {id(p) for p in (*cross.u, *cross.v)}
 
     def late_reads(x: Tensor) -> set[int]:
-        with DeferredWeightGradients() as deferred, _LateReads(deferred.weights) as reads:
+        with DeferredWeightGradients() as deferred, _LateReads(deferred) as reads:
             x.sum().backward()
             assert {id(weight) for weight in deferred.weights} == weights
         return reads.found

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torchembed.optim import DenseOptimizer
 from torchembed.training.guarded_update import skipping, step_unless
 
 _MIN_ELEMENTS = 1 << 16
-"""Of a weight that is worth a kernel of its own; smaller ones go with one of these."""
+"""Of a weight that is worth a kernel of its own."""
 
 
 class EarlyUpdates:
@@ -24,8 +24,7 @@ class EarlyUpdates:
 
     Each gradient of a weight that a layer defers is computed on a stream of its own, as soon as
     backward has come by the layer. The weight is updated, on another stream, as soon as its
-    gradient is there, unless something reads it later in the same backward; and with it what little
-    lies beside it. Where weights have
+    gradient is there, unless something reads it later in the same backward. Where weights have
     several gradients to be added up, all are computed and updated after backward; the first
     backward shows whether they have.
 
@@ -57,7 +56,7 @@ class EarlyUpdates:
 
         hooks = [w.register_post_accumulate_grad_hook(note) for w in self._candidates()]
         try:
-            with DeferredWeightGradients(stream) as deferred, _LateReads(computed) as reads:
+            with DeferredWeightGradients(stream) as deferred, _LateReads(deferred) as reads:
                 yield
                 weights += deferred.weights
                 if self._are_alone is None:
@@ -68,23 +67,18 @@ class EarlyUpdates:
                 hook.remove()
         self._ready = {}
         if stream is not None:
-            deferred_weights = set(map(id, weights))
-            self._ready = {
-                weight: event
-                for weight, event in computed.items()
-                if (id(weight) in deferred_weights or weight.numel() < _MIN_ELEMENTS)
-                and id(weight) not in reads.found
-            }
+            may_change = [w for w in weights if w in computed and id(w) not in reads.found]
+            self._ready = {weight: computed[weight] for weight in may_change}
 
     def _candidates(self) -> list[Tensor]:
-        """Weights of optimizers, with gradients that nobody else has to do with."""
+        """Large weights, of optimizers and with gradients that nobody else has to do with."""
         parameters = [
             parameter
             for optimizer in self._optimizers
             if not optimizer._optimizer_step_pre_hooks
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if parameter.requires_grad
+            if parameter.requires_grad and parameter.numel() >= _MIN_ELEMENTS
         ]
         # One hook is the slot's own.
         return [p for p in parameters if len(p._post_accumulate_grad_hooks or {}) <= 1]
@@ -92,40 +86,19 @@ class EarlyUpdates:
     def update(self, skip: Tensor | None) -> None:
         """The optimizers' step, that changes nothing where ``skip`` is not zero. The current stream
         waits for it in :meth:`join`, and must allocate nothing before that."""
-        for weights in self._together():
-            for weight in weights:
-                self._updates_stream.wait_event(self._ready[weight])
+        for weight, ready in self._ready.items():
+            slot = slot_of(weight)
+            if slot is None or not slot.holds(weight.grad):
+                continue
+            self._updates_stream.wait_event(ready)
             with torch.cuda.stream(self._updates_stream):
                 for optimizer in self._optimizers:
                     with skipping(optimizer, skip):
-                        optimizer.step_early(weights)
+                        optimizer.step_early([weight])
         self._updates_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._updates_stream):
             for optimizer in self._optimizers:
                 step_unless(optimizer, skip)
-
-    def _together(self) -> list[list[Tensor]]:
-        """Weights to update at a time, in the order in which large ones become ready: each with the
-        small ones that lie between it and the next."""
-        of_large: dict[Tensor, list[Tensor]] = {}
-        for flat in (
-            flat for optimizer in self._optimizers for flat in optimizer.flat_parameters()
-        ):
-            together: list[Tensor] = []
-            has_large = False
-            for weight in flat.parameters:
-                slot = slot_of(weight)
-                is_ready = weight in self._ready and slot is not None and slot.holds(weight.grad)
-                if weight.numel() >= _MIN_ELEMENTS:
-                    # Small ones before the first large one go with that.
-                    if has_large or not is_ready:
-                        together = []
-                    has_large = True
-                    if is_ready:
-                        of_large[weight] = together
-                if is_ready:
-                    together.append(weight)
-        return [of_large[weight] for weight in self._ready if weight in of_large]
 
     def join(self) -> None:
         """Let the current stream wait for the updates."""
@@ -133,11 +106,11 @@ class EarlyUpdates:
 
 
 class _LateReads(TorchDispatchMode):
-    """Finds weights whose memory an operation is given after their gradients were computed."""
+    """Finds weights whose memory an operation is given after their gradients were deferred."""
 
-    def __init__(self, computed: Iterable[Tensor]) -> None:
+    def __init__(self, deferred: DeferredWeightGradients) -> None:
         super().__init__()
-        self._computed = computed
+        self._deferred = deferred
         self.found: set[int] = set()
 
     def __torch_dispatch__(
@@ -145,7 +118,7 @@ class _LateReads(TorchDispatchMode):
     ) -> Any:
         # Others than plain tensors stand for none, as while something is compiled.
         given = [t for t in tensors_in((args, kwargs)) if type(t) in (Tensor, nn.Parameter)]
-        for weight in list(self._computed):
+        for weight in self._deferred.weights:
             first, last = _extent(weight)
             for start, stop in map(_extent, given):
                 if start < last and first < stop:
