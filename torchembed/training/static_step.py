@@ -104,8 +104,6 @@ class StaticStep:
         self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._sizes: list[GatheredSize] | None = None
         """What ranks told each other in a step that had its batch prepared, and prepared one."""
-        self._has_captured = False
-        """From the first capture on, what is prepared stays where it is."""
         self.has_begun_update = False
         """Whether a step has begun to change rows and parameters."""
         self._turns = [_Turn(), _Turn()]
@@ -138,7 +136,6 @@ class StaticStep:
         """
         assert self._sizes is not None
         self._before_replay()  # what a graph does itself, it does at each replay
-        self._has_captured = True
         if self.sorted is not None:
             assert self._streams.step is not None
             self.sorted.capture(self._streams.step)
@@ -161,6 +158,11 @@ class StaticStep:
     def can_capture(self) -> bool:
         """Whether it is on a GPU, and a step has run as it is that a captured one repeats."""
         return self.is_cuda and self._sizes is not None
+
+    @property
+    def _has_captured(self) -> bool:
+        """Whether a graph reads and writes what is prepared where it is now."""
+        return any(self.is_captured(turn) for turn in (0, 1))
 
     def is_captured(self, turn: int) -> bool:
         """Whether :meth:`run` replays a graph."""
@@ -292,7 +294,7 @@ class StaticStep:
         known = self._prepared[turn]
         if known is not None and self._has_captured:
             _copy_tree(found, known)
-        else:
+        else:  # of the first capture too: the second one reads what it writes
             self._prepared[turn], self._prepared_suspects[turn] = found, suspects
 
     def _announced(
