@@ -17,7 +17,7 @@ from tests.values import normal, not_contiguous
 from torchembed.core.gradient_slots import slot_of
 from torchembed.modules import MLP, Cross, LowRankCross
 from torchembed.ops.linear import linear, linear_relu
-from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.ops.weight_gradients import DeferredWeightGradients, are_waiting
 from torchembed.optim import DenseSGD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -269,7 +269,9 @@ def test_deferred_gradients_are_the_same(is_flat: bool, device: torch.device) ->
         for parameter in module.parameters():
             assert (parameter.grad is None) == (id(parameter) in late)
         assert not hooked & late
+        assert are_waiting()
         deferred.run()
+        assert not are_waiting()
         assert hooked == {id(parameter) for parameter in module.parameters()}
     elsewhere = {*module.between.parameters(), *module.full_cross.bias}
     for parameter, same in zip(module.parameters(), expected, strict=True):

@@ -175,6 +175,11 @@ def is_waiting(weight: Tensor) -> bool:
     return any(weight is other for entered in _entered for other, _ in entered._waiting)
 
 
+def are_waiting() -> bool:
+    """Whether gradients of weights are still to be computed, beside what comes before them now."""
+    return any(entered._waiting for entered in _entered)
+
+
 @contextlib.contextmanager
 def on_gradient_stream() -> Iterator[None]:
     """Work within comes after all gradients computed so far, on whatever stream they were."""

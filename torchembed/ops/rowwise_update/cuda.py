@@ -9,6 +9,7 @@ from torch import Tensor
 from torchembed import _native
 from torchembed.core.dispatch import CudaKernel
 from torchembed.core.types import OptimizerKind
+from torchembed.ops.weight_gradients import are_waiting
 
 _DIM = 128
 _OLDEST_GPU = (8, 0)
@@ -18,9 +19,15 @@ _COVERS = f"Adagrad and row-wise Adagrad of float32 rows of {_DIM} columns"
 
 
 @functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _num_blocks(device: torch.device) -> int:
-    """Five in six multiprocessors saturate the memory; the others are left to what runs beside."""
-    return torch.cuda.get_device_properties(device).multi_processor_count * 5 // 6
+    """Five in six multiprocessors saturate every memory; half of them do nearly as well, and leave
+    room to the products that gradients of weights wait for."""
+    count = _num_multiprocessors(device)
+    return count // 2 if are_waiting() else count * 5 // 6
 
 
 @functools.cache
