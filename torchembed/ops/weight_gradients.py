@@ -1,8 +1,8 @@
 """Gradients of weights in backward: into their slots, and later or on another stream if asked."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,15 @@ from torchembed.core.gradient_slots import slot_of
 
 Compute = Callable[[Tensor | None], Tensor]
 """Computes a gradient: into the given tensor, or into a new one where that is None."""
+
+
+class Completion(NamedTuple):
+    """What becomes of gradients that are on their way over ranks, once all are computed."""
+
+    stream: "torch.cuda.Stream"
+    """Waits for them."""
+    note: Callable[[Sequence[Tensor]], None]
+    """Called there with parameters whose gradients are there, and will not change."""
 
 
 class DeferredWeightGradients:
@@ -35,13 +44,17 @@ class DeferredWeightGradients:
 
     Args:
         stream: a CUDA stream.
+        completion: for gradients that are averaged over ranks, which the current stream waits for
+            where it is None.
 
     Raises:
         RuntimeError: on entering, where another one is entered.
     """
 
-    def __init__(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        self.stream = stream
+    def __init__(
+        self, stream: "torch.cuda.Stream | None" = None, completion: Completion | None = None
+    ) -> None:
+        self.stream, self.completion = stream, completion
         self.weights: list[Tensor] = []
         """Of the gradients deferred so far, in their order."""
         self._waiting: list[tuple[Tensor, Compute]] = []
@@ -191,6 +204,18 @@ def on_gradient_stream() -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
+
+
+@contextlib.contextmanager
+def completing(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Work within makes the gradients of ``parameters`` what they will be."""
+    completion = _entered[0].completion if _entered else None
+    if completion is None:
+        yield
+        return
+    with torch.cuda.stream(completion.stream):
+        yield
+        completion.note(parameters)
 
 
 def when_gradients_are_complete(callback: Callable[[], None]) -> None:

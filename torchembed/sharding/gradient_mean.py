@@ -1,6 +1,7 @@
 """Gradients of dense parameters: their mean over ranks, the rule of DDP, under backward."""
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torchembed.core.gradient_slots import FlatSpans, gather_gradients, joint_spans, slot_of
 from torchembed.ops.weight_gradients import (
     are_deferred,
+    completing,
     is_waiting,
     on_gradient_stream,
     when_gradients_are_complete,
@@ -273,21 +275,30 @@ class GradientMean:
             self._reduce(self._remaining()[0])
         if self._numbers and not self._carriers:
             self._reductions.append(self._started(None, [], self._numbers))
-        for work, memory, gradients, numbers in self._reductions:
-            if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
-                work.wait()
-            else:
-                wait_for(work)
-            if not self._averages(memory[0].device):
-                torch._foreach_div_(memory, dist.get_world_size(self._group))  # type: ignore[attr-defined]
-            if gradients:
-                parts = memory[0].split([gradient.numel() for gradient in gradients])
-                shaped = [part.view(g.shape) for g, part in zip(gradients, parts, strict=True)]
-                torch._foreach_copy_(gradients, shaped)  # type: ignore[attr-defined]
-            for flat, put, _ in numbers:
-                put(flat)
+        for bucket, reduction in itertools.zip_longest(self._buckets, self._reductions):
+            with completing([] if bucket is None else bucket.parameters):
+                self._wait_for(reduction)
         self._clear()
         self._agree_on_order()
+
+    def _wait_for(self, reduction: _Reduction) -> None:
+        """Let the current stream wait for it, and put its results where they belong."""
+        work, memory, gradients, numbers = reduction
+        if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
+            work.wait()
+        else:
+            wait_for(work)
+        if not self._averages(memory[0].device):
+            torch._foreach_div_(memory, dist.get_world_size(self._group))  # type: ignore[attr-defined]
+        if gradients:
+            parts = memory[0].split([gradient.numel() for gradient in gradients])
+            shaped = [part.view(g.shape) for g, part in zip(gradients, parts, strict=True)]
+            torch._foreach_copy_(gradients, shaped)  # type: ignore[attr-defined]
+        for flat, put, _ in numbers:
+            put(flat)
+        for tensor in memory:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream())
 
     def _agree_on_order(self) -> None:
         """After the first backward, take over the order in which the first rank's gradients came;

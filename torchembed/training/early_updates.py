@@ -1,4 +1,4 @@
-"""Dense weights that are updated as soon as their gradients are there, while backward goes on."""
+"""Dense weights that are updated as soon as their gradients are there, beside what comes later."""
 
 import collections
 import contextlib
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchembed.core.gradient_slots import slot_of
 from torchembed.core.trees import tensors_in
-from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.ops.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.training.guarded_update import skipping, step_unless
 
@@ -103,6 +103,35 @@ class EarlyUpdates:
     def join(self) -> None:
         """Let the current stream wait for the updates."""
         torch.cuda.current_stream().wait_stream(self._updates_stream)
+
+
+class UpdatesOfMeans:
+    """The steps of dense optimizers on several ranks, each weight's as soon as the mean of its
+    gradient is there, beside those that are computed or on their way yet.
+
+    Args:
+        stream: where they are; of the step, which waits for it.
+    """
+
+    def __init__(self, optimizers: Sequence[DenseOptimizer], stream: torch.cuda.Stream) -> None:
+        self._optimizers, self._stream = list(optimizers), stream
+
+    @contextlib.contextmanager
+    def around_backward(self, skip: Tensor | None) -> Iterator[None]:
+        """Gradients of weights are deferred meanwhile, and computed at the end. The optimizers are
+        to step then, for what is left; nothing changes where ``skip`` is not zero."""
+        # What hooks do to all gradients together, the step itself waits for.
+        early = [o for o in self._optimizers if not o._optimizer_step_pre_hooks]
+
+        def update(parameters: Sequence[Tensor]) -> None:
+            for optimizer in early:
+                with skipping(optimizer, skip):
+                    optimizer.step_early(parameters)
+
+        with DeferredWeightGradients(completion=Completion(self._stream, update)):
+            yield
+            # Not for the gradients of weights, which come then.
+            self._stream.wait_stream(torch.cuda.current_stream())
 
 
 class _LateReads(TorchDispatchMode):

@@ -29,7 +29,7 @@ from torchembed.training.batch_layout import (
 )
 from torchembed.training.batch_slots import BatchSlots
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
-from torchembed.training.early_updates import EarlyUpdates
+from torchembed.training.early_updates import EarlyUpdates, UpdatesOfMeans
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.sorted_ids import Room, SortedSlots
 from torchembed.training.step_optimizers import (
@@ -111,11 +111,14 @@ class StaticStep:
         self._late_optimizers = self._optimizers.captured
         """Those that begin once backward is done."""
         self._early: EarlyUpdates | None = None
+        self._of_means: UpdatesOfMeans | None = None
         if self.is_cuda:
             self._pool = torch.cuda.graph_pool_handle()
-            if group is None:
-                captured = self._optimizers.captured
-                ours = [o for o in captured if isinstance(o, DenseOptimizer)]
+            captured = self._optimizers.captured
+            ours = [o for o in captured if isinstance(o, DenseOptimizer)]
+            if self._streams.dense is not None:
+                self._of_means = UpdatesOfMeans(ours, self._streams.dense)
+            else:
                 self._late_optimizers = [o for o in captured if o not in ours]
                 self._early = EarlyUpdates(ours, device)
 
@@ -234,7 +237,7 @@ class StaticStep:
                 # Before backward: the update of rows begins with what needs no gradients.
                 stream.wait_stream(torch.cuda.current_stream())
         early, leaves_stream = self._early, self._backward_stream()
-        with DeferredWeightGradients() if early is None else early.around_backward():
+        with self._around_backward(verdict):
             with record_function("torchembed: backward"), beside(leaves_stream):
                 loss.backward()
             self.has_begun_update = True
@@ -253,6 +256,14 @@ class StaticStep:
         join(streams.ids, streams.vectors if self._calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
+
+    def _around_backward(self, verdict: Verdict | None) -> Any:
+        """Defers gradients of weights."""
+        if self._early is not None:
+            return self._early.around_backward()
+        if self._of_means is not None:
+            return self._of_means.around_backward(None if verdict is None else verdict.skip)
+        return DeferredWeightGradients()
 
     def _backward_stream(self) -> torch.cuda.Stream | None:
         """Where to call backward.
