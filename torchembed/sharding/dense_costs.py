@@ -10,7 +10,7 @@ from torchembed.sharding.gradient_mean import BUCKET_BYTES
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 0.85, 1.5
 """So many times what a kernel takes beside its work, for each layer."""
-TF32_SHARE, FLOAT32_SHARE = 0.42, 0.11
+TF32_SHARE, FLOAT32_SHARE = 0.32, 0.083
 """Of the rate of 16-bit products, that of others."""
 
 

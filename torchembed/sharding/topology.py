@@ -52,7 +52,7 @@ H100 = Hardware(
     kernel_seconds=7e-6,
     exchange_seconds=4e-6,
     peer_seconds=3.6e-6,
-    flops=400e12,
+    flops=530e12,
 )
 H200 = Hardware(
     name="H200",
@@ -63,7 +63,7 @@ H200 = Hardware(
     kernel_seconds=7e-6,
     exchange_seconds=4e-6,
     peer_seconds=3.6e-6,
-    flops=400e12,
+    flops=530e12,
 )
 # Round numbers for one core of a server and gloo between processes: plans ask for ratios.
 CPU = Hardware(
