@@ -146,6 +146,13 @@ __device__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNumLeft) : "memory");
 }
 
+// Of all, whose sum is read only after that.
+__device__ void wait_for_sum(float (&sum)[32]) {
+  wait_for_products<0>();
+#pragma unroll
+  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
 #define TORCHEMBED_WGMMA(TYPE)                                                                    \
   asm volatile(                                                                                   \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"                                          \

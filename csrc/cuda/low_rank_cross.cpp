@@ -12,6 +12,9 @@
 namespace torchembed {
 namespace {
 
+// With a block's more they are numbered by int.
+constexpr int64_t kMostRows = (int64_t{1} << 31) - kSummedRows;
+
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -35,7 +38,7 @@ CrossTiles tiles_of(CrossPass pass, const Tensor& left, int64_t num_columns) {
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "matrices must be bfloat16 or float16, got ", torch::headeronly::toString(type));
   const int64_t num_rows = left.size(0), depth = left.size(1);
-  STD_TORCH_CHECK(num_rows > 0 && num_rows < (int64_t{1} << 31) && num_columns > 0 &&
+  STD_TORCH_CHECK(num_rows > 0 && num_rows < kMostRows && num_columns > 0 &&
                       num_columns < (int64_t{1} << 31) && num_columns % 8 == 0,
                   "x0 must have rows, and a multiple of 8 columns, got ", num_rows, " and ",
                   num_columns);
@@ -78,9 +81,10 @@ std::tuple<Tensor, Tensor> forward_on(const Tensor& x0, const Tensor& h, const T
   CrossTiles tiles =
       tiles_of(is_first ? CrossPass::kFirstForward : CrossPass::kForward, h, x0.size(1));
   tiles.right = matrix("u", u, h, tiles.num_columns, tiles.depth);
-  STD_TORCH_CHECK(bias.numel() == tiles.num_columns && bias.scalar_type() == h.scalar_type() &&
-                      bias.is_contiguous(),
-                  "bias must be contiguous, with an element for each column, and of h's dtype");
+  STD_TORCH_CHECK(
+      bias.numel() == tiles.num_columns && bias.scalar_type() == h.scalar_type() &&
+          bias.is_contiguous() && reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 4 == 0,
+      "bias must be contiguous, on 4 bytes, with an element for each column, and of h's dtype");
   tiles.bias = bias.const_data_ptr();
   read(tiles, "x0", x0, h);
   if (!is_first) read(tiles, "x", x, h);

@@ -26,7 +26,7 @@ struct CrossTiles {
   const void* left;                   // [num_rows, depth]
   const void* right;                  // forward [num_columns, depth], backward [depth, num_columns]
   const void* bias;                   // [num_columns], in forward
-  float* sums;                        // [num_rows / kSummedRows, num_columns], in backward
+  float* sums;                        // [ceil(num_rows / kSummedRows), num_columns], in backward
   const void* read[2 * kMostLayers];  // [num_rows, num_columns] each
   int num_read;
   void* written[kMostParts];  // [num_rows, widths[i]] each

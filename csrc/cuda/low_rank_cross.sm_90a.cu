@@ -330,7 +330,7 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
       previous = factor.stage;
       factor.next();
     }
-    wait_for_products<0>();
+    wait_for_sum(sum);
     if (lane_of_warp == 0) factor.release(previous);
     if (Lane::is_first() && tile > block.first_tile) {
       wait_for_stores();

@@ -269,7 +269,6 @@ cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stre
                                  num_warps * kBytesOfWarp);
   }
   if (error != cudaSuccess) return error;
-  const bool has_clusters = generation >= 9;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = kBlocksOfCluster;
@@ -280,7 +279,13 @@ cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stre
   config.dynamicSmemBytes = num_warps * kBytesOfWarp;
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = has_clusters ? 1 : 0;
+  config.numAttrs = 1;
+  int num_clusters = 0;
+  if (generation < 9 ||
+      cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+  }
+  if (num_clusters == 0) config.numAttrs = 0;
   return cudaLaunchKernelEx(&config, kernel, update);
 }
 

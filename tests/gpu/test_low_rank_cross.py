@@ -20,7 +20,7 @@ SHAPES = {
     "one tile": (128, 64, 64),
     "odd": (77, 200, 40),
     "less than a step and more": (300, 136, 520 - 64),
-    "two row blocks": (1000, 1000, 256),
+    "several row blocks": (1000, 1000, 256),
     "as published": (2050, 3456, 512),
     "many row blocks": (20_000, 128, 16),
 }
@@ -154,6 +154,8 @@ def test_what_it_leaves_to_triton(device: torch.device) -> None:
     for sizes in (0, 8, 8), (8, 0, 8), (8, 12, 8), (8, 8, 12), (8, 8, 520):
         assert call(*sizes, half) is NotImplemented
     assert call(8, 8, 8, torch.float32) is NotImplemented
+    x0, bias = torch.zeros(8, 8, device=device, dtype=half), torch.zeros(9, device=device)
+    assert kernel.launch(x0, x0, x0, bias.to(half)[1:], x0) is NotImplemented
     grad = torch.zeros(8, 136, device=device, dtype=half)
     h, v = grad[:, :8].contiguous(), torch.zeros(8, 136, device=device, dtype=half)
     assert inputs.launch(h, v, [grad], [grad], [64, 72]) is not NotImplemented
@@ -173,7 +175,7 @@ def test_what_the_library_refuses(device: torch.device) -> None:
         ops.low_rank_cross_forward(x, square, x.view(16, 8).half(), bias, x, 0)
     with pytest.raises(RuntimeError, match=r"must be bfloat16 or float16, got Float"):
         ops.low_rank_cross_forward(x, square.float(), x.view(16, 8), bias, x, 0)
-    with pytest.raises(RuntimeError, match="bias must be contiguous, with an element"):
+    with pytest.raises(RuntimeError, match="bias must be contiguous, on 4 bytes, with an element"):
         ops.low_rank_cross_forward(x, square, x.view(16, 8), bias[:8], x, 0)
     with pytest.raises(RuntimeError, match=r"sums must be contiguous, float32, of shape \(1, 16\)"):
         ops.low_rank_cross_backward(x, square, x, x, sums[0], 0)

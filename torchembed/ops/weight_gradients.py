@@ -208,11 +208,14 @@ def on_gradient_stream() -> Iterator[None]:
 
 @contextlib.contextmanager
 def completing(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Work within makes the gradients of ``parameters`` what they will be."""
+    """Work within makes the gradients of ``parameters`` what they will be. It is on the stream of
+    the completion, if there is one, after all that gradients of weights are computed from; there
+    :attr:`Completion.note` is called then."""
     completion = _entered[0].completion if _entered else None
     if completion is None:
         yield
         return
+    completion.stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(completion.stream):
         yield
         completion.note(parameters)

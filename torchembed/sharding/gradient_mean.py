@@ -275,10 +275,12 @@ class GradientMean:
             self._reduce(self._remaining()[0])
         if self._numbers and not self._carriers:
             self._reductions.append(self._started(None, [], self._numbers))
-        for bucket, reduction in itertools.zip_longest(self._buckets, self._reductions):
-            with completing([] if bucket is None else bucket.parameters):
-                self._wait_for(reduction)
-        self._clear()
+        try:
+            for bucket, reduction in itertools.zip_longest(self._buckets, self._reductions):
+                with completing([] if bucket is None else bucket.parameters):
+                    self._wait_for(reduction)
+        finally:
+            self._clear()
         self._agree_on_order()
 
     def _wait_for(self, reduction: _Reduction) -> None:

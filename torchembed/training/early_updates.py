@@ -106,8 +106,8 @@ class EarlyUpdates:
 
 
 class UpdatesOfMeans:
-    """The steps of dense optimizers on several ranks, each weight's as soon as the mean of its
-    gradient is there, beside those that are computed or on their way yet.
+    """The steps of dense optimizers on several ranks: each weight's as soon as all gradients are
+    computed and its mean is there, beside means that are on their way yet.
 
     Args:
         stream: where they are; of the step, which waits for it.
@@ -130,8 +130,6 @@ class UpdatesOfMeans:
 
         with DeferredWeightGradients(completion=Completion(self._stream, update)):
             yield
-            # Not for the gradients of weights, which come then.
-            self._stream.wait_stream(torch.cuda.current_stream())
 
 
 class _LateReads(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """The C++ library's kernels of ``low_rank_cross_*`` for GPUs of compute capability 9.0."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,14 @@ _COVERS = (
 )
 
 
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    """As in :mod:`torchembed.ops.rowwise_update.cuda`, and of the right generation."""
+    from torchembed.triton_kernels.segments import library_sort_on
+
+    return torch.cuda.get_device_capability(device) == _GPU and library_sort_on(device) is not None
+
+
 def _takes(left: Tensor, *matrices: Tensor) -> bool:
     """Whether the library takes a product with ``left`` over these matrices."""
     depth, num_columns = left.shape[1], matrices[0].shape[1]
@@ -32,7 +41,7 @@ def _takes(left: Tensor, *matrices: Tensor) -> bool:
         and depth % _UNIT == 0
         and num_columns % _UNIT == 0
         and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (left, *matrices))
-        and torch.cuda.get_device_capability(left.device) == _GPU
+        and _runs_on(left.device)
     )
 
 
@@ -43,7 +52,7 @@ def _stream(tensor: Tensor) -> int:
 def _launch_forward(x0: Tensor, h: Tensor, u: Tensor, bias: Tensor, x: Tensor) -> Any:
     """``torchembed::low_rank_cross_forward``; see
     :func:`torchembed.ops.cross.low_rank_cross_network`. Other sums in the product than Triton's."""
-    if not (_takes(h, x0, u, x) and bias.is_contiguous()):
+    if not (_takes(h, x0, u, x) and bias.is_contiguous() and bias.data_ptr() % 4 == 0):
         return NotImplemented
     with torch.cuda.device_of(x0):
         return torch.ops.torchembed_native.low_rank_cross_forward(x0, h, u, bias, x, _stream(x0))
