@@ -115,12 +115,12 @@ def _of_wire(row: Row, hardware: Hardware) -> Prediction:
 
 
 def _of_step(row: Row, hardware: Hardware) -> list[Prediction]:
-    """Each stage of a step, one after the other."""
+    """Each measured stage of a step, one after the other."""
     what = f"{row['num_gpus']} {hardware.name} step {row['batch_per_gpu']} {row['ids']}"
     return [
         Prediction(f"{what} {stage}", 0.0, row["alone_ms"][stage] * 1e-3, milliseconds * 1e-3)
         for stage, milliseconds in predicted_of_row(row).items()
-        if milliseconds
+        if milliseconds and stage in row["alone_ms"]
     ]
 
 

@@ -57,10 +57,11 @@ def test_stages_are_predicted() -> None:
     found = costs.predictions([*WIRES, *costs.stored_rows(costs.RESULTS)])
     stages = {(e.what.split()[1], " ".join(e.what.split()[5:])) for e in found if "step" in e.what}
     assert {gpu for gpu, _ in stages} == {"H100", "H200"}
-    on_several = {"exchange", "mean"}
-    alone = {"lookup", "dense forward", "dense backward", "row update", "dense update"}
-    assert {stage for gpu, stage in stages if gpu == "H100"} >= alone
-    assert {stage for gpu, stage in stages if gpu == "H200"} >= alone | on_several
+    of_memory, on_several = {"lookup", "row update", "dense update"}, {"exchange", "mean"}
+    # Both compute at one rate; only one was measured with the dense part's kernels of now.
+    of_products = {"dense forward", "dense backward"}
+    assert {stage for gpu, stage in stages if gpu == "H100"} >= of_memory | of_products
+    assert {stage for gpu, stage in stages if gpu == "H200"} >= of_memory | on_several
     for each in found:
         assert abs(each.predicted / each.measured - 1) <= MAX_ERROR, each
 
