@@ -22,7 +22,7 @@ namespace {
 #define TORCHEMBED_ASYNC(...)  // not launched there
 #endif
 
-// Lets `bytes` come from `source` to `target`, an address in shared memory.
+// Lets kBytes come from `source` to `target`, an address in shared memory.
 template <int kBytes>
 __device__ void fetch_bytes(uint32_t target, const void* source) {
   if constexpr (kBytes == 16) {

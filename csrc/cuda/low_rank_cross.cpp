@@ -12,11 +12,11 @@
 namespace torchembed {
 namespace {
 
-// With a block's more they are numbered by int.
-constexpr int64_t kMostRows = (int64_t{1} << 31) - kSummedRows;
-
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// Rows are numbered by int up to the end of the last block.
+constexpr int64_t kMostRows = (int64_t{1} << 31) - kSummedRows;
 
 // `tensor`, of 16-bit numbers like `left`.
 const void* matrix(const char* name, const Tensor& tensor, const Tensor& left, int64_t num_rows,
