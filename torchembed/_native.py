@@ -1,7 +1,7 @@
 """Loads the C++ library ``_C.abi3.so`` once, and says why where it could not.
 
 Its operations live in the private namespace ``torchembed_native``; the rooms under ``ops/`` pick
-them for the CPU.
+them for the CPU, and for some calls on GPUs.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchembed.core import environment
+from torchembed.core.dispatch import CudaKernel
 
 LIBRARY = Path(__file__).parent / "_C.abi3.so"
 
@@ -53,6 +54,14 @@ def native_op(name: str) -> Callable[..., Any] | None:
             "build it again with `pip install .` or `make native`"
         )
     return kernel.default
+
+
+def cuda_kernel(name: str, launch: Callable[..., Any], covers: str) -> CudaKernel | None:
+    """``launch`` of ``torchembed_native::<name>`` for the calls that it ``covers``, or None where
+    the library is not loaded or was built without CUDA."""
+    if load_error() is not None or not hasattr(torch.ops.torchembed_native, name):
+        return None
+    return CudaKernel(launch, covers)
 
 
 def missing_reason() -> str:

@@ -206,12 +206,17 @@ def test_busiest_link_of_each_rank() -> None:
     np.testing.assert_allclose(seconds, [2000 / 1e7, 1000 / 1e8, 1000 / 1e7, 1000 / 1e7])
 
 
+THREE_TABLES = {"t": USE, "u": make_use(100, 16, "f"), "v": make_use(3, 16, "g")}
+THREE_PLANS = (
+    place_table("t", USE.spec, Placement.TABLE_WISE, (0,)),
+    place_table("u", THREE_TABLES["u"].spec, Placement.ROW_WISE, (0, 1, 2, 3)),
+    place_table("v", THREE_TABLES["v"].spec, Placement.DATA_PARALLEL, (0, 1, 2, 3)),
+)
+
+
 def test_each_group_of_tables_has_calls_of_its_own() -> None:
     """Rows of one width are one group on a rank, and so are replicas."""
-    tables = {
-        "t": USE,
-        "u": make_use(100, 16, "f"),
-        "v": make_use(3, 16, "g"),
+    tables = THREE_TABLES | {
         "w": make_use(100, 32, "g"),
         "x": make_use(100, 16, "f", pooled=False),
     }
@@ -219,9 +224,7 @@ def test_each_group_of_tables_has_calls_of_its_own() -> None:
         num_ranks=4,
         num_nodes=2,
         tables=(
-            place_table("t", USE.spec, Placement.TABLE_WISE, (0,)),
-            place_table("u", tables["u"].spec, Placement.ROW_WISE, (0, 1, 2, 3)),
-            place_table("v", tables["v"].spec, Placement.DATA_PARALLEL, (0, 1, 2, 3)),
+            *THREE_PLANS,
             place_table("w", tables["w"].spec, Placement.COLUMN_WISE, (1, 2, 3)),
             place_table("x", tables["x"].spec, Placement.TABLE_WISE, (3,)),
         ),
@@ -237,17 +240,8 @@ def test_each_group_of_tables_has_calls_of_its_own() -> None:
 
 
 def test_report_adds_up() -> None:
-    tables = {"t": USE, "u": make_use(100, 16, "f"), "v": make_use(3, 16, "g")}
-    plan = ShardingPlan(
-        num_ranks=4,
-        num_nodes=2,
-        tables=(
-            place_table("t", USE.spec, Placement.TABLE_WISE, (0,)),
-            place_table("u", tables["u"].spec, Placement.ROW_WISE, (0, 1, 2, 3)),
-            place_table("v", tables["v"].spec, Placement.DATA_PARALLEL, (0, 1, 2, 3)),
-        ),
-    )
-    report = report_plan(plan, tables, MODEL)
+    plan = ShardingPlan(num_ranks=4, num_nodes=2, tables=THREE_PLANS)
+    report = report_plan(plan, THREE_TABLES, MODEL)
     assert [table.weight_bytes for table in report.tables] == [8 * 128, 100 * 128, 3 * 128]
     assert [table.state_bytes for table in report.tables] == [8 * 64, 100 * 64, 3 * 64]
     assert [table.busiest_bytes for table in report.tables] == [8 * 128, 25 * 128, 3 * 128]

@@ -209,7 +209,7 @@ def on_gradient_stream() -> Iterator[None]:
 @contextlib.contextmanager
 def completing(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Work within makes the gradients of ``parameters`` what they will be. It is on the stream of
-    the completion, if there is one, after all that gradients of weights are computed from; there
+    the completion, if there is one, after what the current one has got so far; there
     :attr:`Completion.note` is called then."""
     completion = _entered[0].completion if _entered else None
     if completion is None:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,23 +97,16 @@ def _launch_input_backward(
         )
 
 
-def _kernel(launch: Callable[..., Any], name: str) -> CudaKernel | None:
-    """None where the library is not loaded or was built without CUDA."""
-    if _native.load_error() is not None or not hasattr(torch.ops.torchembed_native, name):
-        return None
-    return CudaKernel(launch, _COVERS)
-
-
 def forward_kernel() -> CudaKernel | None:
     """Of ``low_rank_cross_forward``."""
-    return _kernel(_launch_forward, "low_rank_cross_forward")
+    return _native.cuda_kernel("low_rank_cross_forward", _launch_forward, _COVERS)
 
 
 def backward_kernel() -> CudaKernel | None:
     """Of ``low_rank_cross_backward``."""
-    return _kernel(_launch_backward, "low_rank_cross_backward")
+    return _native.cuda_kernel("low_rank_cross_backward", _launch_backward, _COVERS)
 
 
 def input_backward_kernel() -> CudaKernel | None:
     """Of ``low_rank_cross_input_backward``."""
-    return _kernel(_launch_input_backward, "low_rank_cross_input_backward")
+    return _native.cuda_kernel("low_rank_cross_input_backward", _launch_input_backward, _COVERS)

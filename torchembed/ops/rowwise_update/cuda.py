@@ -106,6 +106,4 @@ def _launch_update_rows(
 
 def cuda_kernel() -> CudaKernel | None:
     """None where the library is not loaded or was built without CUDA."""
-    if _native.load_error() is not None or not hasattr(torch.ops.torchembed_native, "update_rows"):
-        return None
-    return CudaKernel(_launch_update_rows, _COVERS)
+    return _native.cuda_kernel("update_rows", _launch_update_rows, _COVERS)
