@@ -14,6 +14,7 @@ from torchembed.core.trees import tensors_in
 from torchembed.ops.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.training.guarded_update import skipping, step_unless
+from torchembed.training.streams import event_on, wait_for
 
 _MIN_ELEMENTS = 1 << 16
 """Of a weight that is worth a kernel of its own."""
@@ -85,7 +86,8 @@ class EarlyUpdates:
 
     def update(self, skip: Tensor | None) -> None:
         """The optimizers' step, that changes nothing where ``skip`` is not zero. The current stream
-        waits for it in :meth:`join`, and must allocate nothing before that."""
+        waits for it at the end."""
+        begun: dict[int, torch.cuda.Event | None] = {}
         for weight, ready in self._ready.items():
             slot = slot_of(weight)
             if slot is None or not slot.holds(weight.grad):
@@ -95,14 +97,15 @@ class EarlyUpdates:
                 for optimizer in self._optimizers:
                     with skipping(optimizer, skip):
                         optimizer.step_early([weight])
-        self._updates_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._updates_stream):
-            for optimizer in self._optimizers:
-                step_unless(optimizer, skip)
-
-    def join(self) -> None:
-        """Let the current stream wait for the updates."""
-        torch.cuda.current_stream().wait_stream(self._updates_stream)
+            # The first update in a flat buffer counts its step; what is left of it comes beside
+            # the others.
+            begun.setdefault(weight.untyped_storage().data_ptr(), event_on(self._updates_stream))
+        for event in begun.values():
+            wait_for(event)
+        for optimizer in self._optimizers:
+            step_unless(optimizer, skip)
+        if begun:
+            torch.cuda.current_stream().wait_stream(self._updates_stream)
 
 
 class UpdatesOfMeans:

@@ -215,6 +215,10 @@ class StaticStep:
         state, streams = self._turns[turn], self._streams
         self._optimizers.zero_grad()
         batch, prepared = self._batches[turn], self._prepared[turn]
+        # One rank exchanges no ids, which on several would delay this step's vectors.
+        prepares_first = self._group is None and self._calls is not None
+        if prepares_first:
+            self._prepare_beside(1 - turn)
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
@@ -228,10 +232,10 @@ class StaticStep:
         if prepared is not None:
             verdict = either(prepared.verdict, verdict)
             state.suspects = [*self._prepared_suspects[turn], *suspects]
-        # After forward, so that its exchange of ids delays none of this step's vectors.
-        with beside(streams.ids), record_function("torchembed: prepare"):
+        with beside(streams.ids):
             state.tell_host(verdict)
-            self._prepare(1 - turn)
+        if not prepares_first:
+            self._prepare_beside(1 - turn)
         for stream in (streams.rows, streams.last_rows):
             if stream is not None:
                 # Before backward: the update of rows begins with what needs no gradients.
@@ -250,7 +254,6 @@ class StaticStep:
                 update(self._late_optimizers, verdict)
             if early is not None:
                 early.update(None if verdict is None else verdict.skip)
-                early.join()
         join(streams.rows, streams.last_rows)
         del recorded
         join(streams.ids, streams.vectors if self._calls else None)
@@ -283,6 +286,10 @@ class StaticStep:
                 call.collection.look_up(of_call)
                 for call, of_call in zip(self._calls, prepared.lookups, strict=True)
             ]
+
+    def _prepare_beside(self, turn: int) -> None:
+        with beside(self._streams.ids), record_function("torchembed: prepare"):
+            self._prepare(turn)
 
     @torch.no_grad()
     def _prepare(self, turn: int) -> None:

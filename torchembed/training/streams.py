@@ -33,7 +33,7 @@ class StepStreams(NamedTuple):
         stream = torch.cuda.Stream
         of_one = cls(
             step=stream(device, priority=-3),
-            vectors=stream(device, priority=-3),
+            vectors=stream(device, priority=-2),
             ids=stream(device, priority=-1),
             rows=stream(device),
         )
