@@ -56,6 +56,7 @@ def _move_kernel(
     scale,
     PUSHES: tl.constexpr,
     COLLECTS: tl.constexpr,
+    NUM_TERMS: tl.constexpr,
     SCALED: tl.constexpr,
     DTYPE: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -68,7 +69,8 @@ def _move_kernel(
 
     If PUSHES, ``target_ptr`` are addresses of every rank's buffer, and ``out`` is the coming
     exchange's half of that of ``rank``; if COLLECTS, ``source`` is in this rank's buffer the half
-    of the exchange that is over.
+    of the exchange that is over. Of NUM_TERMS rectangles side by side the sum is moved, in float32
+    and from left to right.
 
     Example: ``source = [[1, 2], [3, 4]]``, two ranks, ``moves = [(0, 1, 2, 0, 0, 0, 2),
     (1, 1, 1, 1, 1, 3, 2)]``: rank 0's buffer begins with 1 2, and element 3 of rank 1's is 4.
@@ -86,6 +88,12 @@ def _move_kernel(
         source = source_ptr + (tl.load(move + 3) + row)[:, None] * source_stride
         source_column = tl.multiple_of(tl.load(move + 4), VECTOR)
         value = tl.load(source + (source_column + column)[None, :], mask=inside, other=0.0)
+        if NUM_TERMS > 1:
+            value = as_float32(value)
+        for _ in tl.static_range(1, NUM_TERMS):
+            source_column = tl.multiple_of(source_column + num_columns, VECTOR)
+            addend = tl.load(source + (source_column + column)[None, :], mask=inside, other=0.0)
+            value += as_float32(addend)
         value = _converted(value, scale, SCALED, DTYPE)
         if PUSHES:
             out = pushed_to(target_ptr, tl.load(move), state_ptr, half_elements, DTYPE)
@@ -240,11 +248,12 @@ def launch_push(source: Tensor, moves: Moves, to: Exchange, scale: float | None 
 
 
 def launch_collect(
-    buffer: Tensor, stride: int, moves: Moves, arrived: Exchange, out: Tensor
+    buffer: Tensor, stride: int, moves: Moves, arrived: Exchange, out: Tensor, num_terms: int = 1
 ) -> None:
-    """Move what arrived in this rank's ``buffer``, in rows of ``stride`` elements, to ``out``."""
+    """Move what arrived in this rank's ``buffer``, in rows of ``stride`` elements, to ``out``: of
+    ``num_terms`` rectangles side by side the sum."""
     source = buffer.as_strided((1, stride), (stride, 1))
-    _launch_moves(source, out, moves, arrived, out.dtype, None, collects=True)
+    _launch_moves(source, out, moves, arrived, out.dtype, None, collects=True, num_terms=num_terms)
 
 
 def launch_moves(source: Tensor, moves: Moves, out: Tensor) -> None:
@@ -262,6 +271,7 @@ def _launch_moves(
     *,
     pushes: bool = False,
     collects: bool = False,
+    num_terms: int = 1,
 ) -> None:
     if moves.most_rows == 0 or moves.most_columns == 0:
         return
@@ -283,6 +293,7 @@ def _launch_moves(
             1.0 if scale is None else scale,
             PUSHES=pushes,
             COLLECTS=collects,
+            NUM_TERMS=num_terms,
             SCALED=scale is not None,
             DTYPE=TRITON_DTYPES[dtype],
             VECTOR=moves.vector,

@@ -204,6 +204,7 @@ def launch_push(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
     push.launch_push(source, moves, exchange, 0.25)
     push.launch_meet(state, addresses, state, state, 1, 1.0)
     push.launch_collect(buffer, 2 * width, moves, exchange, source)
+    push.launch_collect(buffer, 2 * width, moves, exchange, source, 2)
     push.launch_moves(source, moves, source)
     push.launch_mean(buffer, exchange, exchange, 1 << 10, 1 << 10, 1)
 

@@ -57,6 +57,18 @@ def test_push_and_collect(device: torch.device, epoch: int) -> None:
     assert out.tolist() == [[0, 0, 0], [0, 0, 4]]
 
 
+def test_sums_of_what_arrived_side_by_side(device: torch.device) -> None:
+    """Three terms of two columns, in float32: 256 + 1 + 1 is 256 in bfloat16 if rounded twice."""
+    ranks = Ranks(device, torch.bfloat16)
+    arrived = torch.tensor([[9, 256, 2, 1, 4, 1, 8], [9, 3, 0.5, -3, 0.25, 5, 1]])
+    ranks.buffers[0][:14] = arrived.flatten().to(ranks.buffers[0])
+    moves = push.Moves([(0, 2, 2, 0, 1, 1, 4)], device)
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.zeros(2, 4, dtype=dtype, device=device)
+        push.launch_collect(ranks.buffers[0], 7, moves, ranks.exchange(0), out, 3)
+        assert out.tolist() == [[0, 258, 14, 0], [0, 5, 1.75, 0]]
+
+
 def test_scaled_in_its_dtype_and_then_rounded(device: torch.device) -> None:
     ranks = Ranks(device, torch.bfloat16)
     source = torch.linspace(-3, 5, 64, device=device).view(2, 32).to(torch.float16)

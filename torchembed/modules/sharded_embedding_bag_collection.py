@@ -67,8 +67,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._push = None if domain is None else self._pooled_push(domain)
 
     def _pooled_push(self, domain: PushDomain) -> PooledPush:
-        """What pushes vectors to their places among the values, but those of several shards, and
-        means, which are found from them."""
+        """What pushes vectors to their places among the values, but those of means, which are found
+        from sums."""
         parts, layout, _ = self._sharded
         columns, firsts = dict.fromkeys(self._sharded_slots, 0), []
         starts = list(itertools.accumulate(self._widths, initial=self.reserved_columns))
@@ -76,8 +76,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             firsts.append(starts[part.slot] + columns[part.slot])
             columns[part.slot] += part.num_columns
         self._part_columns = firsts
-        is_whole = [len(p.shards) == 1 and self._poolings[p.slot] is Pooling.SUM for p in parts]
-        places = [first if whole else None for first, whole in zip(firsts, is_whole, strict=True)]
+        places = [
+            first if self._poolings[part.slot] is Pooling.SUM else None
+            for part, first in zip(parts, firsts, strict=True)
+        ]
         widths = [self._widths[slot] for slot in self._replicated_slots]
         sources = itertools.accumulate(widths, initial=0)
         targets = [starts[slot] for slot in self._replicated_slots]
@@ -185,13 +187,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         store_of = functools.partial(push.store, batch_sizes=batch_sizes, ahead=ahead)
         pooled = pooled_groups(*self._sums(lookups.sharded), store_of)
         groups = [GroupVectors(*of_group) for of_group in pooled]
-        values, staged = lookups.route.push_pooled(groups, push, ahead=ahead)
-        for part, column in staged:
-            slot, width = self._sharded.parts[part].slot, column.shape[1]
-            if slot in lookups.bag_sizes:
-                column = column / lookups.bag_sizes[slot].to(column.dtype)
-            others.append((column, [(0, width, self._part_columns[part])]))
-        return place_columns(values, others)
+        values, staged = lookups.route.push_pooled(groups, push, others, ahead=ahead)
+        means: list[tuple[Tensor, list[Piece]]] = []
+        for part, total in staged:
+            mean = total / lookups.bag_sizes[self._sharded.parts[part].slot].to(total.dtype)
+            means.append((mean, [(0, mean.shape[1], self._part_columns[part])]))
+        return place_columns(values, means)
 
     def _replicated_vectors(self, replicated: SlotRows) -> Tensor:
         """The pooled vectors of the slots whose tables every rank holds."""

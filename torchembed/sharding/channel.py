@@ -163,13 +163,21 @@ class Channel:
             domain.limit_seconds,
         )
 
-    def collect(self, out: Tensor, moves: Sequence[Move], stride: int, dtype: torch.dtype) -> None:
+    def collect(
+        self,
+        out: Tensor,
+        moves: Sequence[Move],
+        stride: int,
+        dtype: torch.dtype,
+        num_terms: int = 1,
+    ) -> None:
         """Move what arrived, in rows of ``stride`` elements of ``dtype``, in the exchange that is
-        over to ``out``."""
+        over to ``out``; the sum of ``num_terms`` rectangles that are side by side."""
         from torchembed.triton_kernels.push import launch_collect, moves_on
 
         on_device = moves_on(out.device, tuple(moves))
-        launch_collect(self._buffer.view(dtype), stride, on_device, self.exchange(dtype), out)
+        arrived = self._buffer.view(dtype)
+        launch_collect(arrived, stride, on_device, self.exchange(dtype), out, num_terms)
 
 
 def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> tuple[Tensor, list[int]]:

@@ -47,7 +47,7 @@ class _Place(torch.autograd.Function):
         ctx.mark_dirty(values)
         ctx.pieces, ctx.shapes = pieces, [other.shape for other in others]
         for other, of_other in zip(others, pieces, strict=True):
-            _copy_columns(other, of_other, values)
+            copy_columns(other, of_other, values)
         return values
 
     @staticmethod
@@ -56,13 +56,18 @@ class _Place(torch.autograd.Function):
         gradients = []
         for shape, of_other in zip(ctx.shapes, ctx.pieces, strict=True):
             out = grad.new_empty(shape)
-            _copy_columns(grad, [(there, width, here) for here, width, there in of_other], out)
+            copy_columns(grad, reversed_pieces(of_other), out)
             gradients.append(out)
         return grad, None, *gradients
 
 
-def _copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
-    """Of as many rows; ``out`` is contiguous."""
+def reversed_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """Back to where they came from."""
+    return [(there, width, here) for here, width, there in pieces]
+
+
+def copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
+    """Write the ``pieces`` of ``source`` to ``out``, which has as many rows and is contiguous."""
     from torchembed.triton_kernels.push import launch_moves, moves_on
 
     if source.stride(1) != 1:

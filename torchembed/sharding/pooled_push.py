@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from torchembed.ops.pooled_lookup import LookupStore
 from torchembed.sharding.channel import Channel, Move, PushDomain
-from torchembed.sharding.columns import Piece, joined_moves
+from torchembed.sharding.columns import Piece, copy_columns, joined_moves, reversed_pieces
 from torchembed.sharding.layout import Layout
 from torchembed.sharding.wire import WirePrecision, float16_scale, narrow_dtype
 
@@ -90,6 +90,16 @@ def backward_moves(
     return [move for turn in itertools.zip_longest(*by_peer) for move in turn if move is not None]
 
 
+class _HomePiece(NamedTuple):
+    """Columns at home that go to one place: of several shards the sum."""
+
+    first: int
+    width: int
+    """Of each shard."""
+    place: int
+    num_shards: int = 1
+
+
 class GroupVectors(NamedTuple):
     """The pooled vectors of some of a rank's blocks, which :meth:`PooledPush.store` has stored."""
 
@@ -106,8 +116,8 @@ class PooledPush:
 
     Args:
         wire: the precision in which vectors and gradients travel.
-        places: of each part the first column in the values that :meth:`__call__` makes, None for
-            one that the caller has to see to, as it must be for one with several shards.
+        places: of each part, the sum of its shards' vectors, the first column in the values that
+            :meth:`__call__` makes; None for one that the caller has to see to.
         num_columns: of the values; those of no part are left as they are found.
         dtype: of the vectors.
     """
@@ -125,22 +135,21 @@ class PooledPush:
         self.home, self.num_columns = home_of(layout), num_columns
         self.forward_dtype = narrow_dtype(dtype, wire.forward)
         self.backward_dtype = narrow_dtype(dtype, wire.backward)
-        self.values_pieces: list[Piece] = []
-        """From home to the values."""
-        self.staged_pieces: list[Piece] = []
-        """From home to what the caller has to see to."""
+        self.values_pieces: list[_HomePiece] = []
+        """To the values."""
+        self.staged_pieces: list[_HomePiece] = []
+        """To what the caller has to see to."""
         self._staged: list[tuple[int, list[int]]] = []
         """Parts that are the caller's, with the columns of their shards."""
         first = end = 0
         for part, (place, widths) in enumerate(zip(places, self.home.widths, strict=True)):
             width = sum(widths)
             if place is None:
-                self.staged_pieces.append((first, width, end))
+                self.staged_pieces.append(_HomePiece(first, width, end))
                 self._staged.append((part, widths))
                 end += width
             else:
-                assert len(widths) == 1
-                self.values_pieces.append((first, width, place))
+                self.values_pieces.append(_HomePiece(first, widths[0], place, len(widths)))
             first += width
         self.num_staged = end
         """Columns of those."""
@@ -165,6 +174,7 @@ class PooledPush:
         groups: Sequence[GroupVectors],
         batch_sizes: Sequence[int],
         anchor: Tensor | None,
+        others: Sequence[tuple[Tensor, Sequence[Piece]]],
         *,
         ahead: bool,
     ) -> tuple[Tensor, list[tuple[int, list[Tensor]]]]:
@@ -177,14 +187,18 @@ class PooledPush:
             groups: the pooled vectors of all of this rank's blocks.
             batch_sizes: samples of each rank.
             anchor: without elements; gets a gradient where it requires one.
+            others: what has columns among the values too, ``[B, columns]``, and which.
             ahead: as for :meth:`store`.
         """
         if anchor is None:
             anchor = torch.empty(0, device=self.domain.device)
             anchor.requires_grad_(torch.is_grad_enabled())
         blocks = [group.blocks for group in groups]
-        vectors = [group.vectors for group in groups]
-        values, staged = _Push.apply(anchor, self, tuple(batch_sizes), ahead, blocks, *vectors)
+        tensors = [group.vectors for group in groups] + [other for other, _ in others]
+        pieces = [of_other for _, of_other in others]
+        values, staged = _Push.apply(
+            anchor, self, tuple(batch_sizes), ahead, blocks, pieces, *tensors
+        )
         columns = iter(staged.split([w for _, widths in self._staged for w in widths], dim=1))
         by_part = [
             (part, list(itertools.islice(columns, len(widths)))) for part, widths in self._staged
@@ -203,13 +217,13 @@ class PooledPush:
         num_bytes = num_elements * self.backward_dtype.itemsize
         return self.domain.channel((self.layout, "gradients", ahead), num_bytes)
 
-    def sources_of(self, pieces: Sequence[Piece]) -> list[list[int | None]]:
-        """Where the blocks of each rank lie among the columns of ``pieces``."""
+    def sources_of(self, pieces: Sequence[_HomePiece]) -> list[list[int | None]]:
+        """Where the gradients of each rank's blocks are in what ``pieces`` go to."""
 
         def source(column: int) -> int | None:
-            for first, width, place in pieces:
-                if first <= column < first + width:
-                    return place + column - first
+            for first, width, place, num_shards in pieces:
+                if first <= column < first + width * num_shards:
+                    return place + (column - first) % width
             return None
 
         return [[source(column) for column in of_rank] for of_rank in self.home.columns]
@@ -224,20 +238,31 @@ class _Push(torch.autograd.Function):
         batch_sizes: tuple[int, ...],
         ahead: bool,
         blocks: list[list[int]],
-        *vectors: Tensor,
+        pieces_of_others: list[Sequence[Piece]],
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.push, ctx.batch_sizes, ctx.ahead, ctx.blocks = push, batch_sizes, ahead, blocks
-        rank, dtype, num_home = push.domain.rank, push.forward_dtype, push.home.num_columns
+        others = tensors[len(blocks) :]
+        ctx.others = [(other.shape, p) for other, p in zip(others, pieces_of_others, strict=True)]
+        num_samples = batch_sizes[push.domain.rank]
+        values = anchor.new_empty(num_samples, push.num_columns, dtype=push.dtype)
+        staged = anchor.new_empty(num_samples, push.num_staged, dtype=push.dtype)
+        # What needs no other rank comes before they are waited for.
+        for other, pieces in zip(others, pieces_of_others, strict=True):
+            copy_columns(other, pieces, values)
         channel = push.vectors_channel(batch_sizes, ahead)
         channel.meet()
-        made = []
-        pieces = (push.values_pieces, push.num_columns), (push.staged_pieces, push.num_staged)
-        for of_out, num_columns in pieces:
-            out = anchor.new_empty(batch_sizes[rank], num_columns, dtype=push.dtype)
-            moves = [(0, out.shape[0], w, 0, c, place, num_columns) for c, w, place in of_out]
-            channel.collect(out, joined_moves(moves), num_home, dtype)
-            made.append(out)
-        return made[0], made[1]
+        for out, pieces in ((values, push.values_pieces), (staged, push.staged_pieces)):
+            for num_shards in sorted({piece.num_shards for piece in pieces}):
+                moves = [
+                    (0, num_samples, piece.width, 0, piece.first, piece.place, out.shape[1])
+                    for piece in pieces
+                    if piece.num_shards == num_shards
+                ]
+                channel.collect(
+                    out, joined_moves(moves), push.home.num_columns, push.forward_dtype, num_shards
+                )
+        return values, staged
 
     @staticmethod
     @once_differentiable
@@ -254,6 +279,11 @@ class _Push(torch.autograd.Function):
         for grad, pieces in zip(grads, (push.values_pieces, push.staged_pieces), strict=True):
             moves = backward_moves(push.layout, batch_sizes, rank, push.sources_of(pieces))
             channel.push(grad, moves, dtype, scale)
+        grads_of_others = []
+        for shape, pieces in ctx.others:
+            out = values.new_empty(shape)
+            copy_columns(values, reversed_pieces(pieces), out)
+            grads_of_others.append(out)
         channel.meet()
         received, num_samples = [], sum(batch_sizes)
         mine, stride = push.layout.blocks[rank], push.widths[rank]
@@ -268,10 +298,10 @@ class _Push(torch.autograd.Function):
             ]
             channel.collect(out, joined_moves(moves), stride, dtype)
             received.append(out if inverse is None else out * inverse)
-        return values.new_empty(0), *[None] * 4, *received
+        return values.new_empty(0), *[None] * 5, *received, *grads_of_others
 
 
-def _columns(matrix: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """Of ``matrix`` the columns of ``pieces``, side by side."""
-    parts = [matrix[:, place : place + width] for _, width, place in pieces]
+def _columns(matrix: Tensor, pieces: Sequence[_HomePiece]) -> Tensor:
+    """Of ``matrix`` the columns to which ``pieces`` go, side by side."""
+    parts = [matrix[:, piece.place : piece.place + piece.width] for piece in pieces]
     return torch.cat([matrix[:, :0], *parts], dim=1)

@@ -15,6 +15,7 @@ from torchembed.sharding.collectives import (
     exchange_sizes,
     gather_size,
 )
+from torchembed.sharding.columns import Piece
 from torchembed.sharding.layout import Layout
 from torchembed.sharding.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.ranks import Ranks
@@ -92,14 +93,19 @@ class Route:
         return [_sum_over_shards(columns) for columns in from_shards]
 
     def push_pooled(
-        self, groups: Sequence[GroupVectors], push: PooledPush, *, ahead: bool
+        self,
+        groups: Sequence[GroupVectors],
+        push: PooledPush,
+        others: Sequence[tuple[Tensor, Sequence[Piece]]],
+        *,
+        ahead: bool,
     ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """:meth:`return_pooled` by push.
 
         Args:
             groups: the vectors of all of this rank's blocks.
             push: of this layout.
-            ahead: as ``push`` takes it.
+            others, ahead: as ``push`` takes them.
 
         Returns:
             The values ``[B, columns]``, with the parts that have a place in them, and of each other
@@ -109,7 +115,7 @@ class Route:
         if not groups and weights is not None and weights.requires_grad:
             # Nothing here uses the weights, but their exchange needs all ranks.
             anchor = weights.flatten()[:0]
-        values, staged = push(groups, self.batch_sizes, anchor, ahead=ahead)
+        values, staged = push(groups, self.batch_sizes, anchor, others, ahead=ahead)
         return values, [(part, _sum_over_shards(columns)) for part, columns in staged]
 
 
