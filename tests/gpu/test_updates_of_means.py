@@ -27,7 +27,8 @@ WIDTH, NUM_ROWS, BATCH_SIZE, NUM_STEPS = 1024, 50, 96, 8
 
 
 class Model(nn.Module):
-    """Of several buckets, some layers torch's own."""
+    """Of several buckets, some layers torch's own; the gradient of one layer's weight is computed
+    from another parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +42,14 @@ class Model(nn.Module):
         self.tables = torchembed.EmbeddingBagCollection(configs, device="meta")
         self.first = MLP(4, [WIDTH, WIDTH, WIDTH])
         self.between = nn.Linear(WIDTH, WIDTH)
+        self.learned = nn.Parameter(torch.randn(BATCH_SIZE, WIDTH) / 10)
+        self.of_learned = MLP(WIDTH, [WIDTH])
         self.cross = LowRankCross(WIDTH, 2, 512)
         self.last = MLP(WIDTH, [WIDTH, 1], activation_on_last=False)
 
     def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
         a, b = self.tables(sparse).values().split(WIDTH, dim=1)
+        b = b + self.of_learned(self.learned)
         return self.last(self.cross(self.between(self.first(dense) + a) + b))
 
 
@@ -67,8 +71,9 @@ def train(transport: WireTransport, dtype: torch.dtype | None, capture: bool) ->
     """On a rank: losses, dense parameters and their state, each as the sum of its bits."""
     device = torch.device("cuda", dist.get_rank())
     model = Model()
-    for module in (model.first, model.between, model.cross, model.last):
+    for module in (model.first, model.between, model.of_learned, model.cross, model.last):
         module.to(device)
+    model.learned.data = model.learned.data.to(device)
     plan = {"tables.embedding_bags.a": "row_wise", "tables.embedding_bags.b": "data_parallel"}
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     torchembed.shard_embeddings(model, mesh, plan, transport=transport)

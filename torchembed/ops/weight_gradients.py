@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.gradient_slots import slot_of
+from torchembed.core.reads import ReadsOf
 
 Compute = Callable[[Tensor | None], Tensor]
 """Computes a gradient: into the given tensor, or into a new one where that is None."""
@@ -20,6 +21,8 @@ class Completion(NamedTuple):
     """Waits for them."""
     note: Callable[[Sequence[Tensor]], None]
     """Called there with parameters whose gradients are there, and will not change."""
+    changed: Sequence[Tensor]
+    """What it may change."""
 
 
 class DeferredWeightGradients:
@@ -63,6 +66,9 @@ class DeferredWeightGradients:
         self._seen: set[int] = set()
         self._completions: list[Callable[[], None]] = []
         self._uses_stream = False
+        self._backward_done: torch.cuda.Event | None = None
+        self._late_reads: set[int] = set()
+        """Of what the completion may change, what gradients were computed from after that."""
 
     def __enter__(self) -> Self:
         if _entered:
@@ -85,19 +91,33 @@ class DeferredWeightGradients:
             self._seen.clear()
             self._completions.clear()
             self.weights.clear()
+            self._late_reads.clear()
+            self._backward_done = None
             self._uses_stream = False
             _entered.clear()
 
     @torch.no_grad()
     def run(self) -> None:
         """Compute what waits, and let the current stream wait for what runs on another one."""
-        while self._waiting:
-            _accumulate(*self._waiting.pop(0))
+        with self._noting_late_reads():
+            while self._waiting:
+                _accumulate(*self._waiting.pop(0))
         for complete in self._completions:
             complete()
         self._completions.clear()
         self._wait()
         self._held.clear()
+
+    @contextlib.contextmanager
+    def _noting_late_reads(self) -> Iterator[None]:
+        if self.completion is None:
+            yield
+            return
+        self._backward_done = torch.cuda.Event()
+        self._backward_done.record()
+        with ReadsOf(self.completion.changed) as reads:
+            yield
+        self._late_reads = reads.found
 
     def _wait(self) -> None:
         """Let the current stream wait for the other one, which a capture may not know yet."""
@@ -209,13 +229,17 @@ def on_gradient_stream() -> Iterator[None]:
 @contextlib.contextmanager
 def completing(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Work within makes the gradients of ``parameters`` what they will be. It is on the stream of
-    the completion, if there is one, after what the current one has got so far; there
-    :attr:`Completion.note` is called then."""
+    the completion, if there is one, after backward and what reads the parameters then; there
+    :attr:`Completion.note` is called."""
     completion = _entered[0].completion if _entered else None
     if completion is None:
         yield
         return
-    completion.stream.wait_stream(torch.cuda.current_stream())
+    done = _entered[0]._backward_done
+    if done is None or any(id(p) in _entered[0]._late_reads for p in parameters):
+        completion.stream.wait_stream(torch.cuda.current_stream())
+    else:
+        completion.stream.wait_event(done)
     with torch.cuda.stream(completion.stream):
         yield
         completion.note(parameters)

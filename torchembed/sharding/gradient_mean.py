@@ -251,7 +251,8 @@ class GradientMean:
         if self._push is not None:
             dtype = self._dtype or (flats[0] if spans is None else spans.flat).dtype
             whole = [FlatSpans(flat, [(0, flat.numel())]) for flat in flats]
-            done = self._push.start(whole if spans is None else [spans, *whole], dtype)
+            numbered = whole if spans is None else [spans, *whole]
+            done = self._push.start(numbered, dtype, len(self._reductions))
             return _Reduction(done, memory + flats, gradients, numbers)
         if spans is not None and self._dtype not in (None, spans.flat.dtype):
             # A copy, which belongs back into gradients, or where it came from.

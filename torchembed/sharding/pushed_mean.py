@@ -9,6 +9,7 @@ from torchembed.sharding.channel import Move, PushDomain, half_bytes
 
 _WIDTH = 64
 """Elements are cut into rows of so many, which ranks share out."""
+NUM_LANES = 2
 
 
 class PushedMean:
@@ -22,22 +23,34 @@ class PushedMean:
 
     def __init__(self, domain: PushDomain, use: str) -> None:
         self._domain, self._use = domain, use
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: list[torch.cuda.Stream] = []
+        """Of each lane."""
 
-    def start(self, numbers: Sequence[FlatSpans], dtype: torch.dtype) -> torch.cuda.Event:
+    def start(
+        self, numbers: Sequence[FlatSpans], dtype: torch.dtype, number: int
+    ) -> torch.cuda.Event:
         """Begin :meth:`take` beside what else the current stream is given; it is done at the event
-        that is returned. ``numbers`` must be held until then."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._domain.device, priority=-3)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self.take(numbers, dtype)
+        that is returned. ``numbers`` must be held until then.
+
+        Args:
+            number: of the mean in its backward. Means take turns at two lanes, so that one travels
+                while ranks wait for each other in the one before.
+        """
+        if not self._streams:
+            device = self._domain.device
+            self._streams = [torch.cuda.Stream(device, priority=-3) for _ in range(NUM_LANES)]
+        lane = number % NUM_LANES
+        stream = self._streams[lane]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.take(numbers, dtype, lane)
             done = torch.cuda.Event()
             done.record()
         return done
 
-    def take(self, numbers: Sequence[FlatSpans], dtype: torch.dtype) -> None:
-        """Make ``numbers`` their mean, which travels in ``dtype``, in place; all in one exchange.
+    def take(self, numbers: Sequence[FlatSpans], dtype: torch.dtype, lane: int = 0) -> None:
+        """Make ``numbers`` their mean, which travels in ``dtype``, in place; all in one exchange of
+        the ``lane``.
 
         Spans begin and end at multiples of 64 elements, but at a buffer's end. Collective; the
         first of a size waits for the GPU and the other ranks.
@@ -54,8 +67,8 @@ class PushedMean:
         rows_a_rank = -(-num_rows // domain.num_ranks)
         share = rows_a_rank * _WIDTH
         num_bytes = share * domain.num_ranks * dtype.itemsize
-        parts = domain.channel((self._use, "parts"), num_bytes)
-        means = domain.channel((self._use, "means"), num_bytes)
+        parts = domain.channel((self._use, "parts", lane), num_bytes)
+        means = domain.channel((self._use, "means", lane), num_bytes)
         for _, rows, spans, before in placed:
             moves = shares(spans, before, rows_a_rank, domain.rank, domain.num_ranks)
             parts.push(rows, moves, dtype)
@@ -75,9 +88,9 @@ class PushedMean:
 
 def most_bytes_of_means(num_bytes: int) -> int:
     """Of a rank's memory, for all channels of a :class:`PushedMean` whose largest mean is of
-    ``num_bytes``, at most: of parts and of means two halves each, in sizes that are powers of two
-    and so, together, less than twice the largest."""
-    return 2 * 2 * 2 * half_bytes(num_bytes)
+    ``num_bytes``, at most: in each lane of parts and of means two halves each, in sizes that are
+    powers of two and so, together, less than twice the largest."""
+    return NUM_LANES * 2 * 2 * 2 * half_bytes(num_bytes)
 
 
 def shares(

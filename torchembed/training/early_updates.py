@@ -3,14 +3,12 @@
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from torchembed.core.gradient_slots import slot_of
-from torchembed.core.trees import tensors_in
+from torchembed.core.reads import ReadsOf
 from torchembed.ops.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.training.guarded_update import skipping, step_unless
@@ -57,7 +55,7 @@ class EarlyUpdates:
 
         hooks = [w.register_post_accumulate_grad_hook(note) for w in self._candidates()]
         try:
-            with DeferredWeightGradients(stream) as deferred, _LateReads(deferred) as reads:
+            with DeferredWeightGradients(stream) as deferred, ReadsOf(deferred.weights) as reads:
                 yield
                 weights += deferred.weights
                 if self._are_alone is None:
@@ -109,8 +107,8 @@ class EarlyUpdates:
 
 
 class UpdatesOfMeans:
-    """The steps of dense optimizers on several ranks: each weight's as soon as all gradients are
-    computed and its mean is there, beside means that are on their way yet.
+    """The steps of dense optimizers on several ranks: each weight's as soon as its mean is there,
+    and backward done but for deferred gradients that do not read the weight.
 
     Args:
         stream: where they are; of the step, which waits for it.
@@ -131,36 +129,6 @@ class UpdatesOfMeans:
                 with skipping(optimizer, skip):
                     optimizer.step_early(parameters)
 
-        with DeferredWeightGradients(completion=Completion(self._stream, update)):
+        changed = [p for o in early for group in o.param_groups for p in group["params"]]
+        with DeferredWeightGradients(completion=Completion(self._stream, update, changed)):
             yield
-
-
-class _LateReads(TorchDispatchMode):
-    """Finds weights whose memory an operation is given after their gradients were deferred."""
-
-    def __init__(self, deferred: DeferredWeightGradients) -> None:
-        super().__init__()
-        self._deferred = deferred
-        self.found: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Others than plain tensors stand for none, as while something is compiled.
-        given = [t for t in tensors_in((args, kwargs)) if type(t) in (Tensor, nn.Parameter)]
-        for weight in self._deferred.weights:
-            first, last = _extent(weight)
-            for start, stop in map(_extent, given):
-                if start < last and first < stop:
-                    self.found.add(id(weight))
-        return func(*args, **(kwargs or {}))
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses between which the elements of ``tensor`` are."""
-    first = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return first, first
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return first, first + (last + 1) * tensor.element_size()

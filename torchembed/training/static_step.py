@@ -215,16 +215,15 @@ class StaticStep:
         state, streams = self._turns[turn], self._streams
         self._optimizers.zero_grad()
         batch, prepared = self._batches[turn], self._prepared[turn]
-        # One rank exchanges no ids, which on several would delay this step's vectors.
-        prepares_first = self._group is None and self._calls is not None
-        if prepares_first:
-            self._prepare_beside(1 - turn)
+        looked_up: list[Prepared] = []
         with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
                     loss, output = self._compute_loss(self._model, batch)
             else:
                 looked_up = self._looked_up(prepared)
+                if looked_up:
+                    self._prepare_beside(1 - turn)
                 with handing_over(self._calls if looked_up else [], looked_up):
                     loss, output = self._compute_loss(self._model, batch)
         verdict = judge(suspects, self._group)
@@ -234,7 +233,7 @@ class StaticStep:
             state.suspects = [*self._prepared_suspects[turn], *suspects]
         with beside(streams.ids):
             state.tell_host(verdict)
-        if not prepares_first:
+        if not looked_up:
             self._prepare_beside(1 - turn)
         for stream in (streams.rows, streams.last_rows):
             if stream is not None:
@@ -288,7 +287,11 @@ class StaticStep:
             ]
 
     def _prepare_beside(self, turn: int) -> None:
-        with beside(self._streams.ids), record_function("torchembed: prepare"):
+        ids, vectors = self._streams.ids, self._streams.vectors
+        with beside(ids), record_function("torchembed: prepare"):
+            if ids is not None and vectors is not None and self._group is not None:
+                # Its exchange would delay this step's vectors.
+                ids.wait_stream(vectors)
             self._prepare(turn)
 
     @torch.no_grad()

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.values import normal
+from torchembed.core.reads import ReadsOf
 from torchembed.modules import MLP, LowRankCross
 from torchembed.ops.weight_gradients import DeferredWeightGradients
-from torchembed.training.early_updates import _LateReads
 
 
 def test_what_is_read_later_is_found(device: torch.device) -> None:
@@ -19,7 +19,7 @@ def test_what_is_read_later_is_found(device: torch.device) -> None:
     weights |= {id(p) for p in (*cross.u, *cross.v)}
 
     def late_reads(x: Tensor) -> set[int]:
-        with DeferredWeightGradients() as deferred, _LateReads(deferred) as reads:
+        with DeferredWeightGradients() as deferred, ReadsOf(deferred.weights) as reads:
             x.sum().backward()
             assert {id(weight) for weight in deferred.weights} == weights
         return reads.found
