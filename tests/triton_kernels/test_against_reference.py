@@ -216,6 +216,7 @@ def test_rowwise_update_of_long_rows(kind: OptimizerKind, device: torch.device) 
         (1, RUN_CHUNK),
         (RUN_CHUNK + 1, 2 * RUN_CHUNK - 1, 3, 5 * RUN_CHUNK),
         (*[RUN_CHUNK] * 5, RUN_CHUNK // 2, 6 * RUN_CHUNK - 1),
+        (7, RUN_CHUNK**2 + RUN_CHUNK + 5, RUN_CHUNK**2 - 1),
     ],
     ids=str,
 )
