@@ -152,6 +152,7 @@ def test_compiles_whole_and_once_for_every_size(device: torch.device, sizes: Siz
         return runs, runs.starts.diff()
 
     compiled = compiled_once(sizes_of_runs)
+    # 64 ids at least: the compiler keeps none, one and more slots of chunks apart.
     for num_ids in (70, 71, 150):
         rows = random_rows(num_ids, sizes.num_rows, seed=num_ids).to(device)
         runs, lengths = compiled(rows, sizes.num_rows)
