@@ -254,6 +254,7 @@ cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stre
 
 template <class Grad>
 cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
+  // Warps count from zero.
   const int32_t* const end_of_counts = update.num_grouped + update.num_chunks / kChunk;
   const size_t num_counts = end_of_counts - update.num_taken;
   const cudaError_t error =
