@@ -15,7 +15,7 @@ STAGES = {
     "exchange between GPUs": r"nccl",
     "ids: sort, find runs": r"find_runs|_digit|sum_counts|linearize_ids|radix|bucketize",
     "lookup": r"pooled_lookup|embedding.*forward",
-    "row update": r"rowwise_update|::update_kernel|find_chunks"
+    "row update": r"rowwise_update|::update_kernel"
     r"|embedding.*backward|split_embedding|find_long_segments",
     "cross layers": r"low_rank_cross|multiply_and_sum|sum_partials",
     "matrix products": r"nvjet|gemm|cutlass|splitK|linear_to_one|cublas",

@@ -103,9 +103,9 @@ RoundingKeys rounding_keys(const Tensor& row_offsets, const Tensor& row_keys,
 
 void rowwise_update(const Tensor& weight, std::optional<Tensor> state0,
                     std::optional<Tensor> state1, const Tensor& unique_rows, const Tensor& starts,
-                    const Tensor& order, const Tensor& num_runs, const Tensor& grad,
-                    std::optional<Tensor> gradient_rows, std::optional<Tensor> scales,
-                    const Tensor& lr, std::optional<Tensor> step,
+                    const Tensor& order, const Tensor& num_runs, const Tensor& /*chunk_runs*/,
+                    const Tensor& grad, std::optional<Tensor> gradient_rows,
+                    std::optional<Tensor> scales, const Tensor& lr, std::optional<Tensor> step,
                     std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
                     std::optional<Tensor> row_offsets, std::optional<Tensor> row_keys,
                     std::optional<Tensor> first_columns, int64_t optimizer, double eps,
@@ -185,7 +185,7 @@ void rowwise_update(const Tensor& weight, std::optional<Tensor> state0,
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
   library.def(
       "rowwise_update(Tensor(a!) weight, Tensor(b!)? state0, Tensor(c!)? state1,"
-      " Tensor unique_rows, Tensor starts, Tensor order, Tensor num_runs,"
+      " Tensor unique_rows, Tensor starts, Tensor order, Tensor num_runs, Tensor chunk_runs,"
       " Tensor grad, Tensor? gradient_rows, Tensor? scales,"
       " Tensor lr, Tensor? step, Tensor? grad_multiplier, Tensor? skip,"
       " Tensor? row_offsets, Tensor? row_keys, Tensor? first_columns,"

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "row_kernels.h"
+#include "run_chunks.h"
 #include "tensors.h"
 #include "threads.h"
 
@@ -128,7 +129,18 @@ int64_t write_runs(const Entry<Key>* sorted, Parts parts, Row* unique_rows, int3
   return num_runs;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_runs(const Tensor& rows, int64_t num_rows) {
+// Writes the run of each whole chunk at the slot that it starts in, and -1 to other slots.
+void write_chunk_runs(const int32_t* starts, Parts runs, int32_t* chunk_runs, int64_t num_slots) {
+  std::fill(chunk_runs, chunk_runs + num_slots, -1);
+  runs.for_each([&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t run = begin; run < end; ++run) {
+      const int64_t num_chunks = (starts[run + 1] - starts[run]) / kRunChunk;
+      std::fill_n(chunk_runs + starts[run] / kRunChunk, num_chunks, (int32_t)run);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_runs(const Tensor& rows, int64_t num_rows) {
   const int64_t num_ids = rows.numel();
   STD_TORCH_CHECK(num_ids <= INT32_MAX, "rows must hold fewer than 2**31 ids, got ", num_ids);
   const IdArray ids = id_array("rows", rows, num_ids);
@@ -136,6 +148,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_runs(const Tensor& rows, int64_t
   const Tensor starts = torch::stable::new_empty(rows, {num_ids + 1}, ScalarType::Int);
   const Tensor order = torch::stable::new_empty(rows, {num_ids}, ScalarType::Int);
   const Tensor num_runs = torch::stable::new_empty(rows, {1}, ScalarType::Int);
+  const int64_t num_slots = num_ids / kRunChunk;
+  const Tensor chunk_runs = torch::stable::new_empty(rows, {num_slots}, ScalarType::Int);
 
   const Parts parts{num_ids, num_threads_for(num_ids, kGrainIds)};
   const int key_bits = std::bit_width((uint64_t)num_rows);
@@ -148,13 +162,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_runs(const Tensor& rows, int64_t
     return ids.is_wide() ? write(unique_rows.mutable_data_ptr<int64_t>())
                          : write(unique_rows.mutable_data_ptr<int32_t>());
   };
-  *num_runs.mutable_data_ptr<int32_t>() =
-      (int32_t)(key_bits <= 32 ? find(uint32_t{}) : find(uint64_t{}));
-  return {unique_rows, starts, order, num_runs};
+  const int64_t num_found = key_bits <= 32 ? find(uint32_t{}) : find(uint64_t{});
+  *num_runs.mutable_data_ptr<int32_t>() = (int32_t)num_found;
+  write_chunk_runs(starts.const_data_ptr<int32_t>(), {num_found, parts.num_parts},
+                   chunk_runs.mutable_data_ptr<int32_t>(), num_slots);
+  return {unique_rows, starts, order, num_runs, chunk_runs};
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
-  library.def("find_runs(Tensor rows, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "find_runs(Tensor rows, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CPU, library) {

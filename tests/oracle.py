@@ -5,6 +5,7 @@ of their own. Called with float64 they are the truth; with float32, what eager t
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -138,6 +139,16 @@ def find_runs(rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
             groups.setdefault(row, []).append(position)
     unique = sorted(groups)
     return unique, [groups[row] for row in unique]
+
+
+def chunk_runs(starts: Sequence[int], num_ids: int) -> list[int]:
+    """The run of the whole chunk that starts among each 32 of ``num_ids`` sorted positions, -1
+    where none does; run u is ``[starts[u], starts[u + 1])``."""
+    runs = [-1] * (num_ids // 32)
+    for run, (start, end) in enumerate(itertools.pairwise(starts)):
+        for chunk in range(start, end - 31, 32):
+            runs[chunk // 32] = run
+    return runs
 
 
 _WORD = (1 << 64) - 1

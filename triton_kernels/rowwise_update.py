@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core.types import OptimizerKind
+from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.triton_kernels.random_bits import random_bits
 from torchembed.triton_kernels.rounding import round_to_nearest, stochastic_round
 from torchembed.triton_kernels.row_blocks import (
@@ -22,7 +22,6 @@ from torchembed.triton_kernels.row_blocks import (
     store_rows,
 )
 from torchembed.triton_kernels.run_sums import (
-    CHUNK,
     empty_chunk_sums,
     run_gradients,
     sum_chunks,
@@ -243,6 +242,7 @@ def launch_rowwise_update(
     starts: Tensor,
     order: Tensor,
     num_runs: Tensor,
+    chunk_runs: Tensor,
     grad: Tensor,
     gradient_rows: Tensor | None,
     scales: Tensor | None,
@@ -267,7 +267,7 @@ def launch_rowwise_update(
     sums = empty_chunk_sums(num_ids, dim, weight.device)
     index = index_type(weight, grad, order, sums.chunks)
     with torch.cuda.device_of(weight):
-        sum_chunks(sums, starts, order, num_runs, grad, gradient_rows, scales, index)
+        sum_chunks(sums, starts, order, chunk_runs, grad, gradient_rows, scales, index)
         if optimizer == OptimizerKind.ADAM:
             step_size = torch.empty_like(lr)
             _rowwise_update_adam_step_kernel[(1,)](
@@ -306,7 +306,7 @@ def launch_rowwise_update(
             OPTIMIZER=optimizer,
             HAS_DECAY=weight_decay != 0,
             HAS_MAX=max_gradient > 0,
-            CHUNK=CHUNK,
+            CHUNK=RUN_CHUNK,
             DIM=dim,
             BLOCK_RUNS=block_runs,
             BLOCK_D=block_columns,

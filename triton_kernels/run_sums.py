@@ -1,10 +1,10 @@
 """Sums of the gradients of runs, on which ``rowwise_update`` builds.
 
-A run is cut into chunks of CHUNK occurrences and a rest, and its chunks into groups of CHUNK chunks
-and a rest. Chunks are summed first, side by side, into a scratch of static size, then groups of
-their sums; the update adds a run's groups, what chunks are left and what occurrences are left. So a
-row that occurs 100,000 times is not one program's work, sums do not depend on the rest of the
-batch, and the order of every sum is fixed.
+A run is cut into chunks of RUN_CHUNK occurrences and a rest, and its chunks into groups of as many
+chunks and a rest. Chunks are summed first, side by side, into a scratch of static size, then groups
+of their sums; the update adds a run's groups, what chunks are left and what occurrences are left.
+So a row that occurs 100,000 times is not one program's work, sums do not depend on the rest of the
+batch, and the order of every sum is fixed. Finding the runs has found their chunks.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchembed.core.types import RUN_CHUNK
 from torchembed.triton_kernels.row_blocks import load_rows, row_block, store_rows
-from torchembed.triton_kernels.searching import count_not_above
 
-CHUNK = 32
 _UNROLL = 16
-_BLOCK = 128
 
 
 @triton.jit
@@ -57,58 +55,17 @@ def sum_occurrences(
     return total
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_groups"])
-def _rowwise_update_find_chunks_kernel(
-    chunk_starts_ptr,
-    group_starts_ptr,
-    starts_ptr,
-    num_runs_ptr,
-    num_chunks,
-    num_groups,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """``chunk_starts[j]`` = start of the whole chunk that starts in sorted positions
-    ``[j * CHUNK, (j + 1) * CHUNK)``, -1 where none does; ``group_starts[j]`` likewise = slot of the
-    first chunk of the whole group that starts in slots ``[j * CHUNK, (j + 1) * CHUNK)``.
-
-    The chunks of run u start at ``starts[u] + k * CHUNK``, so no two of them share a slot j; and a
-    chunk of slot j holds the slot's last position, which tells its run. The same goes for groups.
-
-    Example: CHUNK = 2, ``starts = [1, 6, 7]``: run 0 has the chunks [1, 3) and [3, 5) and a rest of
-    one, run 1 is a rest alone. ``chunk_starts = [1, 3, -1]``, ``group_starts = [0]``.
-    """
-    slot = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
-    last = slot * CHUNK + (CHUNK - 1)
-    run = count_not_above(starts_ptr, tl.load(num_runs_ptr), last, 1, 1) - 1
-    in_run = (slot < num_chunks) & (run >= 0)
-    run_start = tl.load(starts_ptr + run, mask=in_run, other=0).to(INDEX)
-    run_end = tl.load(starts_ptr + run + 1, mask=in_run, other=0).to(INDEX)
-    start = run_start + (last - run_start) // CHUNK * CHUNK
-    is_whole = in_run & (start + CHUNK <= run_end)
-    found = tl.where(is_whole, start, -1).to(tl.int32)
-    tl.store(chunk_starts_ptr + slot, found, mask=slot < num_chunks)
-
-    group = slot // CHUNK
-    is_last = (slot % CHUNK == CHUNK - 1) & (group < num_groups)
-    run_slot = run_start // CHUNK
-    run_slot_end = run_slot + (run_end - run_start) // CHUNK
-    group_start = run_slot + (slot - run_slot) // CHUNK * CHUNK
-    is_whole = in_run & (group_start + CHUNK <= run_slot_end)
-    found = tl.where(is_whole, group_start, -1).to(tl.int32)
-    tl.store(group_starts_ptr + group, found, mask=is_last)
-
-
 @triton.jit(do_not_specialize=["num_slots"])
 def _rowwise_update_chunks_kernel(
     sums_ptr,
-    chunk_starts_ptr,
+    starts_ptr,
     order_ptr,
+    chunk_runs_ptr,
     grad_ptr,
     gradient_rows_ptr,
     scales_ptr,
     num_slots,
+    SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
@@ -116,15 +73,28 @@ def _rowwise_update_chunks_kernel(
     UNROLL: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """``sums[j]`` = sum of the CHUNK gradients from sorted position ``chunk_starts[j]`` on.
+    """``sums[j]`` = sum of the whole chunk at slot j, which is one of run ``chunk_runs[j]``; where
+    there is none it stays. A chunk starts as far into its slot as its run into the run's.
 
-    Example: CHUNK = 2, D = 1, gradients 1 2 3 4 5 6 7 in sorted order and
-    ``chunk_starts = [1, 3, -1]``: slot 0 holds 2 + 3, slot 1 holds 4 + 5, slot 2 stays as it was.
+    With SPAN = CHUNK the same of groups: ``grad`` has the sums of chunks at slots of SPAN positions
+    each, and a whole group at slots ``[j * CHUNK, (j + 1) * CHUNK)`` holds the last of these, which
+    tells its run.
+
+    Example: CHUNK = 2, D = 1, ``starts = [1, 6, 7]``, ``chunk_runs = [0, 0, -1]``, gradients
+    1 2 3 4 5 6 7 in sorted order: run 0 has the chunks [1, 3) and [3, 5) and a rest of one, run 1
+    is a rest alone. With SPAN = 1 slot 0 holds 2 + 3, slot 1 holds 4 + 5, slot 2 stays as it was.
+    With SPAN = 2 and these sums slot 0 holds 5 + 9.
     """
     slot = tl.program_id(0).to(INDEX) * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    start = tl.load(chunk_starts_ptr + slot, mask=slot < num_slots, other=-1).to(INDEX)
-    is_whole = start >= 0
+    last = slot * SPAN + (SPAN - 1)
+    run = tl.load(chunk_runs_ptr + last, mask=slot < num_slots, other=-1)
+    has_chunk = run >= 0
+    run_start = tl.load(starts_ptr + run, mask=has_chunk, other=0).to(INDEX)
+    run_end = tl.load(starts_ptr + run + 1, mask=has_chunk, other=0).to(INDEX)
+    first = run_start // SPAN
+    start = slot * CHUNK + first % CHUNK
+    is_whole = has_chunk & (start + CHUNK <= first + (run_end - run_start) // SPAN)
     total = sum_occurrences(
         tl.zeros([BLOCK_SLOTS, BLOCK_D], tl.float32),
         start,
@@ -227,18 +197,18 @@ def run_gradients(
 class ChunkSums(NamedTuple):
     """Scratch for :func:`sum_chunks`; None where the batch has no room for a chunk or a group.
 
-    The k-th chunk of run u is at ``starts[u] // CHUNK + k``, the k-th group of chunks that start at
-    slot j is at ``j // CHUNK + k``.
+    The k-th chunk of run u is at ``starts[u] // RUN_CHUNK + k``, the k-th group of chunks that
+    start at slot j is at ``j // RUN_CHUNK + k``.
     """
 
     chunks: Tensor | None
-    """Float32 ``[L // CHUNK, D]``."""
+    """Float32 ``[L // RUN_CHUNK, D]``."""
     groups: Tensor | None
-    """Float32 ``[L // CHUNK**2, D]``."""
+    """Float32 ``[L // RUN_CHUNK**2, D]``."""
 
 
 def empty_chunk_sums(num_ids: int, dim: int, device: torch.device) -> ChunkSums:
-    sizes = num_ids // CHUNK, num_ids // CHUNK**2
+    sizes = num_ids // RUN_CHUNK, num_ids // RUN_CHUNK**2
     return ChunkSums(
         *(
             torch.empty(size, dim, dtype=torch.float32, device=device) if size else None
@@ -251,7 +221,7 @@ def sum_chunks(
     sums: ChunkSums,
     starts: Tensor,
     order: Tensor,
-    num_runs: Tensor,
+    chunk_runs: Tensor,
     grad: Tensor,
     gradient_rows: Tensor | None,
     scales: Tensor | None,
@@ -261,32 +231,20 @@ def sum_chunks(
     chunks, groups = sums
     if chunks is None:
         return
-    num_chunks, num_groups = chunks.shape[0], 0 if groups is None else groups.shape[0]
-    chunk_starts = torch.empty(num_chunks, dtype=torch.int32, device=grad.device)
-    group_starts = torch.empty(num_groups, dtype=torch.int32, device=grad.device)
-    _rowwise_update_find_chunks_kernel[(triton.cdiv(num_chunks, _BLOCK),)](
-        chunk_starts,
-        group_starts,
-        starts,
-        num_runs,
-        num_chunks,
-        num_groups,
-        CHUNK=CHUNK,
-        BLOCK=_BLOCK,
-        INDEX=index,
-    )
-    _sum_slots(chunks, chunk_starts, order, grad, gradient_rows, scales, index)
+    _sum_slots(chunks, starts, order, chunk_runs, grad, gradient_rows, scales, 1, index)
     if groups is not None:
-        _sum_slots(groups, group_starts, None, chunks, None, None, index)
+        _sum_slots(groups, starts, None, chunk_runs, chunks, None, None, RUN_CHUNK, index)
 
 
 def _sum_slots(
     sums: Tensor,
-    chunk_starts: Tensor,
+    starts: Tensor,
     order: Tensor | None,
+    chunk_runs: Tensor,
     grad: Tensor,
     gradient_rows: Tensor | None,
     scales: Tensor | None,
+    span: int,
     index: tl.dtype,
 ) -> None:
     num_slots, dim = sums.shape
@@ -294,13 +252,15 @@ def _sum_slots(
     grid = (triton.cdiv(num_slots, block.rows), triton.cdiv(dim, block.columns))
     _rowwise_update_chunks_kernel[grid](
         sums,
-        chunk_starts,
+        starts,
         order,
+        chunk_runs,
         grad,
         gradient_rows,
         scales,
         num_slots,
-        CHUNK=CHUNK,
+        SPAN=span,
+        CHUNK=RUN_CHUNK,
         DIM=dim,
         BLOCK_SLOTS=block.rows,
         BLOCK_D=block.columns,

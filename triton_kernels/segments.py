@@ -2,7 +2,8 @@
 
 A stable radix sort orders the rows: the library's own CUDA kernels over only the bits that rows
 use, or torch's where the library was built without them. Two Triton kernels then find where runs
-start. Nothing waits for the host: every size follows from the number of ids.
+start, and a third one which of them have whole chunks. Nothing waits for the host: every size
+follows from the number of ids.
 
 Byte floor of the Triton kernels: the sorted rows read twice, rows and starts of runs written once.
 The sort moves several times as much, most of it within the second-level cache.
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchembed.core.types import RUN_CHUNK
 from torchembed.triton_kernels.row_blocks import index_type
 
 # Sorted positions that a program takes; more where there are so many programs that reading each
@@ -24,6 +26,7 @@ from torchembed.triton_kernels.row_blocks import index_type
 _BLOCK = 1024
 _LARGE_BLOCK = 2048
 _MANY_IDS = 2**20
+_BLOCK_SLOTS = 128
 
 
 @triton.jit
@@ -58,16 +61,19 @@ def _find_runs_kernel(
     starts_ptr,
     order_ptr,
     num_runs_ptr,
+    chunk_runs_ptr,
     num_ids,
     num_blocks,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """Run u starts at the u-th sorted position whose row is not -1 and differs from the one before.
+    ``chunk_runs[j]``: the run of sorted position ``(j + 1) * CHUNK - 1``, -1 where it has none.
 
-    Example: sorted rows -1 2 2 5 | 5 7, ``counts`` 2 1: ``unique_rows`` 2 5 7 -1 -1 -1,
-    ``starts`` 1 3 5 6 6 6 6, ``num_runs`` 3. Where the sort's order is int32 it is ``order``
-    already, and ``order_ptr`` None.
+    Example: CHUNK 2, sorted rows -1 2 2 5 | 5 7, ``counts`` 2 1: ``unique_rows`` 2 5 7 -1 -1 -1,
+    ``starts`` 1 3 5 6 6 6 6, ``num_runs`` 3, ``chunk_runs`` 0 1 2. Where the sort's order is int32
+    it is ``order`` already, and ``order_ptr`` None.
     """
     program = tl.program_id(0)
     runs_before = 0
@@ -87,6 +93,8 @@ def _find_runs_kernel(
     if order_ptr is not None:
         order = tl.load(sorted_order_ptr + position, mask=inside, other=0)
         tl.store(order_ptr + position, order.to(tl.int32), mask=inside)
+    ends_slot = inside & (position % CHUNK == CHUNK - 1)
+    tl.store(chunk_runs_ptr + position // CHUNK, run, mask=ends_slot)
 
     # Slots that no run has: these, and those that runs write, are all of them.
     no_row = tl.full([BLOCK], -1, unique_rows_ptr.dtype.element_ty)
@@ -96,6 +104,32 @@ def _find_runs_kernel(
     tl.store(starts_ptr + position, no_start.to(tl.int32), mask=has_slot)
     if program == 0:
         tl.store(num_runs_ptr, num_runs)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _find_runs_chunks_kernel(
+    chunk_runs_ptr,
+    starts_ptr,
+    num_slots,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """Makes ``chunk_runs[j]``, the run of the last position of slot j, -1 where no whole chunk of
+    the run holds that position.
+
+    Example: CHUNK 2, ``starts`` 1 3 5 6, ``chunk_runs`` 0 1 2: run 0 has the chunk [1, 3) and run 1
+    has [3, 5), but run 2 is too short. ``chunk_runs`` becomes 0 1 -1.
+    """
+    slot = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    last = slot * CHUNK + (CHUNK - 1)
+    run = tl.load(chunk_runs_ptr + slot, mask=slot < num_slots, other=-1)
+    has_run = run >= 0
+    start = tl.load(starts_ptr + run, mask=has_run, other=0)
+    end = tl.load(starts_ptr + run + 1, mask=has_run, other=0)
+    chunk_start = last - (last - start) % CHUNK
+    is_partial = has_run & (chunk_start + CHUNK > end)
+    tl.store(chunk_runs_ptr + slot, tl.full([BLOCK], -1, tl.int32), mask=is_partial)
 
 
 Sort = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -142,13 +176,16 @@ def _sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return sorted_rows, order
 
 
-def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``torchembed::find_runs``; see :func:`torchembed.ops.segments.find_runs`."""
     num_ids, device = rows.numel(), rows.device
     unique_rows = torch.empty(num_ids, dtype=rows.dtype, device=device)
+    num_slots = num_ids // RUN_CHUNK
+    chunk_runs = torch.empty(num_slots, dtype=torch.int32, device=device)
     if num_ids == 0:
         starts = torch.zeros(1, dtype=torch.int32, device=device)
-        return unique_rows, starts, torch.empty_like(unique_rows, dtype=torch.int32), starts.clone()
+        order = torch.empty_like(unique_rows, dtype=torch.int32)
+        return unique_rows, starts, order, starts.clone(), chunk_runs
     starts = torch.empty(num_ids + 1, dtype=torch.int32, device=device)
     num_runs = torch.empty(1, dtype=torch.int32, device=device)
     # One block more where L fills its blocks: ``starts`` has L + 1 slots.
@@ -171,9 +208,15 @@ def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
             starts,
             None if is_narrow else order,
             num_runs,
+            chunk_runs,
             num_ids,
             num_blocks,
+            CHUNK=RUN_CHUNK,
             BLOCK=block,
             INDEX=index,
         )
-    return unique_rows, starts, order, num_runs
+        if num_slots:
+            _find_runs_chunks_kernel[(triton.cdiv(num_slots, _BLOCK_SLOTS),)](
+                chunk_runs, starts, num_slots, CHUNK=RUN_CHUNK, BLOCK=_BLOCK_SLOTS, INDEX=index
+            )
+    return unique_rows, starts, order, num_runs, chunk_runs

@@ -10,7 +10,7 @@
 namespace torchembed {
 namespace {
 
-constexpr int kChunk = kUpdateChunk;
+constexpr int kChunk = kRunChunk;
 static_assert(kChunk == kLanes, "a lane looks up one occurrence of a chunk");
 // Rows that are read together.
 constexpr int kSumUnroll = 8;

@@ -53,10 +53,11 @@ GradType grad_type(ScalarType type) {
 // Adagrad's.
 void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& unique_rows,
                     const Tensor& starts, const Tensor& order, const Tensor& num_runs,
-                    const Tensor& grad, std::optional<Tensor> gradient_rows,
-                    std::optional<Tensor> scales, const Tensor& lr,
-                    std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip, double eps,
-                    double weight_decay, double max_gradient, int64_t num_blocks, int64_t stream) {
+                    const Tensor& chunk_runs, const Tensor& grad,
+                    std::optional<Tensor> gradient_rows, std::optional<Tensor> scales,
+                    const Tensor& lr, std::optional<Tensor> grad_multiplier,
+                    std::optional<Tensor> skip, double eps, double weight_decay,
+                    double max_gradient, int64_t num_blocks, int64_t stream) {
   for (const Tensor* rows : {&weight, &grad}) {
     STD_TORCH_CHECK(rows->dim() == 2 && rows->size(1) == kUpdateDim && rows->is_contiguous(),
                     "weight and grad must be contiguous and have ", kUpdateDim, " columns");
@@ -67,11 +68,13 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
                   " elements, got ", state.numel());
   const Indices rows = indices("unique_rows", unique_rows);
   const Indices of_gradients = indices("gradient_rows", gradient_rows);
-  const int64_t num_chunks = order.numel() / kUpdateChunk, num_groups = num_chunks / kUpdateChunk;
+  const int64_t num_chunks = order.numel() / kRunChunk, num_groups = num_chunks / kRunChunk;
+  STD_TORCH_CHECK(chunk_runs.numel() == num_chunks, "chunk_runs must hold ", num_chunks,
+                  " elements (one for each ", kRunChunk, " ids), got ", chunk_runs.numel());
   const Tensor sums =
       torch::stable::new_empty(weight, {num_chunks + num_groups, kUpdateDim}, ScalarType::Float);
   const Tensor counts =
-      torch::stable::new_empty(order, {1 + 2 * num_chunks + num_groups}, ScalarType::Int);
+      torch::stable::new_empty(order, {1 + num_chunks + num_groups}, ScalarType::Int);
   RowUpdate update;
   update.weight = weight.mutable_data_ptr<float>();
   update.state = state.mutable_data_ptr<float>();
@@ -79,6 +82,7 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   update.starts = values<int32_t>("starts", starts);
   update.order = values<int32_t>("order", order);
   update.num_runs = values<int32_t>("num_runs", num_runs);
+  update.chunk_runs = values<int32_t>("chunk_runs", chunk_runs);
   update.grad = grad.const_data_ptr();
   update.gradient_rows = of_gradients.data;
   update.scales = values<float>("scales", scales);
@@ -88,8 +92,7 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   update.chunk_sums = sums.mutable_data_ptr<float>();
   update.group_sums = update.chunk_sums + num_chunks * kUpdateDim;
   update.num_taken = counts.mutable_data_ptr<int32_t>();
-  update.slot_runs = update.num_taken + 1;
-  update.num_summed = update.slot_runs + num_chunks;
+  update.num_summed = update.num_taken + 1;
   update.num_grouped = update.num_summed + num_chunks;
   update.num_ids = static_cast<int>(order.numel());
   update.num_chunks = static_cast<int>(num_chunks);
@@ -108,9 +111,9 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
   library.def(
       "update_rows(Tensor(a!) weight, Tensor(b!) state, Tensor unique_rows, Tensor starts,"
-      " Tensor order, Tensor num_runs, Tensor grad, Tensor? gradient_rows, Tensor? scales,"
-      " Tensor lr, Tensor? grad_multiplier, Tensor? skip, float eps, float weight_decay,"
-      " float max_gradient, int num_blocks, int stream) -> ()");
+      " Tensor order, Tensor num_runs, Tensor chunk_runs, Tensor grad, Tensor? gradient_rows,"
+      " Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip, float eps,"
+      " float weight_decay, float max_gradient, int num_blocks, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CUDA, library) {

@@ -153,43 +153,6 @@ __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>&
   }
 }
 
-// slot_runs[j]: the run that has a whole chunk at slot j, -1 where none has. Makes what the warps
-// of update_kernel count zero.
-__global__ void find_chunks_kernel(const RowUpdate update) {
-  const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-  const int lane = lane_of_warp();
-  if (slot == 0) *update.num_taken = 0;
-  if (slot - lane >= update.num_chunks) return;
-  const int32_t* const starts = update.starts;
-  const int last = slot * kChunk + kChunk - 1;  // a chunk of this slot holds it
-  // Runs that start up to the last position of the warp's first slot, found by 32 entries at once.
-  const int last_of_first = __shfl_sync(kAllLanes, last, 0);
-  const int num_runs = *update.num_runs;
-  int num_started = 0;
-  for (int num_left = num_runs; num_left > 0;) {
-    const int apart = (num_left + kLanes - 1) / kLanes, entry = (lane + 1) * apart - 1;
-    const bool is_started = entry < num_left && starts[num_started + entry] <= last_of_first;
-    const int num_below = __popc(__ballot_sync(kAllLanes, is_started)) * apart;
-    num_started += num_below;
-    num_left = min(apart - 1, num_left - num_below);
-  }
-  // Every position starts one more at most.
-  for (int num_left = min(lane * kChunk, num_runs - num_started); num_left > 0;) {
-    const int half = (num_left + 1) / 2;
-    if (starts[num_started + half - 1] <= last) num_started += half;
-    num_left -= half;
-  }
-  if (slot >= update.num_chunks) return;
-  int run = num_started - 1;
-  if (run >= 0) {
-    const int first = last - (last - starts[run]) % kChunk;
-    if (starts[run + 1] - first < kChunk) run = -1;
-  }
-  update.slot_runs[slot] = run;
-  update.num_summed[slot] = 0;
-  if (slot % kChunk == kChunk - 1) update.num_grouped[slot / kChunk] = 0;
-}
-
 // Fewer where runs are long, so that no block takes long; and about the same for every warp.
 __device__ uint32_t count_runs_of_block(const RowUpdate& update, uint32_t num_runs,
                                         uint32_t num_warps) {
@@ -228,7 +191,7 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 1) update_kernel(const Row
   for (bool has_runs = true; has_runs || chunks != 0 || next_slots < num_slots;) {
     if (chunks == 0 && next_slots < num_slots) {
       slot = next_slots + lane * num_warps;
-      run_of_slot = slot < num_slots ? update.slot_runs[slot] : -1;
+      run_of_slot = slot < num_slots ? update.chunk_runs[slot] : -1;
       chunks = __ballot_sync(kAllLanes, run_of_slot >= 0);
       next_slots += kLanes * num_warps;
     }
@@ -291,8 +254,12 @@ cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stre
 
 template <class Grad>
 cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
-  constexpr int kThreads = 128;
-  find_chunks_kernel<<<update.num_chunks / kThreads + 1, kThreads, 0, stream>>>(update);
+  // Warps count from zero.
+  const int32_t* const end_of_counts = update.num_grouped + update.num_chunks / kChunk;
+  const size_t num_counts = end_of_counts - update.num_taken;
+  const cudaError_t error =
+      cudaMemsetAsync(update.num_taken, 0, num_counts * sizeof(int32_t), stream);
+  if (error != cudaSuccess) return error;
   return update.is_rowwise ? launch_update<Grad, true>(update, device, stream)
                            : launch_update<Grad, false>(update, device, stream);
 }

@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
+#include "../run_chunks.h"
+
 namespace torchembed {
 
 // Columns of the rows that the kernels take.
 constexpr int kUpdateDim = 128;
-// Occurrences of a chunk of a run, and chunks of a group: run_sums.py says what these are.
-constexpr int kUpdateChunk = 32;
 
 enum class GradType { kFloat32, kFloat16, kBFloat16 };
 
@@ -21,6 +21,7 @@ struct RowUpdate {
   const int32_t* starts;
   const int32_t* order;
   const int32_t* num_runs;
+  const int32_t* chunk_runs;  // [num_chunks]: the run whose whole chunk is at a slot, or -1
   const void* grad;           // [G, kUpdateDim]
   const void* gradient_rows;  // of each position; int32, or int64 where gradient_rows_are_wide
   const float* scales;        // of each position
@@ -28,11 +29,10 @@ struct RowUpdate {
   const float* grad_multiplier;
   const float* skip;
   float* chunk_sums;     // scratch, [num_chunks, kUpdateDim]
-  float* group_sums;     // scratch, [num_chunks / kUpdateChunk, kUpdateDim]
+  float* group_sums;     // scratch, [num_chunks / kRunChunk, kUpdateDim]
   int32_t* num_taken;    // scratch, [1]: blocks of runs that warps have taken
-  int32_t* slot_runs;    // scratch, [num_chunks]: the run whose whole chunk is at a slot, or -1
-  int32_t* num_summed;   // scratch, [num_chunks]: of a long run's sums, at its first chunk's slot
-  int32_t* num_grouped;  // scratch, [num_chunks / kUpdateChunk]: of a group's chunks
+  int32_t* num_summed;   // right behind, [num_chunks]: of a long run's sums, at its first slot
+  int32_t* num_grouped;  // right behind, [num_chunks / kRunChunk]: of a group's chunks
   int num_ids;
   int num_chunks;  // whole ones that all ids together have
   bool is_rowwise;

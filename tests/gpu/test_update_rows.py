@@ -10,15 +10,15 @@ from torch import Tensor
 from tests.row_updates import scalar
 from tests.tolerance import assert_same_bits
 from tests.values import normal
-from torchembed.core.types import OptimizerKind
+from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, cuda
 from torchembed.ops.rowwise_update.cuda import cuda_kernel
-from torchembed.ops.segments import find_runs
+from torchembed.ops.segments import Runs, find_runs
 from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
 
 pytestmark = pytest.mark.gpu
 
-CHUNK, DIM = 32, 128
+DIM = 128
 KINDS = (OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAGRAD)
 
 
@@ -94,7 +94,7 @@ def test_every_option(grad_dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     "length",
-    [1, 2, 3, 4, 5, 10, CHUNK - 1, CHUNK, CHUNK + 1, *(CHUNK**2 + n for n in (-1, 0, 1, 40_000))],
+    [1, 2, 3, 4, 5, 10, *(RUN_CHUNK**p + n for p in (1, 2) for n in (-1, 0, 1)), 41_024],
 )
 def test_runs_of_every_length(length: int, device: torch.device) -> None:
     rows = torch.arange(9, device=device).repeat_interleave(length)
@@ -179,7 +179,7 @@ def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
     runs = find_runs(torch.tensor([0, 1, 2], device=device), 5)
     one = scalar(1.0, device)
 
-    def call(weight: Tensor, state: Tensor, grad: Tensor) -> None:
+    def call(weight: Tensor, state: Tensor, grad: Tensor, runs: Runs = runs) -> None:
         scalars = (one, None, None, 0.0, 0.0, 0.0, 1, 0)
         update(weight, state, *runs, grad, None, None, *scalars)
 
@@ -196,3 +196,7 @@ def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
         call(weight, state, grad[:, ::2])
     with pytest.raises(RuntimeError, match="state must be contiguous and have 5 or 640 elements"):
         call(weight, state[:4], grad)
+    with pytest.raises(
+        RuntimeError, match=r"chunk_runs must hold 0 elements \(one for each 32 ids\), got 1"
+    ):
+        call(weight, state, grad, runs._replace(chunk_runs=runs.num_runs))

@@ -1,5 +1,6 @@
 """``find_runs`` against groups in Python dicts."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.conftest import Sizes
 from tests.repeats import assert_repeats
 from tests.tracing import compiled_once
 from tests.values import not_contiguous
+from torchembed.core.types import RUN_CHUNK
 from torchembed.ops.segments import Runs, find_runs
 
 
@@ -32,8 +34,9 @@ def check(rows: Tensor, num_rows: int) -> None:
     assert runs.order.tolist() == missing + [position for group in positions for position in group]
     assert runs.starts.tolist() == starts + [num_ids] * padding
     assert runs.num_runs.tolist() == [len(unique)]
+    assert runs.chunk_runs.tolist() == oracle.chunk_runs(starts, num_ids)
     assert runs.unique_rows.dtype == rows.dtype
-    assert {t.dtype for t in (runs.starts, runs.order, runs.num_runs)} == {torch.int32}
+    assert {t.dtype for t in runs[1:]} == {torch.int32}
     assert {t.device for t in runs} == {rows.device}
 
 
@@ -73,7 +76,40 @@ def test_worked_example(device: torch.device) -> None:
         [1, 2, 4, 4, 4],
         [2, 1, 0, 3],
         [2],
+        [],
     ]
+
+
+@st.composite
+def long_runs(draw: st.DrawFn) -> list[int]:
+    """Missing rows, then up to four runs, of no chunk, one, several, or more than a group's."""
+    length = st.one_of(
+        st.integers(0, 3 * RUN_CHUNK),
+        st.builds(
+            lambda num_chunks, more: num_chunks * RUN_CHUNK + more,
+            st.sampled_from([1, 2, RUN_CHUNK]),
+            st.integers(-1, 1),
+        ),
+    )
+    num_missing = draw(st.one_of(st.just(0), st.integers(0, 2 * RUN_CHUNK)))
+    lengths = draw(st.lists(length, max_size=4))
+    rows = [row for row, count in enumerate(lengths) for _ in range(count)]
+    return [-1] * num_missing + rows
+
+
+def test_finds_whole_chunks(device: torch.device, sizes: Sizes) -> None:
+    @settings(max_examples=2 * sizes.num_examples, derandomize=True, database=None)
+    @given(long_runs(), st.randoms(use_true_random=False))
+    def run(rows: list[int], random: Random) -> None:
+        random.shuffle(rows)
+        check(torch.tensor(rows, dtype=torch.int64, device=device), 4)
+
+    run()
+
+
+def test_chunks_of_a_worked_example(device: torch.device) -> None:
+    rows = torch.arange(3, device=device).repeat_interleave(torch.tensor([3, 60, 2], device=device))
+    assert find_runs(rows, 3).chunk_runs.tolist() == [1, -1]
 
 
 @pytest.mark.parametrize("num_ids", [1023, 1025, 5000, 70_000])
@@ -105,7 +141,7 @@ def test_repeats_its_bits(device: torch.device, sizes: Sizes, fastest_algorithms
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
-    rows = torch.tensor([5, 2, -1, 5, 1], device=device, dtype=dtype)
+    rows = torch.tensor([5, 2, -1, 5, 1] * 8, device=device, dtype=dtype)
     torch.library.opcheck(torch.ops.torchembed.find_runs.default, (rows, 6))
 
 
@@ -116,7 +152,8 @@ def test_compiles_whole_and_once_for_every_size(device: torch.device, sizes: Siz
         return runs, runs.starts.diff()
 
     compiled = compiled_once(sizes_of_runs)
-    for num_ids in (11, 12, 19):
+    # 64 ids at least: the compiler keeps none, one and more slots of chunks apart.
+    for num_ids in (70, 71, 150):
         rows = random_rows(num_ids, sizes.num_rows, seed=num_ids).to(device)
         runs, lengths = compiled(rows, sizes.num_rows)
         expected, expected_lengths = sizes_of_runs(rows, sizes.num_rows)

@@ -274,7 +274,8 @@ def test_compiles_whole_and_once_for_every_size(
 
     compiled = compiled_once(squared)
     for step in range(3):
-        larger = sizes._replace(batch_size=sizes.batch_size + step)
+        # 64 ids at least: the compiler keeps none, one and more slots of chunks apart.
+        larger = sizes._replace(batch_size=8 * sizes.batch_size + step)
         lookup = Lookup(random_bags(larger, fixed, seed=step), device, dim=13, weighted=True)
         grouping = {
             name: value.to(device) if isinstance(value, Tensor) else value

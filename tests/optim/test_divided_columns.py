@@ -34,16 +34,17 @@ def made_table(dtype: torch.dtype, rule: UpdateRule, device: torch.device) -> Ta
     return table
 
 
+@pytest.mark.parametrize("num_copies", [1, 10])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
 def test_has_the_bits_of_one_update(
-    name: str, dtype: torch.dtype, skipped: float | None, device: torch.device
+    name: str, dtype: torch.dtype, skipped: float | None, num_copies: int, device: torch.device
 ) -> None:
-    rule, rows = RULES[name], torch.tensor(ROWS, device=device)
+    rule, rows = RULES[name], torch.tensor(ROWS * num_copies, device=device)
     # Integers: the sums over a row are exact in any order.
-    grad = (torch.arange(len(ROWS) * 12) * 5 % 11 - 5).float().view(-1, 12).to(device)
-    gradients = RowGradients(grad, scales=torch.full((len(ROWS),), 2.0, device=device))
+    grad = (torch.arange(len(rows) * 12) * 5 % 11 - 5).float().view(-1, 12).to(device)
+    gradients = RowGradients(grad, scales=torch.full((len(rows),), 2.0, device=device))
     multiplier = scalar(0.5, device)
     skip = None if skipped is None else scalar(skipped, device)
     divided, whole = (made_table(dtype, rule, device) for _ in range(2))
@@ -51,8 +52,8 @@ def test_has_the_bits_of_one_update(
     rounds = dtype != torch.float32
 
     def of_smallest_rank(squares: Tensor) -> Tensor:
-        """The sum over one rank, beside others with room for one spare run only."""
-        return squares[:4]
+        """The sum over one rank, beside others with room for few spare runs only."""
+        return squares[: 4 * num_copies]
 
     divided.sum_over_columns = of_smallest_rank
     update_divided_columns(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.bags import Bags, random_fixed, random_jagged, random_rows
 from tests.tolerance import assert_same_bits
-from torchembed.core.types import OnBadId, OptimizerKind
+from torchembed.core.types import RUN_CHUNK, OnBadId, OptimizerKind
 from torchembed.ops.linearize_ids.reference import linearize_ids_reference
 from torchembed.ops.pooled_lookup import reference as pooled_reference
 from torchembed.ops.rowwise_update.reference import rowwise_update_reference
@@ -22,7 +22,6 @@ from torchembed.ops.segments.reference import find_runs_reference
 from torchembed.ops.sequence_lookup.reference import sequence_lookup_forward_reference
 from torchembed.triton_kernels import linearize_ids, pooled_lookup, segments, sequence_lookup
 from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
-from torchembed.triton_kernels.run_sums import CHUNK
 
 NUM_ROWS = 11
 
@@ -185,7 +184,7 @@ def check_update(arguments: list[Any], device: torch.device) -> None:
     for actual, wanted in zip(result[1:3], expected[1:3], strict=True):
         if wanted is not None:
             assert_same_bits(actual, wanted)
-    if arguments[17] == OptimizerKind.SGD:
+    if arguments[18] == OptimizerKind.SGD:
         assert_same_bits(result[0], expected[0])
     else:
         band = torch.finfo(expected[0].dtype).eps * expected[0].abs().max().item()
@@ -212,11 +211,12 @@ def test_rowwise_update_of_long_rows(kind: OptimizerKind, device: torch.device) 
 @pytest.mark.parametrize(
     "lengths",
     [
-        (CHUNK,),
-        (CHUNK - 1, 1),
-        (1, CHUNK),
-        (CHUNK + 1, 2 * CHUNK - 1, 3, 5 * CHUNK),
-        (*[CHUNK] * 5, CHUNK // 2, 6 * CHUNK - 1),
+        (RUN_CHUNK,),
+        (RUN_CHUNK - 1, 1),
+        (1, RUN_CHUNK),
+        (RUN_CHUNK + 1, 2 * RUN_CHUNK - 1, 3, 5 * RUN_CHUNK),
+        (*[RUN_CHUNK] * 5, RUN_CHUNK // 2, 6 * RUN_CHUNK - 1),
+        (7, RUN_CHUNK**2 + RUN_CHUNK + 5, RUN_CHUNK**2 - 1),
     ],
     ids=str,
 )
@@ -232,9 +232,9 @@ def test_rowwise_update_of_long_runs(
 
 
 def test_rowwise_update_is_skipped(device: torch.device) -> None:
-    rows = random_rows(2 * CHUNK, NUM_ROWS, seed=13)
+    rows = random_rows(2 * RUN_CHUNK, NUM_ROWS, seed=13)
     arguments = update_arguments(rows, 8, OptimizerKind.ADAM, torch.bfloat16, options=True)
-    arguments[13] = torch.ones(1)
+    arguments[14] = torch.ones(1)
     changed = moved(arguments, device)
     launch_rowwise_update(*changed)
     for actual, before in zip(changed[:3], arguments[:3], strict=True):
@@ -244,13 +244,13 @@ def test_rowwise_update_is_skipped(device: torch.device) -> None:
 def test_the_sum_of_a_run_does_not_depend_on_the_batch(device: torch.device) -> None:
     """The same occurrences of a row give the same bits, whatever stands before them."""
     generator = torch.Generator().manual_seed(15)
-    num_ids = 3 * CHUNK + 17
+    num_ids = 3 * RUN_CHUNK + 17
     grad = torch.randn(num_ids, 8, generator=generator)
     results = []
-    for num_others in (0, 1, CHUNK - 1):
+    for num_others in (0, 1, RUN_CHUNK - 1):
         rows = torch.cat([torch.zeros(num_others), torch.ones(num_ids)]).long()
         arguments = update_arguments(rows, 8, OptimizerKind.SGD, torch.float32, options=False)
-        arguments[7] = torch.cat([torch.zeros(num_others, 8), grad])
+        arguments[8] = torch.cat([torch.zeros(num_others, 8), grad])
         arguments = moved(arguments, device)
         launch_rowwise_update(*arguments)
         results.append(arguments[0][1])

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests import lanes
-from torchembed.core.types import OptimizerKind
+from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.triton_kernels import (
     binary_cross_entropy,
     column_sums,
@@ -107,6 +107,7 @@ def launch_update(kind: OptimizerKind, dim: int, dtype: torch.dtype, options: bo
         ids(torch.int32, NUM_IDS + 1),
         ids(torch.int32),
         torch.ones(1, dtype=torch.int32),
+        ids(torch.int32, NUM_IDS // RUN_CHUNK),
         torch.zeros(NUM_IDS, dim, dtype=dtype),
         ids(torch.int32) if options else None,
         torch.zeros(NUM_IDS) if options else None,

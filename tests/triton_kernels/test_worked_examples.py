@@ -53,6 +53,7 @@ def test_find_runs(device: torch.device) -> None:
     sorted_order = integers(device, 3, 0, 4, 1, 2, 5, dtype=torch.int64)
     unique_rows, starts = integers(device, *[-9] * 6), integers(device, *[-9] * 7)
     order, num_runs = integers(device, *[-9] * 6), integers(device, -9)
+    chunk_runs = integers(device, *[-9] * 3)
     segments._find_runs_kernel[(2,)](
         sorted_rows,
         sorted_order,
@@ -61,8 +62,10 @@ def test_find_runs(device: torch.device) -> None:
         starts,
         order,
         num_runs,
+        chunk_runs,
         6,
         2,
+        CHUNK=2,
         BLOCK=4,
         INDEX=tl.int32,
     )
@@ -70,6 +73,13 @@ def test_find_runs(device: torch.device) -> None:
     assert starts.tolist() == [1, 3, 5, 6, 6, 6, 6]
     assert order.tolist() == sorted_order.tolist()
     assert num_runs.tolist() == [3]
+    assert chunk_runs.tolist() == [0, 1, 2]
+
+
+def test_find_runs_chunks(device: torch.device) -> None:
+    chunk_runs, starts = integers(device, 0, 1, 2), integers(device, 1, 3, 5, 6)
+    segments._find_runs_chunks_kernel[(1,)](chunk_runs, starts, 3, CHUNK=2, BLOCK=4, INDEX=tl.int32)
+    assert chunk_runs.tolist() == [0, 1, -1]
 
 
 def test_sequence_lookup_forward(device: torch.device) -> None:
@@ -108,41 +118,34 @@ def test_pooled_lookup_weights_backward(device: torch.device) -> None:
     assert out.tolist() == [23, 39, 0]
 
 
-def test_rowwise_update_find_chunks(device: torch.device) -> None:
-    chunk_starts, group_starts = integers(device, -9, -9, -9), integers(device, -9)
-    run_sums._rowwise_update_find_chunks_kernel[(1,)](
-        chunk_starts,
-        group_starts,
-        integers(device, 1, 6, 7),
-        integers(device, 2),
-        3,
-        1,
-        CHUNK=2,
-        BLOCK=4,
-        INDEX=tl.int32,
-    )
-    assert chunk_starts.tolist() == [1, 3, -1]
-    assert group_starts.tolist() == [0]
-
-
 def test_rowwise_update_chunks(device: torch.device) -> None:
-    chunk_sums = column(device, -9, -9, -9)
-    run_sums._rowwise_update_chunks_kernel[(1, 1)](
-        chunk_sums,
-        integers(device, 1, 3, -1),
-        torch.arange(7, dtype=torch.int32, device=device),
-        column(device, 1, 2, 3, 4, 5, 6, 7),
-        None,
-        None,
-        3,
-        CHUNK=2,
-        DIM=1,
-        BLOCK_SLOTS=4,
-        BLOCK_D=1,
-        UNROLL=2,
-        INDEX=tl.int32,
-    )
+    starts, chunk_runs = integers(device, 1, 6, 7), integers(device, 0, 0, -1)
+    chunk_sums, group_sums = column(device, -9, -9, -9), column(device, -9)
+    order = torch.arange(7, dtype=torch.int32, device=device)
+    gradients = column(device, 1, 2, 3, 4, 5, 6, 7)
+    for sums, each, grad, span in (
+        (chunk_sums, order, gradients, 1),
+        (group_sums, None, chunk_sums, 2),
+    ):
+        run_sums._rowwise_update_chunks_kernel[(1, 1)](
+            sums,
+            starts,
+            each,
+            chunk_runs,
+            grad,
+            None,
+            None,
+            len(sums),
+            SPAN=span,
+            CHUNK=2,
+            DIM=1,
+            BLOCK_SLOTS=4,
+            BLOCK_D=1,
+            UNROLL=2,
+            INDEX=tl.int32,
+        )
     assert chunk_sums.squeeze(1).tolist() == [5, 9, -9]
+    assert group_sums.squeeze(1).tolist() == [14]
 
 
 def test_rowwise_update_adam_step(device: torch.device) -> None:
@@ -160,6 +163,7 @@ def test_rowwise_update(device: torch.device) -> None:
         integers(device, 0, 2, 2),
         torch.arange(num_ids, dtype=torch.int32, device=device),
         integers(device, 1),
+        integers(device),
     )
     rowwise_update.launch_rowwise_update(
         weight,

@@ -1,6 +1,10 @@
-"""Closed sets that several rooms speak of."""
+"""What several rooms speak of: closed sets, and the length of chunks of runs."""
 
 import enum
+
+RUN_CHUNK = 32
+"""Occurrences of a row whose gradients are summed together, as a chunk of its run; ``kRunChunk`` of
+csrc/run_chunks.h is equal."""
 
 
 class Pooling(enum.Enum):

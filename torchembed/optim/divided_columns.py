@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchembed.core.types import OptimizerKind
+from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.ops.row_gradients import summed_gradients
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.rowwise_update.reference import root
@@ -58,10 +58,11 @@ def update_divided_columns(
     total = state[rows] + added
     state.index_add_(0, rows, added)
     divisor = root(total) + rule.eps
+    no_chunks = slots.new_full((num_slots // RUN_CHUNK,), -1)
     rowwise_update(
         weight,
         (),
-        Runs(runs.unique_rows[:num_slots], slots, slots[:-1], runs.num_runs),
+        Runs(runs.unique_rows[:num_slots], slots, slots[:-1], runs.num_runs, no_chunks),
         RowGradients(gradient / divisor.unsqueeze(1)),
         UpdateRule(kind=OptimizerKind.SGD),
         lr,

@@ -77,6 +77,7 @@ def rowwise_update_reference(
     starts: Tensor,
     order: Tensor,
     num_runs: Tensor,
+    chunk_runs: Tensor,
     grad: Tensor,
     gradient_rows: Tensor | None,
     scales: Tensor | None,

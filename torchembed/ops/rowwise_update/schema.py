@@ -14,7 +14,7 @@ def _fake(*arguments: Any) -> None:
 
 rowwise_update_op = define_op(
     "rowwise_update(Tensor(a!) weight, Tensor(b!)? state0, Tensor(c!)? state1,"
-    " Tensor unique_rows, Tensor starts, Tensor order, Tensor num_runs,"
+    " Tensor unique_rows, Tensor starts, Tensor order, Tensor num_runs, Tensor chunk_runs,"
     " Tensor grad, Tensor? gradient_rows, Tensor? scales,"
     " Tensor lr, Tensor? step, Tensor? grad_multiplier, Tensor? skip,"
     " Tensor? row_offsets, Tensor? row_keys, Tensor? first_columns,"

@@ -23,6 +23,15 @@ class Runs(NamedTuple):
     """``[L]``, int32: the stable sorting permutation; positions of row -1 come first."""
     num_runs: Tensor
     """``[1]``, int32."""
+    chunk_runs: Tensor
+    """``[L // 32]``, int32: the run that has a whole chunk at each slot of 32 sorted positions, -1
+    where none has.
+
+    A chunk of run u is 32 sorted positions from ``starts[u] + 32 * k`` on that lie wholly in the
+    run; updates sum chunks side by side. It is at the slot in which it starts, so it holds that
+    slot's last position and shares the slot with no other. Example: of runs with 3, 60 and 2
+    positions, the second has the chunk ``[3, 35)`` at slot 0, and ``chunk_runs = [1, -1]``.
+    """
 
 
 def find_runs(rows: Tensor, num_rows: int) -> Runs:
@@ -31,7 +40,8 @@ def find_runs(rows: Tensor, num_rows: int) -> Runs:
     Deterministic; never synchronizes, since every shape follows from L.
 
     Worked example: ``rows = [5, 2, -1, 5]`` gives ``order = [2, 1, 0, 3]``,
-    ``unique_rows = [2, 5, -1, -1]``, ``starts = [1, 2, 4, 4, 4]``, ``num_runs = [2]``.
+    ``unique_rows = [2, 5, -1, -1]``, ``starts = [1, 2, 4, 4, 4]``, ``num_runs = [2]``,
+    ``chunk_runs = []``.
 
     Args:
         rows: ``[L]``, int32 or int64, each -1 or in ``[0, num_rows)``; L < 2**31.

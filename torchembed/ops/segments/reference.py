@@ -3,8 +3,12 @@
 import torch
 from torch import Tensor
 
+from torchembed.core.types import RUN_CHUNK
 
-def find_runs_reference(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+
+def find_runs_reference(
+    rows: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_ids = rows.numel()
     sorted_rows, order = torch.sort(rows, stable=True)
     valid = sorted_rows >= 0
@@ -18,4 +22,16 @@ def find_runs_reference(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Te
     positions = torch.arange(num_ids, dtype=torch.int32, device=rows.device)
     starts.scatter_(0, slot, torch.where(first, positions, num_ids))
     num_runs = first.sum(dtype=torch.int32).reshape(1)
-    return unique_rows[:num_ids], starts, order.to(torch.int32), num_runs
+    chunk_runs = _chunk_runs(starts, run.to(torch.int32))
+    return unique_rows[:num_ids], starts, order.to(torch.int32), num_runs, chunk_runs
+
+
+def _chunk_runs(starts: Tensor, run: Tensor) -> Tensor:
+    """``run`` is that of each sorted position. A chunk holds the last position of its slot."""
+    slot = torch.arange(run.numel() // RUN_CHUNK, device=run.device)
+    last = slot * RUN_CHUNK + RUN_CHUNK - 1
+    found = run[last]
+    start = starts[found.clamp_min(0)]
+    chunk_start = last - (last - start) % RUN_CHUNK
+    is_whole = (found >= 0) & (chunk_start + RUN_CHUNK <= starts[found + 1])
+    return found.where(is_whole, -1)
