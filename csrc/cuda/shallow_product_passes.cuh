@@ -1,12 +1,12 @@
-// What the passes of low-rank cross layers make of a tile of the product: two groups of four warps
-// have 64 rows each, and write what leaves in the place of what came.
+// What passes make of a tile of the product: two groups of four warps have 64 rows each, and write
+// what leaves in the place of what came.
 
 #pragma once
 
 #include <cstdint>
 
 #include "hopper.cuh"
-#include "low_rank_cross.h"
+#include "shallow_product.h"
 
 namespace torchembed {
 namespace {
@@ -14,8 +14,16 @@ namespace {
 constexpr int kGroups = 2, kGroupRows = 64;
 constexpr int kWarps = kGroups * kGroupThreads / 32;
 
-template <CrossPass kPass>
-constexpr bool kIsForward = kPass == CrossPass::kFirstForward || kPass == CrossPass::kForward;
+template <ProductPass kPass>
+constexpr bool kIsForward = kPass == ProductPass::kFirstForward || kPass == ProductPass::kForward;
+
+template <ProductPass kPass>
+constexpr bool kReadsPairs =
+    kPass != ProductPass::kFirstForward && kPass != ProductPass::kRectified;
+
+template <ProductPass kPass>
+constexpr bool kWritesPairs =
+    kPass != ProductPass::kInputBackward && kPass != ProductPass::kRectified;
 
 // A warp's part of what a group of warps has of a tile.
 struct Lane {
@@ -30,7 +38,7 @@ struct Lane {
 };
 
 // Of a forward pass, in place: a pair of x0 becomes z, and one of x the layer's output.
-template <class Value, CrossPass kPass>
+template <class Value, ProductPass kPass>
 __device__ void cross_forward(const Lane& lane, const float (&sum)[32], const uint32_t (&bias)[8],
                               uint32_t first, uint32_t second) {
 #pragma unroll
@@ -43,7 +51,7 @@ __device__ void cross_forward(const Lane& lane, const float (&sum)[32], const ui
       const float2 z = {product[0] + of_bias.x, product[1] + of_bias.y};
       const float2 x0 = unpacked<Value>(load_shared(first + place));
       float2 x = x0;
-      if constexpr (kPass == CrossPass::kForward) {
+      if constexpr (kPass == ProductPass::kForward) {
         x = unpacked<Value>(load_shared(second + place));
       }
       store_shared(first + place, packed<Value>(z.x, z.y));
@@ -73,6 +81,28 @@ __device__ void cross_backward(const Lane& lane, const float (&sum)[32], uint32_
       float* const total = column_sums + 2 * piece;
       total[0] = half == 0 ? grad_z.x : total[0] + grad_z.x;
       total[1] = half == 0 ? grad_z.y : total[1] + grad_z.y;
+    }
+  }
+}
+
+// A pair of the output becomes the gradient of what was rectified, whose sums over the lane's rows
+// are returned.
+template <class Value>
+__device__ void rectified_backward(const Lane& lane, const float (&sum)[32], uint32_t first,
+                                   float (&column_sums)[16]) {
+#pragma unroll
+  for (int piece = 0; piece < 8; ++piece) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t place = lane.place(half, piece);
+      const float* const product = sum + 4 * piece + 2 * half;
+      const float2 output = unpacked<Value>(load_shared(first + place));
+      const float2 grad = {output.x > 0.0f ? product[0] : 0.0f,
+                           output.y > 0.0f ? product[1] : 0.0f};
+      store_shared(first + place, packed<Value>(grad.x, grad.y));
+      float* const total = column_sums + 2 * piece;
+      total[0] = half == 0 ? grad.x : total[0] + grad.x;
+      total[1] = half == 0 ? grad.y : total[1] + grad.y;
     }
   }
 }

@@ -1,5 +1,5 @@
-// A matrix product of small depth, and what a cross layer does with each tile of it before it
-// leaves the registers: the passes of low_rank_cross.py on GPUs of compute capability 9.0.
+// A matrix product of small depth, and what a layer does with each tile of it before it leaves the
+// registers, on GPUs of compute capability 9.0.
 //
 // A block takes 128 rows and goes through columns, 64 at a time. One thread lets factors, and the
 // tiles that the pass reads, come into shared memory, several ahead. Two groups of four warps have
@@ -7,15 +7,15 @@
 // place of what came. Where each tile of the product has a program of its own instead, both factors
 // are read so often that the cache's rate is what limits it.
 //
-// The byte floor is that of low_rank_cross.py.
+// The byte floor: what a pass reads and writes once each, and the factors once.
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "hopper.cuh"
-#include "low_rank_cross.h"
-#include "low_rank_cross_passes.cuh"
+#include "shallow_product.h"
+#include "shallow_product_passes.cuh"
 #include "tile_maps.cuh"
 
 namespace torchembed {
@@ -89,7 +89,7 @@ struct Block {
 };
 
 // Lets all that a block reads come, in the order in which it is needed.
-template <CrossPass kPass>
+template <ProductPass kPass>
 __device__ void load_block(const Maps& maps, const Shape& shape, const Layout& at,
                            const Block& block) {
   Turn<kFactorStages> factor{at.factors_full, at.factors_empty};
@@ -102,7 +102,7 @@ __device__ void load_block(const Maps& maps, const Shape& shape, const Layout& a
     factor.next();
   };
   const auto load_pairs = [&](int tile) {
-    constexpr int kNumRead = kPass == CrossPass::kFirstForward ? 1 : 2;
+    constexpr int kNumRead = kReadsPairs<kPass> ? 2 : 1;
     for (int number = 0; number < shape.num_pairs; ++number, pair.next()) {
       pair.wait_until_empty();
       pair.expect(kNumRead * kTileBytes);
@@ -127,7 +127,7 @@ __device__ void load_block(const Maps& maps, const Shape& shape, const Layout& a
   };
   // Pairs wait until those before have left, which takes products: of one pair a tile those of the
   // tile before, of several those of the tile itself.
-  constexpr bool kHasOnePair = kPass != CrossPass::kInputBackward;
+  constexpr bool kHasOnePair = kPass != ProductPass::kInputBackward;
   if (kHasOnePair) load_pairs(block.first_tile);
   for (int tile = block.first_tile; tile < block.end_tile; ++tile) {
     load_right(tile);
@@ -138,7 +138,7 @@ __device__ void load_block(const Maps& maps, const Shape& shape, const Layout& a
 }
 
 // Multiplies, and makes of each tile what the pass writes.
-template <class Value, CrossPass kPass>
+template <class Value, ProductPass kPass>
 __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout& at,
                               const Block& block, const Value* bias, float* sums) {
   const int warp = threadIdx.x / 32, lane_of_warp = threadIdx.x % 32;
@@ -209,7 +209,7 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
       pair.release(pair.before());
     }
 
-    if constexpr (kPass == CrossPass::kInputBackward) {
+    if constexpr (kPass == ProductPass::kInputBackward) {
       for (int layer = 0; layer < shape.num_pairs; ++layer) {
         if (layer > 0) {
           sync_threads(1 + lane.group, kGroupThreads);
@@ -228,7 +228,11 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
         cross_forward<Value, kPass>(lane, sum, bias_pairs, first, first + kTileBytes);
       } else {
         float column_sums[16];
-        cross_backward<Value>(lane, sum, first, first + kTileBytes, column_sums);
+        if constexpr (kPass == ProductPass::kBackward) {
+          cross_backward<Value>(lane, sum, first, first + kTileBytes, column_sums);
+        } else {
+          rectified_backward<Value>(lane, sum, first, column_sums);
+        }
         put_sums(lane, column_sums, at.sums, sums + column, shape.num_columns - column,
                  tile == block.first_tile, tile + 1 == block.end_tile);
       }
@@ -241,14 +245,16 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
       const uint32_t source =
           at.pairs + pair.before() * 2 * kTileBytes + lane.group * kGroupRows * kTileRowBytes;
       if (row < shape.num_rows) {
-        if constexpr (kPass == CrossPass::kInputBackward) {
+        if constexpr (kPass == ProductPass::kInputBackward) {
           int part = shape.num_parts - 1;
           while (shape.first_tiles[part] > tile) --part;
           const int of_part = (tile - shape.first_tiles[part]) * kTileColumns;
           store_tile(maps.written[part], of_part, row, source);
         } else {
           store_tile(maps.written[0], column, row, source);
-          store_tile(maps.written[1], column, row, source + kTileBytes);
+          if constexpr (kWritesPairs<kPass>) {
+            store_tile(maps.written[1], column, row, source + kTileBytes);
+          }
         }
       }
       commit_stores();
@@ -257,10 +263,10 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
   if (Lane::is_first()) wait_for_stores();
 }
 
-template <class Value, CrossPass kPass>
+template <class Value, ProductPass kPass>
 __global__ void __launch_bounds__(kThreads, 1)
-    cross_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape,
-                 const Value* const bias, float* const sums) {
+    product_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape,
+                   const Value* const bias, float* const sums) {
   extern __shared__ __align__(1024) char shared[];
   const Layout at(shared_address(shared));
   const int num_tiles = (shape.num_columns + kTileColumns - 1) / kTileColumns;
@@ -309,10 +315,10 @@ int count_splits(int row_blocks, int num_tiles, int num_multiprocessors) {
   return best;
 }
 
-template <class Value, CrossPass kPass>
-cudaError_t launch(const CrossTiles& tiles, const Maps& maps, const Shape& shape, int num_blocks,
+template <class Value, ProductPass kPass>
+cudaError_t launch(const ProductTiles& tiles, const Maps& maps, const Shape& shape, int num_blocks,
                    cudaStream_t stream) {
-  const auto kernel = cross_kernel<Value, kPass>;
+  const auto kernel = product_kernel<Value, kPass>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::kBytes);
   if (error != cudaSuccess) return error;
@@ -322,23 +328,25 @@ cudaError_t launch(const CrossTiles& tiles, const Maps& maps, const Shape& shape
 }
 
 template <class Value>
-cudaError_t launch_pass(const CrossTiles& tiles, const Maps& maps, const Shape& shape,
+cudaError_t launch_pass(const ProductTiles& tiles, const Maps& maps, const Shape& shape,
                         int num_blocks, cudaStream_t stream) {
   switch (tiles.pass) {
-    case CrossPass::kFirstForward:
-      return launch<Value, CrossPass::kFirstForward>(tiles, maps, shape, num_blocks, stream);
-    case CrossPass::kForward:
-      return launch<Value, CrossPass::kForward>(tiles, maps, shape, num_blocks, stream);
-    case CrossPass::kBackward:
-      return launch<Value, CrossPass::kBackward>(tiles, maps, shape, num_blocks, stream);
+    case ProductPass::kFirstForward:
+      return launch<Value, ProductPass::kFirstForward>(tiles, maps, shape, num_blocks, stream);
+    case ProductPass::kForward:
+      return launch<Value, ProductPass::kForward>(tiles, maps, shape, num_blocks, stream);
+    case ProductPass::kBackward:
+      return launch<Value, ProductPass::kBackward>(tiles, maps, shape, num_blocks, stream);
+    case ProductPass::kInputBackward:
+      return launch<Value, ProductPass::kInputBackward>(tiles, maps, shape, num_blocks, stream);
     default:
-      return launch<Value, CrossPass::kInputBackward>(tiles, maps, shape, num_blocks, stream);
+      return launch<Value, ProductPass::kRectified>(tiles, maps, shape, num_blocks, stream);
   }
 }
 
 }  // namespace
 
-const char* launch_cross(const CrossTiles& tiles, int device, void* stream) {
+const char* launch_product(const ProductTiles& tiles, int device, void* stream) {
   static const Encode encode = find_encode();
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   // As in update_rows.
@@ -351,7 +359,7 @@ const char* launch_cross(const CrossTiles& tiles, int device, void* stream) {
   if (error != cudaSuccess) return cudaGetErrorString(error);
 
   const bool is_forward =
-      tiles.pass == CrossPass::kFirstForward || tiles.pass == CrossPass::kForward;
+      tiles.pass == ProductPass::kFirstForward || tiles.pass == ProductPass::kForward;
   MapMaker maker(encode, tiles.is_half);
   Maps maps{};
   Shape shape{};

@@ -1,4 +1,5 @@
-// Low-rank cross layers on a GPU: what the operations and their kernel agree on.
+// Matrix products of small depth with what follows them, on a GPU: what the operations and their
+// kernel agree on.
 
 #pragma once
 
@@ -6,27 +7,29 @@
 
 namespace torchembed {
 
-// The product's depth, layers, and parts of a gradient that the kernel takes at most.
+// The product's depth, and of a cross network layers and parts of a gradient that the kernel takes
+// at most.
 constexpr int kMostDepth = 512, kMostLayers = 4, kMostParts = 4;
 // Rows over which the kernel sums, and columns of which a part has whole tiles.
 constexpr int kSummedRows = 128, kPartColumns = 64;
 
 // By what they read and write, with product = left @ right.
-enum class CrossPass {
+enum class ProductPass {
   kFirstForward,   // x0: z = product + bias and x0 * z + x0
   kForward,        // x0 and x: z = product + bias and x0 * z + x
   kBackward,       // grad and x0: grad_x = grad + product and grad_z = grad_x * x0; grad_z's sums
   kInputBackward,  // grad and z of each layer: product + grad[0] + sum(grad[l] * z[l]), in parts
+  kRectified,      // output: grad = product where output > 0, else 0; its sums
 };
 
 // What the kernel reads and writes: matrices of 16-bit numbers, contiguous, on 16 bytes.
-struct CrossTiles {
-  CrossPass pass;
-  bool is_half;                       // float16, else bfloat16
-  const void* left;                   // [num_rows, depth]
-  const void* right;                  // forward [num_columns, depth], backward [depth, num_columns]
-  const void* bias;                   // [num_columns], in forward
-  float* sums;                        // [ceil(num_rows / kSummedRows), num_columns], in backward
+struct ProductTiles {
+  ProductPass pass;
+  bool is_half;       // float16, else bfloat16
+  const void* left;   // [num_rows, depth]
+  const void* right;  // forward [num_columns, depth], backward [depth, num_columns]
+  const void* bias;   // [num_columns], in forward
+  float* sums;        // [ceil(num_rows / kSummedRows), num_columns], where the pass has sums
   const void* read[2 * kMostLayers];  // [num_rows, num_columns] each
   int num_read;
   void* written[kMostParts];  // [num_rows, widths[i]] each
@@ -37,6 +40,6 @@ struct CrossTiles {
 
 // Launches on `stream` of `device`, which is the caller's current one, and returns what failed,
 // else nullptr.
-const char* launch_cross(const CrossTiles& tiles, int device, void* stream);
+const char* launch_product(const ProductTiles& tiles, int device, void* stream);
 
 }  // namespace torchembed

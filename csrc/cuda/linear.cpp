@@ -1,0 +1,33 @@
+// The operation of rectified linear layers on a GPU of compute capability 9.0.
+
+#include <torch/csrc/stable/library.h>
+
+#include "product_tensors.h"
+
+namespace torchembed {
+namespace {
+
+// As in torchembed::linear_relu_input_backward, with sums over kSummedRows rows each.
+Tensor input_backward_on(const Tensor& grad, const Tensor& weight, const Tensor& output,
+                         const Tensor& sums, int64_t stream) {
+  ProductTiles tiles = tiles_of(ProductPass::kRectified, grad, output.size(1));
+  tiles.right = matrix("weight", weight, grad, tiles.depth, tiles.num_columns);
+  tiles.sums = sums_of(tiles, sums);
+  read(tiles, "output", output, grad);
+  const Tensor grad_product = written(tiles, output, output.size(1));
+  launch(tiles, grad, stream);
+  return grad_product;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
+  library.def(
+      "linear_relu_input_backward(Tensor grad, Tensor weight, Tensor output, Tensor(a!) sums,"
+      " int stream) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CUDA, library) {
+  library.impl("linear_relu_input_backward", TORCH_BOX(&input_backward_on));
+}
+
+}  // namespace
+}  // namespace torchembed
