@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.row_traffic import touch_rows
 from bench.workload import ADAGRAD, Batch, Rule, Workload
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.linearize_ids import linearize_ids
@@ -25,6 +26,8 @@ class Stages(NamedTuple):
     """All that follows from the vectors' gradient, rows updated."""
     update: Callable[[], None] | None
     """Of backward, what must wait for the gradient; None where a library does not part them."""
+    touch: Callable[[], None] | None = None
+    """Reads and writes the rows and states of ``update``, and does nothing else."""
 
 
 class TorchembedTables:
@@ -79,7 +82,13 @@ class TorchembedTables:
             find_runs(known_rows, self._weight.shape[0]),
             gradient_rows(known_rows),
         )
-        return Stages(forward, backward, lambda: update(known_runs, known_map))
+        touched = known_runs.unique_rows[: int(known_runs.num_runs)]
+        return Stages(
+            forward,
+            backward,
+            lambda: update(known_runs, known_map),
+            lambda: touch_rows(self._weight, self._state, touched),
+        )
 
 
 class FbgemmTables:

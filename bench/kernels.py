@@ -1,11 +1,11 @@
 """Lookups and row updates on one GPU, beside FBGEMM's, on the same ids and the same weights.
 
 ``python -m bench.kernels`` takes DLRM-DCNv2's tables, cut to 8 M rows, and prints the microseconds
-of each stage, the bytes that it must move by the second, as a part of what a copy moves, and our
-time over FBGEMM's. Times are sums over a stage's kernels, so that neither library's host counts;
-ours as one CUDA graph, gaps included, stand beside them. A figure is printed only if what it
-measures is right: vectors and rows are compared with float64 first, in the same run, and our
-backward must repeat its bits.
+of each stage, the bytes that it must move by the second, as a part of what a copy moves, an
+update's time over that of reading and writing its rows alone, and our time over FBGEMM's. Times are
+sums over a stage's kernels, so that neither library's host counts; ours as one CUDA graph, gaps
+included, stand beside them. A figure is printed only if what it measures is right: vectors and rows
+are compared with float64 first, in the same run, and our backward must repeat its bits.
 """
 
 import argparse
@@ -175,6 +175,10 @@ def measure(
             if is_ours:
                 with torch.no_grad():
                     row["microseconds_in_graph"] = round(graph_microseconds(calls), 2)
+            if is_ours and stage == "update":
+                alone = sum(kernel_microseconds([s.touch for s in stages if s.touch]).values())
+                row["rows_alone_microseconds"] = round(alone, 2)
+                row["of_rows_alone"] = round(row["microseconds"] / alone, 3)
             if stage in floors:
                 rate = floors[stage] / row["microseconds"] * 1e6
                 row["bytes_per_second"], row["copy_fraction"] = rate, rate / copy_rate
@@ -214,7 +218,7 @@ def _is_update(kernel: str) -> bool:
 
 HEADER = (
     f"{'stage':9}{'optimizer':18}{'batch':>6}  {'ids':8}{'us':>9}{'in graph':>10}{'TB/s':>7}"
-    f"{'of copy':>9}{'FBGEMM us':>11}{'ours/FBGEMM':>13}"
+    f"{'of copy':>9}{'/rows alone':>12}{'FBGEMM us':>11}{'ours/FBGEMM':>13}"
 )
 
 
@@ -226,6 +230,7 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['stage']:9}{row['optimizer'] or '':18}{row['batch_per_gpu']:>6}  {row['ids']:8}"
         f"{row['microseconds']:9.1f}{optional('microseconds_in_graph', '.1f', 10)}"
         f"{optional('bytes_per_second', '.2f', 7, 1e-12)}{optional('copy_fraction', '.2f', 9)}"
+        f"{optional('of_rows_alone', '.2f', 12)}"
         f"{optional('fbgemm_microseconds', '.1f', 11)}{optional('of_fbgemm', '.2f', 13)}",
         flush=True,
     )

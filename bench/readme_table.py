@@ -149,9 +149,19 @@ def _kernels(rows: Sequence[Row]) -> str:
         "Lookups and row updates of MLPerf's tables, cut to 8 M rows, in microseconds; in brackets "
         f"over FBGEMM's time in the same run, by `python -m bench.kernels` ({_files(rows)}) on one "
         f"{_only(row['gpu'] for row in rows)}. An update is the part of a backward that needs the "
-        "gradient:",
+        f"gradient{_rows_alone(rows)}:",
         head,
         lines,
+    )
+
+
+def _rows_alone(rows: Sequence[Row]) -> str:
+    found = [row["of_rows_alone"] for row in rows if "of_rows_alone" in row]
+    if not found:
+        return ""
+    return (
+        f"; it takes {min(found):.2f} to {max(found):.2f} of the time in which a kernel that does "
+        "nothing else reads and writes the same rows and states"
     )
 
 
