@@ -5,6 +5,7 @@ state, read and written; Adagrad with bfloat16 gradients and copies moves 20.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -20,6 +21,8 @@ _ADAGRAD = tl.constexpr(int(OptimizerKind.ADAGRAD))
 
 # Each thread of 4 warps holds 8 elements: one access of 16 bytes to a 16-bit tensor.
 _BLOCK = 1024
+# Of a launch; for each number of parts a kernel is compiled.
+_MOST_PARTS = 8
 
 
 @triton.jit
@@ -48,26 +51,40 @@ def _dense_update_kernel(
     scales_ptr,
     grad_multiplier_ptr,
     skip_ptr,
-    num_elements,
+    parts,
     eps,
     one_minus_beta1,
     one_minus_beta2,
     weight_decay,
     OPTIMIZER: tl.constexpr,
     HAS_DECAY: tl.constexpr,
+    ENDS_ALIGNED: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One element a lane by the rules of :class:`torchembed.ops.dense_update.DenseRule`. ``scales``
-    is the learning rate or, under Adam, what :func:`_dense_update_adam_scales_kernel` gives.
+    """One element a lane by the rules of :class:`torchembed.ops.dense_update.DenseRule`; of the
+    ``parts``, which begin at multiples of 8, and under ENDS_ALIGNED end there, each has blocks of
+    its own.
+    ``scales`` is the learning rate or, under Adam, what :func:`_dense_update_adam_scales_kernel`
+    gives.
 
     Example: SGD with lr 2, ``weight = [10]``, ``grad = [3]``: ``weight = [10 - 2 * 3] = [4]``.
     """
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0.0:
             return
-    at = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_elements
+    block = tl.program_id(0)
+    first, stop = tl.zeros([], INDEX), tl.zeros([], INDEX)
+    before = 0
+    for number in tl.static_range(len(parts)):
+        part_start, part_stop = parts[number]
+        num_blocks = tl.cdiv(part_stop - part_start, BLOCK)
+        is_here = (block >= before) & (block < before + num_blocks)
+        first = tl.where(is_here, part_start + (block - before).to(INDEX) * BLOCK, first)
+        stop = tl.where(is_here, part_stop, stop)
+        before += num_blocks
+    at = tl.multiple_of(first, 8) + tl.arange(0, BLOCK)
+    mask = at < (tl.multiple_of(stop, 8) if ENDS_ALIGNED else stop)
     gradient = as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
     lr = tl.load(scales_ptr)
@@ -106,6 +123,7 @@ def launch_dense_update(
     step: Tensor | None,
     grad_multiplier: Tensor | None,
     skip: Tensor | None,
+    bounds: Sequence[int],
     optimizer: int,
     eps: float,
     beta1: float,
@@ -113,7 +131,9 @@ def launch_dense_update(
     weight_decay: float,
 ) -> None:
     """``torchembed::dense_update``; see :func:`torchembed.ops.dense_update.dense_update`."""
-    if weight.numel() == 0:
+    pairs = zip(bounds[::2], bounds[1::2], strict=True)
+    parts = [(start, stop) for start, stop in pairs if start < stop]
+    if not parts:
         return
     with torch.cuda.device_of(weight):
         scales = lr
@@ -122,28 +142,31 @@ def launch_dense_update(
             _dense_update_adam_scales_kernel[(1,)](
                 scales, lr, step, LOG_BETA1=_log(beta1), LOG_BETA2=_log(beta2), num_warps=1
             )
-        # Without fused multiply-adds the update has the bits of the reference.
-        _dense_update_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
-            weight,
-            state0,
-            state1,
-            rounded,
-            grad,
-            scales,
-            grad_multiplier,
-            skip,
-            weight.numel(),
-            eps,
-            1 - beta1,
-            1 - beta2,
-            weight_decay,
-            OPTIMIZER=optimizer,
-            HAS_DECAY=weight_decay != 0,
-            INDEX=index_type(weight),
-            BLOCK=_BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        for first in range(0, len(parts), _MOST_PARTS):
+            some = tuple(parts[first : first + _MOST_PARTS])
+            # Without fused multiply-adds the update has the bits of the reference.
+            _dense_update_kernel[(sum(triton.cdiv(stop - start, _BLOCK) for start, stop in some),)](
+                weight,
+                state0,
+                state1,
+                rounded,
+                grad,
+                scales,
+                grad_multiplier,
+                skip,
+                some,
+                eps,
+                1 - beta1,
+                1 - beta2,
+                weight_decay,
+                OPTIMIZER=optimizer,
+                HAS_DECAY=weight_decay != 0,
+                ENDS_ALIGNED=all(stop % 8 == 0 for _, stop in some),
+                INDEX=index_type(weight),
+                BLOCK=_BLOCK,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
 
 
 def _log(beta: float) -> float:

@@ -87,6 +87,7 @@ def test_has_the_bits_of_the_reference(
         torch.tensor(3.0),
         multiplier.cpu(),
         None,
+        [0, 1500],
         *(int(kind), rule.eps, rule.beta1, rule.beta2, rule.weight_decay),
     )
     for actual, same in zip((*tensors, rounded), expected, strict=True):
@@ -109,6 +110,25 @@ def test_a_skipped_step_changes_nothing(kind: OptimizerKind, device: torch.devic
     tensors[1].fill_(1.0)
     update(tensors, rule, 0.1, 1, rounded=rounded, skip=torch.zeros(1, device=device))
     assert not torch.equal(tensors[0], before[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_parts", [1, 3, 20])
+def test_parts_are_updated_alone(kind: OptimizerKind, num_parts: int, device: torch.device) -> None:
+    rule = DenseRule(kind=kind)
+    starts = [8 * number**2 * 11 for number in range(num_parts)]
+    parts = [slice(start, start + 1 + 70 * number) for number, start in enumerate(starts)]
+    parts.append(slice(starts[-1] + 2000, starts[-1] + 2000))  # of nothing
+    tensors = inputs(rule, starts[-1] + 3000, device, torch.bfloat16)
+    tensors.append(torch.zeros_like(tensors[1]))
+    expected = [tensor.clone() for tensor in tensors]
+    for part in parts:
+        weight, grad, *states, rounded = (tensor[part] for tensor in expected)
+        update([weight, grad, *states], rule, 0.1, 3, rounded=rounded)
+    weight, grad, *states, rounded = tensors
+    update([weight, grad, *states], rule, 0.1, 3, rounded=rounded, parts=parts)
+    for tensor, same in zip(tensors, expected, strict=True):
+        assert_same_bits(tensor, same)
 
 
 def test_worked_example(device: torch.device) -> None:
@@ -136,7 +156,7 @@ def test_opcheck(device: torch.device) -> None:
     rule = DenseRule(kind=OptimizerKind.ADAM)
     weight, grad, mean, square = inputs(rule, 9, device, torch.bfloat16)
     one = torch.ones(1, device=device)
-    arguments = (weight, mean, square, grad.clone(), grad, one, one, one, None, 3)
+    arguments = (weight, mean, square, grad.clone(), grad, one, one, one, None, [0, 3, 8, 9], 3)
     torch.library.opcheck(
         torch.ops.torchembed.dense_update.default, (*arguments, 1e-8, 0.9, 0.99, 0.0)
     )
@@ -174,6 +194,9 @@ def test_bad_arguments_are_named(device: torch.device) -> None:
         dense_update(weight, (state,), grad, rule, lr, skip=weight)
     with pytest.raises(ValueError, match=r"grad must be on .* as weight is, got meta"):
         dense_update(weight, (state,), grad.to("meta"), rule, lr)
+    for part in (slice(4, 8), slice(0, 10), slice(8, 7)):
+        with pytest.raises(ValueError, match=rf"parts must .* got \[{part.start}, {part.stop}\)"):
+            dense_update(weight, (state,), grad, rule, lr, parts=[part])
     with pytest.raises(ValueError, match="step must be given for ADAM, got None"):
         dense_update(weight, (state, state), grad, DenseRule(kind=OptimizerKind.ADAM), lr)
     with pytest.raises(ValueError, match="kind must be SGD, ADAGRAD or ADAM, got ROWWISE_ADAGRAD"):

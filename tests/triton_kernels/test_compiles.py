@@ -182,7 +182,10 @@ def launch_dense_update(kind: OptimizerKind, options: bool) -> None:
     extras = (one, one) if options else (None, None)
     numbers = (int(kind), 1e-8, 0.9, 0.0, 0.1 if options else 0.0)
     rounded, grad = (low, low.clone()) if options else (None, weight.clone())
-    dense_update.launch_dense_update(weight, *states, rounded, grad, one, one, *extras, *numbers)
+    bounds = [0, 1000, 1024, 5000]
+    dense_update.launch_dense_update(
+        weight, *states, rounded, grad, one, one, *extras, bounds, *numbers
+    )
 
 
 def launch_binary_cross_entropy(dtype: torch.dtype) -> None:
@@ -299,3 +302,10 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(
         assert re.search(r"ld\.global\S*\.v4\.b32", text)
         assert re.search(r"st\.global\S*\.v4\.b32", text)
         assert not re.search(r"[ls][dt]\.local", text)
+
+
+def test_parts_of_a_weight_are_updated_16_bytes_at_a_time(ptx: dict[str, str]) -> None:
+    launch_dense_update(OptimizerKind.ADAGRAD, True)
+    for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
+        # Weight, state, gradient and copy: 8 elements of 4 or 2 bytes.
+        assert len(re.findall(access, ptx["_dense_update_kernel"])) >= 5

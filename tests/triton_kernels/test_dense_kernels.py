@@ -93,7 +93,7 @@ def test_sum_partials(device: torch.device) -> None:
 
 def test_dense_update(device: torch.device, addresses: str) -> None:
     weight, grad, lr = torch.tensor([[10.0], [3.0], [2.0]], device=device)
-    scalars = (lr, None, None, None, int(OptimizerKind.SGD), 0.0, 0.0, 0.0, 0.0)
+    scalars = (lr, None, None, None, [0, 1], int(OptimizerKind.SGD), 0.0, 0.0, 0.0, 0.0)
     dense_update.launch_dense_update(weight, None, None, None, grad, *scalars)
     assert weight.item() == 4
 

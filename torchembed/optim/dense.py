@@ -264,19 +264,18 @@ class _Buffer:
         if not self.updated:
             self.step += 1.0 if skip is None else skip[0] == 0
         self.updated.update(chosen)
-        lr = self.current_lr(group)
-        for part in parts:
-            dense_update(
-                flat.master[part],
-                tuple(state[part] for state in self.states),
-                flat.gradients[part],
-                rule,
-                lr,
-                rounded=None if flat.rounded is None else flat.rounded[part],
-                step=self.step,
-                grad_multiplier=multiplier,
-                skip=skip,
-            )
+        dense_update(
+            flat.master,
+            self.states,
+            flat.gradients,
+            rule,
+            self.current_lr(group),
+            rounded=flat.rounded,
+            step=self.step,
+            grad_multiplier=multiplier,
+            skip=skip,
+            parts=parts,
+        )
         flat.values_were_updated(chosen)
 
     def current_lr(self, group: dict[str, Any]) -> Tensor:

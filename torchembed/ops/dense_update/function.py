@@ -1,6 +1,8 @@
 """The public function ``dense_update``, and the rule that it takes."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +10,9 @@ from torch import Tensor
 from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update.schema import dense_update_op
+
+_UNIT = 8
+"""Elements, at a multiple of which each part begins, so that all are read 16 bytes at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +60,10 @@ def dense_update(
     step: Tensor | None = None,
     grad_multiplier: Tensor | None = None,
     skip: Tensor | None = None,
+    parts: Sequence[slice] | None = None,
 ) -> None:
-    """Update every element of a flat weight in one pass: changes all tensors but ``grad``.
+    """Update every element of a flat weight, or of some ``parts``, in one pass: changes all tensors
+    but ``grad``.
 
     Deterministic; never synchronizes. Scalars that change between steps are tensors on the device
     of ``weight``.
@@ -73,6 +80,7 @@ def dense_update(
         step: float32, one element, counted from 1; needed by Adam.
         grad_multiplier: float32, one element; multiplies every gradient (inverse loss scale).
         skip: float32, one element; nothing changes where it is not zero.
+        parts: of the weight, each with a start, a multiple of 8, and a stop; all of it where None.
 
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
@@ -101,6 +109,14 @@ def dense_update(
     if rule.kind is OptimizerKind.ADAM and step is None:
         raise ValueError("step must be given for ADAM, got None")
     checks.check_same_device("weight", weight, grad=grad, rounded=rounded, **scalars)
+    num_elements = weight.numel()
+    bounds = [(part.start, part.stop) for part in parts or [slice(0, num_elements)]]
+    for start, stop in bounds:
+        if start % _UNIT or not 0 <= start <= stop <= num_elements:
+            raise ValueError(
+                f"parts must begin at a multiple of {_UNIT} and end among the {num_elements} "
+                f"elements of weight, got [{start}, {stop})"
+            )
     first, second = (*states, None, None)[:2]
     dense_update_op(
         weight,
@@ -112,6 +128,7 @@ def dense_update(
         step,
         grad_multiplier,
         skip,
+        list(itertools.chain.from_iterable(bounds)),
         int(rule.kind),
         rule.eps,
         rule.beta1,

@@ -1,5 +1,6 @@
 """The specification of ``dense_update`` in eager torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,19 @@ _BLOCK = 1 << 15
 
 
 def dense_update_reference(*arguments: Any) -> None:
-    """The arguments are the schema's: five flat tensors, then what all of their blocks share."""
-    flat, shared = arguments[:5], arguments[5:]
-    for first in range(0, flat[0].numel(), _BLOCK):
-        block = slice(first, first + _BLOCK)
-        blocks: list[Any] = [None if tensor is None else tensor[block] for tensor in flat]
-        _update_block(*blocks, *shared)
+    """The arguments are the schema's: five flat tensors, four scalars, where parts begin and end in
+    turn, and the rule."""
+    flat, scalars, bounds, rule = arguments[:5], arguments[5:9], arguments[9], arguments[10:]
+    for start, stop in parts_of(bounds):
+        for first in range(start, stop, _BLOCK):
+            block = slice(first, min(first + _BLOCK, stop))
+            blocks: list[Any] = [None if tensor is None else tensor[block] for tensor in flat]
+            _update_block(*blocks, *scalars, *rule)
+
+
+def parts_of(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """Each part's begin and end."""
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def _update_block(

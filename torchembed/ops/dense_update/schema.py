@@ -13,7 +13,8 @@ def _fake(*arguments: Any) -> None:
 dense_update_op = define_op(
     "dense_update(Tensor(a!) weight, Tensor(b!)? state0, Tensor(c!)? state1,"
     " Tensor(d!)? rounded, Tensor grad, Tensor lr, Tensor? step, Tensor? grad_multiplier,"
-    " Tensor? skip, int optimizer, float eps, float beta1, float beta2, float weight_decay) -> ()",
+    " Tensor? skip, int[] bounds, int optimizer, float eps, float beta1, float beta2,"
+    " float weight_decay) -> ()",
     reference=dense_update_reference,
     fake=_fake,
     triton="torchembed.triton_kernels.dense_update:launch_dense_update",
