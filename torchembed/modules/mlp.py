@@ -66,12 +66,17 @@ def _are_fusible(layer: nn.Module, following: nn.Module) -> TypeGuard[_Linear]:
     )
 
 
+def _share(layer: _Linear, other: _Linear) -> bool:
+    return layer.weight is other.weight or layer.bias is other.bias
+
+
 def _fusible_run(layers: Sequence[nn.Module]) -> list[_Linear]:
-    """The linear layers that ``linear_relu_stack`` computes together, with the rectifiers after
-    each, of those that ``layers`` begin with."""
+    """Of those that ``layers`` begin with, the linear layers that ``linear_relu_stack`` computes
+    together, with the rectifier after each."""
     run: list[_Linear] = []
     for layer, following in zip(layers[::2], layers[1::2], strict=False):
-        if not _are_fusible(layer, following):
+        # torch.compile takes no tensor twice.
+        if not _are_fusible(layer, following) or any(_share(layer, other) for other in run):
             break
         run.append(layer)
     return run
