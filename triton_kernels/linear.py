@@ -1,5 +1,5 @@
-"""The launchers of ``linear_relu_backward`` and ``sum_rows``, and the kernels of
-``linear_to_one_*``: products of a matrix and a vector, which cuBLAS makes slowly.
+"""The launchers of ``linear_relu_backward``, after a product too, and ``sum_rows``, and the kernels
+of ``linear_to_one_*``: products of a matrix and a vector, which cuBLAS makes slowly.
 
 Byte floor of ``linear_relu_backward``: gradient and output read, the product's gradient written,
 once each; of ``linear_to_one_*``: x read once, and in backward its gradient written.
@@ -20,6 +20,14 @@ def launch_linear_relu_backward(grad: Tensor, output: Tensor, sums: Tensor) -> T
     grad_product = torch.empty_like(output)
     multiply_and_sum(grad, output, grad_product, sums, rectify=True)
     return grad_product
+
+
+def launch_linear_relu_input_backward(
+    grad: Tensor, weight: Tensor, output: Tensor, sums: Tensor
+) -> Tensor:
+    """``torchembed::linear_relu_input_backward``; see
+    :func:`torchembed.ops.linear.linear_relu_stack`."""
+    return launch_linear_relu_backward(torch.mm(grad, weight), output, sums)
 
 
 def launch_sum_rows(grad: Tensor, total: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.ops.cross import cross_epilogue, low_rank_cross_network
-from torchembed.ops.linear import linear, linear_relu
+from torchembed.ops.linear import linear, linear_relu, linear_relu_stack
 
 
 def leaf(*shape: int) -> Tensor:
@@ -23,6 +23,10 @@ LAYERS: dict[str, Callable[[], tuple[Tensor, list[Tensor]]]] = {
     ),
     "linear layer .*": lambda: (linear(x := leaf(3, 4), leaf(1, 4), leaf(1)), [x]),
     "linear layer": lambda: (linear_relu(x := leaf(3, 4), leaf(2, 4), leaf(2)), [x]),
+    "linear layer has": lambda: (
+        linear_relu_stack(x := leaf(3, 4), [leaf(2, 4), leaf(3, 2)], [leaf(2), leaf(3)]),
+        [x],
+    ),
     r"cross epilogue .* use x0 \* \(z \+ bias\) \+ x there": lambda: (
         cross_epilogue(x := leaf(3, 4), leaf(3, 4), leaf(4), leaf(3, 4)),
         [x],

@@ -1,6 +1,7 @@
 """``MLP`` against torch's layers and TorchRec's."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,53 @@ def test_dropout_stops_in_evaluation(device: torch.device) -> None:
     kept = thinned != 0
     assert 0.3 < (kept.sum() / (full != 0).sum()).item() < 0.7
     torch.testing.assert_close(thinned[kept], 2 * full[kept])
+
+
+def operations(output: Tensor) -> list[str]:
+    """Torchembed's that made ``output``, from the last one."""
+    found: list[str] = []
+    node = output.grad_fn
+    while node is not None:
+        if "Linear" in node.name():
+            found.append(node.name().strip("_").removesuffix("Backward"))
+        # The first is the input, where there is one.
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, ["LinearReluStack"]),
+        ({"activation_on_last": False}, ["Linear", "LinearReluStack"]),
+        ({"dropout": 0.5}, ["LinearReluStack"] * 3),
+        ({"activation": nn.Sigmoid}, ["Linear"] * 3),
+        ({"batch_norm": True}, ["Linear"] * 3),
+        ({"bias": False}, ["Linear"] * 3),
+    ],
+    ids=str,
+)
+def test_rectified_layers_in_a_row_are_one_operation(
+    arguments: dict[str, Any], expected: list[str], device: torch.device
+) -> None:
+    mlp = MLP(5, [4, 3, 2], device=device, **arguments)
+    assert operations(mlp(normal(4, 5, seed=1, device=device))) == expected
+
+
+def test_hooks_and_shared_layers_part_a_row(device: torch.device) -> None:
+    mlp, x = MLP(5, [4, 4, 4, 4], device=device), normal(3, 5, seed=1, device=device)
+    whole = with_gradients(mlp, x, torch.ones(3, 4, device=device))
+    shapes: list[torch.Size] = []
+    hook = mlp[3].register_forward_hook(lambda *args: shapes.append(args[-1].shape))
+    parted = with_gradients(mlp, x, torch.ones(3, 4, device=device))
+    assert operations(parted[0]) == ["LinearReluStack", "Linear", "LinearReluStack"]
+    assert shapes == [(3, 4)]
+    for actual, same in zip(parted, whole, strict=True):
+        torch.testing.assert_close(actual, same)
+    hook.remove()
+    assert operations(mlp(x)) == ["LinearReluStack"]
+    mlp[4].weight = mlp[2].weight
+    assert operations(mlp(x)) == ["LinearReluStack"] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

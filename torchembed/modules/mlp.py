@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torchembed.core.checks import FLOAT_DTYPES
-from torchembed.ops.linear import linear, linear_relu
+from torchembed.ops.linear import linear, linear_relu_stack
 
 
 class _Linear(nn.Linear):
@@ -53,8 +54,8 @@ def _has_hooks(layer: nn.Module) -> bool:
     )
 
 
-def _are_fusible(layer: nn.Module, following: nn.Module | None) -> bool:
-    """Whether ``linear_relu`` computes ``layer`` and what is ``following`` it."""
+def _are_fusible(layer: nn.Module, following: nn.Module) -> TypeGuard[_Linear]:
+    """Whether ``linear_relu_stack`` computes ``layer`` and what is ``following`` it."""
     return (
         isinstance(layer, _Linear)
         and layer.bias is not None
@@ -65,14 +66,30 @@ def _are_fusible(layer: nn.Module, following: nn.Module | None) -> bool:
     )
 
 
+def _share(layer: _Linear, other: _Linear) -> bool:
+    return layer.weight is other.weight or layer.bias is other.bias
+
+
+def _fusible_run(layers: Sequence[nn.Module]) -> list[_Linear]:
+    """Of those that ``layers`` begin with, the linear layers that ``linear_relu_stack`` computes
+    together, with the rectifier after each."""
+    run: list[_Linear] = []
+    for layer, following in zip(layers[::2], layers[1::2], strict=False):
+        # torch.compile takes no tensor twice.
+        if not _are_fusible(layer, following) or any(_share(layer, other) for other in run):
+            break
+        run.append(layer)
+    return run
+
+
 class MLP(nn.Sequential):
     """A stack of linear layers, each followed by batch normalization, activation and dropout.
 
     Maps ``[B, in_features]`` to ``[B, layer_sizes[-1]]``. Initial values are those of DLRM: normal
     weights with variance ``2 / (in + out)`` and normal biases with variance ``1 / out``.
 
-    A linear layer and the rectifier right after it are one operation, unless one of them has hooks.
-    Gradients of weights may be deferred, see
+    Linear layers with a rectifier right after each are one operation, as many as come one after the
+    other, unless one of them has hooks. Gradients of weights may be deferred, see
     :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`.
 
     Args:
@@ -122,14 +139,12 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         layers: list[nn.Module] = [*self]
-        position = 0
-        while position < len(layers):
-            layer, following = layers[position], [*layers, None][position + 1]
-            if _are_fusible(layer, following):
-                assert isinstance(layer, nn.Linear)
-                x = linear_relu(x, layer.weight, layer.bias)
-                position += 2
+        while layers:
+            run = _fusible_run(layers)
+            if run:
+                weights, biases = [layer.weight for layer in run], [layer.bias for layer in run]
+                x = linear_relu_stack(x, weights, biases)
+                del layers[: 2 * len(run)]
             else:
-                x = layer(x)
-                position += 1
+                x = layers.pop(0)(x)
         return x

@@ -179,6 +179,11 @@ def weight_gradient(weight: Tensor | None, compute: Compute) -> Tensor | None:
     return compute(None if slot is None else slot.claim(weight))
 
 
+def product_gradient(weight: Tensor | None, grad: Tensor, x: Tensor) -> Tensor | None:
+    """:func:`weight_gradient` of the product ``x @ weight.T``: ``grad.T @ x``."""
+    return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
+
+
 def gradient_memory(saved: Tensor, parameter: Tensor | None) -> Tensor:
     """Where ``backward`` may write the gradient of ``parameter`` that it then returns: its slot, or
     new memory, like ``saved``.

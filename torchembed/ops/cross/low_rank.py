@@ -17,7 +17,7 @@ from torchembed.ops.cross.schema import (
 )
 from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
 from torchembed.ops.side_by_side import joined_in_place, side_by_side
-from torchembed.ops.weight_gradients import keep_parameters, weight_gradient
+from torchembed.ops.weight_gradients import keep_parameters, product_gradient
 
 
 class _LowRankCrossNetwork(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
             if is_needed[2 * num_layers + layer]:
                 grad_bias = bias_gradient(bias[layer], of_bias[layer], sums[layer])
             if is_needed[num_layers + layer]:
-                grad_u = _product_gradient(of_u[layer], grad_z, hs[layer])
+                grad_u = product_gradient(of_u[layer], grad_z, hs[layer])
             if layer:
                 grad, next_grad_z = low_rank_cross_backward_op(
                     grad, grad_h, v[layer], xs[0], sums[layer - 1]
@@ -79,15 +79,11 @@ class _LowRankCrossNetwork(torch.autograd.Function):
                 )
             # After the last use of v, which may be updated as soon as its gradient is there.
             if is_needed[layer]:
-                grad_v = _product_gradient(of_v[layer], grad_h, xs[layer])
+                grad_v = product_gradient(of_v[layer], grad_h, xs[layer])
             grads_bias.insert(0, grad_bias)
             grads_u.insert(0, grad_u)
             grads_v.insert(0, grad_v)
         return None, *grad_parts, *grads_v, *grads_u, *grads_bias
-
-
-def _product_gradient(weight: Tensor | None, grad: Tensor, x: Tensor) -> Tensor | None:
-    return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
 
 
 def low_rank_cross_network(

@@ -1,5 +1,6 @@
-"""The public functions ``linear`` and ``linear_relu``."""
+"""The public functions ``linear``, ``linear_relu`` and ``linear_relu_stack``."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,49 +11,94 @@ from torchembed.core.first_order import first_order
 from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
+    linear_relu_input_backward_op,
     linear_to_one_backward_op,
     linear_to_one_forward_op,
     sum_rows_op,
 )
-from torchembed.ops.weight_gradients import gradient_memory, keep_parameters, weight_gradient
+from torchembed.ops.weight_gradients import gradient_memory, keep_parameters, product_gradient
+
+_ADVICE = "cast one of them, or use torch.autocast"
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        if bias is None:
-            output = x @ weight.t()
-        elif relu:
-            # On a GPU the matrix product's own epilogue adds and rectifies.
-            output = torch.ops.aten._addmm_activation(bias, x, weight.t())
-        else:
-            output = torch.addmm(bias, x, weight.t())
-        ctx.save_for_backward(x, weight, bias, output if relu else None)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
         keep_parameters(ctx, weight, bias)
-        return output
+        return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
     @staticmethod
     @first_order("torchembed's linear layer", "torch.nn.functional.linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, output = ctx.saved_tensors
+        x, weight, bias = ctx.saved_tensors
         of_weight, of_bias = ctx.parameters
-        grad_x, grad_weight, grad_bias, sums = None, None, None, None
-        # Rows that are apart, as those of a concatenation's gradient, need no copy.
-        grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        if output is not None:
-            num_rows = grad.shape[0]
-            sums = empty_sums(bias, of_bias, num_rows, adds_partials=num_rows > SUMMED_AT_ONCE)
-            grad = linear_relu_backward_op(grad, output, sums)
+        grad_x, grad_weight, grad_bias = None, None, None
+        grad = _with_whole_rows(grad)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
-        if output is None and ctx.needs_input_grad[2]:
-            sums = gradient_memory(bias, of_bias)
-            sum_rows_op(grad, sums)
-        if sums is not None and ctx.needs_input_grad[2]:
-            grad_bias = bias_gradient(bias, of_bias, sums)
+        if ctx.needs_input_grad[2]:
+            grad_bias = gradient_memory(bias, of_bias)
+            sum_rows_op(grad, grad_bias)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(of_weight, lambda out: torch.mm(grad.t(), x, out=out))
-        return grad_x, grad_weight, grad_bias, None
+            grad_weight = product_gradient(of_weight, grad, x)
+        return grad_x, grad_weight, grad_bias
+
+
+class _LinearReluStack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        xs = [x]
+        for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+            # On a GPU the matrix product's own epilogue adds and rectifies.
+            xs.append(torch.ops.aten._addmm_activation(bias, xs[-1], weight.t()))
+        ctx.save_for_backward(*xs, *parameters)
+        keep_parameters(ctx, *parameters)
+        return xs[-1]
+
+    @staticmethod
+    @first_order("torchembed's linear layer", "torch.nn.functional.linear")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        num_layers, saved = len(ctx.parameters) // 2, ctx.saved_tensors
+        xs, parameters = saved[: num_layers + 1], saved[num_layers + 1 :]
+        weights, biases = parameters[::2], parameters[1::2]
+        of_weights, of_biases = ctx.parameters[::2], ctx.parameters[1::2]
+        is_needed = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * len(is_needed)
+        # Where there is a product, sums may be over the rows of its tiles.
+        num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
+        are_many = num_rows > SUMMED_AT_ONCE
+        sums = empty_sums(biases[-1], of_biases[-1], num_rows, adds_partials=are_many)
+        grad = linear_relu_backward_op(_with_whole_rows(grad), xs[-1], sums)
+        for layer in reversed(range(num_layers)):
+            below = None
+            if layer and any(is_needed[: 1 + 2 * layer]):
+                sums_below = empty_sums(
+                    biases[layer - 1],
+                    of_biases[layer - 1],
+                    num_rows,
+                    adds_partials=by_tiles or are_many,
+                )
+                grad_below = linear_relu_input_backward_op(
+                    grad, weights[layer], xs[layer], sums_below
+                )
+                below = grad_below, sums_below
+            elif is_needed[0]:
+                grads[0] = grad @ weights[0]
+            if is_needed[2 + 2 * layer]:
+                grads[2 + 2 * layer] = bias_gradient(biases[layer], of_biases[layer], sums)
+            # After the last use of a weight, which may be updated as soon as its gradient is there.
+            if is_needed[1 + 2 * layer]:
+                grads[1 + 2 * layer] = product_gradient(of_weights[layer], grad, xs[layer])
+            if below is None:
+                break
+            grad, sums = below
+        return tuple(grads)
+
+
+def _with_whole_rows(grad: Tensor) -> Tensor:
+    """Rows that are apart, as those of a concatenation's gradient, need no copy."""
+    return grad if grad.stride(1) == 1 else grad.contiguous()
 
 
 class _LinearToOne(torch.autograd.Function):
@@ -73,33 +119,28 @@ class _LinearToOne(torch.autograd.Function):
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, grad_bias
 
 
-def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What everything is cast to, under ``torch.autocast``."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    checks.check_float("weight", weight)
-    checks.check_dim("weight", weight, 2)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _check_layer(weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None) -> None:
+    checks.check_float(weight_name, weight)
+    checks.check_dim(weight_name, weight, 2)
+    if bias is not None:
+        checks.check_dtype(bias_name, bias, (weight.dtype,), _ADVICE)
+        checks.check_dim(bias_name, bias, 1)
+        checks.check_numel(bias_name, bias, weight.shape[0], f"one for each row of {weight_name}")
+
+
+def _check_input(x: Tensor, weight_name: str, weight: Tensor) -> None:
     if x.shape[-1:] != weight.shape[1:]:
         raise ValueError(
-            f"x must be [..., {weight.shape[1]}] for a weight of shape {tuple(weight.shape)}, "
-            f"got {tuple(x.shape)}"
+            f"x must be [..., {weight.shape[1]}] for a {weight_name} of shape "
+            f"{tuple(weight.shape)}, got {tuple(x.shape)}"
         )
-    for name, other in (("x", x), ("bias", bias)):
-        if other is not None:
-            advice = "cast one of them, or use torch.autocast"
-            checks.check_dtype(name, other, (weight.dtype,), advice)
-    if bias is not None:
-        checks.check_dim("bias", bias, 1)
-        checks.check_numel("bias", bias, weight.shape[0], "one for each row of weight")
-    checks.check_same_device("x", x, weight=weight, bias=bias)
-    rows = x.reshape(-1, weight.shape[1])
-    if weight.shape[0] == 1 and not relu:
-        out = _LinearToOne.apply(rows.contiguous(), weight.contiguous(), bias)
-    else:
-        out = _Linear.apply(rows, weight, bias, relu)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    checks.check_dtype("x", x, (weight.dtype,), _ADVICE)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -123,13 +164,77 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    return _apply(x, weight, bias, relu=False)
+    dtype = _autocast_dtype(x)
+    if dtype is not None:
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    _check_layer("weight", weight, "bias", bias)
+    _check_input(x, "weight", weight)
+    checks.check_same_device("x", x, weight=weight, bias=bias)
+    rows = x.reshape(-1, weight.shape[1])
+    if weight.shape[0] == 1:
+        out = _LinearToOne.apply(rows.contiguous(), weight.contiguous(), bias)
+    else:
+        out = _Linear.apply(rows, weight, bias)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``relu(x @ weight.T + bias)``: one matrix product with an epilogue.
+    """``relu(x @ weight.T + bias)``: :func:`linear_relu_stack` of one layer.
 
-    Backward masks the gradient and sums it for ``bias`` in one pass; the rest is as for
-    :func:`linear`, and so are arguments, result and errors.
+    Arguments, result and errors are those of :func:`linear`.
     """
-    return _apply(x, weight, bias, relu=True)
+    return _relu_stack(x, {"weight": weight, "bias": bias})
+
+
+def linear_relu_stack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Linear layers with a rectifier each: ``x[l+1] = relu(x[l] @ weights[l].T + biases[l])``.
+
+    Each is one matrix product with an epilogue, which adds and rectifies. Backward masks a layer's
+    gradient and sums it for its bias in one pass, or in the epilogue of the product that makes it;
+    layers below all that need gradients cost it nothing. The rest is as for :func:`linear`.
+
+    Args:
+        x: ``[..., K]``, float32, float16 or bfloat16.
+        weights: ``[N, K]`` for each layer, of the dtype of ``x``, K being the N of the one before.
+        biases: ``[N]`` for each layer, likewise.
+
+    Returns:
+        ``[..., N]``; ``x`` itself for no layers.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    if len(weights) != len(biases):
+        raise ValueError(
+            f"weights and biases must hold one tensor a layer, got {len(weights)} and {len(biases)}"
+        )
+    parameters: dict[str, Tensor] = {}
+    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        parameters |= {f"weights[{layer}]": weight, f"biases[{layer}]": bias}
+    return _relu_stack(x, parameters) if parameters else x
+
+
+def _relu_stack(x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Of each layer's weight and bias in turn, by their names in errors."""
+    dtype = _autocast_dtype(x)
+    if dtype is not None:
+        x = x.to(dtype)
+        parameters = {name: parameter.to(dtype) for name, parameter in parameters.items()}
+    names, tensors = list(parameters), list(parameters.values())
+    width = None
+    for position in range(0, len(names), 2):
+        name, weight = names[position], tensors[position]
+        _check_layer(name, weight, names[position + 1], tensors[position + 1])
+        if width is None:
+            _check_input(x, name, weight)
+        elif weight.shape[1] != width:
+            raise ValueError(
+                f"{name} must have shape [N, {width}] after {names[position - 2]} of {width} rows, "
+                f"got {tuple(weight.shape)}"
+            )
+        checks.check_dtype(name, weight, (x.dtype,), _ADVICE)
+        width = weight.shape[0]
+    checks.check_same_device("x", x, **parameters)
+    out = _LinearReluStack.apply(x.reshape(-1, x.shape[-1]), *tensors)
+    return out.view(*x.shape[:-1], out.shape[1])

@@ -1,4 +1,4 @@
-"""The specification of the operations behind ``linear`` and ``linear_relu`` in eager torch."""
+"""The specification of the operations behind linear layers in eager torch."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,12 @@ def linear_relu_backward_reference(grad: Tensor, output: Tensor, sums: Tensor) -
     grad_product = torch.where(output > 0, grad, 0)
     put_sums_reference(grad_product.float(), sums)
     return grad_product
+
+
+def linear_relu_input_backward_reference(
+    grad: Tensor, weight: Tensor, output: Tensor, sums: Tensor
+) -> Tensor:
+    return linear_relu_backward_reference(grad @ weight, output, sums)
 
 
 def put_sums_reference(grad: Tensor, sums: Tensor) -> None:

@@ -1,11 +1,13 @@
-"""Defines the operations behind ``linear`` and ``linear_relu``, and picks their kernels."""
+"""Defines the operations behind linear layers, and picks their kernels."""
 
 import torch
 from torch import Tensor
 
 from torchembed.core.dispatch import define_op
+from torchembed.ops.linear.cuda import input_backward_kernel
 from torchembed.ops.linear.reference import (
     linear_relu_backward_reference,
+    linear_relu_input_backward_reference,
     linear_to_one_backward_reference,
     linear_to_one_forward_reference,
     sum_rows_reference,
@@ -15,6 +17,12 @@ _TRITON = "torchembed.triton_kernels.linear"
 
 
 def _linear_relu_backward_fake(grad: Tensor, output: Tensor, sums: Tensor) -> Tensor:
+    return torch.empty_like(output)
+
+
+def _linear_relu_input_backward_fake(
+    grad: Tensor, weight: Tensor, output: Tensor, sums: Tensor
+) -> Tensor:
     return torch.empty_like(output)
 
 
@@ -37,6 +45,14 @@ linear_relu_backward_op = define_op(
     reference=linear_relu_backward_reference,
     fake=_linear_relu_backward_fake,
     triton=f"{_TRITON}:launch_linear_relu_backward",
+)
+linear_relu_input_backward_op = define_op(
+    "linear_relu_input_backward(Tensor grad, Tensor weight, Tensor output, Tensor(a!) sums)"
+    " -> Tensor",
+    reference=linear_relu_input_backward_reference,
+    fake=_linear_relu_input_backward_fake,
+    triton=f"{_TRITON}:launch_linear_relu_input_backward",
+    cuda=input_backward_kernel(),
 )
 sum_rows_op = define_op(
     "sum_rows(Tensor grad, Tensor(a!) total) -> ()",
