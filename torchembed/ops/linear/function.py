@@ -65,34 +65,29 @@ class _LinearReluStack(torch.autograd.Function):
         of_weights, of_biases = ctx.parameters[::2], ctx.parameters[1::2]
         is_needed = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * len(is_needed)
+        lowest = max(is_needed.index(True) - 1, 0) // 2
         # Where there is a product, sums may be over the rows of its tiles.
         num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
         are_many = num_rows > SUMMED_AT_ONCE
-        sums = empty_sums(biases[-1], of_biases[-1], num_rows, adds_partials=are_many)
-        grad = linear_relu_backward_op(_with_whole_rows(grad), xs[-1], sums)
-        for layer in reversed(range(num_layers)):
-            below = None
-            if layer and any(is_needed[: 1 + 2 * layer]):
-                sums_below = empty_sums(
-                    biases[layer - 1],
-                    of_biases[layer - 1],
-                    num_rows,
-                    adds_partials=by_tiles or are_many,
+        adds_partials = [by_tiles or are_many] * (num_layers - 1) + [are_many]
+        sums = [
+            empty_sums(bias, parameter, num_rows, adds_partials=adds)
+            for bias, parameter, adds in zip(biases, of_biases, adds_partials, strict=True)
+        ]
+        next_grad = linear_relu_backward_op(_with_whole_rows(grad), xs[-1], sums[-1])
+        for layer in reversed(range(lowest, num_layers)):
+            grad = next_grad
+            if layer > lowest:
+                next_grad = linear_relu_input_backward_op(
+                    grad, weights[layer], xs[layer], sums[layer - 1]
                 )
-                grad_below = linear_relu_input_backward_op(
-                    grad, weights[layer], xs[layer], sums_below
-                )
-                below = grad_below, sums_below
             elif is_needed[0]:
                 grads[0] = grad @ weights[0]
             if is_needed[2 + 2 * layer]:
-                grads[2 + 2 * layer] = bias_gradient(biases[layer], of_biases[layer], sums)
+                grads[2 + 2 * layer] = bias_gradient(biases[layer], of_biases[layer], sums[layer])
             # After the last use of a weight, which may be updated as soon as its gradient is there.
             if is_needed[1 + 2 * layer]:
                 grads[1 + 2 * layer] = product_gradient(of_weights[layer], grad, xs[layer])
-            if below is None:
-                break
-            grad, sums = below
         return tuple(grads)
 
 
@@ -222,19 +217,19 @@ def _relu_stack(x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         x = x.to(dtype)
         parameters = {name: parameter.to(dtype) for name, parameter in parameters.items()}
     names, tensors = list(parameters), list(parameters.values())
-    width = None
     for position in range(0, len(names), 2):
         name, weight = names[position], tensors[position]
         _check_layer(name, weight, names[position + 1], tensors[position + 1])
-        if width is None:
+        if position == 0:
             _check_input(x, name, weight)
-        elif weight.shape[1] != width:
+            continue
+        width = tensors[position - 2].shape[0]
+        if weight.shape[1] != width:
             raise ValueError(
                 f"{name} must have shape [N, {width}] after {names[position - 2]} of {width} rows, "
                 f"got {tuple(weight.shape)}"
             )
         checks.check_dtype(name, weight, (x.dtype,), _ADVICE)
-        width = weight.shape[0]
     checks.check_same_device("x", x, **parameters)
     out = _LinearReluStack.apply(x.reshape(-1, x.shape[-1]), *tensors)
     return out.view(*x.shape[:-1], out.shape[1])
