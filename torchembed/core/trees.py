@@ -1,6 +1,7 @@
 """The tensors of nested tuples, lists, dicts and dataclasses."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
@@ -15,6 +16,14 @@ def _is_plain(tree: tuple[Any, ...] | list[Any]) -> bool:
     """Whether there are plain values only in it, as in names and counts: for every step's sake
     these are not looked at one by one."""
     return _PLAIN.issuperset(map(type, tree))
+
+
+@functools.cache
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass that one is made of; None for other types."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
@@ -36,12 +45,12 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return [_map(function, part) for part in tree]
     if isinstance(tree, dict):
         return {key: _map(function, part) for key, part in tree.items()}
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = [field.name for field in dataclasses.fields(tree) if field.init]
-        return dataclasses.replace(
-            tree, **{name: _map(function, getattr(tree, name)) for name in fields}
-        )
-    return tree
+    names = field_names(type(tree))
+    if names is None:
+        return tree
+    return dataclasses.replace(
+        tree, **{name: _map(function, getattr(tree, name)) for name in names}
+    )
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -52,10 +61,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
         parts: Iterable[Any] = () if _is_plain(tree) else tree
     elif isinstance(tree, dict):
         parts = tree.values()
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = (getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init)
     else:
-        return []
+        parts = (getattr(tree, name) for name in field_names(type(tree)) or ())
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
@@ -79,9 +86,9 @@ def _layout(tree: Any) -> Hashable:
         return type(tree), tuple(tree) if _is_plain(tree) else tuple(map(_layout, tree))
     if isinstance(tree, dict):
         return dict, tuple((key, _layout(part)) for key, part in tree.items())
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = (_layout(getattr(tree, field.name)) for field in dataclasses.fields(tree))
-        return type(tree), *parts
     if type(tree) in _PLAIN:
         return tree
-    raise _OpaqueError
+    names = field_names(type(tree))
+    if names is None:
+        raise _OpaqueError
+    return type(tree), *(_layout(getattr(tree, name)) for name in names)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features, torchrec_class
-from torchembed.core.trees import layout_of, tensors_in
+from torchembed.core.trees import field_names, layout_of, tensors_in
 
 
 def map_parts(
@@ -25,11 +25,11 @@ def map_parts(
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, dict):
         return {key: map_parts(of_features, of_tensor, part) for key, part in batch.items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        parts = {name: map_parts(of_features, of_tensor, getattr(batch, name)) for name in names}
-        return dataclasses.replace(batch, **parts)
-    return batch
+    names = field_names(type(batch))
+    if names is None:
+        return batch
+    parts = {name: map_parts(of_features, of_tensor, getattr(batch, name)) for name in names}
+    return dataclasses.replace(batch, **parts)
 
 
 def _is_features(node: Any) -> bool:

@@ -29,6 +29,8 @@ class Layouts:
 
     def kinds_of(self, batch: Any) -> StepKinds:
         """The kinds of ``batch``, which is the first of its own where there was none."""
+        if self._static is not None and layout_of(batch) == self._static:
+            return StepKinds(static=True, jagged=False)
         if has_fixed_shape(batch) and not self._all_wait:
             layout = layout_of(batch)
             self._static = layout if self._static is None else self._static

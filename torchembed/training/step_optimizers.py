@@ -95,8 +95,9 @@ class Assumptions:
 
     def _model_now(self) -> Any:
         groups = [list(table_set.current_groups()) for table_set in self._table_sets]
-        parameters = [(p.data_ptr(), p.requires_grad) for p in self._parameters]
-        return groups, parameters, [module.training for module in self._modules]
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        are_trained = [parameter.requires_grad for parameter in self._parameters]
+        return groups, addresses, are_trained, [module.training for module in self._modules]
 
     def note_capture(self) -> None:
         """From now on optimizers' states stay where they are."""
