@@ -17,7 +17,7 @@ STAGES = {
     "lookup": r"pooled_lookup|embedding.*forward",
     "row update": r"rowwise_update|::update_kernel"
     r"|embedding.*backward|split_embedding|find_long_segments",
-    "cross layers": r"low_rank_cross|multiply_and_sum|sum_partials",
+    "cross layers": r"low_rank_cross|::product_kernel|multiply_and_sum|sum_partials",
     "matrix products": r"nvjet|gemm|cutlass|splitK|linear_to_one|cublas",
     "dense update": r"dense_update|multi_tensor",
     "copies": r"memcpy|memset|CatArray|copy",

@@ -22,6 +22,17 @@ class Record:
     derived: int = dataclasses.field(init=False, default=3)
 
 
+@dataclasses.dataclass
+class Found:
+    """With a field that is not given."""
+
+    given: dataclasses.InitVar[int]
+    number: int = dataclasses.field(init=False)
+
+    def __post_init__(self, given: int) -> None:
+        self.number = given
+
+
 def tree(start: float = 0.0) -> dict[str, Any]:
     a, b, c, d = (torch.full((n + 1,), start + n) for n in range(4))
     return {
@@ -67,6 +78,8 @@ def test_layouts_differ_in_all_but_contents() -> None:
     ]
     for other in others:
         assert layout_of(other) not in (same, None)
+    assert layout_of(Found(1)) not in (layout_of(Found(2)), None)
+    assert layout_of(Found(1)) == layout_of(Found(1))
 
 
 @pytest.mark.parametrize("opaque", [object(), torch.Generator(), {1, 2}])

@@ -92,3 +92,26 @@ def test_they_change_nothing(kind: str, num_early: int, device: torch.device) ->
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
     pipeline.close()
+
+
+def test_hooks_come_after_all_of_a_step(device: torch.device) -> None:
+    sums = {}
+    for capture in (False, True):
+        model = Model("plain").to(device)
+        dense = [p for p in model.parameters() if table_of(p) is None]
+        tables = [p for p in model.parameters() if table_of(p) is not None]
+        optimizer = DenseAdam(dense, lr=0.01)
+        found = torch.zeros((), device=device)
+
+        def add_up(*_: object, dense: list[Tensor] = dense, found: Tensor = found) -> None:
+            found += torch.stack([p.detach().double().sum() for p in dense]).sum().float()
+
+        optimizer.register_step_post_hook(add_up)
+        optimizers = [torchembed.optim.Adagrad(tables, lr=0.1), optimizer]
+        loss_fn = F.binary_cross_entropy_with_logits
+        iterator = iter(batches(12))
+        with TrainPipeline(model, loss_fn, optimizers, capture=capture) as pipeline:
+            for _ in range(12):
+                pipeline.progress(iterator)
+        sums[capture] = found
+    assert_same_bits(sums[True], sums[False])

@@ -131,6 +131,13 @@ def test_parts_are_updated_alone(kind: OptimizerKind, num_parts: int, device: to
         assert_same_bits(tensor, same)
 
 
+def test_no_parts_are_no_update(device: torch.device) -> None:
+    weight, grad = torch.ones(2, 8, device=device)
+    rule, lr = DenseRule(kind=OptimizerKind.SGD), torch.ones(1, device=device)
+    dense_update(weight, (), grad, rule, lr, parts=[])
+    assert weight.tolist() == [1.0] * 8
+
+
 def test_worked_example(device: torch.device) -> None:
     weight, grad = torch.tensor([[10.0], [3.0]], device=device)
     dense_update(weight, (), grad, DenseRule(kind=OptimizerKind.SGD), torch.tensor(2.0).to(device))

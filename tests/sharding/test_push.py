@@ -24,7 +24,7 @@ from torchembed.sharding.channel import PushDomain
 from torchembed.sharding.columns import joined_moves
 from torchembed.sharding.layout import Layout, slot_parts
 from torchembed.sharding.pooled_push import backward_moves, forward_moves, home_of
-from torchembed.sharding.pushed_mean import PushedMean, shares
+from torchembed.sharding.pushed_mean import NUM_LANES, PushedMean, shares
 from torchembed.sharding.transport import peer_problem
 from torchembed.tables import TableSpec
 
@@ -118,16 +118,16 @@ def numbers_of(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def means(memory: MappedMemory) -> list[np.ndarray]:
-    """On a rank: its numbers once parts of them are means, which are taken twice."""
+    """On a rank: its numbers once parts of them are means, which are taken in each lane."""
     domain, found = PushDomain(dist.group.WORLD, torch.device("cpu"), allocate=memory), []
     push = PushedMean(domain, "a test")
     for dtype, wire, spans in MEANS:
-        for _ in range(2):
+        for lane in range(NUM_LANES):
             # A buffer that spans are of has no partial row.
             flat = torch.nn.functional.pad(numbers_of(dist.get_rank(), dtype), (0, 20))
             flat = flat[:300] if spans == [(0, 300)] else flat
             beside = torch.full((70,), 1.0 + dist.get_rank(), dtype=dtype)
-            push.take([FlatSpans(flat, spans), FlatSpans(beside, [(0, 70)])], wire)
+            push.take([FlatSpans(flat, spans), FlatSpans(beside, [(0, 70)])], wire, lane)
             assert (beside == (1 + dist.get_world_size()) / 2).all()
         found.append(flat[:300].float().numpy())
     return found

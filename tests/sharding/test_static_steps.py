@@ -3,7 +3,7 @@ one; over gloo as they are, over NCCL in CUDA graphs."""
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,17 +50,15 @@ CASES = [
 
 
 class WithLoss(nn.Module):
-    def __init__(self, model: nn.Module, *, derives: bool = False) -> None:
-        """``derives``: ids that forward makes are looked up too, before those of the batch."""
+    def __init__(self, model: nn.Module, looks_up: Sequence[str] = ("batch",)) -> None:
+        """``looks_up``: the ids of the batch, or some that forward makes of them, or both."""
         super().__init__()
-        self.tables, self.derives = model.tables, derives
+        self.tables, self.looks_up = model.tables, looks_up
 
     def forward(self, features: torchembed.SparseFeatures) -> Tensor:
-        losses = []
-        if self.derives:
-            derived = dataclasses.replace(features, values=features.values // 2)
-            losses.append(exact_loss(vectors_of(self.tables(derived))))
-        losses.append(exact_loss(vectors_of(self.tables(features))))
+        derived = dataclasses.replace(features, values=features.values // 2)
+        of_kind = {"batch": features, "derived": derived}
+        losses = [exact_loss(vectors_of(self.tables(of_kind[kind]))) for kind in self.looks_up]
         return torch.stack(losses).sum()
 
 
@@ -214,7 +212,7 @@ def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[Any, ...]:
 
 
 def train_in_graphs(
-    cases: list[Case], bad_rank: int, derives: bool = False
+    cases: list[Case], bad_rank: int, looks_up: Sequence[str] = ("batch",)
 ) -> list[dict[str, Any]]:
     """On a rank of NCCL: its rows after training, what was raised, and whether graphs ran."""
     rank, results = dist.get_rank(), []
@@ -222,7 +220,7 @@ def train_in_graphs(
         model = make_model(case, "meta")
         plan, mesh = case.plan(dist.get_world_size()), case.mesh("cuda")
         torchembed.shard_embeddings(model, mesh, plan, transport=case.transport)
-        optimizer, with_loss = make_optimizer(case, model), WithLoss(model, derives=derives)
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model, looks_up)
         optimizers = [] if optimizer is None else [optimizer]
         pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
         batches = (static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS))
@@ -305,11 +303,12 @@ def test_graphs_equal_plain_steps_on_all_gpus(transport: WireTransport) -> None:
 
 
 @pytest.mark.gpu
-def test_ids_of_forward_beside_those_looked_up_ahead_on_all_gpus() -> None:
+@pytest.mark.parametrize("looks_up", [("derived", "batch"), ("derived",)])
+def test_ids_of_forward_and_those_looked_up_ahead_on_all_gpus(looks_up: Sequence[str]) -> None:
     cases = [dataclasses.replace(CASES[1], transport=transport) for transport in WireTransport]
     num_ranks = torch.cuda.device_count()
     for plain, pushed in run_on_ranks(
-        num_ranks, train_in_graphs, cases, NO_RANK, True, backend="cpu:gloo,cuda:nccl"
+        num_ranks, train_in_graphs, cases, NO_RANK, looks_up, backend="cpu:gloo,cuda:nccl"
     ):
         assert plain["captured"]
         assert pushed["captured"]

@@ -19,11 +19,11 @@ def _is_plain(tree: tuple[Any, ...] | list[Any]) -> bool:
 
 
 @functools.cache
-def field_names(kind: type) -> tuple[str, ...] | None:
-    """The fields of a dataclass that one is made of; None for other types."""
+def field_names(kind: type, *, made_of: bool = True) -> tuple[str, ...] | None:
+    """The fields of a dataclass, of which one is ``made_of`` or all; None for other types."""
     if not dataclasses.is_dataclass(kind):
         return None
-    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+    return tuple(f.name for f in dataclasses.fields(kind) if f.init or not made_of)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
@@ -88,7 +88,7 @@ def _layout(tree: Any) -> Hashable:
         return dict, tuple((key, _layout(part)) for key, part in tree.items())
     if type(tree) in _PLAIN:
         return tree
-    names = field_names(type(tree))
+    names = field_names(type(tree), made_of=False)
     if names is None:
         raise _OpaqueError
     return type(tree), *(_layout(getattr(tree, name)) for name in names)

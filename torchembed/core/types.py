@@ -1,10 +1,13 @@
-"""What several rooms speak of: closed sets, and the length of chunks of runs."""
+"""What several rooms speak of: closed sets, and how many are summed at a time."""
 
 import enum
 
 RUN_CHUNK = 32
 """Occurrences of a row whose gradients are summed together, as a chunk of its run; ``kRunChunk`` of
 csrc/run_chunks.h is equal."""
+ROWS_OF_PARTIAL = 128
+"""Samples whose gradients of a bias are summed together, where partial sums are added later;
+``kSummedRows`` of csrc/cuda/shallow_product.h is equal."""
 
 
 class Pooling(enum.Enum):

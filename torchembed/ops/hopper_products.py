@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torchembed.core.types import ROWS_OF_PARTIAL
+
 _GPU = (9, 0)
-_MOST_DEPTH, _SUMMED_ROWS = 512, 128
+_MOST_DEPTH = 512
 _UNIT = 8
-"""Of columns: 16 bytes."""
+"""Of depth and columns: 16 bytes."""
 COVERS = (
-    f"16-bit numbers, a depth up to {_MOST_DEPTH} and columns by {_UNIT}, on GPUs of compute "
-    "capability 9.0"
+    f"16-bit numbers, a depth up to {_MOST_DEPTH}, depth and columns by {_UNIT}, on GPUs of "
+    "compute capability 9.0"
 )
 
 
@@ -55,7 +57,7 @@ def partial_sums(sums: Tensor, num_rows: int) -> Iterator[Tensor]:
     if sums.dim() == 2:
         yield sums
         return
-    num_partials = -(-num_rows // _SUMMED_ROWS)
+    num_partials = -(-num_rows // ROWS_OF_PARTIAL)
     partials = sums.new_empty(num_partials, sums.shape[0], dtype=torch.float32)
     yield partials
     sum_partials(partials, sums)

@@ -15,12 +15,13 @@ Compute = Callable[[Tensor | None], Tensor]
 
 
 class Completion(NamedTuple):
-    """What becomes of gradients that are on their way over ranks, once all are computed."""
+    """What becomes of gradients that are on their way over ranks, once backward is done but for
+    deferred gradients that do not read what is changed."""
 
     stream: "torch.cuda.Stream"
-    """Waits for them."""
+    """Waits for backward, and for them."""
     note: Callable[[Sequence[Tensor]], None]
-    """Called there with parameters whose gradients are there, and will not change."""
+    """Called on the stream with parameters whose gradients are there, and will not change."""
     changed: Sequence[Tensor]
     """What it may change."""
 

@@ -95,7 +95,7 @@ class _HomePiece(NamedTuple):
 
     first: int
     width: int
-    """Of each shard."""
+    """Of each shard that is summed."""
     place: int
     num_shards: int = 1
 

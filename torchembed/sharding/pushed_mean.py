@@ -48,7 +48,7 @@ class PushedMean:
             done.record()
         return done
 
-    def take(self, numbers: Sequence[FlatSpans], dtype: torch.dtype, lane: int = 0) -> None:
+    def take(self, numbers: Sequence[FlatSpans], dtype: torch.dtype, lane: int) -> None:
         """Make ``numbers`` their mean, which travels in ``dtype``, in place; all in one exchange of
         the ``lane``.
 

@@ -12,7 +12,7 @@ from torchembed.core.reads import ReadsOf
 from torchembed.ops.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.training.guarded_update import skipping, step_unless
-from torchembed.training.streams import event_on, wait_for
+from torchembed.training.streams import event_on, join, wait_for
 
 _MIN_ELEMENTS = 1 << 16
 """Of a weight that is worth a kernel of its own."""
@@ -69,12 +69,15 @@ class EarlyUpdates:
             may_change = [w for w in weights if w in computed and id(w) not in reads.found]
             self._ready = {weight: computed[weight] for weight in may_change}
 
+    def _without_pre_hooks(self) -> list[DenseOptimizer]:
+        """What such hooks do to all gradients together, the step itself waits for."""
+        return [o for o in self._optimizers if not o._optimizer_step_pre_hooks]
+
     def _candidates(self) -> list[Tensor]:
         """Large weights, of optimizers and with gradients that nobody else has to do with."""
         parameters = [
             parameter
-            for optimizer in self._optimizers
-            if not optimizer._optimizer_step_pre_hooks
+            for optimizer in self._without_pre_hooks()
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad and parameter.numel() >= _MIN_ELEMENTS
@@ -95,15 +98,21 @@ class EarlyUpdates:
                 for optimizer in self._optimizers:
                     with skipping(optimizer, skip):
                         optimizer.step_early([weight])
-            # The first update in a flat buffer counts its step; what is left of it comes beside
-            # the others.
-            begun.setdefault(weight.untyped_storage().data_ptr(), event_on(self._updates_stream))
+            # The first update in a flat buffer counts its step.
+            buffer = weight.untyped_storage().data_ptr()
+            if buffer not in begun:
+                begun[buffer] = event_on(self._updates_stream)
         for event in begun.values():
             wait_for(event)
-        for optimizer in self._optimizers:
-            step_unless(optimizer, skip)
+        for optimizer in self._without_pre_hooks():
+            # What is left, beside the others.
+            with skipping(optimizer, skip):
+                optimizer.step_early([p for g in optimizer.param_groups for p in g["params"]])
         if begun:
-            torch.cuda.current_stream().wait_stream(self._updates_stream)
+            join(self._updates_stream)
+        for optimizer in self._optimizers:
+            # Hooks see all of it.
+            step_unless(optimizer, skip)
 
 
 class UpdatesOfMeans:

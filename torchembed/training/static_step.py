@@ -223,7 +223,9 @@ class StaticStep:
             else:
                 looked_up = self._looked_up(prepared)
                 if looked_up:
-                    self._prepare_beside(1 - turn)
+                    # On several ranks its exchange would delay this step's vectors.
+                    vectors = None if self._group is None else streams.vectors
+                    self._prepare_beside(1 - turn, after=vectors)
                 with handing_over(self._calls if looked_up else [], looked_up):
                     loss, output = self._compute_loss(self._model, batch)
         verdict = judge(suspects, self._group)
@@ -286,12 +288,10 @@ class StaticStep:
                 for call, of_call in zip(self._calls, prepared.lookups, strict=True)
             ]
 
-    def _prepare_beside(self, turn: int) -> None:
-        ids, vectors = self._streams.ids, self._streams.vectors
-        with beside(ids), record_function("torchembed: prepare"):
-            if ids is not None and vectors is not None and self._group is not None:
-                # Its exchange would delay this step's vectors.
-                ids.wait_stream(vectors)
+    def _prepare_beside(self, turn: int, after: torch.cuda.Stream | None = None) -> None:
+        """:meth:`_prepare` on a stream of its own, ``after`` what another one has got."""
+        with beside(self._streams.ids), record_function("torchembed: prepare"):
+            join(after)
             self._prepare(turn)
 
     @torch.no_grad()

@@ -110,7 +110,8 @@ def dense_update(
         raise ValueError("step must be given for ADAM, got None")
     checks.check_same_device("weight", weight, grad=grad, rounded=rounded, **scalars)
     num_elements = weight.numel()
-    bounds = [(part.start, part.stop) for part in parts or [slice(0, num_elements)]]
+    parts = [slice(0, num_elements)] if parts is None else parts
+    bounds = [(part.start, part.stop) for part in parts]
     for start, stop in bounds:
         if start % _UNIT or not 0 <= start <= stop <= num_elements:
             raise ValueError(

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
+from torchembed.core.types import ROWS_OF_PARTIAL
 from torchembed.ops.linear.schema import sum_partials_op
 from torchembed.ops.weight_gradients import are_deferred, gradient_memory, weight_gradient
 
-ROWS_OF_PARTIAL = 128
-"""Samples of which each partial sum is."""
 SUMMED_AT_ONCE = 1024
 """So many samples, but for those of a product's tiles, one kernel sums."""
 

@@ -70,11 +70,13 @@ class _LinearReluStack(torch.autograd.Function):
         num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
         are_many = num_rows > SUMMED_AT_ONCE
         adds_partials = [by_tiles or are_many] * (num_layers - 1) + [are_many]
-        sums = [
-            empty_sums(bias, parameter, num_rows, adds_partials=adds)
-            for bias, parameter, adds in zip(biases, of_biases, adds_partials, strict=True)
-        ]
-        next_grad = linear_relu_backward_op(_with_whole_rows(grad), xs[-1], sums[-1])
+        sums = {
+            layer: empty_sums(
+                biases[layer], of_biases[layer], num_rows, adds_partials=adds_partials[layer]
+            )
+            for layer in range(lowest, num_layers)
+        }
+        next_grad = linear_relu_backward_op(_with_whole_rows(grad), xs[-1], sums[num_layers - 1])
         for layer in reversed(range(lowest, num_layers)):
             grad = next_grad
             if layer > lowest:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from torchembed.core.types import ROWS_OF_PARTIAL
+
 
 def linear_relu_backward_reference(grad: Tensor, output: Tensor, sums: Tensor) -> Tensor:
     grad_product = torch.where(output > 0, grad, 0)
@@ -22,7 +24,8 @@ def put_sums_reference(grad: Tensor, sums: Tensor) -> None:
     if sums.dim() == 1:
         sums.copy_(grad.sum(0))
         return
-    for partial, rows in zip(sums, grad.split(128), strict=False):  # no rows are one empty part
+    # Of no rows there is one part, which is empty.
+    for partial, rows in zip(sums, grad.split(ROWS_OF_PARTIAL), strict=False):
         partial.copy_(rows.sum(0))
 
 
