@@ -24,6 +24,8 @@ def run_until_a_rank_fails(how: str, device: str) -> str:
     run = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            # A busy machine takes a while to end a rank, and each is to end by itself.
+            *("--monitor-interval", "3"),
             *("--nproc-per-node", "2", "-m", "tests.training.dying_rank", how, device),
         ],
         cwd=ROOT,
