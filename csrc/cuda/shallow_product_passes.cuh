@@ -61,6 +61,13 @@ __device__ void cross_forward(const Lane& lane, const float (&sum)[32], const ui
   }
 }
 
+// Adds a pair of the lane's row to the sums of its columns, which the first row begins.
+__device__ void add_row(float (&column_sums)[16], int piece, int half, float2 pair) {
+  float* const total = column_sums + 2 * piece;
+  total[0] = half == 0 ? pair.x : total[0] + pair.x;
+  total[1] = half == 0 ? pair.y : total[1] + pair.y;
+}
+
 // A pair of the gradient becomes grad_x, and one of x0 grad_z, whose sums over the lane's rows are
 // returned.
 template <class Value>
@@ -78,9 +85,7 @@ __device__ void cross_backward(const Lane& lane, const float (&sum)[32], uint32_
       const float2 grad_z = {grad_x.x * x0.x, grad_x.y * x0.y};
       store_shared(first + place, packed<Value>(grad_x.x, grad_x.y));
       store_shared(second + place, packed<Value>(grad_z.x, grad_z.y));
-      float* const total = column_sums + 2 * piece;
-      total[0] = half == 0 ? grad_z.x : total[0] + grad_z.x;
-      total[1] = half == 0 ? grad_z.y : total[1] + grad_z.y;
+      add_row(column_sums, piece, half, grad_z);
     }
   }
 }
@@ -100,9 +105,7 @@ __device__ void rectified_backward(const Lane& lane, const float (&sum)[32], uin
       const float2 grad = {output.x > 0.0f ? product[0] : 0.0f,
                            output.y > 0.0f ? product[1] : 0.0f};
       store_shared(first + place, packed<Value>(grad.x, grad.y));
-      float* const total = column_sums + 2 * piece;
-      total[0] = half == 0 ? grad.x : total[0] + grad.x;
-      total[1] = half == 0 ? grad.y : total[1] + grad.y;
+      add_row(column_sums, piece, half, grad);
     }
   }
 }

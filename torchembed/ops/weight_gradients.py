@@ -242,7 +242,8 @@ def completing(parameters: Sequence[Tensor]) -> Iterator[None]:
         yield
         return
     done = _entered[0]._backward_done
-    if done is None or any(id(p) in _entered[0]._late_reads for p in parameters):
+    assert done is not None  # gradients complete in `run`, which begins with it
+    if any(id(p) in _entered[0]._late_reads for p in parameters):
         completion.stream.wait_stream(torch.cuda.current_stream())
     else:
         completion.stream.wait_event(done)

@@ -45,28 +45,35 @@ class _Place(torch.autograd.Function):
         ctx: Any, values: Tensor, pieces: Sequence[Sequence[Piece]], *others: Tensor
     ) -> Tensor:
         ctx.mark_dirty(values)
-        ctx.pieces, ctx.shapes = pieces, [other.shape for other in others]
-        for other, of_other in zip(others, pieces, strict=True):
-            copy_columns(other, of_other, values)
+        ctx.placed = place_in(values, others, pieces)
         return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        gradients = []
-        for shape, of_other in zip(ctx.shapes, ctx.pieces, strict=True):
-            out = grad.new_empty(shape)
-            copy_columns(grad, reversed_pieces(of_other), out)
-            gradients.append(out)
-        return grad, None, *gradients
+        return grad, None, *taken_from(grad, ctx.placed)
 
 
-def reversed_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Back to where they came from."""
-    return [(there, width, here) for here, width, there in pieces]
+Placed = list[tuple[torch.Size, Sequence[Piece]]]
+"""The shape of each matrix of which columns were placed, and its pieces."""
 
 
-def copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
+def place_in(values: Tensor, others: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> Placed:
+    """Write the ``pieces`` of each of ``others`` to ``values``, without gradients."""
+    for other, of_other in zip(others, pieces, strict=True):
+        _copy_columns(other, of_other, values)
+    return [(other.shape, of_other) for other, of_other in zip(others, pieces, strict=True)]
+
+
+def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
+    """What is where :func:`place_in` put something, in new matrices like those that it was of."""
+    taken = [values.new_empty(shape) for shape, _ in placed]
+    for out, (_, pieces) in zip(taken, placed, strict=True):
+        _copy_columns(values, [(there, width, here) for here, width, there in pieces], out)
+    return taken
+
+
+def _copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
     """Write the ``pieces`` of ``source`` to ``out``, which has as many rows and is contiguous."""
     from torchembed.triton_kernels.push import launch_moves, moves_on
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from torchembed.ops.pooled_lookup import LookupStore
 from torchembed.sharding.channel import Channel, Move, PushDomain
-from torchembed.sharding.columns import Piece, copy_columns, joined_moves, reversed_pieces
+from torchembed.sharding.columns import Piece, joined_moves, place_in, taken_from
 from torchembed.sharding.layout import Layout
 from torchembed.sharding.wire import WirePrecision, float16_scale, narrow_dtype
 
@@ -242,14 +242,11 @@ class _Push(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.push, ctx.batch_sizes, ctx.ahead, ctx.blocks = push, batch_sizes, ahead, blocks
-        others = tensors[len(blocks) :]
-        ctx.others = [(other.shape, p) for other, p in zip(others, pieces_of_others, strict=True)]
         num_samples = batch_sizes[push.domain.rank]
         values = anchor.new_empty(num_samples, push.num_columns, dtype=push.dtype)
         staged = anchor.new_empty(num_samples, push.num_staged, dtype=push.dtype)
         # What needs no other rank comes before they are waited for.
-        for other, pieces in zip(others, pieces_of_others, strict=True):
-            copy_columns(other, pieces, values)
+        ctx.others = place_in(values, tensors[len(blocks) :], pieces_of_others)
         channel = push.vectors_channel(batch_sizes, ahead)
         channel.meet()
         for out, pieces in ((values, push.values_pieces), (staged, push.staged_pieces)):
@@ -279,11 +276,7 @@ class _Push(torch.autograd.Function):
         for grad, pieces in zip(grads, (push.values_pieces, push.staged_pieces), strict=True):
             moves = backward_moves(push.layout, batch_sizes, rank, push.sources_of(pieces))
             channel.push(grad, moves, dtype, scale)
-        grads_of_others = []
-        for shape, pieces in ctx.others:
-            out = values.new_empty(shape)
-            copy_columns(values, reversed_pieces(pieces), out)
-            grads_of_others.append(out)
+        grads_of_others = taken_from(values, ctx.others)
         channel.meet()
         received, num_samples = [], sum(batch_sizes)
         mine, stride = push.layout.blocks[rank], push.widths[rank]

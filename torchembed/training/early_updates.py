@@ -69,15 +69,11 @@ class EarlyUpdates:
             may_change = [w for w in weights if w in computed and id(w) not in reads.found]
             self._ready = {weight: computed[weight] for weight in may_change}
 
-    def _without_pre_hooks(self) -> list[DenseOptimizer]:
-        """What such hooks do to all gradients together, the step itself waits for."""
-        return [o for o in self._optimizers if not o._optimizer_step_pre_hooks]
-
     def _candidates(self) -> list[Tensor]:
         """Large weights, of optimizers and with gradients that nobody else has to do with."""
         parameters = [
             parameter
-            for optimizer in self._without_pre_hooks()
+            for optimizer in _without_pre_hooks(self._optimizers)
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad and parameter.numel() >= _MIN_ELEMENTS
@@ -104,7 +100,7 @@ class EarlyUpdates:
                 begun[buffer] = event_on(self._updates_stream)
         for event in begun.values():
             wait_for(event)
-        for optimizer in self._without_pre_hooks():
+        for optimizer in _without_pre_hooks(self._optimizers):
             # What is left, beside the others.
             with skipping(optimizer, skip):
                 optimizer.step_early([p for g in optimizer.param_groups for p in g["params"]])
@@ -113,6 +109,11 @@ class EarlyUpdates:
         for optimizer in self._optimizers:
             # Hooks see all of it.
             step_unless(optimizer, skip)
+
+
+def _without_pre_hooks(optimizers: Sequence[DenseOptimizer]) -> list[DenseOptimizer]:
+    """What such hooks do to all gradients together, the step itself waits for."""
+    return [optimizer for optimizer in optimizers if not optimizer._optimizer_step_pre_hooks]
 
 
 class UpdatesOfMeans:
@@ -130,8 +131,7 @@ class UpdatesOfMeans:
     def around_backward(self, skip: Tensor | None) -> Iterator[None]:
         """Gradients of weights are deferred meanwhile, and computed at the end. The optimizers are
         to step then, for what is left; nothing changes where ``skip`` is not zero."""
-        # What hooks do to all gradients together, the step itself waits for.
-        early = [o for o in self._optimizers if not o._optimizer_step_pre_hooks]
+        early = _without_pre_hooks(self._optimizers)
 
         def update(parameters: Sequence[Tensor]) -> None:
             for optimizer in early:
