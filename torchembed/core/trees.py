@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -55,15 +55,24 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of ``tree``, in the order of :func:`map_tensors`."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        parts: Iterable[Any] = () if _is_plain(tree) else tree
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        if not _is_plain(tree):
+            for part in tree:
+                _collect(part, found)
     elif isinstance(tree, dict):
-        parts = tree.values()
-    else:
-        parts = (getattr(tree, name) for name in field_names(type(tree)) or ())
-    return [tensor for part in parts for tensor in tensors_in(part)]
+        for part in tree.values():
+            _collect(part, found)
+    elif type(tree) not in _PLAIN:
+        for name in field_names(type(tree)) or ():
+            _collect(getattr(tree, name), found)
 
 
 def layout_of(tree: Any) -> Hashable:
@@ -82,13 +91,14 @@ class _OpaqueError(Exception):
 def _layout(tree: Any) -> Hashable:
     if isinstance(tree, Tensor):
         return Tensor, tree.shape, tree.dtype
+    kind = type(tree)
+    if kind in _PLAIN:
+        return tree
     if isinstance(tree, (tuple, list)):
-        return type(tree), tuple(tree) if _is_plain(tree) else tuple(map(_layout, tree))
+        return kind, tuple(tree if _is_plain(tree) else [_layout(part) for part in tree])
     if isinstance(tree, dict):
         return dict, tuple((key, _layout(part)) for key, part in tree.items())
-    if type(tree) in _PLAIN:
-        return tree
-    names = field_names(type(tree), made_of=False)
+    names = field_names(kind, made_of=False)
     if names is None:
         raise _OpaqueError
-    return type(tree), *(_layout(getattr(tree, name)) for name in names)
+    return kind, *[_layout(getattr(tree, name)) for name in names]

@@ -1,12 +1,13 @@
 """Static places on a device that batches are copied to, on a stream of their own."""
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchembed.core.trees import map_tensors, tensors_in
-from torchembed.training.streams import event_on, on, wait_for
+from torchembed.training.streams import event_on, wait_for
 
 
 class BatchSlots:
@@ -47,7 +48,8 @@ class BatchSlots:
             used = self._used[slot]
             if used is not None:
                 self._stream.wait_event(used)
-        with on(self._stream):
+        # The stream's own context: torch.cuda.stream() takes ten times as long.
+        with contextlib.nullcontext() if self._stream is None else self._stream:
             for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 if self._is_cuda and not (source.is_cuda or source.is_pinned()):
                     source = self._pin(slot, number, source)
@@ -75,6 +77,8 @@ class BatchSlots:
         """Let the current stream wait for the copy to ``slot``."""
         wait_for(self._filled[slot])
 
-    def note_use(self, slot: int) -> None:
-        """What the current stream has got so far may read ``slot``."""
-        self._used[slot] = event_on(torch.cuda.current_stream() if self._is_cuda else None)
+    def note_use(self, slot: int) -> torch.cuda.Event | None:
+        """What the current stream has got so far may read ``slot``; what comes once it is done."""
+        done = event_on(torch.cuda.current_stream() if self._is_cuda else None)
+        self._used[slot] = done
+        return done

@@ -39,9 +39,9 @@ class CapturedSteps:
         Collective where it is captured: every rank does it for the same step.
         """
         step = self.step
-        step.slots.wait_until_filled(now.turn)
         step.slots.wait_until_filled(1 - now.turn)
         if self._prepared != now.number:
+            step.slots.wait_until_filled(now.turn)
             step.prepare(now.turn)
         is_warm = self._num_steps >= _WARM_UP_STEPS
         if not is_warm or not step.can_capture or step.is_captured(now.turn):
@@ -53,5 +53,6 @@ class CapturedSteps:
         result = self.step.run(now.turn)
         self._num_steps += 1
         self._prepared = None if following is None else following.number
+        report, suspects = self.step.verdict(now.turn)
         # Held, since its slot may be filled anew while the copy of this batch is under way.
-        return StepOutcome(result, *self.step.verdict(now.turn), held=now.batch)
+        return StepOutcome(result, report, suspects, held=now.batch, done=self.step.done)

@@ -13,6 +13,7 @@ from torchembed.sharding.channel import PushDomain
 from torchembed.training import ranks
 from torchembed.training.bad_batches import raise_for
 from torchembed.training.ending import end_within
+from torchembed.training.step_result import StepOutcome
 
 _POLL_SECONDS = 2e-5
 _GRACE_SECONDS = 10.0
@@ -24,6 +25,7 @@ class _Step(NamedTuple):
     report: Tensor | None
     suspects: list[Suspect]
     held: Any
+    """Kept until the step is done."""
 
 
 class StepsInFlight:
@@ -40,15 +42,12 @@ class StepsInFlight:
             domain.limit_seconds = timeout_seconds
         self._steps: collections.deque[_Step] = collections.deque()
 
-    def add(self, report: Tensor | None, suspects: list[Suspect], held: Any) -> None:
-        """Note a step that ends with what the current stream has got.
-
-        Args:
-            report: what :meth:`~torchembed.training.bad_batches.Verdict.to_host` gave.
-            held: kept until the step is done, since the device may still read it.
-        """
-        done = torch.cuda.Event()
-        done.record()
+    def add(self, outcome: StepOutcome) -> None:
+        """Note the step of ``outcome``."""
+        _, report, suspects, held, done = outcome
+        if done is None:
+            done = torch.cuda.Event()
+            done.record()
         self._steps.append(_Step(done, report, suspects, held))
 
     def wait_until(self, count: int) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
+from torchembed.core.named_range import named_range
 from torchembed.core.trees import tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Announced, Prepared
@@ -158,12 +158,12 @@ class JaggedStep:
             following = None
         with between(self._stream):
             prepared = now.prepared(self._prepare)
-            with record_function("torchembed: look up"):
+            with named_range("torchembed: look up"):
                 looked_up = self._looked_up(prepared)
             # The one point at which ids travel: behind this step's vectors, whose way is not
             # delayed, and beside its dense part.
             if following is not None:
-                with record_function("torchembed: prepare"):
+                with named_range("torchembed: prepare"):
                     following.prepared(self._prepare)
             with handing_over(self.calls, looked_up):
                 outcome = eager_step(

@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import record_function
 
+from torchembed.core.named_range import named_range
 from torchembed.core.trees import map_tensors
 from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
@@ -174,7 +174,7 @@ class TrainPipeline:
 
     def _read_ahead(self) -> None:
         if self._captures:
-            with record_function("torchembed: copy"):
+            with named_range("torchembed: copy"):
                 self._upcoming.fill(2, self._taken_in)
                 self._announce_read()
 
@@ -183,7 +183,7 @@ class TrainPipeline:
             if now.kinds.static and self._is_ready(now):
                 return self._static_step(now)
             if now.kinds.jagged and self._captures:
-                with record_function("torchembed: step"):
+                with named_range("torchembed: step"):
                     return self._noted(self._jagged.run(now, list(self._upcoming)))
         return self._eager_step(now.batch)
 
@@ -266,7 +266,8 @@ class TrainPipeline:
             kinds = self._layouts.kinds_of(batch)
             if kinds.static:
                 self._static_for(batch).step.slots.fill(number % 2, batch)
-        agreed = ranks.start_minimum(*kinds, -num_ids_in(batch)) if self._captures else _never
+        num_ids = num_ids_in(batch) if kinds.jagged else 0
+        agreed = ranks.start_minimum(*kinds, -num_ids) if self._captures else _never
         self._num_read += 1
         return Upcoming(batch, number, agreed)
 
@@ -296,11 +297,11 @@ class TrainPipeline:
 
     def _static_step(self, now: Upcoming) -> StepResult:
         assert self._static is not None
-        with record_function("torchembed: step"):
+        with named_range("torchembed: step"):
             return self._noted(self._static.run(now, self._upcoming.first))
 
     def _noted(self, outcome: StepOutcome) -> StepResult:
-        self._in_flight.add(outcome.report, outcome.suspects, outcome.held)
+        self._in_flight.add(outcome)
         return outcome.result
 
     def _eager_step(self, host_batch: Any) -> StepResult:

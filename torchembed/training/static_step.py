@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
+from torchembed.core.named_range import named_range
 from torchembed.core.trees import map_tensors, tensors_in
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Announced, Prepared
@@ -106,6 +106,8 @@ class StaticStep:
         """What ranks told each other in a step that had its batch prepared, and prepared one."""
         self.has_begun_update = False
         """Whether a step has begun to change rows and parameters."""
+        self.done: torch.cuda.Event | None = None
+        """What comes once a GPU has done the last step."""
         self._turns = [_Turn(), _Turn()]
         self._streams = StepStreams.on(device, of_several_ranks=group is not None)
         self._late_optimizers = self._optimizers.captured
@@ -200,7 +202,7 @@ class StaticStep:
             if not self._calls or None not in self._prepared:
                 self._sizes = sizes
         update(self._optimizers.others, state.verdict)
-        self.slots.note_use(1 - turn)
+        self.done = self.slots.note_use(1 - turn)
         assert state.result is not None
         return state.result
 
@@ -216,7 +218,7 @@ class StaticStep:
         self._optimizers.zero_grad()
         batch, prepared = self._batches[turn], self._prepared[turn]
         looked_up: list[Prepared] = []
-        with record_function("torchembed: forward"), deferred_bad_ids() as suspects:
+        with named_range("torchembed: forward"), deferred_bad_ids() as suspects:
             if self._calls is None:
                 with observed_calls(self._model, batch) as self._calls:
                     loss, output = self._compute_loss(self._model, batch)
@@ -243,14 +245,14 @@ class StaticStep:
                 stream.wait_stream(torch.cuda.current_stream())
         early, leaves_stream = self._early, self._backward_stream()
         with self._around_backward(verdict):
-            with record_function("torchembed: backward"), beside(leaves_stream):
+            with named_range("torchembed: backward"), beside(leaves_stream):
                 loss.backward()
             self.has_begun_update = True
             recorded = self._update_rows(verdict, early=True)
         # Of tables that every rank holds, gradients come with the dense ones.
         recorded += self._update_rows(verdict, early=False)
         join(leaves_stream)
-        with record_function("torchembed: update"):
+        with named_range("torchembed: update"):
             with between(streams.dense):
                 update(self._late_optimizers, verdict)
             if early is not None:
@@ -290,7 +292,7 @@ class StaticStep:
 
     def _prepare_beside(self, turn: int, after: torch.cuda.Stream | None = None) -> None:
         """:meth:`_prepare` on a stream of its own, ``after`` what another one has got."""
-        with beside(self._streams.ids), record_function("torchembed: prepare"):
+        with beside(self._streams.ids), named_range("torchembed: prepare"):
             join(after)
             self._prepare(turn)
 
@@ -359,7 +361,7 @@ class StaticStep:
             if not early and stream is not None and torch.cuda.is_current_stream_capturing():
                 # Otherwise learning rates may be set on the former.
                 stream = self._streams.last_rows
-            with on(stream), record_function("torchembed: rows"):
+            with on(stream), named_range("torchembed: rows"):
                 (update_early if early else update)(self._optimizers.of_tables, verdict)
         return recorded
 

@@ -88,7 +88,10 @@ class Assumptions:
     def __init__(self, model: nn.Module, optimizers: StepOptimizers, device: torch.device) -> None:
         modules = [module for module in model.modules() if isinstance(module, TableModule)]
         self._table_sets = [module._table_set for module in modules]
-        self._parameters, self._modules = list(model.parameters()), list(model.modules())
+        of_tables = {id(table.parameter) for of in self._table_sets for table in of.tables}
+        # Tables, which are many, are looked at by their sets: every step asks.
+        self._parameters = [p for p in model.parameters() if id(p) not in of_tables]
+        self._modules = list(model.modules())
         self._optimizers, self._is_cuda = optimizers, device.type == "cuda"
         self._model_before = self._model_now()
         self._memory_before: list[int] | None = None

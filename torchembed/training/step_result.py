@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchembed.modules.bad_ids import Suspect
@@ -27,3 +28,6 @@ class StepOutcome(NamedTuple):
     suspects: list[Suspect]
     held: Any = None
     """What the device may still read."""
+    done: torch.cuda.Event | None = None
+    """What comes once a GPU has done the step; None: once it has done what the current stream has
+    got."""

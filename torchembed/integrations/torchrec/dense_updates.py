@@ -122,6 +122,9 @@ class _Group:
         self._known_lr = 0.0
         self._steps = torch.zeros(len(leaves), device="cpu")
         """What the optimizer counts for each leaf, in this memory from the first step on."""
+        self._counts = self._steps.unbind()
+        self._counted = [True] * len(leaves), torch.ones(len(leaves))
+        """Which leaves the last step counted, also as numbers."""
         self._known_steps = self._steps.clone()
         """What is on the device."""
         self._on_device = torch.zeros(len(leaves), device=device)
@@ -146,9 +149,8 @@ class _Group:
         if not self._names:
             return self._rule()
         states = [self._states(leaf) for leaf in self.leaves]
-        for number, state in enumerate(states):
-            mine = self._steps[number]
-            if state["step"].data_ptr() != mine.data_ptr():
+        for state, mine in zip(states, self._counts, strict=True):
+            if state["step"] is not mine:
                 # One addition counts all.
                 state["step"] = mine.copy_(state["step"])
         if not torch.equal(self._steps, self._known_steps):
@@ -181,5 +183,8 @@ class _Group:
 
     def end(self) -> None:
         if self._names:
-            self._steps += torch.tensor([leaf.own.grad is not None for leaf in self.leaves])
-            self._known_steps.copy_(self._steps)
+            are_trained = [leaf.own.grad is not None for leaf in self.leaves]
+            if are_trained != self._counted[0]:
+                self._counted = are_trained, torch.tensor(are_trained, dtype=torch.float32)
+            self._steps += self._counted[1]
+            self._known_steps += self._counted[1]

@@ -1,0 +1,18 @@
+"""Named parts of a profile."""
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchembed.core.named_range import named_range
+
+
+def test_a_profile_shows_the_name() -> None:
+    with named_range("before"):
+        torch.ones(1)
+    with profile(activities=[ProfilerActivity.CPU]) as trace, named_range("inside"):
+        torch.ones(1)
+    with named_range("after"):
+        torch.ones(1)
+    names = {event.name for event in trace.events() or ()}
+    assert "inside" in names
+    assert not {"before", "after"} & names

@@ -1,0 +1,17 @@
+"""Names for parts of a profile."""
+
+import contextlib
+from typing import Any
+
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+
+def named_range(name: str) -> Any:
+    """A context that a profile of this thread shows as ``name``.
+
+    Without a profiler it does nothing: ``record_function`` takes 7 us, which a step of half a
+    millisecond would spend on each of its parts.
+    """
+    is_seen = profiler._is_profiler_enabled
+    return record_function(name) if is_seen else contextlib.nullcontext()
