@@ -13,6 +13,7 @@ from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
+from torchembed.training.weight_updates import EarlyUpdates
 
 pytestmark = pytest.mark.gpu
 
@@ -86,9 +87,9 @@ def test_they_change_nothing(kind: str, num_early: int, device: torch.device) ->
     found, pipeline = trained(kind, True, device)
     assert pipeline._static is not None
     assert pipeline._static.is_captured
-    early = pipeline._static.step._early
-    assert early is not None
-    assert len(early._ready) == num_early
+    updates = pipeline._static.step._weights
+    assert isinstance(updates, EarlyUpdates)
+    assert len(updates._ready) == num_early
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
     pipeline.close()

@@ -137,7 +137,7 @@ def test_static_steps_equal_the_loop_by_hand() -> None:
     assert [loss for loss, _ in run_static(step, batches)] == losses
     assert_same_state(model, expected)
     # Both turns had their rows sorted ahead.
-    for prepared in step._prepared:
+    for prepared in step._ahead.prepared:
         assert prepared is not None
         (lookups,) = prepared.lookups
         assert lookups.lookups.groups[0].runs.num_runs > 0

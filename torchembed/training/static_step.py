@@ -7,31 +7,22 @@ copied between steps, and both share one memory pool, since they never run at th
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchembed.core.named_range import named_range
-from torchembed.core.trees import map_tensors, tensors_in
+from torchembed.core.trees import map_tensors
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.modules.preparing import Announced, Prepared
-from torchembed.ops.weight_gradients import DeferredWeightGradients
-from torchembed.optim import DenseOptimizer
+from torchembed.modules.preparing import Prepared
 from torchembed.sharding.collectives import GatheredSize, known_sizes, noted_sizes
 from torchembed.tables import RecordedGradients, table_of
 from torchembed.training.bad_batches import Verdict, either, judge
-from torchembed.training.batch_layout import (
-    dense_tensors,
-    with_dense_tensors,
-    with_room,
-    without_ids,
-)
-from torchembed.training.batch_slots import BatchSlots
+from torchembed.training.batches_ahead import BatchesAhead, PreparedBatch
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
-from torchembed.training.early_updates import EarlyUpdates, UpdatesOfMeans
 from torchembed.training.loss import ComputeLoss
-from torchembed.training.sorted_ids import Room, SortedSlots
+from torchembed.training.sorted_ids import Room
 from torchembed.training.step_optimizers import (
     Assumptions,
     StepOptimizers,
@@ -41,13 +32,7 @@ from torchembed.training.step_optimizers import (
 )
 from torchembed.training.step_result import StepResult
 from torchembed.training.streams import StepStreams, beside, between, join, on
-
-
-class _PreparedBatch(NamedTuple):
-    """What is found out about a batch while the one before is trained."""
-
-    lookups: list[Prepared]
-    verdict: Verdict | None
+from torchembed.training.weight_updates import EarlyUpdates, LateUpdates, UpdatesOfMeans
 
 
 class StaticStep:
@@ -79,29 +64,12 @@ class StaticStep:
         device: torch.device,
         group: Any,
     ) -> None:
-        self._room = room
-        self.slots = BatchSlots(
-            example if room is None else with_room(example, room.num_ids), device
-        )
+        self._ahead = BatchesAhead(example, calls, room, device=device, group=group)
+        self.slots, self.sorted = self._ahead.slots, self._ahead.sorted
         self._model, self._compute_loss, self._group = model, compute_loss, group
         self.is_cuda = device.type == "cuda"
         self._optimizers = StepOptimizers(optimizers)
         self._assumptions = Assumptions(model, self._optimizers, device)
-        self._calls = None if calls is None else list(calls)
-        self.sorted: SortedSlots | None = None
-        """Of jagged batches: each is to be sorted in its slot before it is prepared."""
-        if room is None:
-            self._batches = [map_tensors(torch.empty_like, batch) for batch in self.slots.batches]
-        else:
-            assert calls is not None
-            bare = without_ids(example)
-            self._batches = [
-                with_dense_tensors(bare, map(torch.empty_like, dense_tensors(batch)))
-                for batch in self.slots.batches
-            ]
-            self.sorted = SortedSlots(self.slots, calls, device)
-        self._prepared: list[_PreparedBatch | None] = [None, None]
-        self._prepared_suspects: list[list[Suspect]] = [[], []]
         self._sizes: list[GatheredSize] | None = None
         """What ranks told each other in a step that had its batch prepared, and prepared one."""
         self.has_begun_update = False
@@ -110,19 +78,14 @@ class StaticStep:
         """What comes once a GPU has done the last step."""
         self._turns = [_Turn(), _Turn()]
         self._streams = StepStreams.on(device, of_several_ranks=group is not None)
-        self._late_optimizers = self._optimizers.captured
-        """Those that begin once backward is done."""
-        self._early: EarlyUpdates | None = None
-        self._of_means: UpdatesOfMeans | None = None
+        captured = self._optimizers.captured
+        self._weights = LateUpdates(captured)
         if self.is_cuda:
             self._pool = torch.cuda.graph_pool_handle()
-            captured = self._optimizers.captured
-            ours = [o for o in captured if isinstance(o, DenseOptimizer)]
-            if self._streams.dense is not None:
-                self._of_means = UpdatesOfMeans(ours, self._streams.dense)
+            if self._streams.dense is None:
+                self._weights = EarlyUpdates(captured, device)
             else:
-                self._late_optimizers = [o for o in captured if o not in ours]
-                self._early = EarlyUpdates(ours, device)
+                self._weights = UpdatesOfMeans(captured, self._streams.dense)
 
     @property
     def is_stale(self) -> bool:
@@ -131,7 +94,7 @@ class StaticStep:
 
     def prepare(self, turn: int) -> None:
         """Prepare the batch in slot ``turn`` by itself, where no step before did it."""
-        self._prepare(turn)
+        self._ahead.prepare(turn, in_place=self._has_captured)
         self.slots.note_use(turn)
 
     def capture(self, turn: int) -> None:
@@ -199,7 +162,7 @@ class StaticStep:
         else:
             with between(self._streams.step), noted_sizes() as sizes:
                 self._step(turn)
-            if not self._calls or None not in self._prepared:
+            if self._ahead.are_prepared:
                 self._sizes = sizes
         update(self._optimizers.others, state.verdict)
         self.done = self.slots.note_use(1 - turn)
@@ -216,11 +179,12 @@ class StaticStep:
     def _step(self, turn: int) -> None:
         state, streams = self._turns[turn], self._streams
         self._optimizers.zero_grad()
-        batch, prepared = self._batches[turn], self._prepared[turn]
+        ahead = self._ahead
+        batch, prepared = ahead.batches[turn], ahead.prepared[turn]
         looked_up: list[Prepared] = []
         with named_range("torchembed: forward"), deferred_bad_ids() as suspects:
-            if self._calls is None:
-                with observed_calls(self._model, batch) as self._calls:
+            if ahead.calls is None:
+                with observed_calls(self._model, batch) as ahead.calls:
                     loss, output = self._compute_loss(self._model, batch)
             else:
                 looked_up = self._looked_up(prepared)
@@ -228,13 +192,13 @@ class StaticStep:
                     # On several ranks its exchange would delay this step's vectors.
                     vectors = None if self._group is None else streams.vectors
                     self._prepare_beside(1 - turn, after=vectors)
-                with handing_over(self._calls if looked_up else [], looked_up):
+                with handing_over(ahead.calls if looked_up else [], looked_up):
                     loss, output = self._compute_loss(self._model, batch)
         verdict = judge(suspects, self._group)
         state.suspects = suspects
         if prepared is not None:
             verdict = either(prepared.verdict, verdict)
-            state.suspects = [*self._prepared_suspects[turn], *suspects]
+            state.suspects = [*ahead.suspects[turn], *suspects]
         with beside(streams.ids):
             state.tell_host(verdict)
         if not looked_up:
@@ -243,8 +207,8 @@ class StaticStep:
             if stream is not None:
                 # Before backward: the update of rows begins with what needs no gradients.
                 stream.wait_stream(torch.cuda.current_stream())
-        early, leaves_stream = self._early, self._backward_stream()
-        with self._around_backward(verdict):
+        skip, leaves_stream = None if verdict is None else verdict.skip, self._backward_stream()
+        with self._weights.around_backward(skip):
             with named_range("torchembed: backward"), beside(leaves_stream):
                 loss.backward()
             self.has_begun_update = True
@@ -253,23 +217,12 @@ class StaticStep:
         recorded += self._update_rows(verdict, early=False)
         join(leaves_stream)
         with named_range("torchembed: update"):
-            with between(streams.dense):
-                update(self._late_optimizers, verdict)
-            if early is not None:
-                early.update(None if verdict is None else verdict.skip)
+            self._weights.update(skip)
         join(streams.rows, streams.last_rows)
         del recorded
-        join(streams.ids, streams.vectors if self._calls else None)
+        join(streams.ids, streams.vectors if ahead.calls else None)
         output = map_tensors(Tensor.detach, output)
         state.result = StepResult(loss.detach(), output, batch)
-
-    def _around_backward(self, verdict: Verdict | None) -> Any:
-        """Defers gradients of weights."""
-        if self._early is not None:
-            return self._early.around_backward()
-        if self._of_means is not None:
-            return self._of_means.around_backward(None if verdict is None else verdict.skip)
-        return DeferredWeightGradients()
 
     def _backward_stream(self) -> torch.cuda.Stream | None:
         """Where to call backward.
@@ -280,73 +233,22 @@ class StaticStep:
         tables = [table for p in self._model.parameters() if (table := table_of(p)) is not None]
         return self._streams.leaves if all(table.group.rule for table in tables) else None
 
-    def _looked_up(self, prepared: _PreparedBatch | None) -> list[Prepared]:
+    def _looked_up(self, prepared: PreparedBatch | None) -> list[Prepared]:
         """What is prepared, with its vectors, which come while the model begins its forward."""
-        if prepared is None or self._calls is None:
+        calls = self._ahead.calls
+        if prepared is None or calls is None:
             return []
         with beside(self._streams.vectors):
             return [
                 call.collection.look_up(of_call)
-                for call, of_call in zip(self._calls, prepared.lookups, strict=True)
+                for call, of_call in zip(calls, prepared.lookups, strict=True)
             ]
 
     def _prepare_beside(self, turn: int, after: torch.cuda.Stream | None = None) -> None:
-        """:meth:`_prepare` on a stream of its own, ``after`` what another one has got."""
+        """Prepare a batch on a stream of its own, ``after`` what another one has got."""
         with beside(self._streams.ids), named_range("torchembed: prepare"):
             join(after)
-            self._prepare(turn)
-
-    @torch.no_grad()
-    def _prepare(self, turn: int) -> None:
-        """Take over the batch in slot ``turn``, and find out what its ids say."""
-        if self.sorted is not None and self.sorted.batches[turn] is None:
-            return  # on no rank anything has come there yet
-        slot, batch = self.slots.batches[turn], self._batches[turn]
-        if self.sorted is not None:
-            slot, batch = dense_tensors(slot), dense_tensors(batch)
-        _copy_tree(slot, batch)
-        if not self._calls:
-            return
-        announced, suspects = self._announced(self._calls, turn)
-        # Before ids are sorted: what backward sends comes after this collective.
-        verdict = judge(suspects, self._group)
-        with deferred_bad_ids() as more:
-            lookups = self._lookups(self._calls, announced, turn)
-        suspects = [*suspects, *more]
-        found = _PreparedBatch(lookups, either(verdict, judge(more, self._group)))
-        known = self._prepared[turn]
-        if known is not None and self._has_captured:
-            _copy_tree(found, known)
-        else:  # of the first capture too: the second one reads what it writes
-            self._prepared[turn], self._prepared_suspects[turn] = found, suspects
-
-    def _announced(
-        self, calls: Sequence[CollectionCall], turn: int
-    ) -> tuple[list[Announced], list[Suspect]]:
-        """What is known of the batch of ``turn`` before its ids travel, and ids that may be bad."""
-        if self.sorted is not None:
-            ids = self.sorted.batches[turn]
-            assert ids is not None
-            return ids.of_calls, ids.suspects
-        batch = self._batches[turn]
-        with deferred_bad_ids() as suspects:
-            return [c.collection.announce(c.features_of(batch)) for c in calls], suspects
-
-    def _lookups(
-        self, calls: Sequence[CollectionCall], announced: Sequence[Announced], turn: int
-    ) -> list[Prepared]:
-        """What is then known of it."""
-        pairs = list(zip(calls, announced, strict=True))
-        if self._room is None:
-            return [call.collection.prepare_announced(of_call) for call, of_call in pairs]
-        lookups = []
-        for (call, of_call), capacity in zip(pairs, self._room.capacities, strict=True):
-            found = call.collection.prepare_announced(of_call, capacity).lookups
-            if not self._has_captured:
-                # None of it in the memory of sorted ids, which the next batch gets.
-                found = map_tensors(torch.clone, found)
-            lookups.append(Prepared(call.features_of(self._batches[turn]), found))
-        return lookups
+            self._ahead.prepare(turn, in_place=self._has_captured)
 
     def _update_rows(self, verdict: Verdict | None, *, early: bool) -> list[RecordedGradients]:
         """Update rows, each table group's as soon as its gradients are there, beside what backward
@@ -384,9 +286,3 @@ class _Turn:
             # The first step may look the same ids up twice, that are prepared once from then on.
             is_alike = self.report is not None and len(self.report) == 1 + len(verdict.found)
             self.report = verdict.to_host(self.report if is_alike else None)
-
-
-def _copy_tree(source: Any, target: Any) -> None:
-    for new, old in zip(tensors_in(source), tensors_in(target), strict=True):
-        if new is not old:
-            old.copy_(new)

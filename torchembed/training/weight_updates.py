@@ -1,8 +1,9 @@
-"""Dense weights that are updated as soon as their gradients are there, beside what comes later."""
+"""When a step updates dense weights: after backward, or each as soon as its gradient is there."""
 
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +13,43 @@ from torchembed.core.reads import ReadsOf
 from torchembed.ops.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
 from torchembed.training.guarded_update import skipping, step_unless
-from torchembed.training.streams import event_on, join, wait_for
+from torchembed.training.streams import between, event_on, join, wait_for
 
 _MIN_ELEMENTS = 1 << 16
 """Of a weight that is worth a kernel of its own."""
 
 
-class EarlyUpdates:
-    """The steps of dense optimizers, begun while backward goes on to the layers before.
+class LateUpdates:
+    """The steps of dense optimizers after backward.
+
+    Args:
+        optimizers: torchembed's, which may begin early, and torch's.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._ours = [o for o in optimizers if isinstance(o, DenseOptimizer)]
+
+    def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[Any]:
+        """Gradients of weights are deferred meanwhile, and there at the end. What is updated before
+        that does not change where ``skip`` is not zero."""
+        del skip  # nothing is updated before
+        return DeferredWeightGradients()
+
+    def update(self, skip: Tensor | None) -> None:
+        """Then, the optimizers' step, that changes nothing where ``skip`` is not zero; what was
+        updated before is left out. The current stream waits for it at the end."""
+        for optimizer in self._optimizers:
+            # Hooks see all of it.
+            step_unless(optimizer, skip)
+
+    def _without_pre_hooks(self) -> list[DenseOptimizer]:
+        """What such hooks do to all gradients together, the step itself waits for."""
+        return [o for o in self._ours if not o._optimizer_step_pre_hooks]
+
+
+class EarlyUpdates(LateUpdates):
+    """Those of torchembed's optimizers begin while backward goes on to the layers before.
 
     Each gradient of a weight that a layer defers is computed on a stream of its own, as soon as
     backward has come by the layer. The weight is updated, on another stream, as soon as its
@@ -31,8 +61,8 @@ class EarlyUpdates:
     and for one rank, since what becomes of gradients between ranks is not known here.
     """
 
-    def __init__(self, optimizers: Sequence[DenseOptimizer], device: torch.device) -> None:
-        self._optimizers = list(optimizers)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+        super().__init__(optimizers)
         self._are_alone: bool | None = None
         """Whether no two gradients of a deferred weight are to be added up; None: not known yet."""
         self._ready: dict[Tensor, torch.cuda.Event] = {}
@@ -41,8 +71,8 @@ class EarlyUpdates:
         self._updates_stream = torch.cuda.Stream(device, priority=-1)
 
     @contextlib.contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """Gradients of weights are deferred meanwhile, and there at the end."""
+    def around_backward(self, skip: Tensor | None) -> Iterator[None]:
+        del skip  # no update is launched before `update`
         stream = self._gradients_stream if self._are_alone else None
         weights: list[Tensor] = []
         computed: dict[Tensor, torch.cuda.Event] = {}
@@ -73,7 +103,7 @@ class EarlyUpdates:
         """Large weights, of optimizers and with gradients that nobody else has to do with."""
         parameters = [
             parameter
-            for optimizer in _without_pre_hooks(self._optimizers)
+            for optimizer in self._without_pre_hooks()
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad and parameter.numel() >= _MIN_ELEMENTS
@@ -82,8 +112,6 @@ class EarlyUpdates:
         return [p for p in parameters if len(p._post_accumulate_grad_hooks or {}) <= 1]
 
     def update(self, skip: Tensor | None) -> None:
-        """The optimizers' step, that changes nothing where ``skip`` is not zero. The current stream
-        waits for it at the end."""
         begun: dict[int, torch.cuda.Event | None] = {}
         for weight, ready in self._ready.items():
             slot = slot_of(weight)
@@ -91,7 +119,7 @@ class EarlyUpdates:
                 continue
             self._updates_stream.wait_event(ready)
             with torch.cuda.stream(self._updates_stream):
-                for optimizer in self._optimizers:
+                for optimizer in self._ours:
                     with skipping(optimizer, skip):
                         optimizer.step_early([weight])
             # The first update in a flat buffer counts its step.
@@ -100,38 +128,32 @@ class EarlyUpdates:
                 begun[buffer] = event_on(self._updates_stream)
         for event in begun.values():
             wait_for(event)
-        for optimizer in _without_pre_hooks(self._optimizers):
+        for optimizer in self._without_pre_hooks():
             # What is left, beside the others.
             with skipping(optimizer, skip):
                 optimizer.step_early([p for g in optimizer.param_groups for p in g["params"]])
         if begun:
             join(self._updates_stream)
-        for optimizer in self._optimizers:
-            # Hooks see all of it.
-            step_unless(optimizer, skip)
+        super().update(skip)
 
 
-def _without_pre_hooks(optimizers: Sequence[DenseOptimizer]) -> list[DenseOptimizer]:
-    """What such hooks do to all gradients together, the step itself waits for."""
-    return [optimizer for optimizer in optimizers if not optimizer._optimizer_step_pre_hooks]
-
-
-class UpdatesOfMeans:
-    """The steps of dense optimizers on several ranks: each weight's as soon as its mean is there,
+class UpdatesOfMeans(LateUpdates):
+    """On several ranks, torchembed's optimizers update each weight as soon as its mean is there,
     and backward done but for deferred gradients that do not read the weight.
 
     Args:
-        stream: where they are; of the step, which waits for it.
+        stream: where all updates are.
     """
 
-    def __init__(self, optimizers: Sequence[DenseOptimizer], stream: torch.cuda.Stream) -> None:
-        self._optimizers, self._stream = list(optimizers), stream
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], stream: torch.cuda.Stream
+    ) -> None:
+        super().__init__(optimizers)
+        self._stream = stream
 
     @contextlib.contextmanager
     def around_backward(self, skip: Tensor | None) -> Iterator[None]:
-        """Gradients of weights are deferred meanwhile, and computed at the end. The optimizers are
-        to step then, for what is left; nothing changes where ``skip`` is not zero."""
-        early = _without_pre_hooks(self._optimizers)
+        early = self._without_pre_hooks()
 
         def update(parameters: Sequence[Tensor]) -> None:
             for optimizer in early:
@@ -141,3 +163,7 @@ class UpdatesOfMeans:
         changed = [p for o in early for group in o.param_groups for p in group["params"]]
         with DeferredWeightGradients(completion=Completion(self._stream, update, changed)):
             yield
+
+    def update(self, skip: Tensor | None) -> None:
+        with between(self._stream):
+            super().update(skip)
