@@ -157,6 +157,13 @@ def test_a_static_step_knows_when_the_model_has_changed() -> None:
     assert step.is_stale
     norm.weight.requires_grad_(True)
     assert not step.is_stale
+    tables = [parameter for parameter in model.parameters() if table_of(parameter) is not None]
+    for parameter in tables:
+        parameter.requires_grad_(False)
+    assert step.is_stale
+    for parameter in tables:
+        parameter.requires_grad_(True)
+    assert not step.is_stale
     (group,) = optimizers[0].param_groups
     group["lr"] = torch.tensor(0.125)
     known = step._optimizers.memory(is_cuda=False)

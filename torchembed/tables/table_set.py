@@ -103,6 +103,11 @@ class TableSet:
             (self._form_groups_untraced if is_compiled else self.form_groups)()
         return self.groups
 
+    def current_form(self) -> tuple[list[TableGroup], list[tuple[int, bool]] | None]:
+        """:meth:`current_groups`, and of each table where its rows lie and whether it trains:
+        another form after each change of these."""
+        return self.current_groups(), self._formed_for
+
     @_disable_dynamo
     def _form_groups_untraced(self) -> None:
         self.form_groups()

@@ -97,10 +97,10 @@ class Assumptions:
         self._memory_before: list[int] | None = None
 
     def _model_now(self) -> Any:
-        groups = [list(table_set.current_groups()) for table_set in self._table_sets]
+        forms = [table_set.current_form() for table_set in self._table_sets]
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         are_trained = [parameter.requires_grad for parameter in self._parameters]
-        return groups, addresses, are_trained, [module.training for module in self._modules]
+        return forms, addresses, are_trained, [module.training for module in self._modules]
 
     def note_capture(self) -> None:
         """From now on optimizers' states stay where they are."""
