@@ -9,7 +9,10 @@ from torchembed.core.named_range import named_range
 def test_a_profile_shows_the_name() -> None:
     with named_range("before"):
         torch.ones(1)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace, named_range("inside"):
+    with (
+        profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace,
+        named_range("inside"),
+    ):
         torch.ones(1)
     with named_range("after"):
         torch.ones(1)
