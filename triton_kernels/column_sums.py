@@ -21,11 +21,13 @@ class _Tiling(NamedTuple):
 
 def _tiling(num_rows: int, *, are_apart: bool) -> _Tiling:
     """Of few rows one program sums whole columns at once, so that no second kernel adds partial
-    sums, unless these are wanted."""
-    if num_rows <= 1024 and not are_apart:
-        rows = max(64, triton.next_power_of_2(num_rows))
-        return _Tiling(rows, rows, 16, max(4, rows // 64))
-    return _Tiling(128, 32, 128, 4)
+    sums; where these are wanted, programs are many, and each reads all that it reads at once."""
+    if num_rows > 1024:
+        return _Tiling(128, 32, 128, 4)
+    if are_apart:
+        return _Tiling(128, 128, 32, 4)
+    rows = max(64, triton.next_power_of_2(num_rows))
+    return _Tiling(rows, rows, 16, max(4, rows // 64))
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from torch.profiler import record_function
 
 
 def named_range(name: str) -> Any:
-    """A context that a profile of this thread shows as ``name``.
+    """A context that profiles show as ``name``.
 
-    Without a profiler it does nothing: ``record_function`` takes 7 us, which a step of half a
-    millisecond would spend on each of its parts.
+    Without one of ``torch.profiler`` or ``torch.autograd.profiler`` it does nothing:
+    ``record_function`` takes 7 us, which a step of half a millisecond would spend on each part.
     """
     is_seen = profiler._is_profiler_enabled
     return record_function(name) if is_seen else contextlib.nullcontext()

@@ -42,7 +42,7 @@ class BatchesAhead:
         sorted: of jagged batches: each is to be sorted in its slot before it is prepared.
         calls: all lookups of the model; whoever finds out sets it.
         prepared: of each turn, where there are calls.
-        suspects: of each turn the ids that preparing it has found bad.
+        suspects: of each turn the ids that may be bad, as far as preparing it has looked.
     """
 
     def __init__(

@@ -40,6 +40,7 @@ class CapturedSteps:
         """
         step = self.step
         step.slots.wait_until_filled(1 - now.turn)
+        # A step that has prepared this batch has waited for it.
         if self._prepared != now.number:
             step.slots.wait_until_filled(now.turn)
             step.prepare(now.turn)

@@ -123,7 +123,7 @@ class _Group:
         self._steps = torch.zeros(len(leaves), device="cpu")
         """What the optimizer counts for each leaf, in this memory from the first step on."""
         self._counts = self._steps.unbind()
-        self._counted = [True] * len(leaves), torch.ones(len(leaves))
+        self._counted = [True] * len(leaves), torch.ones(len(leaves), device="cpu")
         """Which leaves the last step counted, also as numbers."""
         self._known_steps = self._steps.clone()
         """What is on the device."""
@@ -185,6 +185,6 @@ class _Group:
         if self._names:
             are_trained = [leaf.own.grad is not None for leaf in self.leaves]
             if are_trained != self._counted[0]:
-                self._counted = are_trained, torch.tensor(are_trained, dtype=torch.float32)
+                self._counted = are_trained, torch.tensor(are_trained, device="cpu").float()
             self._steps += self._counted[1]
             self._known_steps += self._counted[1]

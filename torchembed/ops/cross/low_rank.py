@@ -15,7 +15,7 @@ from torchembed.ops.cross.schema import (
     low_rank_cross_input_backward_op,
     low_rank_cross_scale_op,
 )
-from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
+from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
 from torchembed.ops.side_by_side import joined_in_place, side_by_side
 from torchembed.ops.weight_gradients import keep_parameters, product_gradient
 
@@ -51,12 +51,11 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         )
         is_needed = ctx.needs_input_grad[1 + len(ctx.widths) :]
         grads, grads_v, grads_u, grads_bias = [], [], [], []
-        # Where there is a product, sums are over the rows of its tiles; float32's have fewer rows.
-        num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
-        adds_partials = [by_tiles] * (num_layers - 1) + [num_rows > SUMMED_AT_ONCE]
+        # Below the last layer, sums are over the rows of a product's tiles; float32's have fewer.
+        by_tiles = grad.dtype is not torch.float32
         sums = [
-            empty_sums(b, parameter, num_rows, adds_partials=adds)
-            for b, parameter, adds in zip(bias, of_bias, adds_partials, strict=True)
+            empty_sums(b, of_b, grad.shape[0], has_partials=by_tiles or layer == num_layers - 1)
+            for layer, (b, of_b) in enumerate(zip(bias, of_bias, strict=True))
         ]
         grad, grad_parts = grad.contiguous(), []
         next_grad_z = low_rank_cross_scale_op(grad, xs[0], sums[-1])

@@ -7,21 +7,19 @@ from torchembed.core.types import ROWS_OF_PARTIAL
 from torchembed.ops.linear.schema import sum_partials_op
 from torchembed.ops.weight_gradients import are_deferred, gradient_memory, weight_gradient
 
-SUMMED_AT_ONCE = 1024
-"""So many samples, but for those of a product's tiles, one kernel sums."""
-
 
 def empty_sums(
-    bias: Tensor, parameter: Tensor | None, num_rows: int, *, adds_partials: bool
+    bias: Tensor, parameter: Tensor | None, num_rows: int, *, has_partials: bool = True
 ) -> Tensor:
     """Where an operation puts the sums over ``num_rows`` samples for ``bias [N]``: its gradient's
-    memory, ``[N]``. Where gradients of weights are deferred, and the operation would add partial
-    sums up in a second kernel, float32 ``[P, N]`` for these, which :func:`bias_gradient` adds.
+    memory, ``[N]``. Where gradients of weights are deferred, and the operation has partial sums
+    over :data:`~torchembed.core.types.ROWS_OF_PARTIAL` samples, float32 ``[P, N]`` for these, which
+    :func:`bias_gradient` adds.
 
     Args:
         bias: as it was saved; ``parameter``, as it was kept.
     """
-    if not (adds_partials and are_deferred()):
+    if not (has_partials and are_deferred()):
         return gradient_memory(bias, parameter)
     num_partials = -(-num_rows // ROWS_OF_PARTIAL)
     return torch.empty(num_partials, bias.numel(), device=bias.device, dtype=torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.first_order import first_order
-from torchembed.ops.linear.bias_gradient import SUMMED_AT_ONCE, bias_gradient, empty_sums
+from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
     linear_relu_input_backward_op,
@@ -66,14 +66,8 @@ class _LinearReluStack(torch.autograd.Function):
         is_needed = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * len(is_needed)
         lowest = max(is_needed.index(True) - 1, 0) // 2
-        # Where there is a product, sums may be over the rows of its tiles.
-        num_rows, by_tiles = grad.shape[0], grad.dtype is not torch.float32
-        are_many = num_rows > SUMMED_AT_ONCE
-        adds_partials = [by_tiles or are_many] * (num_layers - 1) + [are_many]
         sums = {
-            layer: empty_sums(
-                biases[layer], of_biases[layer], num_rows, adds_partials=adds_partials[layer]
-            )
+            layer: empty_sums(biases[layer], of_biases[layer], grad.shape[0])
             for layer in range(lowest, num_layers)
         }
         next_grad = linear_relu_backward_op(_with_whole_rows(grad), xs[-1], sums[num_layers - 1])
