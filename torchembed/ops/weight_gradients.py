@@ -30,7 +30,7 @@ class DeferredWeightGradients:
     """Lets backward compute the gradients of inputs first, and those of weights after them.
 
     Within it, torchembed's linear and cross layers leave the gradients of their weights for later,
-    and the last part of sums over many samples for biases, so that what waits for the gradients of
+    and the last part of sums over samples for biases, so that what waits for the gradients of
     embeddings (wires, row updates) can run beside them::
 
         with DeferredWeightGradients() as deferred:
