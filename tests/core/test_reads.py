@@ -15,8 +15,8 @@ def test_what_is_read_later_is_found(device: torch.device) -> None:
     first = MLP(6, [5, 8], device=device)
     cross = LowRankCross(8, 2, 3, device=device)
     last = MLP(8, [8, 4], device=device)
-    weights = {id(p) for layers in (first, last) for p in layers.parameters() if p.dim() == 2}
-    weights |= {id(p) for p in (*cross.u, *cross.v)}
+    weights = {id(p) for layers in (first, last) for p in layers.parameters()}
+    weights |= {id(p) for p in (*cross.u, *cross.v, cross.bias[-1])}
 
     def late_reads(x: Tensor) -> set[int]:
         with DeferredWeightGradients() as deferred, ReadsOf(deferred.weights) as reads:

@@ -155,5 +155,8 @@ def test_stacks_follow_their_formula(
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     with DeferredWeightGradients():
         stack(*leaves).backward(grad)
-    for leaf, same in zip(leaves, found[1:], strict=True):
+    *others, last_bias = leaves
+    for leaf, same in zip(others, found[1:-1], strict=True):
         assert_same_bits(leaf.grad, same)
+    # Its parts may be added up in another order.
+    assert_as_near(last_bias.grad, eager[-1], exact[-1])
