@@ -441,6 +441,14 @@ def test_a_module_that_was_cast_later_is_an_error(device: torch.device) -> None:
         optimizer.step()
 
 
+def test_a_parameter_whose_memory_was_reinterpreted_is_an_error(device: torch.device) -> None:
+    module = model(device)
+    optimizer = DenseSGD(module.parameters(), lr=0.1, dtype=torch.bfloat16)
+    module[1].weight.data = module[1].weight.data.view(torch.float16)
+    with pytest.raises(RuntimeError, match=r"shape \(3, 4\) was moved, cast or replaced after"):
+        optimizer.before_replay()
+
+
 def test_a_parameter_that_was_replaced_is_an_error(device: torch.device) -> None:
     module = model(device)
     optimizer = DenseSGD(module.parameters(), lr=0.1)

@@ -86,12 +86,16 @@ class FlatParameters:
             RuntimeError: where a parameter has other memory by now.
         """
         addresses = [parameter.data_ptr() for parameter in self.parameters]
-        if addresses != self._addresses:
-            moved = [now != before for now, before in zip(addresses, self._addresses, strict=True)]
-            shape = tuple(self.parameters[moved.index(True)].shape)
+        dtypes = {parameter.dtype for parameter in self.parameters}
+        if addresses != self._addresses or dtypes != {self.values.dtype}:
+            changed = next(
+                parameter
+                for parameter, address in zip(self.parameters, self._addresses, strict=True)
+                if parameter.data_ptr() != address or parameter.dtype is not self.values.dtype
+            )
             raise RuntimeError(
-                f"a parameter of shape {shape} was moved, cast or replaced after its optimizer was "
-                "made; make the optimizer after that"
+                f"a parameter of shape {tuple(changed.shape)} was moved, cast or replaced after "
+                "its optimizer was made; make the optimizer after that"
             )
         versions = [parameter._version for parameter in self.parameters]
         if versions == self._versions:

@@ -49,6 +49,11 @@ def either(one: Verdict | None, other: Verdict | None) -> Verdict | None:
     return Verdict(one.skip.maximum(other.skip), torch.cat([one.found, other.found]))
 
 
+def skip_of(verdict: Verdict | None) -> Tensor | None:
+    """What updates by the batch are predicated on; None where they are not."""
+    return None if verdict is None else verdict.skip
+
+
 def raise_for(skip: int, found: Sequence[int], suspects: Sequence[Suspect]) -> None:
     """Raise ``IndexError`` for a verdict that came to the host."""
     if not skip:

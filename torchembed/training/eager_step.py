@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torchembed.core.trees import map_tensors
 from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
-from torchembed.training.bad_batches import Verdict, either, judge
+from torchembed.training.bad_batches import Verdict, either, judge, skip_of
 from torchembed.training.loss import ComputeLoss
 from torchembed.training.step_optimizers import StepOptimizers, update
 from torchembed.training.step_result import StepOutcome, StepResult
@@ -37,7 +37,7 @@ def eager_step(
         loss, output = compute_loss(model, batch)
     verdict = either(known, judge(suspects, group))
     loss.backward()
-    update(optimizers.all, verdict)
+    update(optimizers.all, skip_of(verdict))
     result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
     report = None if verdict is None else verdict.to_host()
     return StepOutcome(result, report, [*known_suspects, *suspects], held)

@@ -18,7 +18,7 @@ from torchembed.modules.bad_ids import Suspect, deferred_bad_ids
 from torchembed.modules.preparing import Prepared
 from torchembed.sharding.collectives import GatheredSize, known_sizes, noted_sizes
 from torchembed.tables import RecordedGradients, table_of
-from torchembed.training.bad_batches import Verdict, either, judge
+from torchembed.training.bad_batches import Verdict, either, judge, skip_of
 from torchembed.training.batches_ahead import BatchesAhead, PreparedBatch
 from torchembed.training.collection_calls import CollectionCall, handing_over, observed_calls
 from torchembed.training.loss import ComputeLoss
@@ -164,7 +164,7 @@ class StaticStep:
                 self._step(turn)
             if self._ahead.are_prepared:
                 self._sizes = sizes
-        update(self._optimizers.others, state.verdict)
+        update(self._optimizers.others, skip_of(state.verdict))
         self.done = self.slots.note_use(1 - turn)
         assert state.result is not None
         return state.result
@@ -207,14 +207,14 @@ class StaticStep:
             if stream is not None:
                 # Before backward: the update of rows begins with what needs no gradients.
                 stream.wait_stream(torch.cuda.current_stream())
-        skip, leaves_stream = None if verdict is None else verdict.skip, self._backward_stream()
+        skip, leaves_stream = skip_of(verdict), self._backward_stream()
         with self._weights.around_backward(skip):
             with named_range("torchembed: backward"), beside(leaves_stream):
                 loss.backward()
             self.has_begun_update = True
-            recorded = self._update_rows(verdict, early=True)
+            recorded = self._update_rows(skip, early=True)
         # Of tables that every rank holds, gradients come with the dense ones.
-        recorded += self._update_rows(verdict, early=False)
+        recorded += self._update_rows(skip, early=False)
         join(leaves_stream)
         with named_range("torchembed: update"):
             self._weights.update(skip)
@@ -250,7 +250,7 @@ class StaticStep:
             join(after)
             self._ahead.prepare(turn, in_place=self._has_captured)
 
-    def _update_rows(self, verdict: Verdict | None, *, early: bool) -> list[RecordedGradients]:
+    def _update_rows(self, skip: Tensor | None, *, early: bool) -> list[RecordedGradients]:
         """Update rows, each table group's as soon as its gradients are there, beside what backward
         and the other optimizers have left to do. ``early`` while some may still be on their way.
 
@@ -264,7 +264,7 @@ class StaticStep:
                 # Otherwise learning rates may be set on the former.
                 stream = self._streams.last_rows
             with on(stream), named_range("torchembed: rows"):
-                (update_early if early else update)(self._optimizers.of_tables, verdict)
+                (update_early if early else update)(self._optimizers.of_tables, skip)
         return recorded
 
 

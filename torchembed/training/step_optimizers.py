@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
-from torchembed.training.bad_batches import Verdict
 from torchembed.training.guarded_update import (
     before_replay,
     follows_replays,
@@ -63,16 +62,16 @@ class StepOptimizers:
         return [tensor.data_ptr() for tensor in (*states, *rates) if isinstance(tensor, Tensor)]
 
 
-def update(optimizers: Sequence[torch.optim.Optimizer], verdict: Verdict | None) -> None:
-    """Step ``optimizers``, unless the batch turned out bad."""
+def update(optimizers: Sequence[torch.optim.Optimizer], skip: Tensor | None) -> None:
+    """Step ``optimizers``; nothing changes where ``skip`` is not zero."""
     for optimizer in optimizers:
-        step_unless(optimizer, None if verdict is None else verdict.skip)
+        step_unless(optimizer, skip)
 
 
-def update_early(optimizers: Sequence[FusedOptimizer], verdict: Verdict | None) -> None:
+def update_early(optimizers: Sequence[FusedOptimizer], skip: Tensor | None) -> None:
     """Update the rows whose gradients are there, before :func:`update` does the others."""
     for optimizer in optimizers:
-        with skipping(optimizer, None if verdict is None else verdict.skip):
+        with skipping(optimizer, skip):
             optimizer.step_early()
 
 

@@ -12,7 +12,8 @@ from torchembed.core.gradient_slots import slot_of
 from torchembed.core.reads import ReadsOf
 from torchembed.ops.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
-from torchembed.training.guarded_update import skipping, step_unless
+from torchembed.training.guarded_update import skipping
+from torchembed.training.step_optimizers import update
 from torchembed.training.streams import between, event_on, join, wait_for
 
 _MIN_ELEMENTS = 1 << 16
@@ -39,9 +40,7 @@ class LateUpdates:
     def update(self, skip: Tensor | None) -> None:
         """Then, the optimizers' step, that changes nothing where ``skip`` is not zero; what was
         updated before is left out. The current stream waits for it at the end."""
-        for optimizer in self._optimizers:
-            # Hooks see all of it.
-            step_unless(optimizer, skip)
+        update(self._optimizers, skip)
 
     def _without_pre_hooks(self) -> list[DenseOptimizer]:
         """What such hooks do to all gradients together, the step itself waits for."""
@@ -134,6 +133,7 @@ class EarlyUpdates(LateUpdates):
                 optimizer.step_early([p for g in optimizer.param_groups for p in g["params"]])
         if begun:
             join(self._updates_stream)
+        # Hooks see all of it.
         super().update(skip)
 
 
@@ -155,13 +155,13 @@ class UpdatesOfMeans(LateUpdates):
     def around_backward(self, skip: Tensor | None) -> Iterator[None]:
         early = self._without_pre_hooks()
 
-        def update(parameters: Sequence[Tensor]) -> None:
+        def note(parameters: Sequence[Tensor]) -> None:
             for optimizer in early:
                 with skipping(optimizer, skip):
                     optimizer.step_early(parameters)
 
         changed = [p for o in early for group in o.param_groups for p in group["params"]]
-        with DeferredWeightGradients(completion=Completion(self._stream, update, changed)):
+        with DeferredWeightGradients(completion=Completion(self._stream, note, changed)):
             yield
 
     def update(self, skip: Tensor | None) -> None:
