@@ -112,7 +112,7 @@ def test_bench_prints_draws_and_writes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     picture, plan = tmp_path / "plan.png", tmp_path / "plan.json"
     printed = run_python_or_fail(
-        *("-W", "ignore", "-m", "bench.plan", "--num-ranks", "8"),
+        *("-W", "ignore", "-m", "bench.planning.plan", "--num-ranks", "8"),
         *("--picture", str(picture), "--json", str(plan)),
         cwd=ROOT,
         OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import dlrm_dcnv2 as mlperf
-from bench.dlrm_dcnv2 import DenseSizes
+from bench.data import dlrm_dcnv2 as mlperf
+from bench.data.dlrm_dcnv2 import DenseSizes
 from tests.ranks import run_on_ranks
 from torchembed import EmbeddingBagConfig, SparseFeatures, optim, shard_embeddings
 from torchembed.data import Batch, skewed_ids
@@ -160,7 +160,7 @@ def train_torchrec(
 ) -> Trained:
     from torchrec.distributed.planner import ParameterConstraints
 
-    from bench.torchrec_model import (
+    from bench.step.torchrec_model import (
         as_torchrec,
         local_shards,
         make_torchrec_model,

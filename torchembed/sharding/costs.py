@@ -31,7 +31,8 @@ ID_COPIES = 4
 ROW_ACCESS_BYTES = 48
 """What reading or writing a row, its state or its gradient costs beside its bytes, wherever in
 memory it lies: narrow rows cost more by the byte. With it lookups and updates reach a copy's
-bandwidth. It, the next one and the numbers of kernels are fitted to what `bench.costs` compares."""
+bandwidth. It, the next one and the numbers of kernels are fitted to what `bench.planning.costs`
+compares."""
 CACHED_ROW_BYTE = 0.17
 """How much a byte counts of a row that the cache holds, since an id before has looked it up."""
 DENSE_PASSES = 6

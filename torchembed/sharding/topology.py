@@ -41,8 +41,8 @@ class Hardware:
 
 # Memory: a large copy on one GPU. Intra-node: NCCL all-to-alls and all-reduces of 3 to 109 MB a GPU
 # over 2 and 8 H200 in CUDA graphs; the H100 has the same NVLink. Inter-node is not measured: nine
-# tenths of one 400 Gb/s adapter a GPU. FLOPs: of DLRM-DCNv2's dense part. `bench.costs` says how
-# far off these figures are.
+# tenths of one 400 Gb/s adapter a GPU. FLOPs: of DLRM-DCNv2's dense part. `bench.planning.costs`
+# says how far off these figures are.
 H100 = Hardware(
     name="H100",
     memory_bytes=78 << 30,

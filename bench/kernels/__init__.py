@@ -1,0 +1,1 @@
+"""Lookups and row updates alone, on a GPU and on the CPU, and how long a GPU takes."""

@@ -1,0 +1,1 @@
+"""What is predicted: plans, what the cost model says, and the least time that a step can take."""

@@ -1,0 +1,82 @@
+"""The least time that a step of DLRM-DCNv2 can take on a GPU, from bytes, FLOPs and wires.
+
+Each stage takes the larger of its FLOPs over the tensor cores' rate and its bytes over that of
+memory; stages follow one another. The wire's bytes are hidden under all else, as far as they go.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from bench.data import dlrm_dcnv2 as workload
+from torchembed.data import Batch
+
+STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
+"""Of a row's optimizer state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one GPU can do in a second; what our kernels do is in ``sharding.topology``."""
+
+    bytes: float
+    flops: float
+    """bf16, on tensor cores."""
+    wire_bytes: float
+    """NVLink, each direction."""
+
+
+RATES = {
+    "H100": Rates(bytes=3.0e12, flops=790e12, wire_bytes=370e9),
+    "H200": Rates(bytes=4.3e12, flops=790e12, wire_bytes=370e9),
+}
+
+
+def num_unique_rows(batches: Sequence[Batch], device: torch.device) -> int:
+    """Rows that a step touches, whose batches these are, one of each rank."""
+    size, total = len(batches[0].labels), 0
+    parts = [batch.sparse.values.split([size * h for h in workload.HOTNESS]) for batch in batches]
+    for of_ranks in zip(*parts, strict=True):
+        total += torch.cat(of_ranks).to(device).unique().numel()
+    return total
+
+
+def floor_seconds(
+    rates: Rates,
+    size: int,
+    num_ranks: int,
+    num_unique: int,
+    *,
+    optimizer: str,
+    precision: str,
+    wire: str,
+) -> float:
+    """For one of ``num_ranks`` GPUs, the tables' work divided evenly between them.
+
+    Args:
+        size: samples of each rank.
+        num_unique: rows that all samples touch.
+        optimizer, precision, wire: as in :class:`bench.step.setting.StepSetting`.
+    """
+    num_dense = workload.NUM_DENSE_PARAMETERS
+    act_bytes = 2 if precision == "bf16" else 4
+    wire_bytes = 4 if wire == "fp32" else 2
+    row_bytes = 4 * workload.DIM
+    num_ids = size * sum(workload.HOTNESS)
+    vectors = size * len(workload.KEYS) * workload.DIM
+    # Rows that several ids share are read once, as far as the cache reaches.
+    lookup = min(num_ids, num_unique / num_ranks) * row_bytes + vectors * act_bytes
+    state_bytes = 4 * STATE_ELEMENTS[optimizer]
+    update = num_unique / num_ranks * 2 * (row_bytes + state_bytes) + vectors * act_bytes
+    flops_rate = rates.flops if precision == "bf16" else rates.flops / 2
+    dense = max(
+        size * workload.FLOPS_PER_SAMPLE / flops_rate, 3 * num_dense * act_bytes / rates.bytes
+    )
+    shadow_bytes = 2 if precision == "bf16" else 0
+    states = 0 if optimizer == "sgd" else 2
+    dense_update = num_dense * (8 + 4 * states + act_bytes + shadow_bytes)
+    on_gpu = dense + (lookup + update + dense_update) / rates.bytes
+    away = (num_ranks - 1) / num_ranks
+    travelling = away * (2 * vectors * wire_bytes + 2 * num_dense * act_bytes)
+    return max(on_gpu, travelling / rates.wire_bytes)

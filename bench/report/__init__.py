@@ -1,0 +1,1 @@
+"""Results as files, and the tables that README.md shows of them."""

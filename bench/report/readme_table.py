@@ -1,0 +1,240 @@
+"""Writes the tables of ``bench/results/*.json`` into ``README.md``.
+
+``python -m bench.report.readme_table``. What is between the two markers there is replaced; a test
+holds that it agrees with the files.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- written by bench.report.readme_table -->", "<!-- end of what it writes -->"
+Row = dict[str, Any]
+
+_PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
+_DROP_INS = {
+    "drop_in": "our sharders",
+    "drop_in_pipeline": "and our pipeline",
+    "torchrec_bf16": "TorchRec, bf16",
+    "drop_in_pipeline_bf16": "our sharders and pipeline, bf16",
+}
+
+
+def tables(results: Path) -> str:
+    """The tables of all files of a folder, as Markdown."""
+    rows: dict[str, list[Row]] = {}
+    for file in sorted(results.glob("*.json")):
+        result = json.loads(file.read_text())
+        for row in result["rows"]:
+            about = {
+                "gpu": result["hardware"]["gpu"],
+                "file": file.name,
+                "commit": result["commit"],
+            }
+            rows.setdefault(row["bench"], []).append(about | row)
+    makers = [
+        ("train_step", _train_step),
+        ("train_step", _drop_ins),
+        ("kernels", _kernels),
+        ("dense", _dense),
+    ]
+    written = (make(rows[bench]) for bench, make in makers if bench in rows)
+    return "\n".join(filter(None, written))
+
+
+def with_tables(readme: str, written: str) -> str:
+    """``readme`` with ``written`` between the markers.
+
+    Raises:
+        ValueError: where it has no markers.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md must hold the lines {BEGIN} and {END}; add them")
+    return f"{before}{BEGIN}\n\n{written}\n{END}{after}"
+
+
+def _train_step(rows: Sequence[Row]) -> str:
+    """A line for each setting that torchembed was measured in."""
+    # By file, too: what is compared comes from one run.
+    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
+    precision = _only(row["precision"] for row in rows if row["system"] == "torchembed")
+    lines, found = [], _by(rows, keys)
+    for (_, num_gpus, gpu, size, ids, optimizer, max_rows), systems in found.items():
+        shown = [name for name in ("torchembed", "torchembed_tf32") if _is_shown(systems, name)]
+        if not shown:
+            continue
+        ours = systems[shown[0]]
+        peers = {name: systems[name]["ms_median"] for name in _PEERS if _is_shown(systems, name)}
+        cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
+        way = ", push" if ours.get("transport") == "push" else ""
+        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}{way}"]
+        line.append(_spread(systems.get("torchembed", {})))
+        line.append(_spread(systems.get("torchembed_tf32", {})))
+        line += [_spread(systems.get(name, {})) for name in _PEERS]
+        line.append(f"{min(peers.values()) / ours['ms_median']:.1f}" if peers else "")
+        line.append(f"{ours['floor_fraction']:.2f}" if "floor_fraction" in ours else "")
+        lines.append(line)
+    head = ["GPUs, samples", f"torchembed {precision}", "torchembed tf32"]
+    head += [*_PEERS.values(), "times faster", "of the floor"]
+    return _text(
+        "A step of MLPerf's DLRM-DCNv2 in milliseconds, median (least to most), by "
+        f"`torchrun -m bench.step.train_step` ({_files(rows)}). Times faster is TorchRec's better "
+        f"time over our {precision} in the same run, or over our tf32 where that alone was "
+        "measured; it runs in tf32. The floor is what bytes, FLOPs and wires allow:",
+        head,
+        lines,
+    )
+
+
+def _drop_ins(rows: Sequence[Row]) -> str:
+    """A line for each setting in which TorchRec's model was measured with our parts in it."""
+    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
+    lines, used = [], []
+    for key, systems in _by(rows, keys).items():
+        peers = {name: systems[name]["ms_median"] for name in _PEERS if _is_shown(systems, name)}
+        if not peers or not any(_is_shown(systems, name) for name in _DROP_INS):
+            continue
+        _, num_gpus, gpu, size, ids, optimizer, max_rows = key
+        cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
+        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}"]
+        line += [_spread(systems.get(name, {})) for name in _PEERS]
+        for name in _DROP_INS:
+            row = systems.get(name, {})
+            is_shown = _is_shown(systems, name)
+            times = f", {min(peers.values()) / row['ms_median']:.1f} times" if is_shown else ""
+            line.append(_spread(row) + times)
+        lines.append(line)
+        used += [row for name, row in systems.items() if name in _DROP_INS]
+    if not lines:
+        return ""
+    return _text(
+        "The same step of TorchRec's own model in milliseconds: as it is, with our sharders in "
+        "place of TorchRec's, and with our pipeline too, in tf32, and in bf16 by torch.autocast; "
+        f"times faster than TorchRec's better time in tf32 in the same run ({_files(used)}):",
+        ["GPUs, samples", *_PEERS.values(), *_DROP_INS.values()],
+        lines,
+    )
+
+
+def _is_shown(systems: dict[str, Row], name: str) -> bool:
+    return "ms_median" in systems.get(name, {})
+
+
+def _spread(row: Row) -> str:
+    if "ms_median" not in row:
+        return ""
+    return f"{row['ms_median']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})"
+
+
+def _kernels(rows: Sequence[Row]) -> str:
+    """A line for each batch: the forward, and the backward with each optimizer."""
+    lines, found = [], _by(rows, ("batch_per_gpu", "ids"), system="torchembed")
+    stages = list(dict.fromkeys((row["stage"], row["optimizer"]) for row in rows))
+    for size, ids in found:
+        cells = []
+        for stage, optimizer in stages:
+            same = {"batch_per_gpu": size, "ids": ids, "stage": stage, "optimizer": optimizer}
+            matching = [
+                row for row in rows if row["system"] == "torchembed" and same.items() <= row.items()
+            ]
+            cells.append(_microseconds(matching[0]) if matching else "")
+        lines.append([f"{size} {ids}", *cells])
+    head = ["batch", *(stage if rule is None else f"{stage}, {rule}" for stage, rule in stages)]
+    return _text(
+        "Lookups and row updates of MLPerf's tables, cut to 8 M rows, in microseconds; in brackets "
+        f"over FBGEMM's time in the same run, by `python -m bench.kernels.gpu` ({_files(rows)}) on "
+        f"one {_only(row['gpu'] for row in rows)}. An update is the part of a backward that needs "
+        f"the gradient{_rows_alone(rows)}:",
+        head,
+        lines,
+    )
+
+
+def _rows_alone(rows: Sequence[Row]) -> str:
+    """Of ids that hardly repeat, since what updates sum is not in it."""
+    uniform = [row for row in rows if row["ids"] == "uniform"]
+    found = [row["of_rows_alone"] for row in uniform if "of_rows_alone" in row]
+    if not found:
+        return ""
+    return (
+        f", and with uniform ids takes {min(found):.2f} to {max(found):.2f} of the time in which a "
+        "kernel that does nothing else reads and writes the same rows and states"
+    )
+
+
+def _microseconds(row: Row) -> str:
+    ratio = f" ({row['of_fbgemm']:.2f})" if "of_fbgemm" in row else ""
+    return f"{row['microseconds']:.0f}{ratio}"
+
+
+def _dense(rows: Sequence[Row]) -> str:
+    """A line for each batch and precision of the dense part, then its optimizers."""
+    names = {
+        "torch": "PyTorch",
+        "torch.compile": "torch.compile",
+        "torchembed": "torchembed",
+        "torchembed, side stream": "gradients of weights on a stream of their own",
+    }
+    passes = [row for row in rows if row["part"] == "forward and backward"]
+    updates = [row for row in rows if row["part"] == "optimizer" and row["precision"] == "fp32"]
+    lines = []
+    for (precision, size), systems in _by(passes, ("precision", "batch_per_gpu")).items():
+        cells = [f"{systems[name]['ms_median']:.2f}" if name in systems else "" for name in names]
+        lines.append([f"{size} samples, {precision}", *cells])
+    for (optimizer,), systems in _by(updates, ("optimizer",)).items():
+        cells = [f"{systems[name]['ms_median']:.2f}" if name in systems else "" for name in names]
+        lines.append([f"{optimizer} over 16 M parameters", *cells])
+    return _text(
+        "The dense part of MLPerf's DLRM-DCNv2, forward and backward in a CUDA graph, and its "
+        f"optimizers, in milliseconds, by `python -m bench.dense.passes` ({_files(rows)}) on one "
+        f"{_only(row['gpu'] for row in rows)}:",
+        ["", *names.values()],
+        lines,
+    )
+
+
+def _by(
+    rows: Iterable[Row], keys: Sequence[str], **equal: Any
+) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """The rows of each value of ``keys``, by system; of equal ones the first."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if equal.items() <= row.items():
+            systems = found.setdefault(tuple(row[key] for key in keys), {})
+            systems.setdefault(row["system"], row)
+    return found
+
+
+def _only(values: Iterable[str]) -> str:
+    """What a sentence says of all rows alike."""
+    found = sorted(set(values))
+    if len(found) != 1:
+        raise ValueError(f"bench/results must hold one of {', '.join(found)} in a table; move rows")
+    return found[0]
+
+
+def _files(rows: Sequence[Row]) -> str:
+    """Where they are kept, and of which commits they are."""
+    commits = dict.fromkeys((row["file"], row["commit"][:7]) for row in rows)
+    return ", ".join(f"`bench/results/{name}` of {commit}" for name, commit in commits)
+
+
+def _text(sentence: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = [head, ["---"] * len(head), *lines]
+    return "\n".join(
+        [textwrap.fill(sentence, 100), "", *(f"| {' | '.join(line)} |" for line in table), ""]
+    )
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text(), tables(ROOT / "bench/results")))
+
+
+if __name__ == "__main__":
+    main()

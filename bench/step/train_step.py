@@ -1,0 +1,365 @@
+"""A training step of DLRM-DCNv2, by torchembed and by TorchRec, side by side on the same ids.
+
+``torchrun --nproc-per-node N -m bench.step.train_step`` prints milliseconds a step and what lies
+behind them. All systems begin with the same weights. A figure is printed only where the losses of
+the first steps are plain PyTorch's, as far as the precision goes
+(:mod:`bench.step.reference_step`).
+"""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import logging
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+from bench.data import dlrm_dcnv2 as workload
+from bench.planning.step_floor import RATES, floor_seconds, num_unique_rows
+from bench.report.result_file import write_results
+from bench.step.profile import profile_steps
+from bench.step.reference_step import Expected, dense_values, expected_losses
+from bench.step.setting import StepSetting
+from bench.step.table import print_row
+from bench.step.torchembed_step import TorchembedStep
+from torchembed.data import Batch
+
+SYSTEMS = (
+    *("torchembed", "torchrec", "torchrec_tuned", "torchembed_tf32", "drop_in"),
+    *("drop_in_pipeline", "torchrec_bf16", "drop_in_pipeline_bf16"),
+)
+"""``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in TorchRec's
+own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder;
+``drop_in_pipeline``: and with its pipeline. TorchRec's model computes in tf32, or, where the name
+says so, in bf16 under ``torch.autocast``."""
+NUM_CHECKED, NUM_PASSES = 2, 3
+"""Batches whose losses are checked, and how often they are taken in turn: what the updates of one
+pass made of the rows, the next one looks up; from the fourth step on our steps are graphs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to measure: batch sizes, ids and systems in the order of their worth."""
+
+    batch_sizes: tuple[int, ...] = (8192, 512, 2048)
+    """Samples of each rank."""
+    ids: tuple[str, ...] = ("uniform", "zipf")
+    optimizer: str = "adagrad"
+    precision: str = "bf16"
+    wire: str = "bf16"
+    transport: str = "collective"
+    """Of torchembed and its pipelines: ``collective`` or ``push``."""
+    systems: tuple[str, ...] = SYSTEMS
+    max_rows: int | None = None
+    """Tables are cut to this; on one GPU 8 M where None."""
+    num_batches: int = 8
+    """Batches, taken in turn."""
+    num_repeats: int = 10
+    seconds: float = 2.0
+    """How long to measure each line, in ``num_repeats`` parts."""
+    budget_seconds: float | None = None
+    """Leave out what has not begun by then."""
+    output: Path | None = None
+    """JSON to write the rows to."""
+    profiles: Path | None = None
+    """A folder for a table of kernels and a trace of each line."""
+
+
+class Bench:
+    """Measures the lines of one run."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._on_gpu = device.type == "cuda"
+        self._end = time.perf_counter() + (config.budget_seconds or float("inf"))
+        num_ranks = dist.get_world_size()
+        self._max_rows = config.max_rows or (8_000_000 if num_ranks == 1 else None)
+        self.rows: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        for size, ids in itertools.product(self._config.batch_sizes, self._config.ids):
+            if self._is_over():
+                say(f"{size:5d} {ids:8} left out, the budget is spent")
+                continue
+            self._measure_setting(self._setting(size, ids))
+
+    def _is_over(self) -> bool:
+        """Whether the first rank's time is up."""
+        over = torch.tensor(time.perf_counter() > self._end, dtype=torch.int32)
+        dist.broadcast(over, 0)
+        return bool(over)
+
+    def _setting(self, batch_size: int, ids: str) -> StepSetting:
+        config = self._config
+        return StepSetting(
+            batch_size=batch_size,
+            ids=ids,
+            optimizer=config.optimizer,
+            precision=config.precision,
+            wire=config.wire,
+            transport=config.transport,
+            max_rows=self._max_rows,
+            device=self._device,
+        )
+
+    def _measure_setting(self, setting: StepSetting) -> None:
+        # TorchRec's fused pipeline knows no CPU.
+        names = [s for s in self._config.systems if self._on_gpu or s != "torchrec_tuned"]
+        settings = {name: setting_of(name, setting) for name in names}
+        batches = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
+        expected = self._expected(setting, [(o.precision, o.wire) for o in settings.values()])
+        dense = dense_values(setting)
+        free_memory()
+        for name, own in settings.items():
+            if self._is_over():
+                say(
+                    f"{setting.batch_size:5d} {setting.ids:8} {name}: left out, the budget is spent"
+                )
+                continue
+            torch.backends.cuda.matmul.allow_tf32 = own.precision != "fp32"
+            try:
+                row = self._measure_system(name, own, dense, batches, expected)
+            except Exception as error:  # noqa: BLE001 - said, and the other systems are measured
+                traceback.print_exc()
+                problem = f"{type(error).__name__}: {error}"
+                row = {**self._about(name, own), "not_printed_because": problem}
+            free_memory()
+            if dist.get_rank() == 0:
+                self.rows.append(row)
+                print_row(row, self.rows)
+                if self._config.output is not None:
+                    write_results(self._config.output, self.rows)
+
+    def _about(self, name: str, setting: StepSetting) -> dict[str, Any]:
+        """What a row says of a system before it is measured."""
+        return {
+            "bench": "train_step",
+            "system": name,
+            "gpu": gpu_name() if self._on_gpu else "none",
+            "num_gpus": dist.get_world_size() if self._on_gpu else 0,
+            "batch_per_gpu": setting.batch_size,
+            "ids": setting.ids,
+            "max_rows": setting.max_rows,
+            "optimizer": setting.optimizer,
+            "precision": setting.precision,
+            "wire": setting.wire,
+            "transport": setting.transport if _has_transport(name) else None,
+        }
+
+    def _measure_system(
+        self,
+        name: str,
+        setting: StepSetting,
+        dense: Sequence[Tensor],
+        batches: list[Batch],
+        expected: Expected,
+    ) -> dict[str, Any]:
+        start = time.perf_counter()
+        with contextlib.closing(make_system(name, setting, dense)) as system:
+            return self._measure(name, system, setting, batches, expected, start)
+
+    @property
+    def _num_batches(self) -> int:
+        return max(self._config.num_batches, NUM_CHECKED)
+
+    def _batch(self, setting: StepSetting, step: int, rank: int) -> Batch:
+        number = step * dist.get_world_size() + rank
+        return workload.make_batch(setting.ids, setting.batch_size, setting.max_rows, number)
+
+    def _expected(self, setting: StepSetting, precisions: Sequence[tuple[str, str]]) -> Expected:
+        """The right losses, and the rows of a step for its floor, from the first rank."""
+        found: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            ranks = range(dist.get_world_size())
+            checked = [
+                [self._batch(setting, step, r) for r in ranks] for step in range(NUM_CHECKED)
+            ]
+            found[0] = expected_losses(setting, checked * NUM_PASSES, precisions)
+            found[1] = num_unique_rows(checked[0], self._device)
+        dist.broadcast_object_list(found, 0)
+        self._num_unique = found[1]
+        return found[0]
+
+    def _measure(
+        self,
+        name: str,
+        system: Any,
+        setting: StepSetting,
+        batches: list[Batch],
+        expected: Expected,
+        start: float,
+    ) -> dict[str, Any]:
+        num_ranks = dist.get_world_size()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        own = [system.batch(batch, self._device) for batch in batches]
+        checked = own[:NUM_CHECKED] * NUM_PASSES
+        stream: Iterator[Any] = itertools.chain(checked, itertools.cycle(own))
+        losses = [float(system.step(stream)) for _ in checked]
+        set_up_seconds = time.perf_counter() - start
+        row = {**self._about(name, setting), "set_up_seconds": set_up_seconds}
+        limit = expected.tolerance[setting.precision, setting.wire]
+        error, problem = self._error(losses, expected, limit)
+        row |= {"loss_error": error, "loss_tolerance": limit}
+        if problem is not None:
+            return {**row, "not_printed_because": problem}
+        milliseconds = [1e3 * each for each in self._time(system, stream)]
+        median = statistics.median(milliseconds)
+        row |= {
+            "ms_median": median,
+            "ms_min": min(milliseconds),
+            "ms_max": max(milliseconds),
+            "samples_per_second": 1e3 * setting.batch_size * num_ranks / median,
+            "input_stalls": system.num_input_stalls,
+        }
+        if self._on_gpu:
+            row |= self._behind(name, system, stream, setting)
+            # The cost model knows collectives only.
+            if isinstance(system, TorchembedStep) and setting.transport == "collective":
+                row["alone_ms"] = system.alone_ms(batches[-1], self._device)
+                row |= system.predicted
+            if gpu_name() in RATES:
+                floor = floor_seconds(
+                    RATES[gpu_name()],
+                    setting.batch_size,
+                    num_ranks,
+                    self._num_unique,
+                    optimizer=setting.optimizer,
+                    precision=setting.precision,
+                    wire=setting.wire,
+                )
+                row |= {"floor_ms": 1e3 * floor, "floor_fraction": 1e3 * floor / median}
+        return row
+
+    def _error(
+        self, losses: list[float], expected: Expected, limit: float
+    ) -> tuple[float, str | None]:
+        """The largest error of any rank's first losses, and what is wrong where it is too large."""
+        true = [of_ranks[dist.get_rank()] for of_ranks in expected.losses]
+        mine = max(abs(a - b) for a, b in zip(losses, true, strict=True))
+        problem = None
+        if not mine <= limit:
+            problem = f"losses {losses} are up to {mine:.2e} > {limit:.2e} from {true}"
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (mine, problem))
+        return max(error for error, _ in found), next(filter(None, (p for _, p in found)), None)
+
+    def _time(self, system: Any, stream: Iterator[Any]) -> list[float]:
+        """Seconds a step, of each repeat; the slowest rank's."""
+        one = self._seconds(system, stream, 10)
+        count = max(int(self._config.seconds / self._config.num_repeats / one), 3)
+        return [self._seconds(system, stream, count) for _ in range(self._config.num_repeats)]
+
+    def _seconds(self, system: Any, stream: Iterator[Any], num_steps: int) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            system.step(stream)
+        self._wait()
+        seconds = torch.tensor((time.perf_counter() - start) / num_steps)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def _behind(
+        self, name: str, system: Any, stream: Iterator[Any], setting: StepSetting
+    ) -> dict[str, Any]:
+        """Peak memory, and what a profile of some steps says."""
+        peak = torch.cuda.max_memory_allocated()
+        profiled = profile_steps(lambda: system.step(stream), 5)
+        folder = self._config.profiles
+        if folder is not None and dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"{name}-{setting.batch_size}-{setting.ids}"
+            file.with_suffix(".txt").write_text(profiled.top_kernels(40))
+            profiled.trace.export_chrome_trace(str(file.with_suffix(".json")))
+        return {
+            "peak_memory_gb": peak / 1e9,
+            "kernels": profiled.kernels,
+            "launches": profiled.launches,
+            "host_waits": profiled.host_waits,
+            "gpu_busy_ms": profiled.gpu_busy_ms,
+            "stage_ms": profiled.stage_ms,
+        }
+
+
+def setting_of(name: str, setting: StepSetting) -> StepSetting:
+    """``setting`` in the precisions of the system."""
+    if name == "torchembed":
+        return setting
+    wire = "fp16" if name == "torchrec_tuned" else "fp32"
+    precision = "bf16" if name.endswith("_bf16") else "tf32"
+    return dataclasses.replace(setting, precision=precision, wire=wire)
+
+
+def _has_transport(name: str) -> bool:
+    return name == "torchembed" or name.startswith("drop_in_pipeline")
+
+
+def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> Any:
+    if name.startswith("torchembed"):
+        return TorchembedStep(setting)
+    # Says much about tables that need no choice.
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    from bench.step.torchrec_step import TorchrecStep
+
+    return TorchrecStep(
+        setting,
+        dense,
+        is_tuned=name == "torchrec_tuned",
+        is_drop_in=name == "drop_in",
+        is_our_pipeline=name.startswith("drop_in_pipeline"),
+    )
+
+
+def free_memory() -> None:
+    """Give back what the last system held, so that the next one has room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def gpu_name() -> str:
+    """``H100`` for NVIDIA's."""
+    name = torch.cuda.get_device_name()
+    return next((known for known in RATES if known in name), name)
+
+
+def say(line: str) -> None:
+    """Print on the first rank."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    # What sharding takes of the memory.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("torchembed").setLevel(logging.INFO)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    bench = Bench(config, device)
+    bench.run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

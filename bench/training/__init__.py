@@ -1,0 +1,1 @@
+"""Whole trainings: the model at its full size, and what precisions learn."""

@@ -1,0 +1,95 @@
+"""The README's figures are those of the files of results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.report import readme_table
+
+
+def test_the_readme_agrees_with_the_results() -> None:
+    readme = (readme_table.ROOT / "README.md").read_text()
+    written = readme_table.tables(readme_table.ROOT / "bench/results")
+    assert readme_table.with_tables(readme, written) == readme, (
+        "run python -m bench.report.readme_table"
+    )
+
+
+def step(system: str, ms: float | None, **others: Any) -> dict[str, Any]:
+    row = {
+        "bench": "train_step", "system": system, "gpu": "H200", "num_gpus": 8, "ids": "zipf",
+        "batch_per_gpu": 512, "optimizer": "adagrad", "max_rows": None, "precision": "bf16",
+    }  # fmt: skip
+    times = {} if ms is None else {"ms_median": ms, "ms_min": ms - 0.1, "ms_max": ms + 0.25}
+    return row | times | others
+
+
+def kernel(system: str, stage: str, optimizer: str | None, us: float) -> dict[str, Any]:
+    return {
+        "bench": "kernels", "system": system, "stage": stage, "optimizer": optimizer,
+        "batch_per_gpu": 512, "ids": "uniform", "microseconds": us, "of_fbgemm": 0.5,
+    }  # fmt: skip
+
+
+def test_steps_and_kernels(tmp_path: Path) -> None:
+    steps = [
+        step("torchembed", 0.5, floor_fraction=0.515),
+        step("torchrec", 10.0),
+        step("torchrec_tuned", 8.0),
+        step("torchembed_tf32", None, not_printed_because="losses"),
+        step("torchrec", 3.0, batch_per_gpu=2048),
+        step("torchrec", 18.0, batch_per_gpu=8192),
+        step("torchembed_tf32", 6.0, batch_per_gpu=8192, precision="tf32"),
+    ]
+    kernels = [
+        kernel("torchembed", "forward", None, 25.6),
+        kernel("FBGEMM", "forward", None, 51.2),
+        kernel("torchembed", "update", "Adagrad", 100.4),
+        kernel("torchembed", "forward", None, 26.0),
+    ]
+    for name, rows in {"b": steps, "a": kernels}.items():
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| ")]
+    times = "0.50 (0.40 to 0.75) |  | 10.00 (9.90 to 10.25) | 8.00 (7.90 to 8.25) | 16.0 | 0.52"
+    tf32 = "6.00 (5.90 to 6.25) | 18.00 (17.90 to 18.25) |  | 3.0 | "
+    assert lines[2:] == [
+        f"| 8 H200, 512 each, zipf, adagrad | {times} |",
+        f"| 8 H200, 8192 each, zipf, adagrad |  | {tf32} |",
+        "| batch | forward | update, Adagrad |",
+        "| --- | --- | --- |",
+        "| 512 uniform | 26 (0.50) | 100 (0.50) |",
+    ]
+
+
+def test_figures_of_two_runs_are_not_compared(tmp_path: Path) -> None:
+    of_files = {
+        "a": [step("torchembed", 0.5, transport="push")],
+        "b": [step("torchembed", 1.0), step("torchrec", 10.0)],
+    }
+    for name, rows in of_files.items():
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| 8")]
+    times = "1.00 (0.90 to 1.25) |  | 10.00 (9.90 to 10.25) |  | 10.0 | "
+    assert lines == [
+        "| 8 H200, 512 each, zipf, adagrad, push | 0.50 (0.40 to 0.75) |  |  |  |  |  |",
+        f"| 8 H200, 512 each, zipf, adagrad | {times} |",
+    ]
+    assert "`bench/results/a.json` of 0123456, `bench" in readme_table.tables(tmp_path)
+
+
+def test_one_sentence_speaks_of_one_gpu(tmp_path: Path) -> None:
+    for gpu in ("NVIDIA H100", "NVIDIA H200"):
+        rows = [kernel("torchembed", "forward", None, 25.6)]
+        result = {"hardware": {"gpu": gpu}, "commit": "0123456789", "rows": rows}
+        (tmp_path / f"{gpu}.json").write_text(json.dumps(result))
+    with pytest.raises(ValueError, match="must hold one of NVIDIA H100, NVIDIA H200 in a table"):
+        readme_table.tables(tmp_path)
+
+
+def test_a_readme_needs_markers() -> None:
+    with pytest.raises(ValueError, match=r"README\.md must hold the lines <!-- written"):
+        readme_table.with_tables("# torchembed\n", "")

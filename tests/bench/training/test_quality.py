@@ -1,0 +1,63 @@
+"""What the bench of quality calls as good as fp32, and what is left of a run that is ended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tyro", reason="the bench needs tyro")
+from bench.training import quality
+from bench.training.quality import compare
+
+
+def rows(fp32: list[float], bf16: list[float]) -> list[dict[str, object]]:
+    return [
+        {"precision": name, "auc": auc}
+        for name, aucs in (("fp32", fp32), ("bf16", bf16))
+        for auc in aucs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fp32", "bf16", "limit", "passes"),
+    [
+        # All seeds alike: half a thousandth is allowed, either way.
+        ([0.75] * 3, [0.7496] * 3, 5e-4, True),
+        ([0.75] * 3, [0.7506] * 3, 5e-4, False),
+        ([0.75] * 3, [0.7494] * 3, 5e-4, False),
+        # Deviation 0.001, of three seeds: n - 1 in its denominator.
+        ([0.749, 0.750, 0.751], [0.7481] * 3, 2e-3, True),
+        ([0.749, 0.750, 0.751], [0.7479] * 3, 2e-3, False),
+        # Means are compared, not single seeds.
+        ([0.75] * 3, [0.70, 0.80], 5e-4, True),
+    ],
+)
+def test_compare(fp32: list[float], bf16: list[float], limit: float, passes: bool) -> None:
+    found = compare(rows(fp32, bf16), bayes_auc=0.8)
+    assert found["limit"] == pytest.approx(limit)
+    assert found["passes"] is passes
+    assert found["bayes_auc"] == 0.8
+
+
+def test_what_is_done_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aucs = iter([0.75, 0.7501, 0.7502])
+
+    def train_once(*_: Any) -> dict[str, Any]:
+        auc = next(aucs, None)
+        if auc is None:
+            raise KeyboardInterrupt
+        precision = "bf16" if auc == 0.7501 else "fp32"
+        numbers = {"auc": auc, "logloss": 0.5, "train_loss": 0.5, "train_seconds": 1.0}
+        return {"precision": precision, **numbers}
+
+    monkeypatch.setattr(quality, "train_once", train_once)
+    output = tmp_path / "quality.json"
+    sizes = ["--batch-size", "8", "--num-steps", "1", "--num-held-out", "64", "--max-rows", "9"]
+    monkeypatch.setattr("sys.argv", ["quality", *sizes, "--output", str(output)])
+    with pytest.raises(KeyboardInterrupt):
+        quality.main()
+    rows = json.loads(output.read_text())["rows"]
+    assert [row.get("auc") for row in rows] == [0.75, 0.7501, 0.7502, None]
+    assert rows[-1]["difference"] == pytest.approx(0.7501 - 0.7501)
+    assert 0.5 < rows[-1]["bayes_auc"] < 1
