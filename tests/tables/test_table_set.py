@@ -230,9 +230,12 @@ def test_a_replaced_weight_is_converted(device: torch.device) -> None:
 def test_a_group_that_is_left_is_freed(device: torch.device) -> None:
     # No table keeps the rows of its former group in memory.
     module = make(device)
+    (left,) = (group.weight for group in module._table_set.groups)
     torchembed.optim.SGD([{"params": parameter} for parameter in module.parameters()], lr=1.0)
     for group in module._table_set.groups:
         assert group.weight.untyped_storage().nbytes() == group.weight.nbytes
+        offset = group.weight.data_ptr() - left.data_ptr()
+        assert not 0 <= offset < left.nbytes
     assert len(module._table_set.groups) == 3
 
 

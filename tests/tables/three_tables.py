@@ -43,12 +43,12 @@ def assert_in_groups(module: EmbeddingBagCollection) -> None:
     """Every parameter is its part of a group's weight, and a lookup reads it."""
     table_set = module._table_set
     for group in table_set.current_groups():
-        storage = group.weight.untyped_storage().data_ptr()
         for table in group.tables:
             assert table.group is group and table.owner is table_set
             assert table_of(table.parameter) is table
-            assert table.parameter.untyped_storage().data_ptr() == storage
-            assert_same_bits(table.parameter, group.table_rows(group.weight, table))
+            rows = group.table_rows(group.weight, table)
+            assert table.parameter.data_ptr() == rows.data_ptr()
+            assert_same_bits(table.parameter, rows)
     for table, parameter in zip(module._tables, weights(module), strict=True):
         assert table.parameter is parameter
     expected = torch.cat([parameter[[0, 2]] for parameter in weights(module)], dim=1).float()

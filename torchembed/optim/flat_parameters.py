@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.gradient_slots import GradientSlot, gather_gradients
+from torchembed.core.own_storage import with_own_storage
 from torchembed.tables import table_of
 
 _ALIGNMENT = 128
@@ -49,7 +50,7 @@ class FlatParameters:
             master.copy_(parameter.detach())
             value.copy_(parameter.detach())
             parameter.grad = None
-            parameter.data = value
+            parameter.data = with_own_storage(value)
             GradientSlot(parameter, self.gradients, start, end)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.values_are_current()

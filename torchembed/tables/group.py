@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.own_storage import with_own_storage
 from torchembed.core.random_bits import name_key
 from torchembed.core.trees import map_tensors
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
@@ -60,8 +61,9 @@ class Table:
     """What one device holds of a table: rows ``[first_row, first_row + num_rows)``, and of these
     the columns ``[first_column, first_column + num_columns)``; in one group.
 
-    ``parameter`` is a ``[num_rows, num_columns]`` view of the group's weight: what ``state_dict``,
-    any ``torch.optim`` optimizer and other libraries see. ``spec`` is of the whole table.
+    ``parameter`` is ``[num_rows, num_columns]``, part of the memory of the group's weight under a
+    storage of its own: what ``state_dict``, any ``torch.optim`` optimizer and other libraries see.
+    ``spec`` is of the whole table.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class TableGroup:
         """Make each table's parameter a view of ``weight``, keeping its identity where it can."""
         for table in self.tables:
             rows = self.table_rows(self.weight, table)
-            table.parameter.data = rows
+            table.parameter.data = with_own_storage(rows)
             table.group = self
             mark_parameter(table)
 

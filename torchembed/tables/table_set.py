@@ -157,12 +157,22 @@ def _check_movable(members: list[Table]) -> None:
             )
 
 
+def _owns_memory(table: Table) -> bool:
+    """Whether the memory of the table's parameter holds nothing else, and is no group's of several
+    tables, all of whose memory it would keep."""
+    rows = table.parameter.data
+    if not rows.is_contiguous() or rows.untyped_storage().nbytes() != rows.nbytes:
+        return False
+    if not hasattr(table, "group") or len(table.group.tables) == 1:
+        return True
+    weight = table.group.weight
+    return not weight.data_ptr() <= rows.data_ptr() < weight.data_ptr() + weight.nbytes
+
+
 def _gathered_group(members: list[Table]) -> TableGroup:
     """A new group with the rows, state, rule and step that ``members`` have in their old ones."""
     first = members[0].parameter.data
-    num_bytes = first.numel() * first.element_size()
-    owns_storage = first.is_contiguous() and first.untyped_storage().nbytes() == num_bytes
-    if len(members) == 1 and owns_storage:
+    if len(members) == 1 and _owns_memory(members[0]):
         group = TableGroup(members, first)
     else:
         num_rows = sum(table.num_rows for table in members)

@@ -122,7 +122,7 @@ class EarlyUpdates(LateUpdates):
                     with skipping(optimizer, skip):
                         optimizer.step_early([weight])
             # The first update in a flat buffer counts its step.
-            buffer = weight.untyped_storage().data_ptr()
+            buffer = slot.memory.untyped_storage().data_ptr()
             if buffer not in begun:
                 begun[buffer] = event_on(self._updates_stream)
         for event in begun.values():
