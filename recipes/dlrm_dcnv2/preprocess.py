@@ -50,7 +50,7 @@ from tqdm import tqdm
 from torchembed.data import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS
 from torchembed.data.criteo_text import text_files
 from torchembed.data.criteo_text_rows import CriteoRows, parse_block, row_blocks
-from torchembed.data.mlperf import TABLES_FILE
+from torchembed.data.mlperf_tables import TABLES_FILE
 from torchembed.data.source import FileRows
 
 _BLOCK_ROWS = 1 << 17

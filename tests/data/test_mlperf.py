@@ -1,6 +1,7 @@
 """MLPerf's files: mapped in place, shared over ranks and days, and errors."""
 
 import json
+import re
 import struct
 import zipfile
 from itertools import chain
@@ -11,15 +12,16 @@ import pytest
 import torch
 
 from tests.data import reading
-from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, MlperfDays, Split
+from torchembed.data import CAT_NAMES, MLPERF_TABLE_SIZES, MlperfDays, Split
 from torchembed.data.mapped_npz import map_npy, map_npz
 
-HOTNESS, SIZES = (3, 1, 2), (50, 40, 30)
+HOTNESS = (3, 1, 2, *[1] * 23)
+SIZES = (50, 40, 30, *[20] * 23)
 
 
 def write_day(folder: Path, day: int, num_rows: int) -> reading.Samples:
     random = np.random.default_rng(day)
-    dense = random.random((num_rows, 4), np.float32)
+    dense = random.random((num_rows, 13), np.float32)
     labels = random.integers(0, 2, (num_rows, 1), np.int32)
     ids = [
         random.integers(0, size, (num_rows, hotness), np.int32)
@@ -92,10 +94,11 @@ def test_only_day_is_divided(tmp_path: Path) -> None:
 
 def test_ids_are_taken_modulo_the_tables(tmp_path: Path) -> None:
     day = write_day(tmp_path, 0, 20)
-    source = MlperfDays(tmp_path, batch_size=8, table_sizes=(7, 40, 9))
+    sizes = (7, 40, 9, *SIZES[3:])
+    source = MlperfDays(tmp_path, batch_size=8, table_sizes=sizes)
     ids = [
         [[id_ % size for id_ in bag] for bag in column]
-        for column, size in zip(day.ids, (7, 40, 9), strict=True)
+        for column, size in zip(day.ids, sizes, strict=True)
     ]
     assert reading.samples(source).ids == ids
     # The file behind the map is as it was.
@@ -104,27 +107,57 @@ def test_ids_are_taken_modulo_the_tables(tmp_path: Path) -> None:
 
 def test_table_sizes_come_from_the_folder(tmp_path: Path) -> None:
     write_day(tmp_path, 0, 20)
-    with pytest.raises(ValueError, match=r"give table_sizes: .* has no tables.json"):
-        MlperfDays(tmp_path, batch_size=8)
+    assert MlperfDays(tmp_path, batch_size=8).table_sizes == MLPERF_TABLE_SIZES
     (tmp_path / "tables.json").write_text(json.dumps({"table_sizes": SIZES}))
-    assert MlperfDays(tmp_path, batch_size=8).table_sizes == SIZES
-    mlperf = tmp_path / "mlperf"
-    mlperf.mkdir()
-    np.save(mlperf / "day_0_dense.npy", np.zeros((1, 13), np.float32))
-    np.save(mlperf / "day_0_labels.npy", np.zeros(1, np.int32))
-    arrays = {str(f): np.zeros((1, hotness), np.int32) for f, hotness in enumerate(MLPERF_HOTNESS)}
-    np.savez(mlperf / "day_0_sparse_multi_hot.npz", **arrays)
-    source = MlperfDays(mlperf, batch_size=8)
-    assert source.table_sizes == MLPERF_TABLE_SIZES
-    assert source.hotness == MLPERF_HOTNESS
-    assert len(MLPERF_TABLE_SIZES) == len(source.keys) == 26
+    source = MlperfDays(tmp_path, batch_size=8)
+    assert source.table_sizes == SIZES
+    assert source.hotness == HOTNESS
+    assert source.keys == CAT_NAMES
+    assert MlperfDays(tmp_path, batch_size=8, table_sizes=9).table_sizes == (9,) * 26
+
+
+ONES = [1] * 26
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", r"must be JSON, and cannot be read as such \(Expecting property name"),
+        (b"", r"must be JSON, and cannot be read as such \(Expecting value"),
+        (b"\xff\xfe", r"must be JSON, and cannot be read as such \('utf-8' codec"),
+        (b"[1, 2]", "must be a JSON object with table_sizes, got list"),
+        (b'{"sizes": [1]}', r"must be a JSON object with table_sizes, got \['sizes'\]"),
+        ({"table_sizes": 5}, "table_sizes must be 26 positive integers, .*, got 5"),
+        ({"table_sizes": ONES[1:]}, "table_sizes must be 26 positive integers"),
+        ({"table_sizes": [*ONES[1:], 0]}, "table_sizes must be 26 positive integers"),
+        ({"table_sizes": [*ONES[1:], 2.0]}, "table_sizes must be 26 positive integers"),
+        ({"table_sizes": [*ONES[1:], True]}, "table_sizes must be 26 positive integers"),
+        ({"table_sizes": ONES, "hotness": [*ONES, 1]}, "hotness must be 26 positive integers"),
+        (
+            {"table_sizes": ONES, "hotness": ONES},
+            r"day_0_\S*: must have the hotness that \S*tables.json says, \[1, .*, got \[3, 1, 2, ",
+        ),
+    ],
+)
+def test_bad_tables_are_named(tmp_path: Path, content: bytes | dict, message: str) -> None:
+    write_day(tmp_path, 0, 20)
+    path = tmp_path / "tables.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path)) + "/.*" + message):
+        MlperfDays(tmp_path, batch_size=8)
 
 
 def test_files_must_fit_together(tmp_path: Path) -> None:
     ids = np.zeros((20, 2), np.int32)
+    features = dict.fromkeys(map(str, range(26)), ids)
     for name, array, message in (
-        ("dense.npy", np.zeros((20, 4), np.float64), r"_dense.npy: must be float32 .*got float64"),
-        ("dense.npy", np.zeros(20, np.float32), r"_dense.npy: must be float32 \[rows, num_dense\]"),
+        ("dense.npy", np.zeros((20, 13), np.float64), r"_dense.npy: must be float32 .*got float64"),
+        ("dense.npy", np.zeros(20, np.float32), r"_dense.npy: must be float32 \[rows, 13\], got"),
+        (
+            "dense.npy",
+            np.zeros((20, 12), np.float32),
+            r"_dense.npy: must be float32 \[rows, 13\], got float32 \[20, 12\]; preprocess the day",
+        ),
         (
             "labels.npy",
             np.zeros((19, 1), np.int32),
@@ -132,23 +165,33 @@ def test_files_must_fit_together(tmp_path: Path) -> None:
         ),
         (
             "sparse_multi_hot.npz",
-            {"0": ids, "1": ids[:19]},
+            {**features, "1": ids[:19]},
             r"npz, array 1: must be int32 \[20, hotness\], with .*, got int32 \[19, 2\]",
         ),
         (
             "sparse_multi_hot.npz",
-            {"0": ids[:, :0]},
+            {**features, "0": ids[:, :0]},
             r"npz, array 0: must be int32 .* got int32 \[20, 0\]",
         ),
         (
             "sparse_multi_hot.npz",
-            {"0": ids.astype(np.int64)},
+            {**features, "0": ids.astype(np.int64)},
             r"npz, array 0: must be int32 .* got int64 \[20, 2\]",
         ),
         (
             "sparse_multi_hot.npz",
-            {"0": ids, "2": ids},
-            r"npz: must hold the arrays 0, 1, ... one for each feature, has 0, 2",
+            {**features, "26": ids},
+            r"npz: must hold 26 arrays, 0 to 25, one for each feature, got 27: 0, 1, .*, 26; pre",
+        ),
+        (
+            "sparse_multi_hot.npz",
+            {name: ids for name in features if name != "25"},
+            r"npz: must hold 26 arrays, 0 to 25, one for each feature, got 25: 0, 1, .*, 24; pre",
+        ),
+        (
+            "sparse_multi_hot.npz",
+            {name if name != "3" else "26": ids for name in features},
+            r"npz: must hold 26 arrays, 0 to 25, one for each feature, got 26: 0, 1, 2, 26, 4",
         ),
     ):
         write_day(tmp_path, 0, 20)
@@ -161,9 +204,29 @@ def test_files_must_fit_together(tmp_path: Path) -> None:
             MlperfDays(tmp_path, batch_size=4, table_sizes=50)
     write_day(tmp_path, 0, 20)
     write_day(tmp_path, 1, 20)
-    np.savez(tmp_path / "day_1_sparse_multi_hot.npz", **{"0": ids})
-    with pytest.raises(ValueError, match="the days differ in their columns or hotness"):
+    np.savez(tmp_path / "day_1_sparse_multi_hot.npz", **features)
+    message = r"day_1_\S*: must have the hotness that \S*day_0_\S* has, \[3, 1,.*, got \[2, 2, 2"
+    with pytest.raises(ValueError, match=message):
         MlperfDays(tmp_path, batch_size=4, table_sizes=50)
+
+
+@pytest.mark.parametrize("table_sizes", [50, 1 << 40])
+def test_negative_ids_are_named(tmp_path: Path, table_sizes: int) -> None:
+    for day in range(2):
+        write_day(tmp_path, day, 20)
+    path = tmp_path / "day_1_sparse_multi_hot.npz"
+    arrays = dict(np.load(path))
+    arrays["2"][13, 1] = -3
+    np.savez(path, **arrays)
+    # The second batch holds rows of both days.
+    batches = iter(MlperfDays(tmp_path, batch_size=17, table_sizes=table_sizes))
+    next(batches)
+    with pytest.raises(
+        ValueError,
+        match=r"day_1_sparse_multi_hot.npz, array 2, row 14: ids must not be negative, "
+        rf"got \[{arrays['2'][13, 0]}, -3\]; preprocess the day again",
+    ):
+        next(batches)
 
 
 def test_days_without_rows_are_named(tmp_path: Path) -> None:
@@ -176,8 +239,18 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"must be a folder that holds day_0_dense.npy"):
         MlperfDays(tmp_path, batch_size=4, table_sizes=50)
     write_day(tmp_path, 0, 20)
-    (tmp_path / "day_0_labels.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"day_0 lacks day_0_labels.npy"):
+    for part in ("dense.npy", "labels.npy", "sparse_multi_hot.npz"):
+        write_day(tmp_path, 1, 20)
+        (tmp_path / f"day_1_{part}").unlink()
+        with pytest.raises(FileNotFoundError, match=rf"day_1 lacks day_1_{part}; write the day"):
+            MlperfDays(tmp_path, batch_size=4, table_sizes=50)
+
+
+def test_missing_days_are_named(tmp_path: Path) -> None:
+    for day in (8, 9, 10, 13):
+        write_day(tmp_path, day, 20)
+    message = r"numbered without gaps, and day_11 is missing between day_10 and day_13; add it"
+    with pytest.raises(FileNotFoundError, match=message):
         MlperfDays(tmp_path, batch_size=4, table_sizes=50)
 
 

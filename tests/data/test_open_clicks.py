@@ -34,15 +34,16 @@ def test_parquet_is_found(tmp_path: Path) -> None:
 
 
 def test_mlperf_files_are_found_and_know_their_tables(tmp_path: Path) -> None:
-    np.save(tmp_path / "day_0_dense.npy", np.zeros((3, 2), np.float32))
+    np.save(tmp_path / "day_0_dense.npy", np.zeros((3, 13), np.float32))
     np.save(tmp_path / "day_0_labels.npy", np.zeros((3, 1), np.int32))
-    np.savez(tmp_path / "day_0_sparse_multi_hot.npz", **{"0": np.full((3, 2), 5, np.int32)})
+    ids = dict.fromkeys(map(str, range(26)), np.full((3, 2), 5, np.int32))
+    np.savez(tmp_path / "day_0_sparse_multi_hot.npz", **ids)
     source = open_clicks(tmp_path, batch_size=2, table_sizes=4)
     assert isinstance(source, MlperfDays)
-    assert source.table_sizes == (4,)
-    assert next(iter(source)).sparse.values.tolist() == [1, 1, 1, 1]
-    (tmp_path / "tables.json").write_text(json.dumps({"table_sizes": [6]}))
-    assert open_clicks(tmp_path, batch_size=2, table_sizes=4).table_sizes == (6,)
+    assert source.table_sizes == (4,) * 26
+    assert next(iter(source)).sparse.values.tolist() == [1] * 2 * 2 * 26
+    (tmp_path / "tables.json").write_text(json.dumps({"table_sizes": [6] * 26}))
+    assert open_clicks(tmp_path, batch_size=2, table_sizes=4).table_sizes == (6,) * 26
 
 
 def test_nothing_to_read_is_named(tmp_path: Path) -> None:

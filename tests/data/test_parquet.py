@@ -174,13 +174,43 @@ def test_bad_columns_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"log.parquet: has no column label, int_0, .* only click"):
         ParquetClicks(path, batch_size=4, table_sizes=5)
     for column, message in {
-        "categorical": r"column unused must hold integers or lists of integers, got string",
-        "dense": r"column unused must hold numbers, got string",
+        "categorical": r"column unused must hold integers or lists of integers, got string; hash",
+        "dense": r"column unused must hold numbers, got string; cast it",
     }.items():
         with pytest.raises(ValueError, match=message):
             ParquetClicks(path, batch_size=4, table_sizes=5, **{**NAMES, column: ("unused",)})
     with pytest.raises(ValueError, match="column price must hold integers or lists"):
         ParquetClicks(path, batch_size=4, table_sizes=5, **{**NAMES, "categorical": ("price",)})
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "list", "large_string", "binary"])
+def test_ids_of_strings_are_refused(tmp_path: Path, kind: str) -> None:
+    words = pa.array(["x", "y", "x"])
+    kinds = {
+        "dictionary": words.dictionary_encode(),
+        "list": pa.array([["x"], [], None]),
+        "large_string": words.cast(pa.large_string()),
+        "binary": words.cast(pa.binary()),
+    }
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"label": [0, 1, 0], "x": [1, 2, 3], "id": kinds[kind]}), path)
+    message = rf"log.parquet: column id must hold integers or lists of integers, got {kind}"
+    with pytest.raises(ValueError, match=message):
+        ParquetClicks(path, batch_size=2, table_sizes=5, dense=("x",), categorical=("id",))
+
+
+def test_names_of_columns_are_checked(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.parquet", columns(5))
+    for argument in ("dense", "categorical"):
+        message = rf"{argument} must be a sequence of column names, got the string 'user'; write"
+        with pytest.raises(TypeError, match=message):
+            ParquetClicks(path, batch_size=4, table_sizes=5, **{**NAMES, argument: "user"})
+    with pytest.raises(ValueError, match="categorical must name at least one column of ids"):
+        ParquetClicks(path, batch_size=4, table_sizes=5, **{**NAMES, "categorical": ()})
+    names = ["click", "age", "price", "user", "genres", "user"]
+    pq.write_table(pa.table([pa.array([1, 0])] * 6, names=names), path)
+    with pytest.raises(ValueError, match=r"log.parquet: has more than one column user; rename"):
+        ParquetClicks(path, batch_size=4, table_sizes=SIZES, **NAMES)
 
 
 def test_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

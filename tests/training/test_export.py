@@ -240,6 +240,23 @@ def test_imports_that_do_not_fit_are_named() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("as_array", [False, True])
+def test_imported_rows_that_are_not_finite_are_named(bad: float, as_array: bool) -> None:
+    model = TinyModel()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    source = pretrained()[F0].double()
+    source[17, 2] = bad
+    # As float32, 1e300 is infinite.
+    message = (
+        r"f0\.weight must hold finite numbers in torch\.float32, "
+        rf"got {float(torch.tensor(bad))} in row 17 \(from 0\); repair or remove such rows"
+    )
+    with pytest.raises(ValueError, match=message):
+        import_tables(model, {F0: source.numpy() if as_array else source})
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_exports_that_cannot_be_are_named(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))

@@ -1,11 +1,10 @@
 """Batches from MLPerf's preprocessed Criteo 1TB: three arrays a day, mapped into memory."""
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -14,26 +13,27 @@ from numpy.typing import NDArray
 from torchembed.core.features import SparseFeatures
 from torchembed.data.batch import Batch
 from torchembed.data.batch_memory import empty
-from torchembed.data.criteo import MLPERF_TABLE_SIZES
+from torchembed.data.criteo import CAT_NAMES, INT_NAMES, MLPERF_TABLE_SIZES
 from torchembed.data.mapped_npz import map_npy, map_npz
+from torchembed.data.mlperf_tables import TABLES_FILE, Tables, read_tables
 from torchembed.data.source import (
     BatchSource,
     BatchTask,
     Portion,
     Split,
+    check_days,
     choose_rows,
     natural_order,
 )
 
-TABLES_FILE = "tables.json"
-"""What the preprocessing writes beside the days: the tables' sizes and the hotness of each."""
-_DENSE_FILE = re.compile(r"day_\d+_dense\.npy")
+_DAY_FILE = re.compile(r"(day_\d+)_(dense\.npy|labels\.npy|sparse_multi_hot\.npz)")
 
 
 class _Day(NamedTuple):
     """Rows of one day, not yet read."""
 
-    labels_path: Path
+    path: Path
+    """Its files' names begin with this."""
     first_row: int
     dense: NDArray[np.float32]
     labels: NDArray[Any]
@@ -41,7 +41,7 @@ class _Day(NamedTuple):
 
     def slice(self, start: int, stop: int) -> "_Day":
         return _Day(
-            self.labels_path,
+            self.path,
             self.first_row + start,
             self.dense[start:stop],
             self.labels[start:stop],
@@ -50,18 +50,18 @@ class _Day(NamedTuple):
 
 
 def mlperf_days(folder: Path) -> list[Path]:
-    """The ``day_*_dense.npy`` files of ``folder``, by day; empty where it has none."""
-    files = (path for path in folder.iterdir() if _DENSE_FILE.fullmatch(path.name))
-    return sorted(files, key=natural_order)
+    """``folder/day_0``, ``folder/day_1``, ...: how the names of each day's files begin.
 
+    A day counts where any of its three files is there; empty where the folder has none.
 
-def _table_sizes(folder: Path, num_features: int) -> Sequence[int]:
-    path = folder / TABLES_FILE
-    if path.is_file():
-        return json.loads(path.read_text())["table_sizes"]
-    if num_features == len(MLPERF_TABLE_SIZES):
-        return MLPERF_TABLE_SIZES
-    raise ValueError(f"give table_sizes: {folder} has no {TABLES_FILE}, and is not MLPerf's data")
+    Raises:
+        FileNotFoundError: where a day between two others is missing.
+    """
+    matches = (_DAY_FILE.fullmatch(path.name) for path in folder.iterdir())
+    days = {folder / match[1] for match in matches if match is not None}
+    paths = sorted(days, key=natural_order)
+    check_days(paths)
+    return paths
 
 
 class MlperfDays(BatchSource):
@@ -69,9 +69,9 @@ class MlperfDays(BatchSource):
 
     Dense features are float32 ``[rows, 13]`` and already logarithms, and are taken as they are;
     labels are ``[rows]`` or ``[rows, 1]``; the archive holds an int32 ``[rows, hotness]`` for each
-    feature, named "0", "1", .... Ids are taken modulo the table's size, as MLPerf's reference does,
-    which changes nothing in files made for these sizes. Held out is the last day; validation and
-    test are its halves.
+    of the 26 features, named "0" to "25". Ids are taken modulo the table's size, as MLPerf's
+    reference does, which changes nothing in files made for these sizes. The days are numbered
+    without gaps. Held out is the last day; validation and test are its halves.
 
     Args:
         folder: where the files are.
@@ -84,9 +84,10 @@ class MlperfDays(BatchSource):
         world_size: number of ranks.
 
     Raises:
-        FileNotFoundError: where the folder has no days, or a day lacks a file.
-        ValueError: where a file is cut off, or the three of a day do not fit together; while
-            reading, where a label is not 0 or 1.
+        FileNotFoundError: where the folder has no days, or lacks a day or a file of one.
+        ValueError: where a file is cut off, has other columns, or does not fit the others or
+            ``tables.json``; while reading, where a label is not 0 or 1 or an id is negative. Names
+            the file, the row (from 1) and what came.
     """
 
     def __init__(
@@ -104,22 +105,17 @@ class MlperfDays(BatchSource):
         if not folder.is_dir() or not (paths := mlperf_days(folder)):
             raise FileNotFoundError(f"{folder} must be a folder that holds day_0_dense.npy, ...")
         days = {path: _open_day(path) for path in paths}
-        shapes = {
-            (day.dense.shape[1], *(column.shape[1] for column in day.sparse))
-            for day in days.values()
-        }
-        if len(shapes) != 1:
-            raise ValueError(f"{folder}: the days differ in their columns or hotness: {shapes}")
-        num_dense, *hotness = shapes.pop()
+        tables = read_tables(folder)
+        self.hotness = _hotness(days, tables)
+        known_sizes = MLPERF_TABLE_SIZES if tables is None else tables.sizes
         super().__init__(
-            keys=[f"cat_{feature}" for feature in range(len(hotness))],
-            table_sizes=_table_sizes(folder, len(hotness)) if table_sizes is None else table_sizes,
-            num_dense=num_dense,
+            keys=CAT_NAMES,
+            table_sizes=known_sizes if table_sizes is None else table_sizes,
+            num_dense=len(INT_NAMES),
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
         )
-        self.hotness = tuple(hotness)
         chosen = choose_rows(paths, split, held_out, lambda path: len(days[path].dense))
         self._days = [
             days[path].slice(start, len(days[path].dense) if stop is None else stop)
@@ -154,8 +150,11 @@ class MlperfDays(BatchSource):
             end = begin + self.hotness[feature] * num_samples
             ids = array[begin:end]
             np.concatenate([part.sparse[feature].ravel() for part in parts], out=ids)
-            # The largest is found far faster than all are divided.
-            if ids.max() >= size:
+            # The largest is found far faster than all are divided. Negative ids, read as unsigned,
+            # are the largest of all, so that one pass finds both.
+            if ids.view(np.uint32).max() >= min(size, 1 << 31):
+                if ids.min() < 0:
+                    _raise_negative_id(parts, feature)
                 ids %= size
             begin = end
         sparse = SparseFeatures(
@@ -164,45 +163,88 @@ class MlperfDays(BatchSource):
         return Batch(dense, sparse, labels)
 
 
+def _hotness(days: Mapping[Path, _Day], tables: Tables | None) -> tuple[int, ...]:
+    """Ids a sample of each feature, which are the same on all days and in ``tables.json``."""
+    found = {path: tuple(ids.shape[1] for ids in day.sparse) for path, day in days.items()}
+    first, hotness = next(iter(found.items()))
+    where = f"{_sparse_path(first)} has"
+    if tables is not None and tables.hotness is not None:
+        where, hotness = f"{first.parent / TABLES_FILE} says", tables.hotness
+    for path, other in found.items():
+        if other != hotness:
+            raise ValueError(
+                f"{_sparse_path(path)}: must have the hotness that {where}, {list(hotness)}, "
+                f"got {list(other)}; preprocess all days together"
+            )
+    return hotness
+
+
 def _read_labels(day: _Day) -> NDArray[np.float32]:
     labels = day.labels.astype(np.float32)
     bad = (labels != 0) & (labels != 1)
     if bad.any():
         row = int(bad.argmax())
         raise ValueError(
-            f"{day.labels_path}, row {day.first_row + row + 1}: a label must be 0 or 1, "
+            f"{_labels_path(day.path)}, row {day.first_row + row + 1}: a label must be 0 or 1, "
             f"got {day.labels[row]}"
         )
     return labels
 
 
-def _open_day(dense_path: Path) -> _Day:
-    stem = dense_path.name.removesuffix("_dense.npy")
-    labels_path = dense_path.with_name(f"{stem}_labels.npy")
-    sparse_path = dense_path.with_name(f"{stem}_sparse_multi_hot.npz")
-    for path in (labels_path, sparse_path):
+def _raise_negative_id(parts: Sequence[_Day], feature: int) -> NoReturn:
+    """Name the first negative id of ``feature``, of which ``parts`` have one at least."""
+    day = next(part for part in parts if part.sparse[feature].min(initial=0) < 0)
+    row = int((day.sparse[feature] < 0).any(axis=1).argmax())
+    raise ValueError(
+        f"{_sparse_path(day.path)}, array {feature}, row {day.first_row + row + 1}: ids must not "
+        f"be negative, got {day.sparse[feature][row].tolist()}; preprocess the day again"
+    )
+
+
+def _dense_path(day: Path) -> Path:
+    return day.with_name(f"{day.name}_dense.npy")
+
+
+def _labels_path(day: Path) -> Path:
+    return day.with_name(f"{day.name}_labels.npy")
+
+
+def _sparse_path(day: Path) -> Path:
+    return day.with_name(f"{day.name}_sparse_multi_hot.npz")
+
+
+def _open_day(day: Path) -> _Day:
+    dense_path, labels_path, sparse_path = _dense_path(day), _labels_path(day), _sparse_path(day)
+    for path in (dense_path, labels_path, sparse_path):
         if not path.is_file():
-            raise FileNotFoundError(f"{dense_path.parent}: {stem} lacks {path.name}")
+            raise FileNotFoundError(
+                f"{day.parent}: {day.name} lacks {path.name}; write the day again, or move its "
+                "other files away"
+            )
     dense, labels, archive = map_npy(dense_path), map_npy(labels_path), map_npz(sparse_path)
     num_rows = len(dense) if dense.ndim else 0
-    if dense.ndim != 2 or dense.dtype != np.float32:
-        _raise_bad_array(dense_path, "float32 [rows, num_dense]", dense)
+    if dense.shape != (num_rows, len(INT_NAMES)) or dense.dtype != np.float32:
+        _raise_bad_array(dense_path, f"float32 [rows, {len(INT_NAMES)}]", dense)
     if labels.shape not in ((num_rows,), (num_rows, 1)):
         required = f"[{num_rows}] or [{num_rows}, 1], the rows of {dense_path.name}"
         _raise_bad_array(labels_path, required, labels)
-    names = [str(feature) for feature in range(len(archive))]
-    if set(names) != set(archive) or not names:
+    names = [str(feature) for feature in range(len(CAT_NAMES))]
+    if set(names) != set(archive):
         raise ValueError(
-            f"{sparse_path}: must hold the arrays 0, 1, ... one for each feature, "
-            f"has {', '.join(archive) or 'none'}"
+            f"{sparse_path}: must hold {len(names)} arrays, {names[0]} to {names[-1]}, one for "
+            f"each feature, got {len(archive)}: {', '.join(archive) or 'none'}; preprocess the day "
+            "again"
         )
     for name in names:
         ids = archive[name]
         if ids.ndim != 2 or len(ids) != num_rows or not ids.shape[1] or ids.dtype != np.int32:
             required = f"int32 [{num_rows}, hotness], with the rows of {dense_path.name}"
             _raise_bad_array(f"{sparse_path}, array {name}", required, ids)
-    return _Day(labels_path, 0, dense, labels.reshape(-1), [archive[name] for name in names])
+    return _Day(day, 0, dense, labels.reshape(-1), [archive[name] for name in names])
 
 
-def _raise_bad_array(where: Path | str, required: str, array: NDArray[Any]) -> None:
-    raise ValueError(f"{where}: must be {required}, got {array.dtype} {list(array.shape)}")
+def _raise_bad_array(where: Path | str, required: str, array: NDArray[Any]) -> NoReturn:
+    raise ValueError(
+        f"{where}: must be {required}, got {array.dtype} {list(array.shape)}; preprocess the day "
+        "again"
+    )

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchembed.data.criteo_text import CriteoText
-from torchembed.data.mlperf import TABLES_FILE, MlperfDays, mlperf_days
+from torchembed.data.mlperf import MlperfDays, mlperf_days
+from torchembed.data.mlperf_tables import TABLES_FILE
 from torchembed.data.parquet import ParquetClicks
 from torchembed.data.source import BatchSource, Split
 

@@ -80,10 +80,11 @@ class ParquetClicks(BatchSource):
         world_size: number of ranks.
         label: name of the label column, integers, floats or booleans.
         dense: names of the dense columns, in order.
-        categorical: names of the columns of ids, in order; the batches' keys.
+        categorical: names of the columns of ids, in order, at least one; the batches' keys.
 
     Raises:
         FileNotFoundError: where there are no files.
+        TypeError: where ``dense`` or ``categorical`` is a string.
         ValueError: for a damaged file, a missing column or one of another type; while reading, for
             a label that is not 0 or 1. Names the file, the column and the row (from 1).
     """
@@ -102,6 +103,14 @@ class ParquetClicks(BatchSource):
         dense: Sequence[str] = INT_NAMES,
         categorical: Sequence[str] = CAT_NAMES,
     ) -> None:
+        for argument, names in (("dense", dense), ("categorical", categorical)):
+            if isinstance(names, str):
+                raise TypeError(
+                    f"{argument} must be a sequence of column names, got the string {names!r}; "
+                    f"write ({names!r},)"
+                )
+        if not categorical:
+            raise ValueError("categorical must name at least one column of ids, got none")
         super().__init__(
             keys=categorical,
             table_sizes=table_sizes,
@@ -179,13 +188,16 @@ class ParquetClicks(BatchSource):
             schema = file.schema_arrow
         import pyarrow.types as types
 
-        missing = [
-            name for name in (self.label, *self.dense, *self.keys) if name not in schema.names
-        ]
+        wanted = (self.label, *self.dense, *self.keys)
+        missing = [name for name in wanted if name not in schema.names]
         if missing:
             raise ValueError(
                 f"{path}: has no column {', '.join(missing)}, only {', '.join(schema.names)}; "
                 "name the columns with label, dense and categorical"
+            )
+        if repeated := [name for name in wanted if schema.names.count(name) > 1]:
+            raise ValueError(
+                f"{path}: has more than one column {', '.join(repeated)}; rename all but one"
             )
 
         def is_number(kind: Any) -> bool:
@@ -194,13 +206,15 @@ class ParquetClicks(BatchSource):
         def is_ids(kind: Any) -> bool:
             return types.is_integer(kind.value_type if _is_list(kind) else kind)
 
-        for names, fits, required in (
-            ((self.label, *self.dense), is_number, "numbers"),
-            (self.keys, is_ids, "integers or lists of integers"),
+        for names, fits, required, advice in (
+            ((self.label, *self.dense), is_number, "numbers", "cast it"),
+            (self.keys, is_ids, "integers or lists of integers", "hash or number its values first"),
         ):
             for name in names:
                 if not fits(kind := schema.field(name).type):
-                    raise ValueError(f"{path}: column {name} must hold {required}, got {kind}")
+                    raise ValueError(
+                        f"{path}: column {name} must hold {required}, got {kind}; {advice}"
+                    )
 
     def _batch(self, parts: list[tuple[Path, int, Any]]) -> Batch:
         import pyarrow as pa

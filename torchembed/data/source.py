@@ -1,6 +1,7 @@
 """What every reader is: an iterable of batches, cut into work that any thread can do."""
 
 import enum
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -120,6 +121,24 @@ def num_read(after: Sequence[Portion]) -> int:
 def natural_order(path: Path) -> list[str | int]:
     """A sorting key by name that puts ``day_2`` before ``day_10``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+
+
+def check_days(paths: Sequence[Path]) -> None:
+    """Check that no day between two others is missing.
+
+    Args:
+        paths: in order; the name of each begins with ``day_`` and a number.
+
+    Raises:
+        FileNotFoundError: names the first day that is missing.
+    """
+    numbers = [int(re.split(r"\D+", path.name)[1]) for path in paths]
+    for (before, after), path in zip(itertools.pairwise(numbers), paths, strict=False):
+        if after > before + 1:
+            raise FileNotFoundError(
+                f"{path.parent}: days must be numbered without gaps, and day_{before + 1} is "
+                f"missing between day_{before} and day_{after}; add it, or number the days anew"
+            )
 
 
 def _each_table_size(table_sizes: int | Sequence[int], num_features: int) -> tuple[int, ...]:

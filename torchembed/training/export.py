@@ -138,7 +138,8 @@ def import_tables(model: nn.Module, sources: Mapping[str, Tensor | np.ndarray]) 
 
     Raises:
         ValueError: for a name that no table has, another shape, or a dtype that is not floating,
-            on every rank; nothing is changed then.
+            on every rank; nothing is changed then. Also for a number that is not finite, or not in
+            the table's dtype; the rows before it may have been copied then.
     """
     pieces, what = Pieces(model), "import tables"
     together(lambda: _check_sources(pieces, sources), what)
@@ -156,7 +157,9 @@ def import_tables(model: nn.Module, sources: Mapping[str, Tensor | np.ndarray]) 
                 # A copy, since torch warns of arrays that cannot be written to.
                 if not isinstance(block, Tensor):
                     block = torch.from_numpy(np.array(block))
-                rows[start:end].copy_(block)
+                converted = block.to(rows.dtype)
+                _check_finite(name, first_row + start, converted)
+                rows[start:end].copy_(converted)
 
     together(copy_rows, what)
 
@@ -178,3 +181,19 @@ def _check_sources(pieces: Pieces, sources: Mapping[str, Tensor | np.ndarray]) -
         )
         if not is_floating:
             raise ValueError(f"source of {name} must have a floating dtype, got {source.dtype}")
+
+
+def _check_finite(name: str, first_row: int, rows: Tensor) -> None:
+    """Raise ``ValueError`` with the first of ``rows [r, c]`` of a source that is not all finite.
+
+    Args:
+        first_row: the number of the first of them in the source.
+    """
+    is_finite = rows.isfinite().all(dim=1)
+    if not is_finite.all():
+        row = int(is_finite.logical_not().int().argmax())
+        bad = rows[row][~rows[row].isfinite()][0].item()
+        raise ValueError(
+            f"source of {name} must hold finite numbers in {rows.dtype}, got {bad} in row "
+            f"{first_row + row} (from 0); repair or remove such rows"
+        )
