@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchembed.training.ranks import rank
+from torchembed.core.ranks import rank
 
 LOG_FILE = "mlperf.log"
 _BENCHMARK = "dlrm_dcnv2"

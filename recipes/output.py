@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchembed.training import ranks
+from torchembed.core import ranks
 
 RUNS = Path("runs")
 _ARGUMENTS_FILE = "arguments.json"

@@ -25,7 +25,8 @@ from recipes.output import earlier_arguments, newest_run, prepare_output
 from recipes.ranks import joined_ranks
 from recipes.registry import RECIPES
 from recipes.result import Result, result_line
-from torchembed.training import check_ranks_agree, ranks, source_files
+from torchembed.core import ranks
+from torchembed.training import check_ranks_agree, source_files
 
 STOPPED_EXIT_CODE = 75
 """BSD's EX_TEMPFAIL: try again, here with ``--resume``."""

@@ -11,7 +11,7 @@ from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeature
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
 from torchembed.data.skewed_ids import skewed_ids
 from torchembed.models import DLRM_DCNv2
-from torchembed.sharding.distinct_rows import expected_distinct
+from torchembed.sharding.planning.distinct_rows import expected_distinct
 
 
 class DenseSizes(NamedTuple):

@@ -20,7 +20,7 @@ from bench.data.dlrm_dcnv2 import DIM, FLOPS_PER_SAMPLE, NUM_DENSE, WIDTH
 from bench.dense.dense_part import ours, plain
 from bench.planning.step_floor import RATES
 from bench.report.result_file import write_results
-from torchembed.ops.weight_gradients import DeferredWeightGradients
+from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseAdagrad, DenseAdam, DenseSGD
 
 PEAK = RATES["H100"]

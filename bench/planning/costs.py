@@ -4,7 +4,7 @@
 ``bench.step.train_step`` and those of wires that are in ``bench/results``. ``torchrun
 --nproc-per-node N -m bench.planning.costs --output wires.json`` measures the wires first, on GPUs,
 each collective in a CUDA graph and its result checked. Fitted figures are printed for
-``torchembed.sharding.topology`` and ``costs``.
+``torchembed.sharding.planning.topology`` and ``costs``.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from torchembed import optim
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import TableUse, Topology, WirePrecision
-from torchembed.sharding.costs import (
+from torchembed.sharding.planning.costs import (
     ALL_REDUCE_EXCHANGES,
     CostModel,
     Load,
 )
-from torchembed.sharding.plan import Placement, place_table
-from torchembed.sharding.topology import GPUS, Hardware
+from torchembed.sharding.planning.plan import Placement, place_table
+from torchembed.sharding.planning.topology import GPUS, Hardware
 from torchembed.tables import TableSpec
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -9,8 +9,8 @@ from bench.data import dlrm_dcnv2 as workload
 from torchembed import optim, plan_embeddings
 from torchembed.modules.shard import table_uses
 from torchembed.sharding import Planner, PlanReport, TableConstraint, Topology, WirePrecision
-from torchembed.sharding.plan import Placement, ShardingPlan, place_table
-from torchembed.sharding.topology import GPUS
+from torchembed.sharding.planning.plan import Placement, ShardingPlan, place_table
+from torchembed.sharding.planning.topology import GPUS
 
 OF_TABLES = {
     "adagrad": optim.Adagrad,

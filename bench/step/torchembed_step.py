@@ -23,7 +23,7 @@ from torchembed import optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.sharding import CPU, Topology, WireTransport
-from torchembed.sharding.topology import GPUS
+from torchembed.sharding.planning.topology import GPUS
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 

@@ -16,6 +16,7 @@ from recipes.ctr.rows import RowBatches, Rows
 from recipes.ctr.splits import Splits
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
+from torchembed.core import ranks
 from torchembed.models import DCNv2
 from torchembed.tables import table_of
 from torchembed.training import (
@@ -31,7 +32,6 @@ from torchembed.training import (
     average_buffers,
     evaluate,
     plot_history,
-    ranks,
     train,
 )
 

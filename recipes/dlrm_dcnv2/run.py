@@ -15,6 +15,7 @@ from recipes.dlrm_dcnv2.loop import TrainLoop
 from recipes.mlperf_log import MlperfLog
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
+from torchembed.core import ranks
 from torchembed.data import (
     BackgroundLoader,
     BatchSource,
@@ -26,7 +27,7 @@ from torchembed.data import (
 )
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
-from torchembed.training import CheckpointFolder, TrainingRun, evaluate, plot_history, ranks
+from torchembed.training import CheckpointFolder, TrainingRun, evaluate, plot_history
 
 
 def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stopped:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tests import lanes
 from tests.tolerance import assert_same_bits
 from tests.values import normal
-from torchembed.core.gradient_slots import slot_of
+from torchembed.autograd.gradient_slots import slot_of
+from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.modules import MLP, LowRankCross
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
-from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseAdagrad, DenseAdam
 
 pytestmark = pytest.mark.gpu

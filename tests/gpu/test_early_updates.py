@@ -11,9 +11,9 @@ from tests.values import normal
 from torchembed.data import Batch
 from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam
+from torchembed.step.weight_updates import EarlyUpdates
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
-from torchembed.training.weight_updates import EarlyUpdates
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from tests.repeats import assert_repeats
 from tests.tolerance import assert_as_near, assert_follows, assert_same_bits
 from tests.values import normal
+from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.core.dispatch import CudaKernel, picked_kernels
 from torchembed.ops.linear import cuda, linear_relu_stack
-from torchembed.ops.weight_gradients import DeferredWeightGradients
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import torchembed
+from tests.step.test_pipeline import LOSS, fixed_batches
 from tests.training.models import TinyModel, make_batch
-from tests.training.test_pipeline import LOSS, fixed_batches
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 

@@ -17,7 +17,7 @@ from torchembed.data import Batch
 from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam
 from torchembed.sharding import WireTransport
-from torchembed.sharding.gradient_mean import BUCKET_BYTES
+from torchembed.sharding.wire import BUCKET_BYTES
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 

@@ -14,10 +14,10 @@ from tests.repeats import assert_repeats
 from tests.tolerance import assert_as_near, assert_same_bits
 from tests.tracing import compiled_once
 from tests.values import normal, not_contiguous
-from torchembed.core.gradient_slots import slot_of
+from torchembed.autograd.gradient_slots import slot_of
+from torchembed.autograd.weight_gradients import DeferredWeightGradients, are_waiting
 from torchembed.modules import MLP, Cross, LowRankCross
 from torchembed.ops.linear import linear, linear_relu
-from torchembed.ops.weight_gradients import DeferredWeightGradients, are_waiting
 from torchembed.optim import DenseSGD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

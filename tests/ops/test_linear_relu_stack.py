@@ -14,9 +14,9 @@ from tests.repeats import assert_repeats
 from tests.tolerance import assert_as_near, assert_same_bits
 from tests.tracing import compiled_once
 from tests.values import normal, not_contiguous
-from torchembed.core.gradient_slots import slot_of
+from torchembed.autograd.gradient_slots import slot_of
+from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.ops.linear import linear_relu, linear_relu_stack
-from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

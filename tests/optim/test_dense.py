@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.tolerance import assert_follows, assert_same_bits
 from tests.values import normal
 from torchembed import EmbeddingBag
-from torchembed.core.gradient_slots import slot_of
+from torchembed.autograd.gradient_slots import slot_of
 from torchembed.modules import MLP
 from torchembed.optim import DenseAdagrad, DenseAdam, DenseSGD
 

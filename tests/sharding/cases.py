@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torchembed
 from torchembed.modules.shard import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
-from torchembed.sharding.plan import place_table
+from torchembed.sharding.planning.plan import place_table
 from torchembed.tables import Table
 
 NUM_STEPS = 5

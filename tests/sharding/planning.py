@@ -18,10 +18,10 @@ from torchembed.sharding import (
     Topology,
     WirePrecision,
 )
-from torchembed.sharding.costs import CostModel
-from torchembed.sharding.options import table_options
-from torchembed.sharding.plan import as_placement
-from torchembed.sharding.plan_report import report_plan
+from torchembed.sharding.planning.costs import CostModel
+from torchembed.sharding.planning.options import table_options
+from torchembed.sharding.planning.plan import as_placement
+from torchembed.sharding.planning.plan_report import report_plan
 from torchembed.tables import TableSpec
 
 

@@ -10,7 +10,7 @@ import torchembed
 from tests.sharding.planning import cost_model, make_topology
 from torchembed import optim
 from torchembed.sharding import Planner, WirePrecision
-from torchembed.sharding.dense_costs import DenseUse, dense_cost
+from torchembed.sharding.planning.dense_costs import DenseUse, dense_cost
 
 # 2 layers of 1000 weights, 100 biases; 1 and 3 MB on the wire, each way within a node and between.
 USE = DenseUse(num_parameters=1100, num_layers=2, num_weights=1000, dtype=torch.bfloat16)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from torchembed.data.skewed_ids import skewed_ids
-from torchembed.sharding.distinct_rows import MAX_EXPONENT, expected_distinct, exponent_of
+from torchembed.sharding.planning.distinct_rows import MAX_EXPONENT, expected_distinct, exponent_of
 
 NUM_IDS = 20_000
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import torchembed
 from tests.ranks import run_on_ranks
 from tests.values import normal
-from torchembed.core.gradient_slots import joint_spans, slot_of
+from torchembed.autograd.gradient_slots import joint_spans, slot_of
+from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.modules import MLP, LowRankCross
-from torchembed.ops.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseSGD
-from torchembed.sharding.channel import PushDomain
-from torchembed.sharding.gradient_mean import GradientMean
-from torchembed.sharding.pushed_mean import PushedMean
+from torchembed.sharding.transport.channel import PushDomain
+from torchembed.sharding.transport.gradient_mean import GradientMean
+from torchembed.sharding.transport.pushed_mean import PushedMean
 from torchembed.sharding.wire import WirePrecision
 
 

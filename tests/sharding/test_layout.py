@@ -3,8 +3,8 @@
 import torch
 
 from torchembed.sharding import Placement
-from torchembed.sharding.layout import Layout, slot_parts
-from torchembed.sharding.plan import place_table
+from torchembed.sharding.planning.plan import place_table
+from torchembed.sharding.transport.layout import Layout, slot_parts
 from torchembed.tables import TableSpec
 
 SPEC = TableSpec(name="t", num_rows=5, dim=4)

@@ -15,7 +15,7 @@ from tests.ranks import run_on_ranks
 from tests.sharding.cases import Case, held_rows, make_batch, make_model, vectors_of
 from torchembed.modules.shard import table_specs
 from torchembed.sharding import Placement, ShardingPlan
-from torchembed.sharding.plan import place_table
+from torchembed.sharding.planning.plan import place_table
 
 CASE = Case(placements={}, fixed=True)
 NUM_SAMPLES = 4

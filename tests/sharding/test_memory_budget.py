@@ -9,7 +9,7 @@ from tests.sharding.planning import make_topology, make_use
 from torchembed import optim
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import Planner, WireTransport, make_plan
-from torchembed.sharding.memory_budget import memory_budget
+from torchembed.sharding.planning.memory_budget import memory_budget
 
 TABLES = {
     "t": make_use(1000, 16, "f"),

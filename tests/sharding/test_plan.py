@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchembed.sharding import Placement, Shard, ShardingPlan, TablePlan, make_plan
-from torchembed.sharding.plan import place_table
+from torchembed.sharding.planning.plan import place_table
 from torchembed.tables import TableSpec
 
 specs_strategy = st.dictionaries(

@@ -26,8 +26,8 @@ from torchembed.sharding import (
     TableUse,
     Topology,
 )
-from torchembed.sharding.plan import place_table
-from torchembed.sharding.plan_report import report_plan
+from torchembed.sharding.planning.plan import place_table
+from torchembed.sharding.planning.plan_report import report_plan
 
 HOTNESS = {"f0": 1, "f1": 0.5, "f2": 20, "f3": 100}
 

@@ -19,7 +19,7 @@ from torchembed.sharding import (
     WirePrecision,
     draw_plan,
 )
-from torchembed.sharding.costs import (
+from torchembed.sharding.planning.costs import (
     CACHED_ROW_BYTE,
     LOOKUP_KERNELS,
     ROW_ACCESS_BYTES,
@@ -27,9 +27,9 @@ from torchembed.sharding.costs import (
     Everywhere,
     Load,
 )
-from torchembed.sharding.distinct_rows import expected_distinct
-from torchembed.sharding.plan import place_table
-from torchembed.sharding.plan_report import bytes_text, ranks_text, report_plan
+from torchembed.sharding.planning.distinct_rows import expected_distinct
+from torchembed.sharding.planning.plan import place_table
+from torchembed.sharding.planning.plan_report import bytes_text, ranks_text, report_plan
 
 # 8 rows of 16 columns: 64 bytes a row, weights, state and vectors alike. 2 features with 2 and 1
 # lookups a sample, 4 samples on each of 4 ranks on 2 nodes: 48 lookups, 12 of each rank.

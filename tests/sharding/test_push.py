@@ -18,14 +18,14 @@ import torchembed
 from tests import lanes
 from tests.ranks import run_on_ranks
 from tests.sharding.cases import Case, made_mesh, make_batch, make_model, vectors_of
-from torchembed.core.gradient_slots import FlatSpans
+from torchembed.autograd.gradient_slots import FlatSpans
 from torchembed.sharding import WirePrecision, WireTransport, make_plan
-from torchembed.sharding.channel import PushDomain
-from torchembed.sharding.columns import joined_moves
-from torchembed.sharding.layout import Layout, slot_parts
-from torchembed.sharding.pooled_push import backward_moves, forward_moves, home_of
-from torchembed.sharding.pushed_mean import NUM_LANES, PushedMean, shares
-from torchembed.sharding.transport import peer_problem
+from torchembed.sharding.transport.channel import PushDomain
+from torchembed.sharding.transport.columns import joined_moves
+from torchembed.sharding.transport.layout import Layout, slot_parts
+from torchembed.sharding.transport.peer_access import peer_problem
+from torchembed.sharding.transport.pooled_push import backward_moves, forward_moves, home_of
+from torchembed.sharding.transport.pushed_mean import NUM_LANES, PushedMean, shares
 from torchembed.tables import TableSpec
 
 MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchembed
+from tests.step.test_pipeline import fixed_batch
 from tests.training.models import TinyModel, make_optimizers
-from tests.training.test_pipeline import fixed_batch
 from torchembed.data import Batch
 from torchembed.training import StopSignal, TrainPipeline, train
 

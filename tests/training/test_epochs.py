@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import torchembed
 from tests.ranks import run_on_ranks
 from tests.training.models import TinyModel, make_batches, make_optimizers
+from torchembed.core import ranks
 from torchembed.data import BackgroundLoader, ClickLog, ClickLogConfig
 from torchembed.training import (
     Epochs,
@@ -22,7 +23,6 @@ from torchembed.training import (
     TrainPipeline,
     check_ranks_agree,
     in_step,
-    ranks,
     source_files,
     train,
 )
@@ -252,7 +252,7 @@ def test_code_is_every_file_of_the_library() -> None:
     files = source_files(torchembed)
     assert files["torchembed"] == torchembed.__version__
     assert files["torch"] == torch.__version__
-    assert "torchembed/training/agreement.py" in files
+    assert "torchembed/core/program_agreement.py" in files
     assert "torchembed/triton_kernels/segments.py" in files
     assert not any("__pycache__" in name for name in files)
     assert files == source_files(torchembed)

@@ -90,7 +90,7 @@ class MLP(nn.Sequential):
 
     Linear layers with a rectifier right after each are one operation, as many as come one after the
     other, unless one of them has hooks. Gradients of weights may be deferred, see
-    :class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`.
+    :class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`.
 
     Args:
         in_features: width of the input.

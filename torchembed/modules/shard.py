@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchembed.core.agreement import check_agreement
 from torchembed.modules.collection import Collection
 from torchembed.modules.dense_use import dense_parameters, dense_use
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
@@ -20,18 +21,23 @@ from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingColl
 from torchembed.modules.table_module import TableModule
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer
-from torchembed.sharding.agreement import check_agreement
-from torchembed.sharding.costs import TableUse
-from torchembed.sharding.gradient_mean import most_bytes_of_a_bucket
-from torchembed.sharding.memory_budget import memory_budget
-from torchembed.sharding.plan import Placement, ShardingPlan, TablePlan, make_plan, place_table
-from torchembed.sharding.plan_report import PlanReport
-from torchembed.sharding.planner import Planner
-from torchembed.sharding.pushed_mean import most_bytes_of_means
-from torchembed.sharding.ranks import Ranks, flat_mesh, num_nodes
-from torchembed.sharding.topology import Topology, free_bytes
-from torchembed.sharding.transport import WireTransport, check_transport
-from torchembed.sharding.wire import WirePrecision
+from torchembed.sharding.planning.costs import TableUse
+from torchembed.sharding.planning.memory_budget import memory_budget
+from torchembed.sharding.planning.plan import (
+    Placement,
+    ShardingPlan,
+    TablePlan,
+    make_plan,
+    place_table,
+)
+from torchembed.sharding.planning.plan_report import PlanReport
+from torchembed.sharding.planning.planner import Planner
+from torchembed.sharding.planning.topology import Topology, free_bytes
+from torchembed.sharding.transport.gradient_mean import most_bytes_of_a_bucket
+from torchembed.sharding.transport.peer_access import check_transport
+from torchembed.sharding.transport.pushed_mean import most_bytes_of_means
+from torchembed.sharding.transport.ranks import Ranks, flat_mesh, num_nodes
+from torchembed.sharding.wire import WirePrecision, WireTransport
 from torchembed.tables import TableSpec
 
 _logger = logging.getLogger(__name__)

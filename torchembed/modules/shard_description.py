@@ -7,9 +7,8 @@ from torch import nn
 
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
-from torchembed.sharding.plan import ShardingPlan
-from torchembed.sharding.transport import WireTransport
-from torchembed.sharding.wire import WirePrecision
+from torchembed.sharding.planning.plan import ShardingPlan
+from torchembed.sharding.wire import WirePrecision, WireTransport
 
 
 def describe(

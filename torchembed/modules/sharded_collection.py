@@ -16,11 +16,11 @@ from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.slots import SlotName, Slots, checked_rows
 from torchembed.modules.table_module import TableWeight
-from torchembed.sharding.data_parallel import sum_over_columns
-from torchembed.sharding.global_rows import global_tensor, local_part
-from torchembed.sharding.layout import Layout, SlotPart, slot_parts
-from torchembed.sharding.plan import Placement, TablePlan
-from torchembed.sharding.ranks import Ranks
+from torchembed.sharding.planning.plan import Placement, TablePlan
+from torchembed.sharding.transport.data_parallel import sum_over_columns
+from torchembed.sharding.transport.global_rows import global_tensor, local_part
+from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
+from torchembed.sharding.transport.ranks import Ranks
 from torchembed.tables import Table, TableSpec
 
 

@@ -21,12 +21,12 @@ from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
-from torchembed.sharding.channel import PushDomain
-from torchembed.sharding.columns import Piece, place_columns
-from torchembed.sharding.plan import TablePlan
-from torchembed.sharding.pooled_push import GroupVectors, PooledPush
-from torchembed.sharding.ranks import Ranks
-from torchembed.sharding.routes import FixedRoute, JaggedRoute, Route
+from torchembed.sharding.planning.plan import TablePlan
+from torchembed.sharding.transport.channel import PushDomain
+from torchembed.sharding.transport.columns import Piece, place_columns
+from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
+from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute, Route
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):

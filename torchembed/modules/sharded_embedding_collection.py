@@ -20,10 +20,10 @@ from torchembed.modules.embedding_collection import (
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.sharding.layout import SlotPart
-from torchembed.sharding.plan import TablePlan
-from torchembed.sharding.ranks import Ranks
-from torchembed.sharding.routes import JaggedRoute
+from torchembed.sharding.planning.plan import TablePlan
+from torchembed.sharding.transport.layout import SlotPart
+from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.routes import JaggedRoute
 
 
 class ShardedEmbeddingCollection(ShardedCollection):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchembed.autograd.gradient_slots import GradientSlot, gather_gradients
 from torchembed.core import checks
-from torchembed.core.gradient_slots import GradientSlot, gather_gradients
 from torchembed.core.own_storage import with_own_storage
 from torchembed.tables import table_of
 

@@ -1,14 +1,14 @@
-"""The precision in which vectors and gradients travel between ranks."""
+"""Settings of what travels between ranks: its precision, its transport, the size of buckets."""
 
 import dataclasses
-from typing import Any
+import enum
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from torchembed.core.checks import FLOAT_DTYPES
-from torchembed.sharding.finished_work import all_reduce
+
+BUCKET_BYTES = 1 << 22
+"""Gradients of dense parameters are reduced over ranks in buckets of about as many bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,25 +47,16 @@ class WirePrecision:
                 )
 
 
-def narrow_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
-    """``wire`` where that is narrower than ``dtype``, else ``dtype``."""
-    return dtype if wire is None or wire.itemsize >= dtype.itemsize else wire
+class WireTransport(enum.Enum):
+    """How pooled vectors and their gradients travel, and dense gradients for their mean. Vectors
+    and their gradients are the same, bit for bit; means may be summed in another order.
 
+    ``COLLECTIVE``: by the process group's all-to-all, NCCL's on GPUs; anywhere.
 
-def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``tensor`` in ``dtype`` where that is narrower."""
-    return tensor.to(narrow_dtype(tensor.dtype, dtype))
+    ``PUSH``: GPUs of one node store straight into each other's memory (NVLink, or PCIe with peer
+    access), which spares copies and latency. Ids, and vectors that are not pooled, still travel by
+    the process group.
+    """
 
-
-def float16_scale(gradients: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """The power of two, float32 ``[]``, that brings the largest of all ranks' float32 ``gradients``
-    to ``[2**14, 2**15)``, and its inverse. Never synchronizes; every rank of ``group`` calls it."""
-    magnitudes = gradients.abs()
-    finite = magnitudes.where(torch.isfinite(magnitudes), 0.0).flatten()
-    largest = torch.cat([finite, finite.new_zeros(1)]).amax()
-    all_reduce(largest, group, dist.ReduceOp.MAX)
-    exponent = (largest.view(torch.int32) >> 23) - 127
-    # Beyond 2**126 the inverse would not be a normal number.
-    shift = (14 - exponent).clamp_max(126)
-    scale, inverse = ((127 + power) << 23 for power in (shift, -shift))
-    return scale.view(torch.float32), inverse.view(torch.float32)
+    COLLECTIVE = "collective"
+    PUSH = "push"

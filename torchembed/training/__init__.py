@@ -1,24 +1,24 @@
 """Whole programs: the train step and what belongs around it."""
 
+from torchembed.checkpoints.export import export_safetensors, import_tables, whole_tables
+from torchembed.checkpoints.folder import CheckpointFolder
+from torchembed.checkpoints.tensor_file import open_safetensors
+from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.core.program_agreement import check_ranks_agree, source_files
+from torchembed.step.pipeline import TrainPipeline
+from torchembed.step.step_result import StepResult
 from torchembed.training.affinity import stay_near
-from torchembed.training.agreement import check_ranks_agree, source_files
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
-from torchembed.training.checkpoint import TrainingRun
-from torchembed.training.checkpoint_folder import CheckpointFolder
 from torchembed.training.early_stop import EarlyStop
 from torchembed.training.epochs import Epochs
 from torchembed.training.evaluate import Evaluation, evaluate
-from torchembed.training.export import export_safetensors, import_tables, whole_tables
 from torchembed.training.history import HeldOutPoint, History, LossPoint
 from torchembed.training.metrics import MetricsWriter, read_metrics
-from torchembed.training.pipeline import TrainPipeline
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
 from torchembed.training.schedule import LearningRate
-from torchembed.training.step_result import StepResult
 from torchembed.training.stop import StopSignal
-from torchembed.training.tensor_file import open_safetensors
 from torchembed.training.train import train
 
 __all__ = [

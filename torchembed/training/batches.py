@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchembed.core.features import SparseFeatures
+from torchembed.core.ranks import any_rank_each, check_cpu_backend, gather_objects
 from torchembed.data.batch import Batch, as_batch
 from torchembed.training.epochs import Epochs
-from torchembed.training.ranks import any_rank_each, check_cpu_backend, gather_objects
 from torchembed.training.stop import StopSignal
 
 

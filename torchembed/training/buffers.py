@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchembed.training.ranks import world_size
+from torchembed.core.ranks import world_size
 
 
 @torch.no_grad()

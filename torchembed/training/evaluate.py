@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchembed.training import ranks
+from torchembed.core import ranks
 from torchembed.training.batches import in_step
 from torchembed.training.stop import StopSignal
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchembed.core.ranks import rank, sum_over_ranks, world_size
 from torchembed.training.evaluate import Evaluation
-from torchembed.training.ranks import rank, sum_over_ranks, world_size
 
 
 class LossPoint(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torchembed.training.ranks import rank
+from torchembed.core.ranks import rank
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -4,7 +4,7 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from torchembed.training.ranks import rank
+from torchembed.core.ranks import rank
 
 
 class Progress:

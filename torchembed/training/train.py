@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchembed.step.pipeline import TrainPipeline
 from torchembed.training.batches import in_step
 from torchembed.training.history import History
 from torchembed.training.metrics import MetricsWriter
-from torchembed.training.pipeline import TrainPipeline
 from torchembed.training.progress import Progress
 from torchembed.training.stop import StopSignal
 

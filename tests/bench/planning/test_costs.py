@@ -10,8 +10,8 @@ import pytest
 from bench.planning import costs
 from tests.sharding.planning import cost_model, dlrm_dcnv2
 from torchembed.sharding import H200, Placement, Planner, Topology
-from torchembed.sharding.costs import Load
-from torchembed.sharding.plan import place_table
+from torchembed.sharding.planning.costs import Load
+from torchembed.sharding.planning.plan import place_table
 
 MAX_ERROR = 0.25
 # Of the CUDA update, alone: samples and microseconds.

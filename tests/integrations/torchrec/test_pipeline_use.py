@@ -276,7 +276,7 @@ def wires() -> list[Any]:
 
 
 def pushing_on_the_cpu() -> str:
-    from torchembed.sharding.transport import WireTransport
+    from torchembed.sharding.wire import WireTransport
 
     run = make("ours")
     return error_of(lambda: make_pipeline("ours", run, transport=WireTransport.PUSH))

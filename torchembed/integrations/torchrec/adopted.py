@@ -31,9 +31,9 @@ from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbedding
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.modules.table_module import TableWeight
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.sharding.layout import SlotPart
-from torchembed.sharding.plan import Placement, Shard, TablePlan
-from torchembed.sharding.ranks import Ranks
+from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
+from torchembed.sharding.transport.layout import SlotPart
+from torchembed.sharding.transport.ranks import Ranks
 from torchembed.tables import Table, TableSet
 
 

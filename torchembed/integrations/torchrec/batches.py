@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import layout_of
-from torchembed.training.batch_layout import map_parts, with_sparse_features
+from torchembed.step.batch_layout import map_parts, with_sparse_features
 
 
 def fixed_hotness(features: KeyedJaggedTensor) -> tuple[int, ...] | None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.gradient_slots import GradientSlot
-from torchembed.sharding.ranks import Ranks
+from torchembed.autograd.gradient_slots import GradientSlot
+from torchembed.sharding.transport.ranks import Ranks
 
 _BUCKET_BYTES = 1 << 24
 """Gradients in float32 are many bytes, of which NCCL reduces small portions slowly."""

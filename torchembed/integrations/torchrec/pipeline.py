@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from torchembed.core import ranks
 from torchembed.integrations.torchrec.batches import unfit
 from torchembed.integrations.torchrec.model_parts import parts_of, unfit_model
 from torchembed.integrations.torchrec.pipeline_steps import PipelineSteps
-from torchembed.sharding.transport import WireTransport
-from torchembed.training import ranks
+from torchembed.sharding.wire import WireTransport
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 

@@ -14,7 +14,7 @@ from torchembed.integrations.torchrec.fused_layers import fused_forwards
 from torchembed.integrations.torchrec.model_parts import Parts
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
 from torchembed.integrations.torchrec.tables_optimizer import TablesOptimizer
-from torchembed.sharding.ranks import Ranks
+from torchembed.sharding.transport.ranks import Ranks
 from torchembed.tables import Table
 
 

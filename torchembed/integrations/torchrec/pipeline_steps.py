@@ -10,16 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchembed.core import ranks
 from torchembed.core.trees import map_tensors
 from torchembed.integrations.torchrec.batches import BatchReader
 from torchembed.integrations.torchrec.dense_parameters import OptimizerOfLeaves
 from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
 from torchembed.integrations.torchrec.model_parts import Parts
 from torchembed.integrations.torchrec.pipeline_model import PipelineModel
-from torchembed.sharding.ranks import Ranks
-from torchembed.sharding.transport import WireTransport, check_transport
-from torchembed.training import TrainPipeline, ranks
-from torchembed.training.reading_thread import ReadingThread
+from torchembed.sharding.transport.peer_access import check_transport
+from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.wire import WireTransport
+from torchembed.step.reading_thread import ReadingThread
+from torchembed.training import TrainPipeline
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 

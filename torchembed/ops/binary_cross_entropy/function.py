@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchembed.autograd.first_order import first_order
 from torchembed.core import checks
-from torchembed.core.first_order import first_order
 from torchembed.ops.binary_cross_entropy.schema import (
     binary_cross_entropy_backward_op,
     binary_cross_entropy_forward_op,

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchembed.autograd.first_order import first_order
 from torchembed.core import checks
-from torchembed.core.first_order import first_order
 from torchembed.ops.cross.schema import cross_epilogue_backward_op, cross_epilogue_forward_op
 from torchembed.ops.linear import linear
 

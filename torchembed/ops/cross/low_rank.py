@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchembed.autograd.first_order import first_order
+from torchembed.autograd.weight_gradients import keep_parameters, product_gradient
 from torchembed.core import checks
-from torchembed.core.first_order import first_order
 from torchembed.ops.cross.schema import (
     low_rank_cross_backward_op,
     low_rank_cross_forward_op,
@@ -17,7 +18,6 @@ from torchembed.ops.cross.schema import (
 )
 from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
 from torchembed.ops.side_by_side import joined_in_place, side_by_side
-from torchembed.ops.weight_gradients import keep_parameters, product_gradient
 
 
 class _LowRankCrossNetwork(torch.autograd.Function):
@@ -98,7 +98,7 @@ def low_rank_cross_network(
     which ``x0`` enters each layer are summed once, in the last pass of backward. The sums over
     samples for ``bias`` are float32, in an order that the shape fixes: deterministic. Never
     synchronizes. Under ``torch.autocast`` everything is cast. Gradients of ``v`` and ``u`` may be
-    deferred (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`).
+    deferred (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`).
 
     Args:
         x0: ``[B, N]``, float32, float16 or bfloat16; or parts of it, ``[B, N1]``, ``[B, N2]`` and

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from torchembed.autograd.weight_gradients import are_deferred, gradient_memory, weight_gradient
 from torchembed.core.types import ROWS_OF_PARTIAL
 from torchembed.ops.linear.schema import sum_partials_op
-from torchembed.ops.weight_gradients import are_deferred, gradient_memory, weight_gradient
 
 
 def empty_sums(

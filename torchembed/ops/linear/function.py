@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchembed.autograd.first_order import first_order
+from torchembed.autograd.weight_gradients import gradient_memory, keep_parameters, product_gradient
 from torchembed.core import checks
-from torchembed.core.first_order import first_order
 from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
@@ -16,7 +17,6 @@ from torchembed.ops.linear.schema import (
     linear_to_one_forward_op,
     sum_rows_op,
 )
-from torchembed.ops.weight_gradients import gradient_memory, keep_parameters, product_gradient
 
 _ADVICE = "cast one of them, or use torch.autocast"
 
@@ -139,8 +139,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Backward computes the gradient of ``x`` first; those of the parameters go to where an optimizer
     wants them, and that of ``weight`` may be deferred
-    (:class:`~torchembed.ops.weight_gradients.DeferredWeightGradients`), unless it has one row: then
-    all are made in one pass.
+    (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`), unless it has one row:
+    then all are made in one pass.
     The sum over samples for ``bias`` is float32, in an order that the shape fixes. Never
     synchronizes. Under ``torch.autocast`` everything is cast.
 

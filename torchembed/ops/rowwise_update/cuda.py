@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from torchembed import _native
+from torchembed.autograd.weight_gradients import are_waiting
 from torchembed.core.dispatch import CudaKernel
 from torchembed.core.types import OptimizerKind
-from torchembed.ops.weight_gradients import are_waiting
 
 _DIM = 128
 _OLDEST_GPU = (8, 0)

@@ -1,0 +1,140 @@
+"""A training run that saves checkpoints, resumes from the last one, and can be killed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it; here once for all ranks
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torchembed
+from tests.training.models import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
+from torchembed.core import ranks
+from torchembed.training import CheckpointFolder, TrainingRun
+
+FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+"""Python's audit events of what changes files."""
+
+
+class DataPosition:
+    """How many batches were taken."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def new_run() -> TrainingRun:
+    """Row-wise where there is a process group; with dropout, a schedule and a position."""
+    model = TinyModel(is_deep=True, device="meta" if dist.is_initialized() else None)
+    model.dense = nn.Sequential(nn.Linear(10, 8), nn.Dropout(0.25), nn.Linear(8, 1))
+    if dist.is_initialized():
+        plan = {f"tables.embedding_bags.{key}": "row_wise" for key in KEYS}
+        torchembed.shard_embeddings(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    optimizers = make_optimizers(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], gamma=0.97)
+    return TrainingRun(
+        model=model,
+        optimizers=optimizers,
+        others={"schedule": schedule, "position": DataPosition()},
+    )
+
+
+def train_and_save(folder: Path, log: Path, *, num_steps: int, save_every: int, wait: bool) -> None:
+    """Go on from the last checkpoint in ``folder``; each step's loss is added to ``log``."""
+    rank = ranks.rank()
+    run = new_run()
+    torch.manual_seed(100 + rank)  # each rank drops others
+    run.model.train()
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.load(run)
+    position = run.others["position"]
+    assert isinstance(position, DataPosition)
+    with log.open("a") as lines:
+        while position.num_taken < num_steps:
+            batch = make_batch(4, seed=1000 * rank + position.num_taken)
+            loss = step_by_hand(
+                run.model, F.binary_cross_entropy_with_logits, run.optimizers, batch
+            )
+            run.others["schedule"].step()  # type: ignore[attr-defined]
+            position.num_taken += 1
+            print(json.dumps([position.num_taken, loss.item().hex()]), file=lines, flush=True)
+            if position.num_taken % save_every == 0:
+                checkpoints.save(position.num_taken, run, wait=wait)
+    checkpoints.wait()
+
+
+def die_at(num_events: int, folder: Path) -> None:
+    """Let this process kill itself just before its ``num_events``-th change of files there."""
+    left, lock = [num_events], threading.Lock()
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in FILE_EVENTS or not str(arguments[0]).startswith(str(folder)):
+            return
+        if event == "open" and "w" not in str(arguments[1]):
+            return
+        with lock:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def _rank_main(
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    fatal: tuple[int, Path] | None,
+    arguments: dict[str, Any],
+) -> None:
+    torch.set_num_threads(1)
+    if num_ranks > 1:
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=num_ranks, store=dist.FileStore(str(store), num_ranks)
+        )
+    if fatal is not None:
+        die_at(*fatal)
+    log = arguments.pop("log")
+    train_and_save(log=log.with_suffix(f".{rank}"), **arguments)
+    if num_ranks > 1:
+        dist.destroy_process_group()
+
+
+class Launcher:
+    """Starts ranks quickly: they are forked from a process that has imported all that they need."""
+
+    def __init__(self) -> None:
+        self.context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([__name__])
+
+    def start(
+        self, num_ranks: int, store: Path, fatal: dict[int, tuple[int, Path]], **arguments: Any
+    ) -> list[ForkServerProcess]:
+        """``train_and_save(**arguments)`` on each rank."""
+        processes = [
+            self.context.Process(
+                target=_rank_main,
+                args=(rank, num_ranks, store, fatal.get(rank), arguments),
+                daemon=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        return processes

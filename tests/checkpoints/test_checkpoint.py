@@ -1,0 +1,266 @@
+"""What is saved comes back, and training goes on as if it had not stopped."""
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.checkpoint import FileSystemReader
+
+import torchembed
+from tests.training.models import TinyModel, make_batches, make_optimizers
+from torchembed.checkpoints import save_planner
+from torchembed.optim import DenseAdam
+from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline, evaluate, train
+
+LOSS = F.binary_cross_entropy_with_logits
+
+
+def new_run(*, is_deep: bool = False, lr: float = 0.125) -> TrainingRun:
+    model = TinyModel(is_deep=is_deep)
+    return TrainingRun(model=model, optimizers=make_optimizers(model, lr=lr))
+
+
+def train_run(run: TrainingRun, num_batches: int, seed: int = 0) -> None:
+    train(
+        TrainPipeline(run.model, LOSS, run.optimizers), make_batches([8] * num_batches, seed=seed)
+    )
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    kept, loaded = new_run(is_deep=True), new_run(is_deep=True, lr=0.5)
+    train_run(kept, 4)
+    CheckpointFolder(tmp_path).save(4, kept)
+    assert CheckpointFolder(tmp_path).load(loaded) == 4
+    assert [o.param_groups[0]["lr"] for o in loaded.optimizers] == [0.125, 0.125]
+    for run in (kept, loaded):
+        train_run(run, 3, seed=1)
+    for name, value in kept.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], value), name
+
+
+def test_a_model_on_the_device_trains_and_comes_back(device: torch.device, tmp_path: Path) -> None:
+    runs = []
+    for _ in range(2):
+        model = TinyModel(is_deep=True).to(device)
+        runs.append(TrainingRun(model=model, optimizers=make_optimizers(model)))
+    train_run(runs[0], 3)
+    CheckpointFolder(tmp_path).save(3, runs[0])
+    CheckpointFolder(tmp_path).load(runs[1])
+    model = runs[1].model
+    assert all(parameter.device.type == device.type for parameter in model.parameters())
+    first, second = (evaluate(run.model, make_batches([8, 5], seed=1)) for run in runs)
+    assert first == second
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.Adagrad])
+def test_state_of_an_ordinary_optimizer_over_tables(optimizer: type, tmp_path: Path) -> None:
+    models = [TinyModel(), TinyModel()]
+    runs = [
+        TrainingRun(model=model, optimizers=[optimizer(model.parameters(), lr=0.1)])
+        for model in models
+    ]
+    train_run(runs[0], 2)
+    CheckpointFolder(tmp_path).save(2, runs[0])
+    CheckpointFolder(tmp_path).load(runs[1])
+    for run in runs:
+        train_run(run, 2, seed=1)
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_masters_of_flat_parameters(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    runs = []
+    for _ in range(2):
+        model = TinyModel(is_deep=True)
+        tables, _ = make_optimizers(model)
+        if dtype is not None:
+            model.dense.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
+        dense = DenseAdam(model.dense.parameters(), lr=0.125, dtype=dtype)
+        model.dense[1].to(dtype)
+        runs.append(TrainingRun(model=model, optimizers=[tables, dense]))
+    train_run(runs[0], 3)
+    CheckpointFolder(tmp_path).save(3, runs[0])
+    CheckpointFolder(tmp_path).load(runs[1])
+    for run in runs:
+        train_run(run, 2, seed=1)
+    for ours, theirs in zip(*(run.model.parameters() for run in runs), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def parameters_of(run: TrainingRun) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+class Counter:
+    """Something with a state."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = torch.tensor(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_random_generators_and_others_go_on(tmp_path: Path) -> None:
+    counter = Counter(3)
+    run = dataclasses.replace(new_run(), others={"counter": counter})
+    CheckpointFolder(tmp_path).save(0, run)
+    drawn = draw()
+    counter.value += 1
+    assert CheckpointFolder(tmp_path).load(run) == 0
+    assert counter.value == 3
+    assert draw() == drawn
+
+    after = torch.get_rng_state()
+    CheckpointFolder(tmp_path).load(TrainingRun(model=run.model))
+    assert torch.equal(torch.get_rng_state(), after), "a model alone does not go on training"
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), np.random.rand()  # noqa: NPY002
+
+
+def test_an_asynchronous_save_is_of_the_state_when_it_was_asked_for(tmp_path: Path) -> None:
+    run, loaded = new_run(), new_run()
+    lr = torch.tensor(0.25)
+    run.optimizers[0].param_groups[0]["lr"] = lr
+    train_run(run, 2)
+    then, folder = parameters_of(run), CheckpointFolder(tmp_path)
+    folder.save(2, run, wait=False)
+    lr.fill_(0.5)
+    train_run(run, 2, seed=1)
+    folder.wait()
+    folder.wait()
+    assert folder.load(loaded) == 2
+    assert_same(parameters_of(loaded), then)
+    assert loaded.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+def test_extra_state_comes_back(tmp_path: Path) -> None:
+    class Calibrated(torch.nn.Module):
+        scale = 1.0
+
+        def get_extra_state(self) -> Any:
+            return {"scale": self.scale}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.scale = state["scale"]
+
+    run, other = new_run(), new_run()
+    run.model.calibrated, other.model.calibrated = Calibrated(), Calibrated()
+    run.model.calibrated.scale = 3.0
+    CheckpointFolder(tmp_path).save(1, run)
+    CheckpointFolder(tmp_path).load(other)
+    assert other.model.calibrated.scale == 3.0
+
+
+def test_every_mismatch_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
+    saved = new_run()
+    train_run(saved, 1)
+    CheckpointFolder(tmp_path).save(1, saved)
+    model = TinyModel(is_deep=True)
+    model.tables = torchembed.EmbeddingBagCollection(
+        [
+            torchembed.EmbeddingBagConfig(
+                name=key, num_embeddings=24, embedding_dim=4, feature_names=(key,), dtype=dtype
+            )
+            for key, dtype in (("f0", torch.float32), ("f1", torch.bfloat16))
+        ]
+    )
+    run = TrainingRun(model=model, optimizers=make_optimizers(model))
+    before = parameters_of(run)
+    with pytest.raises(ValueError, match="of another model or run") as error:
+        CheckpointFolder(tmp_path).load(run)
+    for part in (
+        r"model\.tables\.embedding_bags\.f0\.weight has shape \[23, 4\], and \[24, 4\] in the run",
+        r"f1\.weight has dtype torch\.float32, and torch\.bfloat16 in the run",
+        r"model\.dense\.0\.weight was not saved",
+        r"model\.dense\.weight is not in the run",
+        r"optimizers\.0\.state\.tables\.embedding_bags\.f0\.weight\.sum has shape \[23, 4\]",
+        r"Nothing was loaded$",
+    ):
+        assert re.search(part, str(error.value)), (part, str(error.value))
+    assert_same(parameters_of(run), before)
+
+
+def test_other_optimizers_and_others_are_named(tmp_path: Path) -> None:
+    model = TinyModel()
+    adagrad = torch.optim.Adagrad(model.parameters())
+    adam = torch.optim.Adam(
+        [{"params": model.tables.parameters()}, {"params": model.dense.parameters()}]
+    )
+    CheckpointFolder(tmp_path).save(1, TrainingRun(model=model, optimizers=[adam]))
+    for run, message in (
+        (
+            TrainingRun(model=model, optimizers=[adagrad], others={"loader": Counter()}),
+            r"optimizers\.0 is of Adam, .*; others 'loader' was not saved",
+        ),
+        (
+            TrainingRun(model=model, optimizers=[torch.optim.SGD(model.parameters())]),
+            r"optimizers\.0 has 2 parameter groups, and 1 in the run; optimizers\.0 is of Adam",
+        ),
+        (TrainingRun(model=model, optimizers=[adam, adam]), r"optimizers\.1 was not saved"),
+        (TrainingRun(model=model, others={"loader": Counter()}), r"others 'loader' was not saved"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CheckpointFolder(tmp_path).load(run)
+
+
+def test_an_optimizer_that_has_made_no_step_yet_loses_its_state(tmp_path: Path) -> None:
+    run, fresh = new_run(), new_run()
+    CheckpointFolder(tmp_path).save(0, run)
+    train_run(run, 2)
+    CheckpointFolder(tmp_path).load(run)
+    for one in (run, fresh):
+        train_run(one, 2)
+    assert_same(parameters_of(run), parameters_of(fresh))
+
+
+def test_an_optimizer_of_something_else_is_named(tmp_path: Path) -> None:
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    run = TrainingRun(model=TinyModel(), optimizers=[stranger])
+    with pytest.raises(ValueError, match=r"parameters of the model alone, got one of shape \[3\]"):
+        CheckpointFolder(tmp_path).save(1, run)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tensors_are_written_in_chunks(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 rows, and of one row where a row is larger."""
+    run, loaded = new_run(), new_run()
+    for one in (run, loaded):
+        one.model.register_buffer("deep", torch.arange(2.0 * 3 * 8).reshape(2, 3, 8))
+    train_run(run, 2)
+    expected = parameters_of(run)
+    monkeypatch.setattr(save_planner, "CHUNK_BYTES", 3 * 4 * 4 + 1)
+    folder = CheckpointFolder(tmp_path)
+    folder.save(2, run, wait=not is_async)
+    folder.wait()
+    loaded.model.get_buffer("deep").zero_()
+    folder.load(loaded)
+    assert_same(parameters_of(loaded), expected)
+    for ours, theirs in zip(run.optimizers, loaded.optimizers, strict=True):
+        for number, entry in ours.state_dict()["state"].items():
+            assert_same(theirs.state_dict()["state"][number], entry)
+    saved = FileSystemReader(tmp_path / "step-000000002").read_metadata().state_dict_metadata
+    chunks = {name: len(entry.chunks) for name, entry in saved.items()}
+    assert chunks["model.tables.embedding_bags.f0.weight"] == 8
+    assert chunks["optimizers.0.state.tables.embedding_bags.f1.weight.sum"] == 8
+    assert chunks["model.deep"] == 2

@@ -1,0 +1,42 @@
+"""A process ends in time, whatever its end waits for."""
+
+import subprocess
+import sys
+
+from tests.packaging.source_tree import ROOT
+
+PROGRAM = """
+import ctypes
+import sys
+from torchembed.core.process_exit import exit_process_within
+
+class Hangs:
+    def __init__(self):
+        self.pause = ctypes.CDLL(None).pause
+
+    def __del__(self):
+        self.pause()
+
+def say_and_end(*error):
+    sys.__excepthook__(*error)
+    exit_process_within(1)
+
+kept = Hangs()
+sys.excepthook = say_and_end
+raise TimeoutError("the GPU hangs")
+"""
+
+
+def test_a_process_that_hangs_while_it_closes_is_ended() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "TimeoutError: the GPU hangs" in run.stderr
+    # Without it the process would wait for ever.
+    assert "Timeout (0:00:01)!" in run.stderr

@@ -1,0 +1,377 @@
+"""Jagged steps, whose sizes a thread finds out ahead, train a sharded model as plain steps an
+unsharded one; over gloo as they are, over NCCL without waiting for a GPU."""
+
+import contextlib
+import dataclasses
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchembed
+from tests.ranks import run_on_ranks
+from tests.sharding.cases import (
+    Case,
+    assert_equal_rows,
+    held_rows,
+    make_batch,
+    make_model,
+    make_optimizer,
+)
+from tests.step.test_static_steps_on_ranks import (
+    BAD_STEP,
+    MIXED,
+    NO_RANK,
+    NUM_STEPS,
+    WithLoss,
+    static_batch,
+    train_plainly,
+)
+from torchembed.core import ranks
+from torchembed.core.host_numbers import HostNumbers
+from torchembed.sharding.transport import routes
+from torchembed.step.batch_layout import num_ids_in
+from torchembed.step.captured_steps import CapturedSteps
+from torchembed.step.jagged_step import JaggedStep
+from torchembed.step.padded_steps import PaddedSteps
+from torchembed.step.read_ahead import Upcoming
+from torchembed.step.sorted_ids import Room, SortedSlots
+from torchembed.step.step_result import StepOutcome
+from torchembed.training import TrainPipeline
+
+CASES = [
+    Case(placements=dict.fromkeys("abcd", "table_wise")),
+    Case(placements=MIXED, optimizer="RowwiseAdagrad"),
+    Case(placements=MIXED, optimizer="Adam", weighted=True),
+    Case(placements=dict.fromkeys("abcd", "row_wise"), dtype=torch.bfloat16),
+    Case(placements=MIXED, fused=False, optimizer="SGD"),
+    Case(placements=MIXED, pooled=False),
+    Case(placements=MIXED, pooled=False, fixed=True),
+]
+
+
+NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
+
+
+def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[StepOutcome]:
+    """What a pipeline does with batches that all ranks train in jagged steps."""
+    yield step.observe(batches[0])
+    coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
+    for now, following in zip(coming, [*coming[1:], None], strict=True):
+        yield step.run(now, following)
+    step.release()
+
+
+def padded_steps_of(
+    first: JaggedStep, pipeline: TrainPipeline, batches: list[Any], rooms: list[Room] | None = None
+) -> Iterator[Any]:
+    """The same where the steps after the first have room for more ids, as on a GPU; None where
+    there are none. ``rooms`` gets each step's."""
+    yield first.observe(batches[0])
+    assert first.can_be_padded
+    steps = PaddedSteps(pipeline._make_static, first, torch.device("cpu"))
+    coming = [
+        Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
+        for number, batch in enumerate(batches[1:])
+    ]
+    num_sizes: dict[CapturedSteps, int] = {}
+    for number, now in enumerate(coming):
+        ahead = coming[number + 1 : number + 2]
+        for upcoming in ahead:
+            steps.announce(upcoming)
+        if not steps.has_room_for(now):
+            steps.make_room(now, ahead)
+        yield steps.run(now, ahead[0] if ahead else None)
+        assert steps._steps is not None
+        of_step = steps._steps.step._sizes
+        if of_step is not None:
+            # What a capture relies on. On a GPU the sizes are the same, too; here those of sums
+            # over columns are how many ids there are.
+            assert num_sizes.setdefault(steps._steps, len(of_step)) == len(of_step)
+        if rooms is not None:
+            rooms.append(steps._room)
+    assert num_sizes
+    assert not steps.is_stale
+    steps.release()
+    first.release()
+
+
+@contextlib.contextmanager
+def threads_that_wait() -> Iterator[set[str]]:
+    """The names of the threads that meanwhile wait for sizes, a device's or other ranks'."""
+    threads: set[str] = set()
+    waiting = [
+        (HostNumbers, "tolist"),
+        (routes, "exchange_sizes"),
+        (SortedSlots, "needed"),
+    ]
+    with contextlib.ExitStack() as stack:
+        for holder, name in waiting:
+            function = getattr(holder, name)
+
+            def noted(*arguments: Any, function: Any = function) -> Any:
+                threads.add(threading.current_thread().name)
+                return function(*arguments)
+
+            setattr(holder, name, noted)
+            stack.callback(setattr, holder, name, function)
+        yield threads
+
+
+ROW_WISE = Case(placements=dict.fromkeys("abcd", "row_wise"))
+SKEWED_STEP = 5
+OUTGROWN_STEP = SKEWED_STEP + 1
+"""The first that steps with new room prepare."""
+
+
+def skewed_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
+    """A batch of many ids; on one step all of them are those of one rank, and on the next one a
+    rank's batch, and no other's, needs more room.
+
+    A power of two times as many, so that means stay exact.
+    """
+    batch = static_batch(case, rank, step, bad_rank)
+    times = 256 if step == OUTGROWN_STEP and rank == 1 else 32
+    assert batch.offsets is not None
+    values = batch.values.repeat_interleave(times)
+    if step == SKEWED_STEP:
+        values = torch.zeros_like(values)
+    return dataclasses.replace(batch, values=values, offsets=batch.offsets * times)
+
+
+def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, Any]]:
+    """On a rank of gloo: its rows after training, the verdict of each step, which threads have
+    waited for sizes after the first step, and the rooms of padded steps."""
+    rank, results = dist.get_rank(), []
+    for case, bad_rank, is_padded in runs:
+        batch_of = skewed_batch if case is runs[-1][0] else static_batch
+        rooms: list[Room] = []
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
+        batches = [batch_of(case, rank, step, bad_rank) for step in range(NUM_STEPS)]
+        step = JaggedStep(
+            with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
+        )
+        if is_padded:
+            outcomes = padded_steps_of(step, pipeline, batches, rooms)
+        else:
+            outcomes = steps_of(step, batches)
+        skipped = [int(next(outcomes).report[0])]
+        with threads_that_wait() as threads:
+            skipped += [int(outcome.report[0]) for outcome in outcomes]
+        results.append(
+            {"rows": held_rows(model), "skipped": skipped, "threads": threads, "rooms": rooms}
+        )
+    return results
+
+
+class FailsOnTheSecondRank(torch.optim.SGD):
+    """In its second step."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        if self.num_steps == 2 and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def fail_on_one_rank() -> tuple[str, str]:
+    """What is raised and warned of a first padded step that fails on one rank, in its update."""
+    case = CASES[0]
+    model = make_model(case, "meta")
+    torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+    own = FailsOnTheSecondRank([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizers, with_loss = [make_optimizer(case, model), own], WithLoss(model)
+    pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
+    batches = [static_batch(case, dist.get_rank(), step, NO_RANK) for step in range(2)]
+    first = JaggedStep(
+        with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
+    )
+    outcomes = padded_steps_of(first, pipeline, batches)
+    next(outcomes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError) as raised:
+            next(outcomes)
+    first.release()
+    return str(raised.value), str(caught[-1].message)
+
+
+def on_gloo(runs: list[tuple[Case, int, bool]]) -> tuple[list[dict[str, Any]], tuple[str, str]]:
+    """All that gloo's ranks do, in one launch."""
+    return train_in_jagged_steps(runs), fail_on_one_rank()
+
+
+def test_jagged_steps_equal_plain_ones() -> None:
+    plain = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
+    runs = [
+        (*run, is_padded)
+        for run in plain
+        for is_padded in (False, True)
+        if run[0].pooled or not is_padded
+    ]
+    runs.append((ROW_WISE, NO_RANK, True))
+    results, failures = zip(*run_on_ranks(2, on_gloo, runs), strict=True)
+    for error, _ in failures:
+        assert error.startswith("a train step failed, on this rank or another one, when it had")
+    _, warning = failures[1]
+    assert warning.endswith("so it runs eagerly from now on: RuntimeError: out of memory")
+    for number, (case, bad_rank, _) in enumerate(runs):
+        of_ranks = [rank_results[number] for rank_results in results]
+        batch_of = skewed_batch if case is ROW_WISE else static_batch
+        expected = train_plainly(case, 2, bad_rank, batch_of=batch_of)
+        assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+        skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
+        assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
+        assert [result["threads"] for result in of_ranks] == [NOT_THE_MAIN_ONE] * 2, case
+    rooms, others = (rank_results[-1]["rooms"] for rank_results in results)
+    assert rooms == others
+    before, after = rooms[SKEWED_STEP - 2 : SKEWED_STEP]
+    assert before.num_ids == after.num_ids, "the slots were too small"
+    assert before.capacities < after.capacities
+
+
+NUM_STEPS_ON_GPUS, PARTIAL_STEP = 20, 16
+
+
+def gpu_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
+    if step == PARTIAL_STEP:
+        return make_batch(case, rank, step, num_samples=1 + rank % 2)
+    return static_batch(case, rank, step, bad_rank)
+
+
+def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
+    """On a rank of NCCL, with a last but few smaller batch: its rows after training, what was
+    raised and warned of, and whether steps were graphs."""
+    rank, results = dist.get_rank(), []
+    for case, bad_rank in runs:
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
+        batches = iter(
+            [
+                gpu_batch(case, rank, step, bad_rank).pin_memory()
+                for step in range(NUM_STEPS_ON_GPUS)
+            ]
+        )
+        errors, captured = [], []
+        waiting: set[str] = set()
+        with warnings.catch_warnings(record=True) as caught, pipeline:
+            warnings.simplefilter("always")
+            for number in range(10**9):
+                # Before: first steps, capture; after: a smaller batch, that runs eagerly.
+                may_wait = not 8 <= number < PARTIAL_STEP - 2
+                torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
+                try:
+                    with threads_that_wait() as threads:
+                        pipeline.progress(batches)
+                    if not may_wait:
+                        waiting |= threads
+                except IndexError as error:
+                    errors.append(str(error))
+                except StopIteration:
+                    break
+                captured.append(pipeline._jagged.is_captured)
+        told = [str(w.message) for w in caught if "captured" in str(w.message)]
+        results.append(
+            {
+                "rows": held_rows(model),
+                "errors": errors,
+                "captured": captured[-1],
+                "told": told,
+                "waiting": waiting,
+            }
+        )
+    return results
+
+
+def assert_trained_without_waiting(
+    case: Case, bad_rank: int, of_ranks: list[dict[str, Any]]
+) -> None:
+    """Assert it of the results of :func:`train_over_nccl` on all ranks."""
+    num_ranks = len(of_ranks)
+    expected = train_plainly(
+        case, num_ranks, bad_rank, "cuda", num_steps=NUM_STEPS_ON_GPUS, batch_of=gpu_batch
+    )
+    assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+    for rank, result in enumerate(of_ranks):
+        assert result["told"] == [], case
+        assert result["waiting"] <= NOT_THE_MAIN_ONE, case
+        assert result["captured"] == case.pooled, case
+        errors = result["errors"]
+        assert len(errors) == (bad_rank < num_ranks), errors
+        if errors:
+            mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
+            assert mine in errors[0]
+
+
+FROZEN = [
+    Case(placements=dict.fromkeys("abcd", "table_wise")),
+    Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
+]
+
+
+def train_with_a_frozen_table(cases: list[Case]) -> list[list[dict[str, Any]]]:
+    """On a rank of NCCL, eagerly and captured: its rows, where the only rank that holds table "a"
+    freezes it half-way."""
+    rank, results = dist.get_rank(), []
+    for case in cases:
+        of_case = []
+        for capture in (False, True):
+            model = make_model(case, "meta")
+            torchembed.shard_embeddings(model, case.mesh("cuda"), case.plan(dist.get_world_size()))
+            optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+            optimizers = [] if optimizer is None else [optimizer]
+            pipeline = TrainPipeline(
+                with_loss, None, optimizers, device=f"cuda:{rank}", capture=capture
+            )
+            batches = iter([static_batch(case, rank, step, NO_RANK) for step in range(20)])
+            with pipeline:
+                for step in range(20):
+                    if step == 10:
+                        for name, parameter in model.tables.named_parameters():
+                            parameter.requires_grad_(".a." not in name)
+                        pipeline.take_up_changes()
+                    pipeline.progress(batches)
+            of_case.append(held_rows(model))
+        results.append(of_case)
+    return results
+
+
+def assert_same_rows(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that a rank holds the same, bit for bit."""
+    assert one.keys() == other.keys()
+    for name, (extent, rows, states) in one.items():
+        assert other[name][0] == extent
+        assert (other[name][1] == rows).all(), name
+        assert all((a == b).all() for a, b in zip(other[name][2], states, strict=True)), name
+
+
+def on_a_gpu(runs: list[tuple[Case, int]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """All that NCCL's ranks do, in one launch."""
+    return train_over_nccl(runs), train_with_a_frozen_table(FROZEN)
+
+
+@pytest.mark.gpu
+def test_jagged_steps_wait_for_nothing_on_all_gpus() -> None:
+    num_ranks = torch.cuda.device_count()
+    runs = [*((case, NO_RANK) for case in CASES), *((c, num_ranks - 1) for c in CASES[1:3])]
+    found = run_on_ranks(num_ranks, on_a_gpu, runs, backend="cpu:gloo,cuda:nccl")
+    results, frozen = zip(*found, strict=True)
+    for number, (case, bad_rank) in enumerate(runs):
+        assert_trained_without_waiting(case, bad_rank, [of_rank[number] for of_rank in results])
+    # A table that one rank froze half-way is the same, captured or not.
+    for of_rank in frozen:
+        for eager, captured in of_rank:
+            assert_same_rows(eager, captured)

@@ -1,0 +1,319 @@
+"""Static steps, whose batches are prepared ahead, train a sharded model as plain steps an unsharded
+one; over gloo as they are, over NCCL in CUDA graphs."""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchembed
+from tests.ranks import run_on_ranks
+from tests.sharding.cases import (
+    Case,
+    assert_equal_rows,
+    exact_loss,
+    held_rows,
+    made_mesh,
+    make_batch,
+    make_model,
+    make_optimizer,
+    vectors_of,
+    whole_rows,
+)
+from torchembed.autograd.weight_gradients import DeferredWeightGradients
+from torchembed.data import Batch
+from torchembed.modules import MLP
+from torchembed.ops.side_by_side import side_by_side
+from torchembed.sharding import WireTransport
+from torchembed.sharding.transport.collectives import gather_size, known_sizes, noted_sizes
+from torchembed.step.static_step import StaticStep
+from torchembed.tables import TableGroup
+from torchembed.training import TrainPipeline
+
+NUM_STEPS, BAD_STEP = 9, 4
+FIRST_REPEATED = 3
+NO_RANK = 99
+MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
+CASES = [
+    Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
+    Case(placements=MIXED, fixed=True, optimizer="RowwiseAdagrad", reserved=8),
+    Case(placements=MIXED, fixed=True, optimizer="Adam", weighted=True),
+    Case(placements=dict.fromkeys("abcd", "row_wise"), fixed=True, dtype=torch.bfloat16),
+    Case(placements=MIXED, fixed=True, fused=False, optimizer="SGD"),
+]
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module, looks_up: Sequence[str] = ("batch",)) -> None:
+        """``looks_up``: the ids of the batch, or some that forward makes of them, or both."""
+        super().__init__()
+        self.tables, self.looks_up = model.tables, looks_up
+
+    def forward(self, features: torchembed.SparseFeatures) -> Tensor:
+        derived = dataclasses.replace(features, values=features.values // 2)
+        of_kind = {"batch": features, "derived": derived}
+        losses = [exact_loss(vectors_of(self.tables(of_kind[kind]))) for kind in self.looks_up]
+        return torch.stack(losses).sum()
+
+
+def static_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
+    """Of as many samples on every step; on the bad step one rank has an id outside its table."""
+    batch = make_batch(case, rank, step, num_samples=4 - 2 * (rank % 2))
+    if (rank, step) == (bad_rank, BAD_STEP):
+        batch.values[1] = 2**20
+    return batch
+
+
+def train_in_static_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
+    """On a rank of gloo: its rows after training, and the verdict of each step."""
+    rank, results = dist.get_rank(), []
+    for case, bad_rank in runs:
+        model = make_model(case, "meta")
+        torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
+        batches = [static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS + 1)]
+        step = StaticStep(
+            with_loss,
+            pipeline._compute_loss,
+            optimizers,
+            batches[0],
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,
+        )
+        step.slots.fill(0, batches[0])
+        step.prepare(0)
+        skipped = []
+        for number in range(NUM_STEPS):
+            step.slots.fill((number + 1) % 2, batches[number + 1])
+            if number < FIRST_REPEATED or step._optimizers.others:
+                step.run(number % 2)
+            else:
+                # As a capture does, with sizes of the step before.
+                assert step._sizes is not None
+                with known_sizes(step._sizes):
+                    step._step(number % 2)
+            report, _ = step.verdict(number % 2)
+            skipped.append(None if report is None else int(report[0]))
+        results.append({"rows": held_rows(model), "skipped": skipped})
+    return results
+
+
+class WithDense(nn.Module):
+    """A model of our layers over two tables, one of them on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        configs = [
+            torchembed.EmbeddingBagConfig(
+                name=name, num_embeddings=20, embedding_dim=4, feature_names=(name,)
+            )
+            for name in ("f0", "f1")
+        ]
+        self.tables = torchembed.EmbeddingBagCollection(configs, device="meta")
+        self.tables.reserved_columns = 4
+        self.dense, self.over = MLP(3, [4]), MLP(12, [8, 1], activation_on_last=False)
+
+    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+        vectors = self.tables(sparse).values()
+        return self.over(side_by_side(self.dense(dense), vectors))
+
+
+def train_dense(kind: str) -> list[Any]:
+    """On a rank of gloo: losses, then parameters, of a model with a dense part; by ``"plain"``
+    steps of a pipeline, ``"static"`` ones, or steps ``"by hand"`` with deferred gradients."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = WithDense()
+    plan = {"tables.embedding_bags.f0": "row_wise", "tables.embedding_bags.f1": "data_parallel"}
+    torchembed.shard_embeddings(model, made_mesh("cpu", 1), plan)
+    optimizers = [
+        torchembed.optim.Adagrad(model.tables.parameters(), lr=0.125),
+        torchembed.optim.DenseAdagrad([*model.dense.parameters(), *model.over.parameters()]),
+    ]
+    pipeline = TrainPipeline(model, nn.functional.binary_cross_entropy_with_logits, optimizers)
+    batches = []
+    for number in range(6):
+        generator = torch.Generator().manual_seed(num_ranks * number + rank)
+        ids = torch.randint(20, (4 * 3,), generator=generator)
+        sparse = torchembed.SparseFeatures(
+            keys=("f0", "f1"), values=ids, batch_size=4, hotness=(1, 2)
+        )
+        labels = torch.randint(2, (4,), generator=generator).float()
+        batches.append(Batch(torch.rand(4, 3, generator=generator), sparse, labels))
+    losses = []
+    if kind == "by hand":
+        loss_fn = nn.functional.binary_cross_entropy_with_logits
+        for batch in batches[:5]:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = loss_fn(model(batch.dense, batch.sparse).squeeze(1), batch.labels)
+            with DeferredWeightGradients():
+                loss.backward()
+                with pytest.raises(RuntimeError, match="gradients of table f1, which every rank"):
+                    optimizers[0].step()
+                optimizers[0].step_early()
+            for optimizer in optimizers:
+                optimizer.step()
+            losses.append(loss.item())
+    elif kind == "static":
+        step = StaticStep(
+            model,
+            pipeline._compute_loss,
+            optimizers,
+            batches[0],
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,
+        )
+        step.slots.fill(0, batches[0])
+        step.prepare(0)
+        for number in range(5):
+            step.slots.fill((number + 1) % 2, batches[number + 1])
+            losses.append(step.run(number % 2).loss.item())
+    else:
+        iterator = iter(batches)
+        losses = [pipeline.progress(iterator).loss.item() for _ in range(5)]
+    return [losses, *(parameter.tolist() for parameter in model.parameters())]
+
+
+def sizes_of_one_rank_alone() -> list[list[int]]:
+    """What the first rank is told of sizes, and then again while the other one waits for it."""
+    rank = dist.get_rank()
+    with noted_sizes() as noted:
+        found = [gather_size(size + rank, dist.group.WORLD) for size in (3, 5)]
+    if rank == 0:
+        with known_sizes(noted):
+            found += [gather_size(size, dist.group.WORLD) for size in (3, 5)]
+            with pytest.raises(RuntimeError, match="as before, got 5, where none is left"):
+                gather_size(5, dist.group.WORLD)
+        with known_sizes(noted), pytest.raises(RuntimeError, match="got 5, where 3 comes next"):
+            gather_size(5, dist.group.WORLD)
+    return [*found, *(gather_size(size, dist.group.WORLD) for size in (3, 5))]
+
+
+def left_over() -> list[str]:
+    """What this process still holds of models."""
+    gc.collect()
+    kinds = [type(found) for found in gc.get_objects()]
+    return [kind.__name__ for kind in kinds if issubclass(kind, (nn.Parameter, TableGroup))]
+
+
+def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[Any, ...]:
+    """All that gloo's ranks do, in one launch."""
+    of_dense = [train_dense(kind) for kind in ("plain", "static", "by hand")]
+    return train_in_static_steps(runs), of_dense, sizes_of_one_rank_alone(), left_over()
+
+
+def train_in_graphs(
+    cases: list[Case], bad_rank: int, looks_up: Sequence[str] = ("batch",)
+) -> list[dict[str, Any]]:
+    """On a rank of NCCL: its rows after training, what was raised, and whether graphs ran."""
+    rank, results = dist.get_rank(), []
+    for case in cases:
+        model = make_model(case, "meta")
+        plan, mesh = case.plan(dist.get_world_size()), case.mesh("cuda")
+        torchembed.shard_embeddings(model, mesh, plan, transport=case.transport)
+        optimizer, with_loss = make_optimizer(case, model), WithLoss(model, looks_up)
+        optimizers = [] if optimizer is None else [optimizer]
+        pipeline = TrainPipeline(with_loss, None, optimizers, device=f"cuda:{rank}")
+        batches = (static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS))
+        errors = []
+        # Graphs are destroyed before the process group, which would wait for them.
+        with pipeline:
+            while True:
+                try:
+                    pipeline.progress(batches)
+                except IndexError as error:
+                    errors.append(str(error))
+                except StopIteration:
+                    break
+            static = pipeline._static
+            captured = static is not None and static.is_captured
+        results.append({"rows": held_rows(model), "errors": errors, "captured": captured})
+    del model, with_loss, optimizer, optimizers, pipeline, static
+    assert left_over() == []
+    return results
+
+
+def train_plainly(
+    case: Case,
+    num_ranks: int,
+    bad_rank: int,
+    device: str = "cpu",
+    num_steps: int = NUM_STEPS,
+    batch_of: Callable[[Case, int, int, int], torchembed.SparseFeatures] = static_batch,
+) -> dict[str, tuple[Any, list[Any]]]:
+    """The rows after training in one process on all ranks' batches, but those of the bad step."""
+    model = make_model(case, device)
+    optimizer = make_optimizer(case, model)
+    for step in range(num_steps):
+        if step == BAD_STEP and bad_rank < num_ranks:
+            continue
+        optimizer.zero_grad()
+        batches = [batch_of(case, rank, step, NO_RANK).to(device) for rank in range(num_ranks)]
+        losses = [exact_loss(vectors_of(model.tables(batch))) for batch in batches]
+        (torch.stack(losses).sum() / num_ranks).backward()
+        optimizer.step()
+    return whole_rows(model)
+
+
+def test_static_steps_equal_plain_ones() -> None:
+    runs = [*((case, NO_RANK) for case in CASES), *((case, 1) for case in CASES[1:3])]
+    results, of_dense, sizes, left = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
+    assert left == ([], []), "models outlive their last reference"
+    assert sizes == ([[3, 4], [5, 6]] * 2 + [[3, 3], [5, 5]], [[3, 4], [5, 6], [3, 3], [5, 5]])
+    for plain, static, by_hand in of_dense:
+        assert static == plain
+        assert by_hand == plain
+    for number, (case, bad_rank) in enumerate(runs):
+        of_ranks = [rank_results[number] for rank_results in results]
+        expected = train_plainly(case, 2, bad_rank)
+        assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+        skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
+        assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", WireTransport)
+def test_graphs_equal_plain_steps_on_all_gpus(transport: WireTransport) -> None:
+    num_ranks = torch.cuda.device_count()
+    cases = [dataclasses.replace(case, transport=transport) for case in CASES]
+    for bad_rank in (num_ranks - 1, NO_RANK):
+        results = run_on_ranks(
+            num_ranks, train_in_graphs, cases, bad_rank, backend="cpu:gloo,cuda:nccl"
+        )
+        for number, case in enumerate(cases):
+            of_ranks = [rank_results[number] for rank_results in results]
+            expected = train_plainly(case, num_ranks, bad_rank, "cuda")
+            assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+            assert all(result["captured"] for result in of_ranks), case
+            for rank, result in enumerate(of_ranks):
+                errors = result["errors"]
+                assert len(errors) == (bad_rank < num_ranks), errors
+                if errors:
+                    mine = f"value {2**20};" if rank == bad_rank else "another rank's batch"
+                    assert mine in errors[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("looks_up", [("derived", "batch"), ("derived",)])
+def test_ids_of_forward_and_those_looked_up_ahead_on_all_gpus(looks_up: Sequence[str]) -> None:
+    cases = [dataclasses.replace(CASES[1], transport=transport) for transport in WireTransport]
+    num_ranks = torch.cuda.device_count()
+    for plain, pushed in run_on_ranks(
+        num_ranks, train_in_graphs, cases, NO_RANK, looks_up, backend="cpu:gloo,cuda:nccl"
+    ):
+        assert plain["captured"]
+        assert pushed["captured"]
+        assert plain["rows"].keys() == pushed["rows"].keys()
+        for name, (_, rows, states) in plain["rows"].items():
+            _, pushed_rows, pushed_states = pushed["rows"][name]
+            for one, other in zip((rows, *states), (pushed_rows, *pushed_states), strict=True):
+                np.testing.assert_array_equal(one, other)

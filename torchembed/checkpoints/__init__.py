@@ -1,0 +1,1 @@
+"""Checkpoints in a folder or object store, and whole tables as safetensors."""

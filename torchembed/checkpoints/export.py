@@ -1,0 +1,201 @@
+"""Tables out of a model, whole, for other programs; and rows from elsewhere into its tables."""
+
+import contextlib
+import functools
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchembed.checkpoints.pieces import Pieces, WholeTensor
+from torchembed.checkpoints.tensor_file import INDEX, bytes_of, header_of
+from torchembed.core import ranks
+from torchembed.core.collective_errors import decide_on_first_rank, raise_on_all_ranks
+
+BLOCK_BYTES = 1 << 26
+"""Of rows that travel, are written or are converted at once."""
+
+
+def whole_tables(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Each embedding table of ``model``: its name in ``state_dict`` and its whole weight.
+
+    The weight ``[R, D]`` is a copy on rank 0's CPU, fit for ``nn.EmbeddingBag.from_pretrained``;
+    other ranks get None. Tables come one by one, so that beside its own rows rank 0 holds the
+    current one, and the others nothing of size. Sharded or not; every rank must take all of them.
+    """
+    pieces = Pieces(model)
+    for name, whole in pieces.tensors.items():
+        if not whole.is_table:
+            continue
+        weight = torch.empty(whole.shape, dtype=whole.dtype) if ranks.rank() == 0 else None
+        for first_row, rows in pieces.blocks(name, BLOCK_BYTES):
+            if weight is not None and rows is not None:
+                weight[first_row : first_row + len(rows)] = rows
+        yield name, weight
+
+
+def export_safetensors(
+    model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 * 10**9
+) -> None:
+    """Write every parameter and persistent buffer of ``model``, whole, into a folder.
+
+    The files are those that Hugging Face's libraries write: ``model.safetensors``, or, where that
+    would be larger than ``max_file_bytes``, ``model-00001-of-00003.safetensors`` and so on with
+    ``model.safetensors.index.json``. Rows stream to rank 0, which writes them as they come, so a
+    table may be larger than its memory; a table is never divided between files. The folder appears
+    once all is written. Sharded or not; collective.
+
+    Args:
+        path: a local folder that is not there yet.
+
+    Raises:
+        FileExistsError: where ``path`` is there.
+        ValueError: for a tensor of a dtype that the format does not know.
+        OSError: where writing fails.
+    """
+    path, what = Path(path), f"export the model to {path}"
+    if max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes must be positive, got {max_file_bytes}")
+    pieces = Pieces(model)
+    partial = path.with_name(f"{path.name}.partial")
+
+    def begin() -> None:
+        if path.exists():
+            raise FileExistsError(f"path must not be there yet, and {path} is; remove it")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    decide_on_first_rank(begin, what)
+    files = _files(pieces.tensors, max_file_bytes)
+    for name, tensors in files.items():
+        _write_file(pieces, partial / name, tensors, what)
+
+    def end() -> None:
+        if len(files) > 1:
+            weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+            total = sum(whole.num_bytes for whole in pieces.tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / INDEX).write_text(json.dumps(index, indent=2))
+        partial.rename(path)
+
+    decide_on_first_rank(end, what)
+
+
+def _files(
+    tensors: Mapping[str, WholeTensor], max_file_bytes: int
+) -> dict[str, dict[str, WholeTensor]]:
+    """The tensors of each file, in order."""
+    files: list[dict[str, WholeTensor]] = [{}]
+    num_bytes = 0
+    for name, whole in tensors.items():
+        if files[-1] and num_bytes + whole.num_bytes > max_file_bytes:
+            files.append({})
+            num_bytes = 0
+        files[-1][name] = whole
+        num_bytes += whole.num_bytes
+    # The widest dtypes first, so that every tensor is aligned.
+    files = [dict(sorted(f.items(), key=lambda item: -item[1].dtype.itemsize)) for f in files]
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": file
+        for number, file in enumerate(files, start=1)
+    }
+
+
+def _write_file(pieces: Pieces, path: Path, tensors: Mapping[str, WholeTensor], what: str) -> None:
+    header = raise_on_all_ranks(
+        lambda: header_of({n: (w.shape, w.dtype) for n, w in tensors.items()}), what
+    )
+    file = raise_on_all_ranks(lambda: path.open("wb") if ranks.rank() == 0 else None, what)
+
+    def write(data: bytes | Tensor | None) -> None:
+        if file is not None and data is not None:
+            file.write(bytes_of(data) if isinstance(data, Tensor) else data)
+
+    with contextlib.nullcontext() if file is None else file:
+        raise_on_all_ranks(lambda: write(header), what)
+        for name in tensors:
+            for _, rows in pieces.blocks(name, BLOCK_BYTES):
+                raise_on_all_ranks(functools.partial(write, rows), what)
+        raise_on_all_ranks(lambda: None if file is None else file.flush(), what)
+
+
+@torch.no_grad()
+def import_tables(model: nn.Module, sources: Mapping[str, Tensor | np.ndarray]) -> None:
+    """Copy pretrained rows into tables of ``model``, in place.
+
+    Each rank reads only the rows and columns that it holds, some megabytes at a time, so a source
+    may be larger than memory: a ``numpy.memmap``, or what
+    :func:`~torchembed.training.open_safetensors` gives. Optimizer state stays as it is. Sharded or
+    not; every rank must call it, with sources of the same content.
+
+    Args:
+        sources: by the table's name in ``state_dict``, rows ``[R, D]`` of any floating dtype; they
+            are converted to the table's.
+
+    Raises:
+        ValueError: for a name that no table has, another shape, or a dtype that is not floating,
+            on every rank; nothing is changed then. Also for a number that is not finite, or not in
+            the table's dtype; the rows before it may have been copied then.
+    """
+    pieces, what = Pieces(model), "import tables"
+    raise_on_all_ranks(lambda: _check_sources(pieces, sources), what)
+
+    def copy_rows() -> None:
+        for name, offsets, rows in pieces.local():
+            if name not in sources:
+                continue
+            (first_row, first_column), (num_rows, num_columns) = offsets, rows.shape
+            columns = slice(first_column, first_column + num_columns)
+            step = max(BLOCK_BYTES // (rows.element_size() * max(num_columns, 1)), 1)
+            for start in range(0, num_rows, step):
+                end = min(start + step, num_rows)
+                block = sources[name][first_row + start : first_row + end, columns]
+                # A copy, since torch warns of arrays that cannot be written to.
+                if not isinstance(block, Tensor):
+                    block = torch.from_numpy(np.array(block))
+                converted = block.to(rows.dtype)
+                _check_finite(name, first_row + start, converted)
+                rows[start:end].copy_(converted)
+
+    raise_on_all_ranks(copy_rows, what)
+
+
+def _check_sources(pieces: Pieces, sources: Mapping[str, Tensor | np.ndarray]) -> None:
+    tables = {name: whole for name, whole in pieces.tensors.items() if whole.is_table}
+    for name, source in sources.items():
+        if name not in tables:
+            raise ValueError(f"sources must be named as the tables are, {list(tables)}; got {name}")
+        if tuple(source.shape) != tables[name].shape:
+            raise ValueError(
+                f"source of {name} must have shape {list(tables[name].shape)} as the table has, "
+                f"got {list(source.shape)}"
+            )
+        is_floating = (
+            source.is_floating_point()
+            if isinstance(source, Tensor)
+            else np.issubdtype(source.dtype, np.floating)
+        )
+        if not is_floating:
+            raise ValueError(f"source of {name} must have a floating dtype, got {source.dtype}")
+
+
+def _check_finite(name: str, first_row: int, rows: Tensor) -> None:
+    """Raise ``ValueError`` with the first of ``rows [r, c]`` of a source that is not all finite.
+
+    Args:
+        first_row: the number of the first of them in the source.
+    """
+    is_finite = rows.isfinite().all(dim=1)
+    if not is_finite.all():
+        row = int(is_finite.logical_not().int().argmax())
+        bad = rows[row][~rows[row].isfinite()][0].item()
+        raise ValueError(
+            f"source of {name} must hold finite numbers in {rows.dtype}, got {bad} in row "
+            f"{first_row + row} (from 0); repair or remove such rows"
+        )

@@ -1,0 +1,167 @@
+"""A rank's part of a checkpoint, written to several files at once and read from them.
+
+The files are those of ``torch.distributed.checkpoint``, whose own writer keeps a copy of the last
+chunk of every tensor until a file is done, and loses the errors of its threads.
+"""
+
+import dataclasses
+import io
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torchembed.checkpoints import save_planner
+from torchembed.checkpoints.tensor_file import bytes_of
+
+T = TypeVar("T")
+
+NUM_THREADS = 4
+"""Of a rank: enough that checksums and copies do not hold up a disk of some GB/s."""
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a rank's items to at most ``NUM_THREADS`` files, in a thread each.
+
+    Beside the state it holds nothing of a tensor on the CPU that is contiguous, and of others a
+    chunk in each thread.
+    """
+
+    def __init__(self, files: FileSystemBase, path: str) -> None:
+        # The files bring themselves to the disk.
+        super().__init__(path, sync_files=False)
+        self.fs, self.path = cast(Any, files), path
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        parts = _parts(plan.items)
+        names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(len(parts))]
+        written: list[WriteResult] = []
+
+        def write(named: tuple[str, list[WriteItem]]) -> None:
+            written.extend(self._write(*named, planner))
+
+        in_threads(write, list(zip(names, parts, strict=True)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+    def _write(
+        self, name: str, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        results = []
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            for item in items:
+                start, data = stream.tell(), planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    stream.write(data.getbuffer())
+                else:
+                    torch.save(_alone(data), cast(Any, stream))
+                num_bytes = stream.tell() - start
+                info = _StorageInfo(name, start, num_bytes)
+                results.append(WriteResult(item.index, num_bytes, info))
+        return results
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads what a rank needs, ``NUM_THREADS`` files at once."""
+
+    def __init__(self, files: FileSystemBase, path: str) -> None:
+        super().__init__(path)
+        self.fs, self.path = cast(Any, files), path
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        of_files: dict[str | os.PathLike[str], list[ReadItem]] = {}
+        for item in plan.items:
+            file = self.storage_data[item.storage_index].relative_path
+            of_files.setdefault(file, []).append(item)
+        read_file = super().read_data
+
+        @torch.no_grad()  # of the thread
+        def read(items: list[ReadItem]) -> None:
+            read_file(dataclasses.replace(plan, items=items), planner)
+
+        in_threads(read, list(of_files.values()))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the threads' copies, before streams other than theirs
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def in_threads(action: Callable[[T], None], items: Sequence[T]) -> None:
+    """``action(item)`` of each item, ``NUM_THREADS`` at once; raises the first error.
+
+    Threads of ``concurrent.futures`` may not begin once the program has come to its end, where an
+    asynchronous save may still be under way.
+    """
+    left, errors = iter(items), []  # an item goes to one thread alone
+
+    def work() -> None:
+        for item in left:
+            if errors:
+                return
+            try:
+                action(item)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, name="checkpoint-file")
+        for _ in range(min(NUM_THREADS, len(items)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _parts(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """``items`` in lists of about as many bytes: as many as there are threads, but where that would
+    be less than a chunk each."""
+    sizes = {item.index: _num_bytes(item) for item in items}
+    num_parts = -(-sum(sizes.values()) // save_planner.CHUNK_BYTES)
+    parts: list[list[WriteItem]] = [[] for _ in range(min(max(num_parts, 1), NUM_THREADS))]
+    filled = [0] * len(parts)
+    for item in sorted(items, key=lambda item: -sizes[item.index]):
+        emptiest = filled.index(min(filled))
+        parts[emptiest].append(item)
+        filled[emptiest] += sizes[item.index]
+    return parts
+
+
+def _num_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor`` on the CPU, in a storage without anything else, which would be saved with it."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)  # threads have streams of their own
+    on_cpu = tensor.detach().cpu().contiguous()
+    if on_cpu.untyped_storage().nbytes() == on_cpu.nbytes:
+        return on_cpu
+    if not on_cpu.nbytes:
+        return on_cpu.clone()
+    return torch.frombuffer(bytes_of(on_cpu), dtype=on_cpu.dtype).reshape(on_cpu.shape)

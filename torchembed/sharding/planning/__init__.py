@@ -1,0 +1,1 @@
+"""Plans and what they cost: pure numbers, without a process group."""

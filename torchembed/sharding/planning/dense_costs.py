@@ -1,0 +1,65 @@
+"""What the dense part of a step costs each rank, all of which hold it whole."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES, CostModel
+from torchembed.sharding.wire import BUCKET_BYTES
+
+FORWARD_KERNELS, BACKWARD_KERNELS = 0.85, 1.5
+"""So many times what a kernel takes beside its work, for each layer."""
+TF32_SHARE, FLOAT32_SHARE = 0.32, 0.083
+"""Of the rate of 16-bit products, that of others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseUse:
+    """The parameters of a model that are not tables, and how a step computes with them."""
+
+    num_parameters: int
+    num_layers: int
+    """Matrices, each of which every sample is multiplied with once."""
+    num_weights: int
+    """Their elements."""
+    dtype: torch.dtype
+    """In which products are computed and gradients come."""
+    allows_tf32: bool = False
+    """Of float32's products."""
+
+
+class DenseCost(NamedTuple):
+    """Seconds of a step's stages, each alone."""
+
+    forward_seconds: float
+    backward_seconds: float
+    mean_seconds: float
+    """Of the gradients' mean over ranks."""
+    update_seconds: float
+
+
+def dense_cost(use: DenseUse, model: CostModel) -> DenseCost:
+    """The cost of ``use`` with the batches and ranks of ``model``, and an optimizer of its kind."""
+    topology, itemsize = model.topology, use.dtype.itemsize
+    share = 1.0
+    if itemsize > 2:
+        share = TF32_SHARE if use.allows_tf32 else FLOAT32_SHARE
+    # Each weight multiplies and adds, once in forward, and in backward for each of two gradients.
+    forward = 2 * use.num_weights * model.batch_size / (share * topology.flops)
+    fixed = use.num_layers * topology.kernel_seconds
+    mean = 0.0
+    if topology.num_ranks > 1:
+        on_wire = (model.wire.dense or use.dtype).itemsize
+        num_buckets = -(-use.num_parameters * itemsize // BUCKET_BYTES)
+        mean = model.all_reduce_seconds(use.num_parameters * on_wire)
+        mean += num_buckets * ALL_REDUCE_EXCHANGES * topology.collective_seconds
+    # Gradient, master and state; 16-bit parameters are rounded copies of masters.
+    update = itemsize + 8 * (1 + model.rule.num_states) + (itemsize if itemsize < 4 else 0)
+    return DenseCost(
+        forward_seconds=forward + FORWARD_KERNELS * fixed,
+        backward_seconds=2 * forward + BACKWARD_KERNELS * fixed,
+        mean_seconds=mean,
+        update_seconds=update * use.num_parameters / topology.memory_bandwidth
+        + topology.kernel_seconds,
+    )

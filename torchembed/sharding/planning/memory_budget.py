@@ -1,0 +1,83 @@
+"""What sharding a model will take of a rank's memory, known before any of it is allocated."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.sharding.planning.costs import TableUse
+from torchembed.sharding.planning.plan import ShardingPlan
+from torchembed.sharding.planning.plan_report import PlanReport, bytes_text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """Bytes that one rank will hold, and that its device has; ``print`` it."""
+
+    rank: int
+    row_bytes: int
+    """Of tables."""
+    state_bytes: int | None
+    """Of the tables' optimizer; None where none is known."""
+    buffer_bytes: int | None
+    """Activations and exchange buffers of the tables; None where no batch size is known."""
+    dense_bytes: int
+    """Gradients, optimizer state and, by push, exchange buffers of all other parameters, whose
+    values are there already."""
+    free_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that is known."""
+        parts = (self.row_bytes, self.state_bytes, self.buffer_bytes, self.dense_bytes)
+        return sum(part or 0 for part in parts)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` where it cannot fit."""
+        if self.needed_bytes > self.free_bytes:
+            raise ValueError(
+                f"tables do not fit: {self}. Use more ranks, a plan that divides the largest "
+                "tables, a 16-bit dtype for them, or an optimizer with less state"
+            )
+
+    def __str__(self) -> str:
+        parts = {
+            "of rows": self.row_bytes,
+            "of their optimizer state": self.state_bytes,
+            "of exchange buffers": self.buffer_bytes,
+            "for the dense part's gradients and state": self.dense_bytes,
+        }
+        known = ", ".join(f"{bytes_text(p)} {what}" for what, p in parts.items() if p is not None)
+        unknown = [what.removeprefix("of ") for what, part in parts.items() if part is None]
+        beside = f", {' and '.join(unknown)} not counted" if unknown else ""
+        needed, free = bytes_text(self.needed_bytes), bytes_text(self.free_bytes)
+        return f"rank {self.rank} will take {needed} of {free} free memory: {known}{beside}"
+
+
+def memory_budget(
+    plan: ShardingPlan,
+    tables: Mapping[str, TableUse],
+    rank: int,
+    *,
+    report: PlanReport | None,
+    rule: UpdateRule | None = None,
+    dense_bytes: int,
+    free_bytes: int,
+) -> MemoryBudget:
+    """Of ``rank`` under ``plan``; ``report`` where a planner knows optimizer and batches, ``rule``
+    where the optimizer is known without one."""
+    row_bytes, state_bytes = 0, None
+    mine = [(table.table, s) for table in plan.tables for s in table.shards if s.rank == rank]
+    for table, shard in mine:
+        row_bytes += shard.num_rows * shard.num_columns * tables[table].spec.dtype.itemsize
+    if report is not None:
+        state_bytes = report.ranks[rank].weight_bytes - row_bytes
+    elif rule is not None:
+        state_bytes = sum(rule.state_bytes(shard.num_rows, shard.num_columns) for _, shard in mine)
+    return MemoryBudget(
+        rank=rank,
+        row_bytes=row_bytes,
+        state_bytes=state_bytes,
+        buffer_bytes=None if report is None else report.ranks[rank].buffer_bytes,
+        dense_bytes=dense_bytes,
+        free_bytes=free_bytes,
+    )

@@ -1,0 +1,195 @@
+"""Which placements a table may have, and on which ranks."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from torchembed.sharding.planning.costs import CostModel, Everywhere, Load, TableUse
+from torchembed.sharding.planning.plan import Placement, TablePlan, as_placement, place_table
+
+MIN_COLUMNS = 4
+"""Of a column-wise shard, and a divisor of its columns: what one vector load takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableConstraint:
+    """What a planner may do with one table. What is None is free."""
+
+    placements: tuple[Placement | str, ...] | None = None
+    """Those allowed, in place of the planner's own."""
+    num_shards: int | None = None
+    """Ranks that hold a part of it."""
+    ranks: tuple[int, ...] | None = None
+    """That may hold rows."""
+    nodes: tuple[int, ...] | None = None
+    """Likewise; with ``ranks`` a rank has to be in both."""
+    exact: TablePlan | None = None
+    """Where the table is; nothing else may be given then."""
+
+    def __post_init__(self) -> None:
+        others = (self.placements, self.num_shards, self.ranks, self.nodes)
+        if self.exact is not None and any(value is not None for value in others):
+            raise ValueError("exact says all of a constraint; leave out its other fields")
+        if self.num_shards is not None and self.num_shards < 1:
+            raise ValueError(f"num_shards must be positive, got {self.num_shards}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to place a table, and what it costs. Its shards go to one of ``groups``, or to as
+    many different ranks of ``pool``."""
+
+    placement: Placement
+    groups: tuple[np.ndarray, ...] = ()
+    pool: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    loads: np.ndarray
+    """``[ranks of a group, 6]``, in the order of its ranks; of replicas zeros."""
+    holder_seconds: np.ndarray
+    """``[ranks of a group]``."""
+    everywhere: Everywhere
+    table_group: Hashable
+    """Of tables that each rank looks up and updates in one call with its part; None of replicas."""
+    exact: TablePlan | None = None
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.loads)
+
+    def plan(self, table: str, use: TableUse, ranks: Sequence[int]) -> TablePlan:
+        """The table over ``ranks``, one for each part."""
+        return self.exact or place_table(table, use.spec, self.placement, ranks)
+
+
+def table_options(
+    table: str,
+    use: TableUse,
+    model: CostModel,
+    placements: Sequence[Placement],
+    constraint: TableConstraint,
+) -> list[Option]:
+    """Every way in which ``table`` may be placed.
+
+    Replicas are an option of a pooled table with fewer rows than a rank has samples, and of any
+    table whose own constraint names them.
+
+    Raises:
+        ValueError: where ``constraint`` leaves none, or does not fit the table or the topology.
+    """
+    topology = model.topology
+    num_ranks, per_node = topology.num_ranks, topology.ranks_per_node
+    if constraint.exact is not None:
+        return [_exact_option(table, use, model, constraint.exact)]
+    for name, given, count in (
+        ("ranks", constraint.ranks, num_ranks),
+        ("nodes", constraint.nodes, topology.num_nodes),
+    ):
+        if given is not None and not all(0 <= number < count for number in given):
+            raise ValueError(
+                f"{name} of the constraint of table {table} must be in [0, {count}), got "
+                f"{list(given)}"
+            )
+    pool = tuple(
+        rank
+        for rank in range(num_ranks)
+        if (constraint.ranks is None or rank in constraint.ranks)
+        and (constraint.nodes is None or topology.node_of(rank) in constraint.nodes)
+    )
+    all_ranks = tuple(range(num_ranks))
+    nodes = [all_ranks[first : first + per_node] for first in range(0, num_ranks, per_node)]
+    nodes = [node for node in nodes if set(node) <= set(pool)]
+    named = constraint.placements
+    allowed = placements if named is None else [as_placement(table, value) for value in named]
+
+    options: list[Option] = []
+
+    def offer(
+        placement: Placement, *, groups: Sequence[tuple[int, ...]] = (), num_parts: int = 0
+    ) -> None:
+        wished = constraint.num_shards
+        ranks = groups[0] if groups else pool[:num_parts]
+        if placement in allowed and wished in (None, len(ranks)):
+            prototype = place_table(table, use.spec, placement, ranks)
+            loads, everywhere = _part_loads(use, model, prototype, len(ranks))
+            options.append(
+                Option(
+                    placement=placement,
+                    groups=tuple(np.array(group) for group in groups),
+                    pool=np.array(() if groups else pool, dtype=np.int64),
+                    loads=loads,
+                    holder_seconds=model.holder_seconds(loads),
+                    everywhere=everywhere,
+                    table_group=_table_group(use, prototype),
+                )
+            )
+
+    replicas_named = named is not None and Placement.DATA_PARALLEL in allowed
+    is_small = use.pooled and use.spec.num_rows < model.batch_size
+    if len(pool) == num_ranks and (replicas_named or is_small):
+        offer(Placement.DATA_PARALLEL, groups=[all_ranks])
+    if pool:
+        offer(Placement.TABLE_WISE, num_parts=1)
+    for num_parts in _column_counts(use.spec.dim, constraint.num_shards):
+        if num_parts <= len(pool):
+            offer(Placement.COLUMN_WISE, num_parts=num_parts)
+    if nodes and (per_node > 1 or named) and (topology.num_nodes > 1 or named):
+        offer(Placement.TABLE_ROW_WISE, groups=nodes)
+    if len(pool) == num_ranks and (num_ranks > 1 or named):
+        offer(Placement.ROW_WISE, groups=[all_ranks])
+    if not options:
+        raise ValueError(
+            f"constraint of table {table} leaves no placement: {constraint} among "
+            f"{[placement.value for placement in placements]} on {topology.num_nodes} node(s) of "
+            f"{per_node} rank(s). Data-parallel and row-wise take all ranks, and row-wise within a "
+            "node a whole node; allow more placements, ranks or shards"
+        )
+    return options
+
+
+def _column_counts(dim: int, wished: int | None) -> list[int]:
+    """Numbers of column-wise shards: those that divide ``dim`` well, or the one that is wished."""
+    if wished is not None:
+        divides = wished > 1 and -(-dim // -(-dim // wished)) == wished
+        return [wished] if divides else []
+    return [n for n in range(2, dim // MIN_COLUMNS + 1) if dim % (n * MIN_COLUMNS) == 0]
+
+
+def _part_loads(
+    use: TableUse, model: CostModel, plan: TablePlan, num_parts: int
+) -> tuple[np.ndarray, Everywhere]:
+    """Loads of all parts, also of the last ones where they are empty."""
+    loads, everywhere = model.table_loads(use, plan)
+    padded = np.zeros((num_parts, len(Load)))
+    padded[: len(loads)] = loads
+    return padded, everywhere
+
+
+def _table_group(use: TableUse, plan: TablePlan) -> Hashable:
+    if plan.placement is Placement.DATA_PARALLEL:
+        return None
+    return use.table_group(plan.shards[0].num_columns)
+
+
+def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan) -> Option:
+    num_ranks = model.topology.num_ranks
+    ranks = tuple(shard.rank for shard in exact.shards)
+    if not all(0 <= rank < num_ranks for rank in ranks) or len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f"exact ranks of table {table} must be different and in [0, {num_ranks}), got "
+            f"{list(ranks)}"
+        )
+    if exact.table != table or exact != place_table(table, use.spec, exact.placement, ranks):
+        raise ValueError(
+            f"exact of the constraint of table {table} must hold that table as place_table divides "
+            f"its {use.spec.num_rows} rows and {use.spec.dim} columns, got {exact}"
+        )
+    loads, everywhere = model.table_loads(use, exact)
+    return Option(
+        placement=exact.placement,
+        groups=(np.array(ranks),),
+        loads=loads,
+        holder_seconds=model.holder_seconds(loads),
+        everywhere=everywhere,
+        table_group=_table_group(use, exact),
+        exact=exact,
+    )

@@ -1,0 +1,272 @@
+"""What a plan costs, as tables of text and as data."""
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from torchembed.sharding.planning.costs import (
+    ALL_REDUCE_EXCHANGES,
+    CostModel,
+    Everywhere,
+    Load,
+    TableUse,
+)
+from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse, dense_cost
+from torchembed.sharding.planning.plan import Placement, ShardingPlan
+from torchembed.sharding.planning.topology import Topology
+
+MAX_RANK_LINES = 16
+"""Of more ranks the slowest, the fastest and the fullest are printed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableCost:
+    """One table of a plan."""
+
+    table: str
+    placement: Placement
+    ranks: tuple[int, ...]
+    lookups: float
+    """A sample."""
+    weight_bytes: int
+    """Rows and optimizer state; of a replicated table on one rank."""
+    state_bytes: int
+    """The optimizer state of it."""
+    busiest_bytes: int
+    """Rows and state of it on the rank that holds the most."""
+    seconds: float
+    """Predicted for its busiest rank, if nothing else went over that rank's memory and links."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankCost:
+    """One rank in a step."""
+
+    rank: int
+    weight_bytes: int
+    """Rows and optimizer state."""
+    buffer_bytes: int
+    """Activations and exchange buffers."""
+    lookup_seconds: float
+    update_seconds: float
+    ids_seconds: float
+    vectors_seconds: float
+    gradients_seconds: float
+    all_reduce_seconds: float
+
+    @property
+    def held_bytes(self) -> int:
+        return self.weight_bytes + self.buffer_bytes
+
+    @property
+    def seconds(self) -> float:
+        """All of it, one after the other."""
+        return sum(getattr(self, f"{part}_seconds") for part in TIME_PARTS)
+
+
+TIME_PARTS = ("lookup", "update", "ids", "vectors", "gradients", "all_reduce")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan and what it costs; ``print`` it. :func:`~torchembed.sharding.draw_plan` draws it."""
+
+    plan: ShardingPlan
+    topology: Topology
+    batch_size: int
+    tables: tuple[TableCost, ...]
+    ranks: tuple[RankCost, ...]
+    dense: DenseCost | None = None
+    """Of everything else, the same on each rank; None where only tables are known."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted for the slowest rank: lookups, updates and wires, without the dense part."""
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def balance(self) -> float:
+        """Predicted time of the slowest rank over the mean of all ranks; 1 is even."""
+        mean = sum(rank.seconds for rank in self.ranks) / len(self.ranks)
+        # The mean of equal times may be rounded up.
+        return max(self.seconds / mean, 1.0) if mean > 0 else 1.0
+
+    def __str__(self) -> str:
+        fullest = max(self.ranks, key=lambda rank: rank.held_bytes)
+        topology = self.topology
+        setting = (
+            f"{len(self.tables)} tables on {topology.num_nodes} node(s) of "
+            f"{topology.ranks_per_node} rank(s), {self.batch_size} samples a rank"
+        )
+        summary = (
+            f"predicted: {_ms(self.seconds)} ms on the slowest rank, {self.balance:.3f} times the "
+            f"mean; the fullest rank holds {bytes_text(fullest.held_bytes)} of "
+            f"{bytes_text(topology.memory_bytes)}"
+        )
+        lines = [
+            setting,
+            "",
+            *_aligned([_TABLE_HEAD, *(_table_row(table) for table in self.tables)], num_left=3),
+            "",
+            *_aligned([_RANK_HEAD, *(_rank_row(rank) for rank in self._shown())], num_left=1),
+            "",
+            *([] if self.dense is None else [_dense_line(self.dense)]),
+            summary,
+        ]
+        return "\n".join(lines)
+
+    def _shown(self) -> list[RankCost]:
+        if len(self.ranks) <= MAX_RANK_LINES:
+            return list(self.ranks)
+        by_time = sorted(self.ranks, key=lambda rank: (-rank.seconds, rank.rank))
+        fullest = max(self.ranks, key=lambda rank: rank.held_bytes)
+        return list({rank.rank: rank for rank in (by_time[0], by_time[-1], fullest)}.values())
+
+
+def report_plan(
+    plan: ShardingPlan,
+    tables: Mapping[str, TableUse],
+    model: CostModel,
+    dense: DenseUse | None = None,
+) -> PlanReport:
+    """What ``plan``, however it was made, costs under ``model``."""
+    topology = model.topology
+    loads = np.zeros((topology.num_ranks, len(Load)))
+    weights = np.zeros(topology.num_ranks, dtype=np.int64)
+    everywhere = Everywhere()
+    groups: list[set[Hashable]] = [set() for _ in range(topology.num_ranks)]
+    costs = []
+    for name, use in tables.items():
+        of_table = plan.table(name)
+        members = [shard.rank for shard in of_table.shards]
+        shard_loads, of_all = model.table_loads(use, of_table)
+        everywhere = everywhere.plus(of_all)
+        if of_table.placement is not Placement.DATA_PARALLEL:
+            for shard in of_table.shards:
+                groups[shard.rank].add(use.table_group(shard.num_columns))
+        np.add.at(loads, members, shard_loads)
+        held = [model.weight_bytes(use, s.num_rows, s.num_columns) for s in of_table.shards]
+        np.add.at(weights, members, held)
+        alone = np.zeros_like(loads)
+        np.add.at(alone, members, shard_loads)
+        whole = model.weight_bytes(use, use.spec.num_rows, use.spec.dim)
+        elements = use.spec.num_rows * use.spec.dim
+        costs.append(
+            TableCost(
+                table=name,
+                placement=of_table.placement,
+                ranks=tuple(members),
+                lookups=model.lookups(use),
+                weight_bytes=whole,
+                state_bytes=whole - elements * use.spec.dtype.itemsize,
+                busiest_bytes=max(held),
+                seconds=float(model.rank_seconds(alone, of_all).max()),
+            )
+        )
+    return PlanReport(
+        plan=plan,
+        topology=topology,
+        batch_size=model.batch_size,
+        tables=tuple(costs),
+        ranks=tuple(_rank_costs(model, loads, weights, everywhere, list(map(len, groups)))),
+        dense=None if dense is None else dense_cost(dense, model),
+    )
+
+
+def _rank_costs(
+    model: CostModel,
+    loads: np.ndarray,
+    weights: np.ndarray,
+    everywhere: Everywhere,
+    num_groups: Sequence[int],
+) -> Iterator[RankCost]:
+    topology = model.topology
+    wires = model.wire_seconds(loads)
+    wires += topology.collective_seconds * (wires > 0)
+    reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
+    reduce += ALL_REDUCE_EXCHANGES * topology.collective_seconds * (reduce > 0)
+    for rank, (load, wire) in enumerate(zip(loads, wires, strict=True)):
+        calls = num_groups[rank] + (everywhere.all_reduce_bytes > 0)
+        lookup_bytes = load[Load.LOOKUP] + everywhere.lookup_bytes
+        update_bytes = load[Load.UPDATE] + everywhere.update_bytes
+        held = load[Load.HELD] + everywhere.held_bytes
+        yield RankCost(
+            rank=rank,
+            weight_bytes=int(weights[rank]),
+            buffer_bytes=round(held) - int(weights[rank]),
+            lookup_seconds=float(model.lookup_seconds(lookup_bytes, calls)),
+            update_seconds=float(model.update_seconds(update_bytes, calls)),
+            ids_seconds=float(wire[0]),
+            vectors_seconds=float(wire[1]),
+            gradients_seconds=float(wire[2]),
+            all_reduce_seconds=float(reduce),
+        )
+
+
+_TABLE_HEAD = ("table", "placement", "ranks", "bytes", "most on a rank", "lookups", "ms alone")
+_RANK_HEAD = ("rank", "rows and state", "buffers", *(f"{part} ms" for part in TIME_PARTS), "ms")
+
+
+def _table_row(table: TableCost) -> tuple[str, ...]:
+    return (
+        table.table,
+        table.placement.value,
+        ranks_text(table.ranks),
+        bytes_text(table.weight_bytes),
+        bytes_text(table.busiest_bytes),
+        f"{table.lookups:g}",
+        _ms(table.seconds),
+    )
+
+
+def _rank_row(rank: RankCost) -> tuple[str, ...]:
+    parts = (_ms(getattr(rank, f"{part}_seconds")) for part in TIME_PARTS)
+    held = (bytes_text(rank.weight_bytes), bytes_text(rank.buffer_bytes))
+    return (str(rank.rank), *held, *parts, _ms(rank.seconds))
+
+
+def _dense_line(dense: DenseCost) -> str:
+    parts = {
+        "forward": dense.forward_seconds,
+        "backward": dense.backward_seconds,
+        "mean of gradients": dense.mean_seconds,
+        "update": dense.update_seconds,
+    }
+    return "dense part, ms: " + ", ".join(f"{_ms(value)} {name}" for name, value in parts.items())
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], *, num_left: int) -> list[str]:
+    """Columns of equal width, the first ``num_left`` flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index < num_left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``0-3,6`` for 0, 1, 2, 3 and 6."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """In the largest binary unit of which there is one."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

@@ -1,0 +1,323 @@
+"""Finding an assignment of tables to ranks: a greedy one for given options, then local search.
+
+All of it is deterministic: the same options give the same assignment on every rank.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from torchembed.sharding.planning.costs import CostModel, Everywhere, Load
+from torchembed.sharding.planning.options import Option
+from torchembed.sharding.planning.plan import Placement
+
+MAX_PLACEMENTS = 60_000
+"""Tables that all descents place, over all the assignments that they try: a second or two of one
+core. Three times as many gain at most 3 %."""
+MAX_MOVES = 2000
+"""Single parts that a descent then moves."""
+NUM_STARTS = 3
+"""Descents."""
+NUM_PIECE_SIZES = 24
+NUM_PAIRED = 4
+"""Heaviest tables whose options are also changed two at a time."""
+NUM_PARTNERS = 8
+"""Least loaded ranks that a shard of the slowest rank may change places with."""
+LEAST_GAIN = 1e-6
+"""A relative gain below it is rounding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """An option of every table and the ranks that its parts are on."""
+
+    picks: tuple[int, ...]
+    ranks: tuple[np.ndarray, ...]
+    loads: np.ndarray
+    """``[W, 6 + groups of tables]``: after the loads, how many parts of each group a rank has."""
+    everywhere: Everywhere
+    seconds: np.ndarray
+    """``[W]``."""
+    missing_bytes: float
+    """That ranks lack, all together."""
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest rank's time over the mean."""
+        mean = float(self.seconds.mean())
+        return float(self.seconds.max()) / mean if mean > 0 else 1.0
+
+    def is_better_than(self, other: "Assignment", max_imbalance: float) -> bool:
+        """In what fits; then in imbalance above the highest allowed; then in the slowest rank; then
+        in the others."""
+        for mine, its in (
+            (self.missing_bytes, other.missing_bytes),
+            (max(self.imbalance - max_imbalance, 0), max(other.imbalance - max_imbalance, 0)),
+            (self.seconds.max(), other.seconds.max()),
+            (np.square(self.seconds).sum(), np.square(other.seconds).sum()),
+        ):
+            if abs(mine - its) > LEAST_GAIN * max(mine, its):
+                return bool(mine < its)
+        return False
+
+
+class Search:
+    """Over ``options[t]`` of each table t."""
+
+    def __init__(self, model: CostModel, options: Sequence[Sequence[Option]]) -> None:
+        self._model = model
+        known = dict.fromkeys(option.table_group for of_table in options for option in of_table)
+        known.pop(None, None)
+        numbers = {group: number for number, group in enumerate(known)}
+        self._options = [[_counting(option, numbers) for option in of] for of in options]
+        self._num_columns = len(Load) + len(numbers)
+        self._num_ranks = model.topology.num_ranks
+        self._memory = model.topology.memory_bytes
+        self._max_imbalance = math.inf
+        self._placements_left = 0
+
+    def best(self, max_imbalance: float = math.inf) -> Assignment:
+        """The fastest assignment found whose imbalance is allowed, or the nearest one where there
+        is none. It may lack memory, where none was found that does not."""
+        fastest = self._best_within(math.inf)
+        if fastest.imbalance <= max_imbalance:
+            return fastest
+        balanced = self._best_within(max_imbalance)
+        return balanced if self._is_better(balanced, fastest) else fastest
+
+    def _is_better(self, one: Assignment, other: Assignment) -> bool:
+        return one.is_better_than(other, self._max_imbalance)
+
+    def _best_within(self, max_imbalance: float) -> Assignment:
+        self._max_imbalance, self._placements_left = max_imbalance, MAX_PLACEMENTS
+        starts: list[Assignment] = []
+        known = set()
+        for picks in self._start_picks():
+            if picks not in known:
+                known.add(picks)
+                starts.append(self._greedy(picks))
+        best = None
+        for _ in range(min(NUM_STARTS, len(starts))):
+            start = starts[0]
+            for other in starts[1:]:
+                if self._is_better(other, start):
+                    start = other
+            starts.remove(start)
+            found = self._improved_ranks(self._improved_picks(start))
+            if best is None or self._is_better(found, best):
+                best = found
+        assert best is not None
+        return best
+
+    def _start_picks(self) -> Iterator[tuple[int, ...]]:
+        """For pieces of at most some seconds, falling, each table's option of the least sum.
+
+        Every option whose parts fit into memory is preferred to every one whose do not.
+        """
+        sums, largest, is_too_big = [], [], []
+        for of_table in self._options:
+            sums.append([self._mean_seconds(option) for option in of_table])
+            largest.append([option.holder_seconds.max(initial=0.0) for option in of_table])
+            held = [
+                option.loads[:, Load.HELD].max(initial=0.0) + option.everywhere.held_bytes
+                for option in of_table
+            ]
+            is_too_big.append([num_bytes > self._memory for num_bytes in held])
+        most = max((value for of_table in largest for value in of_table), default=0.0)
+        for step in range(NUM_PIECE_SIZES):
+            limit = most * 2.0 ** (-step / 2)
+            picks = []
+            for of_table, large, big in zip(sums, largest, is_too_big, strict=True):
+                keys = [
+                    (is_big, max(size, limit), total)
+                    for is_big, size, total in zip(big, large, of_table, strict=True)
+                ]
+                picks.append(keys.index(min(keys)))
+            yield tuple(picks)
+
+    def _mean_seconds(self, option: Option) -> float:
+        """What ``option`` would cost each rank if the parts could be spread evenly."""
+        everywhere, model = option.everywhere, self._model
+        memory = model.lookup_seconds(everywhere.lookup_bytes)
+        memory += model.update_seconds(everywhere.update_bytes)
+        reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
+        return option.holder_seconds.sum() / self._num_ranks + memory + reduce
+
+    def _greedy(self, picks: Sequence[int]) -> Assignment:
+        """The options ``picks``, the largest parts first, each part on the least loaded rank."""
+        chosen = [options[pick] for options, pick in zip(self._options, picks, strict=True)]
+        self._placements_left -= len(chosen)
+        everywhere = Everywhere()
+        for option in chosen:
+            everywhere = everywhere.plus(option.everywhere)
+        loads = np.zeros((self._num_ranks, self._num_columns))
+        busy = np.zeros(self._num_ranks)
+        ranks: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(chosen)
+        order = sorted(
+            range(len(chosen)),
+            key=lambda t: (len(chosen[t].groups) != 1, -chosen[t].holder_seconds.max(initial=0.0)),
+        )
+        for number in order:
+            option = chosen[number]
+            members = self._least_loaded(option, loads, busy, everywhere.held_bytes)
+            ranks[number] = members
+            if option.placement in (Placement.DATA_PARALLEL, Placement.ROW_WISE) and (
+                option.num_parts == self._num_ranks and option.exact is None
+            ):
+                members = slice(None)  # all in order: indexing each would cost more than the rest
+            loads[members] += option.loads
+            busy[members] += option.holder_seconds
+        return self._assignment(tuple(picks), tuple(ranks), loads, everywhere)
+
+    def _least_loaded(
+        self, option: Option, loads: np.ndarray, busy: np.ndarray, held_everywhere: float
+    ) -> np.ndarray:
+        if len(option.groups) == 1:
+            return option.groups[0]
+        most_held = option.loads[:, Load.HELD].max()
+        held = loads[:, Load.HELD]
+        lacking = np.maximum(held + held_everywhere + most_held - self._memory, 0.0)
+        if option.groups:
+            groups = np.array(option.groups)
+            keys = (busy[groups].max(axis=1), lacking[groups].max(axis=1))
+            return option.groups[np.lexsort(keys)[0]]
+        pool = option.pool
+        if len(pool) == self._num_ranks and not lacking.any():
+            order = np.argsort(busy, kind="stable")
+        else:
+            order = np.lexsort((busy[pool], lacking[pool]))
+        return np.sort(pool[order[: option.num_parts]])
+
+    def _assignment(
+        self,
+        picks: tuple[int, ...],
+        ranks: tuple[np.ndarray, ...],
+        loads: np.ndarray,
+        everywhere: Everywhere,
+    ) -> Assignment:
+        missing = loads[:, Load.HELD] + everywhere.held_bytes - self._memory
+        num_groups = np.count_nonzero(loads[:, len(Load) :], axis=1)
+        num_groups += everywhere.all_reduce_bytes > 0
+        return Assignment(
+            picks=picks,
+            ranks=ranks,
+            loads=loads,
+            everywhere=everywhere,
+            seconds=self._model.rank_seconds(loads, everywhere, num_groups),
+            missing_bytes=float(np.maximum(missing, 0.0).sum()),
+        )
+
+    def _improved_picks(self, best: Assignment) -> Assignment:
+        """Other options, of one table at a time, then of two of the heaviest, while that helps."""
+        while self._placements_left > 0:
+            start, by_weight = best, self._by_weight(best)
+            for number in by_weight:
+                best = self._best_of(best, (number,))
+            if best is start:
+                for pair in itertools.combinations(by_weight[:NUM_PAIRED], 2):
+                    best = self._best_of(best, pair)
+            if best is start:
+                break
+        return best
+
+    def _best_of(self, best: Assignment, numbers: tuple[int, ...]) -> Assignment:
+        """``best``, or a better one in which the tables ``numbers`` have other options."""
+        here = best
+        for choice in itertools.product(*(range(len(self._options[n])) for n in numbers)):
+            if self._placements_left <= 0:
+                break
+            if all(here.picks[n] != pick for n, pick in zip(numbers, choice, strict=True)):
+                picks = list(here.picks)
+                for number, pick in zip(numbers, choice, strict=True):
+                    picks[number] = pick
+                found = self._greedy(picks)
+                if self._is_better(found, best):
+                    best = found
+        return best
+
+    def _by_weight(self, assignment: Assignment) -> list[int]:
+        """Tables, first those that weigh most on the slowest rank (or the fullest that is full)."""
+        slowest = self._critical(assignment)
+        weights = []
+        for options, pick, ranks in zip(
+            self._options, assignment.picks, assignment.ranks, strict=True
+        ):
+            option = options[pick]
+            held = option.holder_seconds[ranks == slowest].sum()
+            weights.append(held + self._mean_seconds(option))
+        return sorted(range(len(weights)), key=lambda number: -weights[number])
+
+    @staticmethod
+    def _critical(assignment: Assignment) -> int:
+        if assignment.missing_bytes > 0:
+            return int(assignment.loads[:, Load.HELD].argmax())
+        return int(assignment.seconds.argmax())
+
+    def _improved_ranks(self, best: Assignment) -> Assignment:
+        """Parts of the slowest rank moved to others, or exchanged for theirs, while that helps."""
+        moves_left, is_improving = MAX_MOVES, True
+        while is_improving:
+            is_improving = False
+            for found in itertools.islice(self._neighbours(best), moves_left):
+                moves_left -= 1
+                if self._is_better(found, best):
+                    best, is_improving = found, True
+                    break
+        return best
+
+    def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:
+        source = self._critical(assignment)
+        partners = np.argsort(assignment.seconds, kind="stable")[:NUM_PARTNERS].tolist()
+        movable: dict[int, list[tuple[int, int]]] = {}
+        for number, ranks in enumerate(assignment.ranks):
+            if self._options[number][assignment.picks[number]].pool.size:
+                for part, rank in enumerate(ranks.tolist()):
+                    if rank == source or rank in partners:
+                        movable.setdefault(rank, []).append((number, part))
+        for partner in partners:
+            if partner == source:
+                continue
+            for mine in movable.get(source, []):
+                for its in (None, *movable.get(partner, [])):
+                    moved = self._exchanged(assignment, mine, source, its, partner)
+                    if moved is not None:
+                        yield moved
+
+    def _exchanged(
+        self,
+        assignment: Assignment,
+        mine: tuple[int, int],
+        source: int,
+        its: tuple[int, int] | None,
+        partner: int,
+    ) -> Assignment | None:
+        """``mine`` (table, part) from rank ``source`` to ``partner``, and ``its`` back; None where
+        a table would have two parts on a rank or be on one that is not allowed."""
+        ranks = list(assignment.ranks)
+        loads = assignment.loads.copy()
+        for part, new in ((mine, partner), (its, source)):
+            if part is None:
+                continue
+            number, index = part
+            option = self._options[number][assignment.picks[number]]
+            if new in ranks[number] or new not in option.pool:
+                return None
+            # Ranks stay in order, so that the parts of all may change where they are not alike.
+            loads[ranks[number]] -= option.loads
+            members = ranks[number].copy()
+            members[index] = new
+            members.sort()
+            loads[members] += option.loads
+            ranks[number] = members
+        return self._assignment(assignment.picks, tuple(ranks), loads, assignment.everywhere)
+
+
+def _counting(option: Option, numbers: Mapping[Hashable, int]) -> Option:
+    """``option`` with a column more in its loads for each group: 1 where a part is of it."""
+    counts = np.zeros((option.num_parts, len(numbers)))
+    if option.table_group is not None:
+        counts[option.loads.any(axis=1), numbers[option.table_group]] = 1
+    return dataclasses.replace(option, loads=np.hstack([option.loads, counts]))

@@ -1,0 +1,84 @@
+"""Columns of some matrices among those of another one, on a GPU, in one pass each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchembed.sharding.transport.channel import Move
+
+Piece = tuple[int, int, int]
+"""Columns that stay side by side: where they begin, how many they are, where they begin there."""
+
+
+def joined_moves(moves: Sequence[Move]) -> list[Move]:
+    """``moves`` of rows of one matrix to another one, in which neighbours are one."""
+    joined: list[Move] = []
+    for move in moves:
+        rank, num_rows, width, row, column, target, stride = move
+        if joined:
+            before = joined[-1]
+            if (before[4] + before[2], before[5] + before[2]) == (column, target):
+                joined[-1] = (rank, num_rows, before[2] + width, row, *before[4:6], stride)
+                continue
+        joined.append(move)
+    return joined
+
+
+def place_columns(values: Tensor, others: Sequence[tuple[Tensor, Sequence[Piece]]]) -> Tensor:
+    """``values [B, columns]`` with the columns of ``others``, each with its pieces, in place.
+
+    Gradients go to the others, and to ``values`` all that there are: who made it knows which of its
+    columns were its own.
+    """
+    if not others:
+        return values
+    tensors, pieces = zip(*others, strict=True)
+    return _Place.apply(values, pieces, *tensors)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, pieces: Sequence[Sequence[Piece]], *others: Tensor
+    ) -> Tensor:
+        ctx.mark_dirty(values)
+        ctx.placed = place_in(values, others, pieces)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None, *taken_from(grad, ctx.placed)
+
+
+Placed = list[tuple[torch.Size, Sequence[Piece]]]
+"""The shape of each matrix of which columns were placed, and its pieces."""
+
+
+def place_in(values: Tensor, others: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> Placed:
+    """Write the ``pieces`` of each of ``others`` to ``values``, without gradients."""
+    for other, of_other in zip(others, pieces, strict=True):
+        _copy_columns(other, of_other, values)
+    return [(other.shape, of_other) for other, of_other in zip(others, pieces, strict=True)]
+
+
+def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
+    """What is where :func:`place_in` put something, in new matrices like those that it was of."""
+    taken = [values.new_empty(shape) for shape, _ in placed]
+    for out, (_, pieces) in zip(taken, placed, strict=True):
+        _copy_columns(values, [(there, width, here) for here, width, there in pieces], out)
+    return taken
+
+
+def _copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
+    """Write the ``pieces`` of ``source`` to ``out``, which has as many rows and is contiguous."""
+    from torchembed.triton_kernels.push import launch_moves, moves_on
+
+    if source.stride(1) != 1:
+        source = source.contiguous()
+    num_rows, stride = out.shape
+    moves = [(0, num_rows, width, 0, here, there, stride) for here, width, there in pieces]
+    launch_moves(source, moves_on(out.device, tuple(joined_moves(moves))), out)

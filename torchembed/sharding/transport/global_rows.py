@@ -1,0 +1,56 @@
+"""Rows that are spread over ranks, as one tensor for distributed checkpoints.
+
+DTensor is imported where it is used: it takes longer to import than all of torchembed.
+"""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchembed.tables import Table
+
+
+def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+    """A ``DTensor`` over ``mesh`` of which ``local`` is this rank's part along ``dim``.
+
+    It has ``size`` there. The split is that of
+    :func:`~torchembed.sharding.planning.plan.place_table`, which is DTensor's own, over the ranks
+    that hold a part. Shares memory with ``local``; nothing is communicated. What has no such dimension, as one number for each row of a table whose columns
+    are divided, is whole on every rank and comes back as it is.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    if local.dim() <= dim:
+        return local
+    shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+    whole = local.new_empty(shape, device="meta")
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def local_part(tensor: Tensor, table: Table) -> Tensor:
+    """What ``table`` holds of a whole table, or of a ``DTensor`` that is placed as it is.
+
+    A tensor of another shape than the whole table's comes back as it is.
+
+    Raises:
+        ValueError: for a ``DTensor`` that is placed in another way.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        own = table.as_global(table.parameter.data)
+        if not isinstance(own, DTensor) or (
+            (tensor.placements, tensor.device_mesh.mesh.tolist())
+            != (own.placements, own.device_mesh.mesh.tolist())
+        ):
+            raise ValueError(
+                f"weight of table {table.spec.name} must be placed as in this model, or whole, got "
+                f"a DTensor with {tensor.placements} over ranks {tensor.device_mesh.mesh.tolist()};"
+                " call its full_tensor(), or load through torch.distributed.checkpoint"
+            )
+        return tensor.to_local()
+    if tuple(tensor.shape) == (table.spec.num_rows, table.spec.dim):
+        rows = tensor[table.first_row : table.first_row + table.num_rows]
+        return rows[:, table.first_column : table.first_column + table.num_columns]
+    return tensor

@@ -1,0 +1,353 @@
+"""Gradients of dense parameters: their mean over ranks, the rule of DDP, under backward."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchembed.autograd.gradient_slots import FlatSpans, gather_gradients, joint_spans, slot_of
+from torchembed.autograd.weight_gradients import (
+    are_deferred,
+    completing,
+    is_waiting,
+    on_gradient_stream,
+    when_gradients_are_complete,
+)
+from torchembed.sharding.transport.finished_work import wait_for
+from torchembed.sharding.transport.pushed_mean import PushedMean
+from torchembed.sharding.wire import BUCKET_BYTES
+from torchembed.tables import table_of
+
+_FEW_BYTES = 1 << 20
+"""So few make the last collective no longer."""
+_NUMBERS = object()
+"""What a bucket misses until all numbers are there that travel with it."""
+
+
+class _Bucket:
+    """Parameters whose gradients are reduced together, once all of them are there."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.num_bytes = 0
+        self.missing: set[object] = set()
+
+
+class _Numbers(NamedTuple):
+    """Numbers that are averaged beside gradients of parameters."""
+
+    flat: Tensor
+    put: Callable[[Tensor], None]
+    ready: torch.cuda.Event | None
+    """From when on another stream of the GPU may use them."""
+
+
+class _Reduction(NamedTuple):
+    """The sum or mean of a bucket on its way."""
+
+    work: dist.Work | torch.cuda.Event
+    memory: list[Tensor]
+    """That of ``numbers`` comes last."""
+    gradients: list[Tensor]
+    """What the mean is copied to from the first of ``memory``; none where that is theirs."""
+    numbers: Sequence[_Numbers]
+
+
+class GradientMean:
+    """Averages the gradients of parameters over ranks, bucket by bucket, while backward goes on.
+
+    Every rank must run backward equally often. A parameter without a gradient on this rank counts
+    as zeros. Gradients that accumulate over several backwards come out as the mean of the sums.
+    Buckets are filled, and reduced on every rank, in the order in which the first rank's gradients
+    came in the first backward, and in that one from the last parameter to the first. What lies in
+    a flat buffer, as with :class:`~torchembed.optim.DenseOptimizer`, is reduced there. All are done
+    at the end of backward, or of the
+    :class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients` around it.
+
+    Other numbers travel with them (:meth:`add`), in the last bucket of their dtype, since they come
+    late, or in the one before it where they are many, since the last one is waited for.
+
+    The parameters keep it.
+
+    Args:
+        parameters: in the order of the model.
+        group: of no other collectives, so that its own come in one order on all ranks.
+        dtype: in which gradients are summed; their own where None. They keep theirs.
+        push: takes the means by push; the group's all-reduce does where it is None.
+        bucket_bytes: a bucket takes no more parameters once it has as many.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        push: PushedMean | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._places: dict[Tensor, int] = {p: place for place, p in enumerate(self._parameters)}
+        self._order = self._parameters[::-1]
+        self._arrived: dict[Tensor, None] | None = {}
+        """In the first backward, whose gradients are there; None from then on."""
+        self._push = push
+        self._group = group
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        """Of the backward that runs, in their order; none between them, unless one failed."""
+        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._reductions: list[_Reduction] = []
+        self._numbers: list[_Numbers] = []
+        self._carriers: list[_Bucket] = []
+        """Of the buckets with one of which numbers travel, the last ones, two at most."""
+        self._finishing: Callable[[], Any] = _nothing
+        """Gives what is to be called at the end of the backward; None where that failed."""
+        # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
+        hook = functools.partial(_call, weakref.WeakMethod(self._on_gradient))
+        for parameter in filter(torch.is_floating_point, self._parameters):
+            # Torch takes no hooks of what is frozen, which may train later.
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+            parameter.requires_grad_(is_trained)
+            parameter.torchembed_gradient_mean = self  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        # A parameter that is pickled leaves the other ranks behind.
+        return _nothing, ()
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not _is_averaged(parameter):
+            return  # the engine also calls where it has no gradient
+        self._begin()
+        if not self._buckets:
+            self._fill_buckets()
+        bucket = self._bucket_of.get(parameter)
+        # The engine also calls for a gradient that is deferred; that one is not there yet.
+        if bucket is not None and not is_waiting(parameter):
+            if self._arrived is not None:
+                self._arrived[parameter] = None
+            bucket.missing.discard(parameter)
+            self._reduce_complete()
+
+    @property
+    def numbers_dtype(self) -> torch.dtype:
+        """Of what :meth:`add` takes."""
+        return self._dtype or torch.float32
+
+    def add(self, numbers: Tensor, put: Callable[[Tensor], None]) -> None:
+        """Average ``numbers [n]`` too, in place, and pass their mean to ``put`` when all is done.
+
+        Called in backward: in the same one on every rank, in one order, for as many numbers.
+        """
+        self._begin()
+        ready = None
+        if numbers.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        self._numbers.append(_Numbers(numbers, put, ready))
+
+    def _begin(self) -> None:
+        """Note that a backward runs; at its end, what is not reduced yet will be."""
+        is_running = self._buckets or self._numbers
+        if is_running and self._finishing() is None:
+            self._discard()
+            is_running = False
+        if not is_running:
+            finish = functools.partial(self._finish)
+            self._finishing = weakref.ref(finish)
+            when_gradients_are_complete(finish)
+
+    def _reduce_complete(self) -> None:
+        """Begin to reduce the buckets that miss nothing, in their order."""
+        while self._remaining() and not self._remaining()[0].missing:
+            self._reduce(self._remaining()[0])
+
+    def _remaining(self) -> list[_Bucket]:
+        """Buckets that are not reduced yet."""
+        return self._buckets[len(self._reductions) :]
+
+    def _fill_buckets(self) -> None:
+        """Anew for each backward: what trains, and what optimizers have laid out, may change."""
+        open_buckets: dict[torch.dtype, _Bucket] = {}
+        for parameter in self._order:
+            if not parameter.requires_grad or not _is_averaged(parameter):
+                continue
+            bucket = open_buckets.get(parameter.dtype)
+            if bucket is None or bucket.num_bytes >= self._bucket_bytes:
+                bucket = open_buckets[parameter.dtype] = _Bucket()
+                self._buckets.append(bucket)
+            bucket.parameters.append(parameter)
+            bucket.num_bytes += parameter.numel() * parameter.element_size()
+            bucket.missing.add(parameter)
+            self._bucket_of[parameter] = bucket
+        for bucket in self._buckets:
+            # As they lie in flat buffers.
+            bucket.parameters.sort(key=self._places.__getitem__)
+        self._choose_carriers()
+
+    def _choose_carriers(self) -> None:
+        """For the numbers of tables that fused optimizers update."""
+        if not any(p.requires_grad and not _is_averaged(p) for p in self._parameters):
+            return
+        alike = [
+            bucket
+            for bucket in self._buckets
+            if (self._dtype or bucket.parameters[0].dtype) is self.numbers_dtype
+        ]
+        self._carriers = alike[-2:]
+        # Which numbers come, all ranks know alike only where the engine is done.
+        for bucket in self._carriers:
+            bucket.missing.add(_NUMBERS)
+        if are_deferred():
+            torch.autograd.Variable._execution_engine.queue_callback(self._numbers_are_there)
+
+    def _numbers_are_there(self) -> None:
+        for bucket in self._carriers:
+            bucket.missing.discard(_NUMBERS)
+        self._reduce_complete()
+
+    def _carries_numbers(self, bucket: _Bucket) -> bool:
+        num_bytes = sum(flat.numel() * flat.element_size() for flat, _, _ in self._numbers)
+        carriers = self._carriers[-1:] if num_bytes <= _FEW_BYTES else self._carriers[:1]
+        return bucket in carriers
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        """Begin to reduce the gradients of ``bucket``, and the numbers that travel with it."""
+        numbers = self._numbers if self._carries_numbers(bucket) else ()
+        with on_gradient_stream():
+            # The layout, which is the same on all ranks, says what is reduced, and not where this
+            # rank's gradients happen to lie.
+            spans, gradients = joint_spans(bucket.parameters), []
+            if spans is not None:
+                gather_gradients(bucket.parameters)
+            for parameter in bucket.parameters:
+                if parameter.grad is None:
+                    slot = slot_of(parameter)
+                    zeros = torch.zeros_like(parameter) if slot is None else slot.memory.zero_()
+                    parameter.grad = zeros.detach()
+            if spans is None:
+                gradients = [p.grad for p in bucket.parameters if p.grad is not None]
+                memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                spans = FlatSpans(memory, [(0, memory.numel())])
+            self._reductions.append(self._started(spans, gradients, numbers))
+
+    def _started(
+        self, spans: FlatSpans | None, gradients: list[Tensor], numbers: Sequence[_Numbers]
+    ) -> _Reduction:
+        """Begin to average ``spans``, and ``numbers``."""
+        for _, _, ready in numbers:
+            if ready is not None:
+                torch.cuda.current_stream().wait_event(ready)
+        flats = [flat for flat, _, _ in numbers]
+        memory = [] if spans is None else spans.parts()
+        if self._push is not None:
+            dtype = self._dtype or (flats[0] if spans is None else spans.flat).dtype
+            whole = [FlatSpans(flat, [(0, flat.numel())]) for flat in flats]
+            numbered = whole if spans is None else [spans, *whole]
+            done = self._push.start(numbered, dtype, len(self._reductions))
+            return _Reduction(done, memory + flats, gradients, numbers)
+        if spans is not None and self._dtype not in (None, spans.flat.dtype):
+            # A copy, which belongs back into gradients, or where it came from.
+            gradients = gradients or memory
+            memory = [torch.cat(memory).to(self._dtype)]
+        memory += flats
+        options = dist.AllreduceCoalescedOptions()
+        averages = self._averages(memory[0].device)
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        options.asyncOp = True
+        work = self._group.allreduce_coalesced(memory, options)
+        return _Reduction(work, memory, gradients, numbers)
+
+    def _averages(self, device: torch.device) -> bool:
+        """Whether what comes is the mean already, and not the sum."""
+        is_pushed = self._push is not None
+        return is_pushed or self._group._get_backend(device).name() == "nccl"
+
+    def _finish(self) -> None:
+        while self._remaining():
+            self._reduce(self._remaining()[0])
+        if self._numbers and not self._carriers:
+            self._reductions.append(self._started(None, [], self._numbers))
+        try:
+            for bucket, reduction in itertools.zip_longest(self._buckets, self._reductions):
+                with completing([] if bucket is None else bucket.parameters):
+                    self._wait_for(reduction)
+        finally:
+            self._clear()
+        self._agree_on_order()
+
+    def _wait_for(self, reduction: _Reduction) -> None:
+        """Let the current stream wait for it, and put its results where they belong."""
+        work, memory, gradients, numbers = reduction
+        if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
+            work.wait()
+        else:
+            wait_for(work)
+        if not self._averages(memory[0].device):
+            torch._foreach_div_(memory, dist.get_world_size(self._group))  # type: ignore[attr-defined]
+        if gradients:
+            parts = memory[0].split([gradient.numel() for gradient in gradients])
+            shaped = [part.view(g.shape) for g, part in zip(gradients, parts, strict=True)]
+            torch._foreach_copy_(gradients, shaped)  # type: ignore[attr-defined]
+        for flat, put, _ in numbers:
+            put(flat)
+        for tensor in memory:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream())
+
+    def _agree_on_order(self) -> None:
+        """After the first backward, take over the order in which the first rank's gradients came;
+        the others' come last."""
+        if not self._arrived:
+            return
+        late = (parameter for parameter in self._order if parameter not in self._arrived)
+        in_order = [self._places[p] for p in (*self._arrived, *late)]
+        places = torch.tensor(in_order, device="cpu")
+        self._arrived = None
+        first = dist.get_global_rank(self._group, 0)
+        wait_for(dist.broadcast(places, src=first, group=self._group, async_op=True))
+        self._order = [self._parameters[place] for place in places.tolist()]
+
+    def _discard(self) -> None:
+        """What a backward that failed has left."""
+        for work, memory, *_ in self._reductions:
+            # On a GPU it may be of a capture that failed, and not to be waited for.
+            if not (isinstance(work, torch.cuda.Event) or memory[0].is_cuda):
+                wait_for(work)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._reductions.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()
+        self._numbers = []
+        self._carriers = []
+
+
+def most_bytes_of_a_bucket(num_elements: Iterable[int], num_numbers: int) -> int:
+    """In float32, of gradients of so many elements and of all numbers that travel with them."""
+    return BUCKET_BYTES + 4 * (max(num_elements, default=0) + num_numbers)
+
+
+def _is_averaged(parameter: Tensor) -> bool:
+    """Whether its gradient is not a fused optimizer's affair."""
+    table = table_of(parameter)
+    return table is None or table.group.rule is None
+
+
+def _call(method: Callable[[], Callable[[Tensor], None] | None], parameter: Tensor) -> None:
+    """Call the method that a weak reference leads to."""
+    found = method()
+    if found is not None:
+        found(parameter)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,33 @@
+"""Rounding vectors and gradients to the precision in which they are sent."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchembed.sharding.transport.finished_work import all_reduce
+
+
+def narrow_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    """``wire`` where that is narrower than ``dtype``, else ``dtype``."""
+    return dtype if wire is None or wire.itemsize >= dtype.itemsize else wire
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` in ``dtype`` where that is narrower."""
+    return tensor.to(narrow_dtype(tensor.dtype, dtype))
+
+
+def float16_scale(gradients: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """The power of two, float32 ``[]``, that brings the largest of all ranks' float32 ``gradients``
+    to ``[2**14, 2**15)``, and its inverse. Never synchronizes; every rank of ``group`` calls it."""
+    magnitudes = gradients.abs()
+    finite = magnitudes.where(torch.isfinite(magnitudes), 0.0).flatten()
+    largest = torch.cat([finite, finite.new_zeros(1)]).amax()
+    all_reduce(largest, group, dist.ReduceOp.MAX)
+    exponent = (largest.view(torch.int32) >> 23) - 127
+    # Beyond 2**126 the inverse would not be a normal number.
+    shift = (14 - exponent).clamp_max(126)
+    scale, inverse = ((127 + power) << 23 for power in (shift, -shift))
+    return scale.view(torch.float32), inverse.view(torch.float32)

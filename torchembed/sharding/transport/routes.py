@@ -1,0 +1,336 @@
+"""Routes: the ids of a batch to the ranks that hold their rows, and the vectors back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.host_numbers import HostNumbers
+from torchembed.ops.jagged import bucketize_rows, permute_features
+from torchembed.sharding.transport.collectives import (
+    differentiable_exchange,
+    exchange,
+    exchange_sizes,
+    gather_size,
+)
+from torchembed.sharding.transport.columns import Piece
+from torchembed.sharding.transport.layout import Layout
+from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
+from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.wire import WirePrecision
+
+
+class Route:
+    """One batch's way to the tables and back. The batch has a feature for each part of the layout.
+
+    Attributes:
+        features: what this rank looks up: one feature for each of its blocks, ids within the
+            block's rows or outside them (then they count for nothing), and the samples of all
+            ranks, rank by rank.
+        batch_sizes: samples of each rank.
+    """
+
+    features: SparseFeatures
+    batch_sizes: list[int]
+
+    def __init__(self, layout: Layout, ranks: Ranks) -> None:
+        self._layout, self._ranks = layout, ranks
+        self._group, self._rank = ranks.group, ranks.rank
+
+    def _block_keys(self) -> tuple[str, ...]:
+        return tuple(str(number) for number in range(len(self._layout.blocks[self._rank])))
+
+    def _exchange_weights(
+        self, weights: Tensor | None, send: list[int], receive: list[int]
+    ) -> Tensor | None:
+        """Per-id weights to where the ids go. Their gradients come back as this rank's own.
+
+        Pooled gradients are divided by the number of ranks on their way to the tables; the
+        gradients of weights, which stay local, are multiplied again.
+        """
+        if weights is None:
+            return None
+        num_ranks = self._layout.num_ranks
+        if not weights.requires_grad:
+            return exchange(weights, send, receive, self._group)
+        as_they_are = WirePrecision()
+        return differentiable_exchange(
+            weights, send, receive, self._group, float(num_ranks), as_they_are
+        )
+
+    def return_pooled(self, pooled: Tensor) -> list[Tensor]:
+        """Send the samples' vectors home.
+
+        Args:
+            pooled: ``[all samples, columns]``, those of this rank's blocks side by side.
+
+        Returns:
+            For each part the ``[B, columns]`` of this rank's samples, summed over its shards in the
+            order of ranks. In backward, gradients go to the tables divided by the number of ranks:
+            the mean over ranks.
+        """
+        num_samples = self.batch_sizes[self._rank]
+        widths = [[block.num_columns for block in blocks] for blocks in self._layout.blocks]
+        weights = self.features.weights
+        if not self._layout.blocks[self._rank] and weights is not None and weights.requires_grad:
+            # Without a block nothing here uses the weights, but their exchange needs all ranks.
+            pooled = pooled + weights.sum().to(pooled.dtype) * 0
+        send = [size * pooled.shape[1] for size in self.batch_sizes]
+        receive = [num_samples * sum(of_rank) for of_rank in widths]
+        scale = 1.0 / self._layout.num_ranks
+        flat = differentiable_exchange(
+            pooled.reshape(-1), send, receive, self._group, scale, self._ranks.wire
+        )
+        from_shards: list[list[Tensor]] = [[] for _ in range(self._layout.num_parts)]
+        for blocks, of_rank, vectors in zip(
+            self._layout.blocks, widths, flat.split(receive), strict=True
+        ):
+            by_block = vectors.view(num_samples, sum(of_rank)).split(of_rank, dim=1)
+            for block, columns in zip(blocks, by_block, strict=True):
+                from_shards[block.part].append(columns)
+        return [_sum_over_shards(columns) for columns in from_shards]
+
+    def push_pooled(
+        self,
+        groups: Sequence[GroupVectors],
+        push: PooledPush,
+        others: Sequence[tuple[Tensor, Sequence[Piece]]],
+        *,
+        ahead: bool,
+    ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """:meth:`return_pooled` by push.
+
+        Args:
+            groups: the vectors of all of this rank's blocks.
+            push: of this layout.
+            others, ahead: as ``push`` takes them.
+
+        Returns:
+            The values ``[B, columns]``, with the parts that have a place in them, and of each other
+            part its number and its ``[B, columns]``.
+        """
+        weights, anchor = self.features.weights, None
+        if not groups and weights is not None and weights.requires_grad:
+            # Nothing here uses the weights, but their exchange needs all ranks.
+            anchor = weights.flatten()[:0]
+        values, staged = push(groups, self.batch_sizes, anchor, others, ahead=ahead)
+        return values, [(part, _sum_over_shards(columns)) for part, columns in staged]
+
+
+def _sum_over_shards(columns: list[Tensor]) -> Tensor:
+    """In the order of ranks."""
+    return columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
+
+
+class FixedRoute(Route):
+    """Fixed hotness: every size follows from the batch sizes, so no GPU is waited for.
+
+    A row-wise table's ids go to all ranks, each of which leaves out those outside its rows.
+
+    Args:
+        features: of which each part is one.
+        of_parts: the number of each part's feature.
+    """
+
+    def __init__(
+        self, features: SparseFeatures, of_parts: Sequence[int], layout: Layout, ranks: Ranks
+    ) -> None:
+        super().__init__(layout, ranks)
+        group, rank = ranks.group, ranks.rank
+        assert features.hotness is not None
+        num_samples = features.batch_size
+        hotness = [features.hotness[number] for number in of_parts]
+        self.batch_sizes = gather_size(num_samples, group)
+        mine = layout.blocks[rank]
+        counts = [count * num_samples for count in hotness]
+        send = [sum(counts[block.part] for block in blocks) for blocks in layout.blocks]
+        ids_a_sample = sum(hotness[block.part] for block in mine)
+        receive = [ids_a_sample * size for size in self.batch_sizes]
+        of_blocks = [of_parts[block.part] for blocks in layout.blocks for block in blocks]
+        sizes = [count * num_samples for count in features.hotness]
+        pieces = [hotness[block.part] * size for size in self.batch_sizes for block in mine]
+        by_block = [n for k in range(len(mine)) for n in range(len(pieces))[k :: len(mine)]]
+
+        def blocks_first(received: Tensor) -> Tensor:
+            """From (rank, block) order to (block, rank) order."""
+            return layout.reorder(received, pieces, by_block)
+
+        def pick(tensor: Tensor) -> Tensor:
+            return layout.reorder(tensor, sizes, of_blocks)
+
+        values = blocks_first(exchange(pick(features.values), send, receive, group))
+        lengths = [hotness[block.part] * sum(self.batch_sizes) for block in mine]
+        for ids, block in zip(values.split(lengths), mine, strict=True):
+            if block.first_row:
+                ids.sub_(block.first_row)
+        weights = features.weights
+        if weights is not None:
+            exchanged = self._exchange_weights(pick(weights), send, receive)
+            assert exchanged is not None
+            weights = blocks_first(exchanged)
+        self.features = SparseFeatures(
+            keys=self._block_keys(),
+            values=values,
+            batch_size=sum(self.batch_sizes),
+            hotness=tuple(hotness[block.part] for block in mine),
+            weights=weights,
+        )
+
+
+class JaggedRoute(Route):
+    """Any lengths. Ids go to exactly the rank that holds their row.
+
+    Made in three parts, each by every rank in the same order: the constructor sorts this rank's ids
+    by where they go; :meth:`announce` tells the others how many will come; :meth:`travel` sends
+    them, and only then the route can be used. The first two may run in another thread than the
+    third, beside whatever its device does.
+
+    Without :meth:`announce`, :meth:`travel` takes a capacity that all sizes follow from. Spare
+    positions travel too then, and no bag holds them.
+
+    Attributes:
+        num_ids_of_parts: of each part, this rank's; once they were announced.
+        num_ids_of_blocks: of each of this rank's blocks, all ranks'; None where the host does not
+            know.
+    """
+
+    num_ids_of_parts: list[int]
+    num_ids_of_blocks: list[int] | None = None
+
+    def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
+        super().__init__(layout, ranks)
+        assert features.offsets is not None
+        device, self._num_samples = features.values.device, features.batch_size
+        self._buckets = bucketize_rows(
+            features.values,
+            features.offsets,
+            layout.boundaries(device),
+            batch_size=self._num_samples,
+            weights=features.weights,
+        )
+
+    def _bounds(self, num_pieces: int) -> Tensor:
+        """Of the sorted ids in so many pieces of as many bags each: where they begin, and end."""
+        offsets = self._buckets.offsets
+        num_bags = (offsets.shape[0] - 1) // max(num_pieces, 1)
+        return offsets[torch.arange(num_pieces + 1, device=offsets.device) * num_bags]
+
+    def needed_capacity(self) -> Tensor:
+        """The most ids that this rank sends to one, ``[]``."""
+        return self._bounds(self._layout.num_ranks).diff().amax()
+
+    def announce(self, group: Any) -> None:
+        """Find out how many ids travel; on a GPU this waits for this rank's sizes.
+
+        Args:
+            group: of the same ranks, through the CPU; of one thread's collectives.
+        """
+        layout = self._layout
+        num_buckets = layout.num_ranks * layout.num_parts
+        of_buckets = HostNumbers(self._bounds(num_buckets).diff())
+        sizes = torch.tensor(of_buckets.tolist(), dtype=torch.int64, device="cpu")
+        sizes = sizes.view(layout.num_ranks, layout.num_parts)
+        self.num_ids_of_parts = sizes.sum(dim=0).tolist()
+        self._send = sizes.sum(dim=1).tolist()
+        head = sizes.new_full((layout.num_ranks, 1), self._num_samples)
+        from_ranks = exchange_sizes(torch.cat([head, sizes], dim=1), group)
+        self.batch_sizes = [num_samples for num_samples, *_ in from_ranks]
+        self._receive = [sum(of_parts) for _, *of_parts in from_ranks]
+        blocks = layout.blocks[self._rank]
+        self.num_ids_of_blocks = [sum(row[1 + b.part] for row in from_ranks) for b in blocks]
+
+    def travel(self, capacity: int | None = None) -> None:
+        """Send the ids to where their rows are; never waits for a GPU.
+
+        Args:
+            capacity: of what each rank sends to each, where it was not announced; the same on all
+                ranks. Where :meth:`needed_capacity` says more on any, the route is of no use.
+        """
+        layout, group, buckets = self._layout, self._group, self._buckets
+        num_samples, num_ranks = self._num_samples, layout.num_ranks
+        if capacity is not None:
+            self.batch_sizes = gather_size(num_samples, group)
+            self._send = self._receive = [capacity] * num_ranks
+        num_blocks = [len(blocks) for blocks in layout.blocks]
+        lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
+        lengths = lengths[layout.bucket_rows(lengths.device)].flatten()
+        mine = num_blocks[self._rank]
+        received_sizes = [mine * size for size in self.batch_sizes]
+        sent_sizes = [count * num_samples for count in num_blocks]
+        lengths = exchange(lengths, sent_sizes, received_sizes, group)
+        by_rank = [
+            part.view(mine, size)
+            for part, size in zip(lengths.split(received_sizes), self.batch_sizes, strict=True)
+        ]
+        places = self._places_sent(capacity)
+        values = exchange(buckets.values[places], self._send, self._receive, group)
+        weights = buckets.weights
+        if weights is not None:
+            weights = self._exchange_weights(weights[places], self._send, self._receive)
+
+        # Pieces arrive in (rank, block) order and are looked up in (block, rank) order; spare ones
+        # come last of each rank and are left out.
+        piece_lengths = torch.stack([part.sum(dim=1) for part in by_rank])
+        if capacity is not None:
+            spare = capacity - piece_lengths.sum(dim=1, keepdim=True)
+            piece_lengths = torch.cat([piece_lengths, spare.clamp_min(0)], dim=1)
+        of_rank = piece_lengths.shape[1]
+        self._piece_offsets = self._offsets_of(piece_lengths, values, capacity)
+        self._pieces = [r * of_rank + k for k in range(mine) for r in range(num_ranks)]
+        in_order = permute_features(
+            values,
+            self._piece_offsets,
+            self._pieces,
+            num_features=num_ranks * of_rank,
+            batch_size=1,
+            num_ids=values.shape[0],
+            weights=weights,
+        )
+        offsets = self._offsets_of(torch.cat(by_rank, dim=1), values, capacity)
+        self.features = SparseFeatures(
+            keys=self._block_keys(),
+            values=in_order.values,
+            batch_size=sum(self.batch_sizes),
+            offsets=offsets,
+            weights=in_order.weights,
+        )
+
+    def _offsets_of(self, lengths: Tensor, values: Tensor, capacity: int | None) -> Tensor:
+        """Of ``lengths`` among ``values``; within these also where the capacity was too small."""
+        offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+        return offsets if capacity is None else offsets.clamp_max(values.shape[0])
+
+    def _places_sent(self, capacity: int | None) -> slice | Tensor:
+        """Where what is sent to the ranks stands in the sorted ids; spare positions anywhere."""
+        if capacity is None:
+            return slice(sum(self._send))
+        starts = self._bounds(self._layout.num_ranks)[:-1]
+        places = starts.unsqueeze(1) + torch.arange(capacity, device=starts.device)
+        return places.clamp_max(self._buckets.values.shape[0] - 1).flatten()
+
+    def return_sequences(self, vectors: Tensor) -> Tensor:
+        """Send each id's vector home.
+
+        Args:
+            vectors: ``[ids of this rank's features, D]``, in their order.
+
+        Returns:
+            ``[L, D]``: a vector for each id of the routed batch, in its order. In backward,
+            gradients go to the tables divided by the number of ranks.
+        """
+        ids = torch.arange(vectors.shape[0], device=vectors.device)
+        order = permute_features(
+            ids,
+            self._piece_offsets,
+            self._pieces,
+            num_features=len(self._pieces),
+            batch_size=1,
+        ).values
+        as_received = torch.empty_like(ids).scatter_(0, order, ids)
+        scale = 1.0 / self._layout.num_ranks
+        home = differentiable_exchange(
+            vectors[as_received], self._receive, self._send, self._group, scale, self._ranks.wire
+        )
+        return home[self._buckets.positions[: home.shape[0]].long()]

@@ -1,0 +1,1 @@
+"""The engines of a train step, and ``TrainPipeline``, which chooses among them."""

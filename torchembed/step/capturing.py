@@ -1,0 +1,34 @@
+"""Captures that succeed on all ranks, or are given up by all."""
+
+import warnings
+from collections.abc import Callable
+
+from torchembed.core import ranks
+
+
+def captured_on_all_ranks(capture: Callable[[], None], what: str) -> bool:
+    """Whether ``capture()`` succeeds on all ranks, each of which calls it; where it does not, a
+    warning says why ``what`` is going to be eager."""
+    reason = None
+    try:
+        capture()
+    except Exception as error:  # noqa: BLE001 - said in the warning, once all ranks know
+        # No more of it is kept: it would hold what autograd made meanwhile.
+        reason = _reason(error)
+    if not ranks.any_rank(reason is not None):
+        return True
+    warnings.warn(
+        f"{what} could not be captured as a CUDA graph, so it runs eagerly from now on: "
+        f"{reason or 'another rank failed, whose warning says why'}",
+        stacklevel=6,  # whoever called the pipeline
+    )
+    return False
+
+
+def _reason(error: Exception) -> str:
+    """The first of the errors that led to ``error``."""
+    first: BaseException = error
+    while first.__context__ is not None:
+        first = first.__context__
+    lines = str(first).splitlines()
+    return f"{type(first).__name__}: {lines[0] if lines else ''}"

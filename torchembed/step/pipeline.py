@@ -1,0 +1,340 @@
+"""``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchembed.core import ranks
+from torchembed.core.named_range import named_range
+from torchembed.core.trees import map_tensors
+from torchembed.data.batch import as_batch
+from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.sharding.transport.channel import PushDomain
+from torchembed.step.batch_layout import num_ids_in, to_device
+from torchembed.step.captured_steps import CapturedSteps
+from torchembed.step.eager_step import eager_step
+from torchembed.step.in_flight import StepsInFlight
+from torchembed.step.jagged_steps import JaggedSteps
+from torchembed.step.loss import ComputeLoss, LossFunction, loss_and_output
+from torchembed.step.read_ahead import InputStalls, ReadAhead, Upcoming
+from torchembed.step.static_step import StaticStep
+from torchembed.step.step_kinds import Layouts, StepKinds
+from torchembed.step.step_optimizers import StepOptimizers
+from torchembed.step.step_result import StepOutcome, StepResult
+
+_STEPS_AHEAD = 2
+"""So many steps the host may be ahead of the device."""
+_RELEASE_SECONDS = 2.0
+"""For the steps under way to end, where graphs are to be destroyed."""
+
+
+class TrainPipeline:
+    """Trains a model batch by batch; on GPUs each step is one CUDA graph, collectives inside.
+
+    The graph holds the lookup, the dense part and its gradients as the model's own code makes
+    them, the rows' and the dense updates, and beside them all of the next batch that its ids alone
+    decide: their exchange, check, sorting and runs. The host launches it and begins the copy of the
+    batch after that, on a stream of its own; it never waits for the step under way. The first steps
+    run without a graph (they train as well, and compile what there is to compile).
+
+    What can be captured must not wait for the GPU nor depend on values on the host: batches with
+    fixed hotness, of one layout, that of the first of them. Where lengths vary (jagged
+    ``SparseFeatures``, a ``KeyedJaggedTensor``), and all that the model needs of ids are pooled
+    vectors, captured steps have room for a quarter more ids than the first batch has; a thread of
+    its own finds out ahead whether a batch fits, and one that does not has them captured anew with
+    more. Where a vector for each id is needed, that thread finds out sizes alone, and steps are not
+    captured; the host waits for no GPU there, either. Other batches (a smaller last one) run
+    eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
+    warning says why, and such steps are eager from then on. Use it in a ``with``, or :meth:`close`
+    it, before the process group is destroyed.
+
+    Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
+    ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
+    must stay as they are. Parameters may be frozen, moved or loaded between steps, and modules set
+    to training or evaluation: steps are captured anew. Where that concerns what some ranks only
+    hold, their tables, call :meth:`take_up_changes` on every rank then.
+
+    A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
+    as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
+    once.
+
+    Args:
+        model: sharded or not. Called as ``model(dense, sparse)``, gives logits ``[B]`` or
+            ``[B, 1]``; where ``loss_fn`` is None, ``model(batch)``, gives its loss, or a tuple of
+            the loss and what else there is, as TorchRec's models for training do.
+        loss_fn: ``(logits [B], labels [B])`` to their mean loss.
+        optimizers: of all parameters; captured steps update in an order of their own.
+        device: where batches go; the model's by default.
+        autocast: the dtype of ``torch.autocast`` around forward and loss.
+        capture: False for eager steps only.
+        timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
+            each other, before they give the other ranks up; NCCL does not watch what is in a graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        capture: bool = True,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.model, self.loss_fn, self.optimizers = model, loss_fn, list(optimizers)
+        self.device = torch.device(next(model.parameters()).device if device is None else device)
+        # No method: graphs should go with the pipeline, not with the next garbage collection.
+        self._compute_loss: ComputeLoss = functools.partial(
+            loss_and_output,
+            loss_fn=loss_fn,
+            autocast=torch.autocast(self.device.type, autocast, enabled=autocast is not None),
+        )
+        self._group = _group_of(model)
+        self._make_static = functools.partial(
+            StaticStep,
+            model,
+            self._compute_loss,
+            self.optimizers,
+            device=self.device,
+            group=self._group,
+        )
+        self._captures = capture and self.device.type == "cuda"
+        self._upcoming = ReadAhead()
+        self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model))
+        self._static: CapturedSteps | None = None
+        self._jagged = JaggedSteps(
+            model,
+            self._compute_loss,
+            self.optimizers,
+            self._make_static,
+            self._in_flight.wait_for_all,
+            device=self.device,
+            group=self._group,
+        )
+        self._layouts = Layouts(model)
+        self._num_read = 0
+        if self._captures:
+            ranks.check_cpu_backend()
+
+    def progress(self, batches: Iterator[Any]) -> StepResult:
+        """Take a step on the next batch, and begin to copy one to come.
+
+        Args:
+            batches: what :func:`~torchembed.data.batch.as_batch` takes; without ``loss_fn`` any
+                nested tuples, lists, dicts and dataclasses of tensors. Each call is given the same
+                iterator, which is read two batches ahead on a GPU: a position in the data that is
+                to be saved, :class:`Epochs` too, is right once the iterator has ended, as it has
+                after each :func:`train`. Every rank's gives equally many. What was read ahead of
+                another iterator is left out.
+
+        Returns:
+            The loss, the model's output and the batch; the next step but one may overwrite them.
+            Nothing waits for them.
+
+        Raises:
+            StopIteration: after the last batch.
+            IndexError: for a bad id of this batch on the CPU, of an earlier one on a GPU.
+            TimeoutError: where the device has not finished a step in ``timeout_seconds``. One of
+                several ranks then ends soon, also where closing it hangs.
+            Exception: what reading a batch raised, once those before it are trained; of several
+                ranks at the next call, since the others may wait for this one to read.
+        """
+        now = self._next(batches)
+        result = self._step(now)
+        self._read_ahead()
+        return result
+
+    def take(self, batches: Iterator[Any]) -> Any:
+        """The batch that :meth:`progress` would train next, on the device, which it is not trained
+        with; arguments and errors are the same."""
+        now = self._next(batches)
+        batch = to_device(now.batch, self.device)
+        self._read_ahead()
+        return batch
+
+    def _next(self, batches: Iterator[Any]) -> Upcoming:
+        self._upcoming.follow(batches)
+        self._upcoming.check()
+        self._in_flight.wait_until(_STEPS_AHEAD - 1)
+        if self._is_stale():
+            self.close()
+        self._upcoming.fill(2 if self._captures else 1, self._taken_in)
+        self._announce_read()
+        now = self._upcoming.pop()
+        if now is None:
+            self.check_ids()
+            raise StopIteration
+        return now
+
+    def _read_ahead(self) -> None:
+        if self._captures:
+            with named_range("torchembed: copy"):
+                self._upcoming.fill(2, self._taken_in)
+                self._announce_read()
+
+    def _step(self, now: Upcoming) -> StepResult:
+        if self._captures:
+            if now.kinds.static and self._is_ready(now):
+                return self._static_step(now)
+            if now.kinds.jagged and self._captures:
+                with named_range("torchembed: step"):
+                    return self._noted(self._jagged.run(now, list(self._upcoming)))
+        return self._eager_step(now.batch)
+
+    def close(self) -> None:
+        """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
+
+        ``torch.distributed.destroy_process_group`` waits for ever for graphs that hold collectives,
+        so close the pipeline, or let it go, before. Further steps would be captured anew.
+
+        Raises:
+            IndexError, TimeoutError: as :meth:`progress`.
+        """
+        try:
+            self.check_ids()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Destroy the graphs, but one that hangs: that might wait for it, and the error be lost."""
+        if not self._in_flight.finish_within(_RELEASE_SECONDS):
+            return
+        self._jagged.release()
+        if self._static is not None:
+            self._static.release()
+            self._static = None
+        for upcoming in self._upcoming:
+            upcoming.jagged = upcoming.placed = upcoming.needs = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._release()
+
+    def take_up_changes(self) -> None:
+        """Capture anew on all ranks where the model was changed on one of them.
+
+        Collective. What all ranks change alike, as modes of modules and dense parameters, needs no
+        such call; after a table that some ranks only hold was frozen, moved or loaded, every rank
+        calls it before the next step. :func:`train` begins with it.
+
+        Raises:
+            IndexError, TimeoutError: as :meth:`close`.
+        """
+        ranks.check_cpu_backend()
+        if ranks.any_rank(self._is_stale()):
+            self.close()
+
+    @property
+    def num_read_ahead(self) -> int:
+        """How many batches were read and not trained yet."""
+        return len(self._upcoming)
+
+    @property
+    def input_stalls(self) -> InputStalls:
+        """So far; zero where the iterators given to :meth:`progress` keep up."""
+        return self._upcoming.stalls
+
+    def check_ids(self) -> None:
+        """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
+        self._in_flight.wait_until(0)
+
+    def _is_stale(self) -> bool:
+        """Whether steps were prepared or captured of a model that has changed since."""
+        return self._jagged.is_stale or (self._static is not None and self._static.is_stale)
+
+    def _taken_in(self, item: Any) -> Upcoming:
+        """A batch that was read; its copy is begun where it has the layout of static steps."""
+        batch = item if self.loss_fn is None else as_batch(item)
+        number, kinds = self._num_read, StepKinds(static=False, jagged=False)
+        if self._captures:
+            kinds = self._layouts.kinds_of(batch)
+            if kinds.static:
+                self._static_for(batch).step.slots.fill(number % 2, batch)
+        num_ids = num_ids_in(batch) if kinds.jagged else 0
+        agreed = ranks.start_minimum(*kinds, -num_ids) if self._captures else _never
+        self._num_read += 1
+        return Upcoming(batch, number, agreed)
+
+    def _announce_read(self) -> None:
+        """Have the sizes found out of batches that are to be trained in steps on jagged ones."""
+        for upcoming in self._upcoming:
+            self._jagged.announce(upcoming)
+
+    def _static_for(self, example: Any) -> CapturedSteps:
+        if self._static is None:
+            self._static = CapturedSteps(self._make_static(example))
+            for upcoming in self._upcoming:
+                if self._layouts.kinds_of(upcoming.batch).static:
+                    self._static.step.slots.fill(upcoming.turn, upcoming.batch)
+        return self._static
+
+    def _is_ready(self, now: Upcoming) -> bool:
+        """Make the static step ready for ``now``; False where there is none any more."""
+        is_new, static = self._static is None, self._static_for(now.batch)
+        if is_new:
+            static.step.slots.fill(now.turn, now.batch)
+        if static.make_ready(now):
+            return True
+        self._captures = False
+        self._release()
+        return False
+
+    def _static_step(self, now: Upcoming) -> StepResult:
+        assert self._static is not None
+        with named_range("torchembed: step"):
+            return self._noted(self._static.run(now, self._upcoming.first))
+
+    def _noted(self, outcome: StepOutcome) -> StepResult:
+        self._in_flight.add(outcome)
+        return outcome.result
+
+    def _eager_step(self, host_batch: Any) -> StepResult:
+        batch = to_device(host_batch, self.device)
+        if self.device.type == "cuda":
+            optimizers = StepOptimizers(self.optimizers)
+            outcome = eager_step(
+                self.model, self._compute_loss, optimizers, batch, self._group, held=host_batch
+            )
+            return self._noted(outcome)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss, output = self._compute_loss(self.model, batch)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
+
+
+def _never() -> tuple[int, ...]:
+    return *StepKinds(static=False, jagged=False), 0
+
+
+def _group_of(model: nn.Module) -> Any:
+    """The ranks that train ``model`` together: those over which its tables are sharded, else all;
+    None where there is one."""
+    for module in model.modules():
+        if isinstance(module, ShardedCollection):
+            return module.ranks.group
+    return dist.group.WORLD if ranks.world_size() > 1 else None
+
+
+def _push_domains_of(model: nn.Module) -> list[PushDomain]:
+    """Where the GPUs that train ``model`` store into each other's memory."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return list(dict.fromkeys(m.ranks.push for m in sharded if m.ranks.push is not None))

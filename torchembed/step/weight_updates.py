@@ -1,0 +1,169 @@
+"""When a step updates dense weights: after backward, or each as soon as its gradient is there."""
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchembed.autograd.gradient_slots import slot_of
+from torchembed.autograd.reads import ReadsOf
+from torchembed.autograd.weight_gradients import Completion, DeferredWeightGradients
+from torchembed.optim import DenseOptimizer
+from torchembed.step.guarded_update import skipping
+from torchembed.step.step_optimizers import update
+from torchembed.step.streams import between, event_on, join, wait_for
+
+_MIN_ELEMENTS = 1 << 16
+"""Of a weight that is worth a kernel of its own."""
+
+
+class LateUpdates:
+    """The steps of dense optimizers after backward.
+
+    Args:
+        optimizers: torchembed's, which may begin early, and torch's.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._ours = [o for o in optimizers if isinstance(o, DenseOptimizer)]
+
+    def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[Any]:
+        """Gradients of weights are deferred meanwhile, and there at the end. What is updated before
+        that does not change where ``skip`` is not zero."""
+        del skip  # nothing is updated before
+        return DeferredWeightGradients()
+
+    def update(self, skip: Tensor | None) -> None:
+        """Then, the optimizers' step, that changes nothing where ``skip`` is not zero; what was
+        updated before is left out. The current stream waits for it at the end."""
+        update(self._optimizers, skip)
+
+    def _without_pre_hooks(self) -> list[DenseOptimizer]:
+        """What such hooks do to all gradients together, the step itself waits for."""
+        return [o for o in self._ours if not o._optimizer_step_pre_hooks]
+
+
+class EarlyUpdates(LateUpdates):
+    """Those of torchembed's optimizers begin while backward goes on to the layers before.
+
+    Each gradient of a weight that a layer defers is computed on a stream of its own, as soon as
+    backward has come by the layer. The weight is updated, on another stream, as soon as its
+    gradient is there, unless something reads it later in the same backward. Where weights have
+    several gradients to be added up, all are computed and updated after backward; the first
+    backward shows whether they have.
+
+    For steps that become a graph, where what waits for what matters and not when it was launched;
+    and for one rank, since what becomes of gradients between ranks is not known here.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+        super().__init__(optimizers)
+        self._are_alone: bool | None = None
+        """Whether no two gradients of a deferred weight are to be added up; None: not known yet."""
+        self._ready: dict[Tensor, torch.cuda.Event] = {}
+        """By weight that may change, from when on."""
+        self._gradients_stream = torch.cuda.Stream(device, priority=-2)
+        self._updates_stream = torch.cuda.Stream(device, priority=-1)
+
+    @contextlib.contextmanager
+    def around_backward(self, skip: Tensor | None) -> Iterator[None]:
+        del skip  # no update is launched before `update`
+        stream = self._gradients_stream if self._are_alone else None
+        weights: list[Tensor] = []
+        computed: dict[Tensor, torch.cuda.Event] = {}
+
+        def note(weight: Tensor) -> None:
+            # The engine calls once more for a gradient that the stream has computed.
+            if weight not in computed:
+                computed[weight] = torch.cuda.Event()
+                computed[weight].record()
+
+        hooks = [w.register_post_accumulate_grad_hook(note) for w in self._candidates()]
+        try:
+            with DeferredWeightGradients(stream) as deferred, ReadsOf(deferred.weights) as reads:
+                yield
+                weights += deferred.weights
+                if self._are_alone is None:
+                    counts = collections.Counter(map(id, weights))
+                    self._are_alone = all(counts[id(w)] == 1 and w.grad is None for w in weights)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._ready = {}
+        if stream is not None:
+            may_change = [w for w in weights if w in computed and id(w) not in reads.found]
+            self._ready = {weight: computed[weight] for weight in may_change}
+
+    def _candidates(self) -> list[Tensor]:
+        """Large weights, of optimizers and with gradients that nobody else has to do with."""
+        parameters = [
+            parameter
+            for optimizer in self._without_pre_hooks()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.numel() >= _MIN_ELEMENTS
+        ]
+        # One hook is the slot's own.
+        return [p for p in parameters if len(p._post_accumulate_grad_hooks or {}) <= 1]
+
+    def update(self, skip: Tensor | None) -> None:
+        begun: dict[int, torch.cuda.Event | None] = {}
+        for weight, ready in self._ready.items():
+            slot = slot_of(weight)
+            if slot is None or not slot.holds(weight.grad):
+                continue
+            self._updates_stream.wait_event(ready)
+            with torch.cuda.stream(self._updates_stream):
+                for optimizer in self._ours:
+                    with skipping(optimizer, skip):
+                        optimizer.step_early([weight])
+            # The first update in a flat buffer counts its step.
+            buffer = slot.memory.untyped_storage().data_ptr()
+            if buffer not in begun:
+                begun[buffer] = event_on(self._updates_stream)
+        for event in begun.values():
+            wait_for(event)
+        for optimizer in self._without_pre_hooks():
+            # What is left, beside the others.
+            with skipping(optimizer, skip):
+                optimizer.step_early([p for g in optimizer.param_groups for p in g["params"]])
+        if begun:
+            join(self._updates_stream)
+        # Hooks see all of it.
+        super().update(skip)
+
+
+class UpdatesOfMeans(LateUpdates):
+    """On several ranks, torchembed's optimizers update each weight as soon as its mean is there,
+    and backward done but for deferred gradients that do not read the weight.
+
+    Args:
+        stream: where all updates are.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], stream: torch.cuda.Stream
+    ) -> None:
+        super().__init__(optimizers)
+        self._stream = stream
+
+    @contextlib.contextmanager
+    def around_backward(self, skip: Tensor | None) -> Iterator[None]:
+        early = self._without_pre_hooks()
+
+        def note(parameters: Sequence[Tensor]) -> None:
+            for optimizer in early:
+                with skipping(optimizer, skip):
+                    optimizer.step_early(parameters)
+
+        changed = [p for o in early for group in o.param_groups for p in group["params"]]
+        with DeferredWeightGradients(completion=Completion(self._stream, note, changed)):
+            yield
+
+    def update(self, skip: Tensor | None) -> None:
+        with between(self._stream):
+            super().update(skip)
