@@ -14,8 +14,9 @@ def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Te
 
     It has ``size`` there. The split is that of
     :func:`~torchembed.sharding.planning.plan.place_table`, which is DTensor's own, over the ranks
-    that hold a part. Shares memory with ``local``; nothing is communicated. What has no such dimension, as one number for each row of a table whose columns
-    are divided, is whole on every rank and comes back as it is.
+    that hold a part. Shares memory with ``local``; nothing is communicated. What has no such
+    dimension, as one number for each row of a table whose columns are divided, is whole on every
+    rank and comes back as it is.
     """
     from torch.distributed.tensor import DTensor, Shard
 
