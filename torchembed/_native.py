@@ -5,6 +5,7 @@ them for the CPU, and for some calls on GPUs.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from torchembed.core import environment
 from torchembed.core.dispatch import CudaKernel
 
-LIBRARY = Path(__file__).parent / "_C.abi3.so"
+PACKAGE = Path(__file__).parent
+LIBRARY = PACKAGE / "_C.abi3.so"
 
 
 @functools.cache
@@ -32,11 +34,36 @@ def load_error() -> str | None:
         except OSError as error:
             reason = f"the C++ library {LIBRARY.name} does not load: {error}"
     warnings.warn(
-        f"torchembed runs its slower reference operations on the CPU: {reason}; "
-        "run `pip install .` with a C++ compiler, then `python -m torchembed.doctor`",
+        f"torchembed runs its slower reference operations on the CPU: {reason}; {advice()}",
         stacklevel=2,
     )
     return reason
+
+
+def advice() -> str:
+    """What was imported, and what to do where its library is not built or does not load."""
+    then = "then `python -m torchembed.doctor`"
+    folder = PACKAGE.parent
+    if not (folder / "setup.py").exists():
+        return f"install torchembed again where there is a C++ compiler, {then}"
+    installed = _installed_with_library()
+    if installed is None:
+        return (
+            f"torchembed is imported from the checkout at {folder}; run `make native "
+            f"PYTHON=python3` in it, or `pip install .` in it and Python in another folder, {then}"
+        )
+    return (
+        f"torchembed is imported from the checkout at {folder}, and not from {installed}, where "
+        "one is installed with its library; run Python in another folder, or `make native "
+        f"PYTHON=python3` in the checkout, {then}"
+    )
+
+
+def _installed_with_library() -> Path | None:
+    """The first other torchembed on Python's path that has a library."""
+    packages = (Path(entry, PACKAGE.name) for entry in sys.path)
+    others = (package for package in packages if package.resolve() != PACKAGE.resolve())
+    return next((package for package in others if (package / LIBRARY.name).exists()), None)
 
 
 def native_op(name: str) -> Callable[..., Any] | None:

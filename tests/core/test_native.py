@@ -1,6 +1,8 @@
 """The C++ library: loaded once, and where it is not, said once and done without."""
 
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,13 @@ from torchembed import _native
 @pytest.fixture
 def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHEMBED_FORCE_REFERENCE", raising=False)
+
+
+def place_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package seem to be imported from ``folder``, alone on Python's path."""
+    monkeypatch.setattr(_native, "PACKAGE", folder)
+    monkeypatch.setattr(_native, "LIBRARY", folder / "_C.abi3.so")
+    monkeypatch.setattr(sys, "path", [str(folder.parent)])
 
 
 def load() -> str | None:
@@ -28,14 +37,46 @@ def test_forcing_the_reference_loads_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_library_is_said_with_what_to_do(
     unforced: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_native, "LIBRARY", tmp_path / "_C.abi3.so")
+    place_package(tmp_path / "torchembed", monkeypatch)
     message = (
         r"^torchembed runs its slower reference operations on the CPU: the C\+\+ library "
-        r"_C\.abi3\.so is not built; run `pip install \.` with a C\+\+ compiler, "
+        r"_C\.abi3\.so is not built; install torchembed again where there is a C\+\+ compiler, "
         r"then `python -m torchembed\.doctor`$"
     )
     with pytest.warns(UserWarning, match=message):
         assert load() == "the C++ library _C.abi3.so is not built"
+
+
+def test_a_checkout_without_a_library_is_said_to_be_one(
+    unforced: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place_package(tmp_path / "torchembed", monkeypatch)
+    (tmp_path / "setup.py").touch()
+    message = (
+        rf"imported from the checkout at {re.escape(str(tmp_path))}; run `make native "
+        r"PYTHON=python3` in it, or `pip install \.` in it and Python in another folder, then"
+    )
+    with pytest.warns(UserWarning, match=message):
+        load()
+
+
+def test_a_checkout_that_hides_an_installed_library_is_said_to(
+    unforced: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    for folder in (checkout, site):
+        (folder / "torchembed").mkdir(parents=True)
+    place_package(checkout / "torchembed", monkeypatch)
+    (checkout / "setup.py").touch()
+    (site / "torchembed" / "_C.abi3.so").touch()
+    monkeypatch.setattr(sys, "path", [str(checkout), str(site)])
+    message = (
+        rf"imported from the checkout at {re.escape(str(checkout))}, and not from "
+        rf"{re.escape(str(site / 'torchembed'))}, where one is installed with its library; run "
+        r"Python in another folder, or `make native PYTHON=python3` in the checkout"
+    )
+    with pytest.warns(UserWarning, match=message):
+        load()
 
 
 def test_a_library_that_does_not_load_is_said_with_why(
