@@ -15,7 +15,7 @@ import torch
 
 import torchembed
 from torchembed import _native, ops
-from torchembed.core import dispatch, versions
+from torchembed.core import dispatch, environment, versions
 
 DISTRIBUTIONS = ("torch", "numpy", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
@@ -39,17 +39,19 @@ def describe_gpus() -> str:
     return f"{', '.join(counts)}; torch is built for CUDA {torch.version.cuda}"
 
 
-def misfits(installed: Mapping[str, str | None]) -> list[str]:
-    """One sentence for each installed version that the table of versions does not put together.
+def misfits(installed: Mapping[str, str | None], *, for_gpus: bool = False) -> list[str]:
+    """One sentence for each installed version that the table of versions does not put together,
+    and for Triton where it is missing.
 
     Args:
         installed: the version, or None, of each name in ``DISTRIBUTIONS``.
+        for_gpus: True where torch is built for GPUs, whose kernels need Triton.
     """
     torch_version = installed["torch"]
     if torch_version is None:
         return ["torch is not installed; run pip install torch"]
     oldest = versions.PAIRINGS[0].torch
-    if versions.release_number(torch_version) < versions.release_number(oldest):
+    if _is_below(torch_version, oldest):
         return [f"torch is {torch_version}, and torchembed needs {oldest} or later; upgrade it"]
     sentences = []
     row = versions.pairing_of(torch_version)
@@ -66,14 +68,23 @@ def misfits(installed: Mapping[str, str | None]) -> list[str]:
             for name, version in wanted.items()
             if _differ(installed[name], version)
         ]
-    numpy_version = installed["numpy"]
-    limit = versions.NUMPY_LIMIT
-    if numpy_version and versions.release_number(numpy_version) >= versions.release_number(limit):
+    if for_gpus and installed["triton"] is None:
+        wanted_triton = "triton" if row is None else f"triton=={row.triton}"
+        sentences.append(
+            "triton is not installed, and kernels on a GPU need it: operations run their slower "
+            f"reference there; run pip install {wanted_triton}"
+        )
+    numpy_version, limit = installed["numpy"], versions.NUMPY_LIMIT
+    if installed["triton"] and numpy_version and not _is_below(numpy_version, limit):
         sentences.append(
             f"numpy is {numpy_version}, and Triton's interpreter needs one below {limit}; "
             "kernels on a GPU do not mind"
         )
     return sentences
+
+
+def _is_below(version: str, limit: str) -> bool:
+    return versions.release_number(version) < versions.release_number(limit)
 
 
 def _differ(found: str | None, wanted: str) -> bool:
@@ -98,7 +109,8 @@ def describe_native() -> str:
     """Whether the C++ library is used, in one sentence."""
     error = _native.load_error()
     if error is not None:
-        return f"not used: {error}. Operations run their reference on the CPU."
+        advice = "" if environment.force_reference() else f" To use it: {_native.advice()}."
+        return f"not used: {error}. Operations run their reference on the CPU.{advice}"
     instruction_set = torch.ops.torchembed_native.instruction_set()
     kernels = "with" if hasattr(torch.ops.torchembed_native, "sort_rows") else "without"
     return f"loaded, with {instruction_set} instructions, {kernels} its kernels for GPUs."
@@ -131,7 +143,7 @@ def main() -> int:
             f"{'GPU':<16}{describe_gpus()}",
         ],
     )
-    problems = misfits(installed)
+    problems = misfits(installed, for_gpus=torch.version.cuda is not None)
     _print_section(
         "What fits together",
         [f"{describe_pairing(torch_version)}.", *(f"{problem}." for problem in problems)]
@@ -148,7 +160,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("  CUDA says what would run if there were a GPU.")
     oldest = versions.PAIRINGS[0].torch
-    usable = versions.release_number(torch_version) >= versions.release_number(oldest)
+    usable = not _is_below(torch_version, oldest)
     print(f"\ntorchembed is {'usable' if usable else 'not usable'} here.")
     return 0 if usable else 1
 

@@ -106,6 +106,16 @@ def test_without_triton_cuda_gets_the_reference(monkeypatch: pytest.MonkeyPatch)
     assert picks["CUDA"].reason == "triton is not installed"
 
 
+def test_without_triton_its_interpreter_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    op, picks = define(native=native, triton=triton_path())
+    assert op(torch.zeros(1)).item() == 2
+    assert picks["CPU"].reason == (
+        "the C++ library is loaded; TRITON_INTERPRET is set, but triton is not installed"
+    )
+
+
 def test_a_launcher_is_imported_at_its_first_call() -> None:
     launch = dispatch._launcher("no_such_module:launch_nothing")
     assert launch.__name__ == "launch_nothing"

@@ -14,6 +14,9 @@ from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, cuda
 from torchembed.ops.rowwise_update.cuda import cuda_kernel
 from torchembed.ops.segments import Runs, find_runs
+
+pytest.importorskip("triton", reason="compares with Triton's kernel: triton is not installed")
+
 from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
 
 pytestmark = pytest.mark.gpu

@@ -46,6 +46,18 @@ def test_misfit_is_named_with_advice(changed: dict[str, str | None], advice: str
     assert re.match(advice, sentence)
 
 
+def test_triton_is_asked_for_where_torch_is_built_for_gpus() -> None:
+    without = FITTING | {"triton": None}
+    assert doctor.misfits(without) == []
+    (sentence,) = doctor.misfits(without, for_gpus=True)
+    assert re.match(r"triton is not installed, .*; run pip install triton==3\.7\.1$", sentence)
+    assert doctor.misfits(FITTING, for_gpus=True) == []
+
+
+def test_without_triton_any_numpy_fits() -> None:
+    assert doctor.misfits(FITTING | {"triton": None, "numpy": "2.4.0"}) == []
+
+
 def test_torch_outside_the_table_is_said_to_be() -> None:
     assert doctor.misfits(FITTING | {"torch": "2.12.1"}) == []
     assert "not in the table" in doctor.describe_pairing("2.12.1")

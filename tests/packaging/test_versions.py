@@ -48,12 +48,18 @@ def test_readme_shows_the_table() -> None:
     assert versions.readme_table() in (ROOT / "README.md").read_text()
 
 
-def test_base_dependencies_are_the_oldest_of_the_table() -> None:
+def test_dependencies_are_the_oldest_of_the_table() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = versions.PAIRINGS[0]
+    oldest, extras = versions.PAIRINGS[0], project["optional-dependencies"]
     assert f"torch>={versions.release(oldest.torch)}" in project["dependencies"]
-    triton = [line for line in project["dependencies"] if line.startswith("triton")]
-    assert triton == [f"triton>={versions.release(oldest.triton)}; platform_system == 'Linux'"]
-    assert project["optional-dependencies"]["torchrec"] == [
-        f"torchrec>={versions.release(oldest.torchrec)}"
-    ]
+    assert extras["torchrec"] == [f"torchrec>={versions.release(oldest.torchrec)}"]
+    triton = f"triton>={versions.release(oldest.triton)}; platform_system == 'Linux'"
+    assert triton in extras["test"]
+
+
+def test_only_tests_ask_for_triton() -> None:
+    """A torch for GPUs brings its own; where torch is built for the CPU, nothing needs it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = project["optional-dependencies"] | {"base": project["dependencies"]}
+    asking = [name for name, lines in groups.items() if any("triton" in line for line in lines)]
+    assert asking == ["test"]

@@ -1,9 +1,16 @@
 """Triton kernels run on a GPU, or on the CPU through Triton's interpreter, and nowhere else."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests import lanes
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """Skip the whole folder where Triton, which its files import, is not installed."""
+    pytest.importorskip("triton", reason="Triton kernels need triton: not installed")
 
 
 @pytest.fixture(autouse=True)

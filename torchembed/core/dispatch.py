@@ -101,17 +101,19 @@ def define_op(
             pick(key, "reference", "TORCHEMBED_FORCE_REFERENCE is set", None)
         return getattr(torch.ops.torchembed, name).default
 
-    interpreted = environment.triton_interpreted()
-    if triton is not None and interpreted:
+    has_triton = _triton_is_installed()
+    interpreted = triton is not None and environment.triton_interpreted()
+    not_interpreted = "; TRITON_INTERPRET is set, but triton is not installed" * interpreted
+    if triton is not None and interpreted and has_triton:
         pick("CPU", "triton", "TRITON_INTERPRET is set", _launcher(triton))
     elif native is not None:
-        pick("CPU", "native", "the C++ library is loaded", native)
+        pick("CPU", "native", f"the C++ library is loaded{not_interpreted}", native)
     else:
-        pick("CPU", "reference", native_missing, None)
+        pick("CPU", "reference", f"{native_missing}{not_interpreted}", None)
 
     if triton is None:
         pick("CUDA", "reference", "it has no Triton kernel", None)
-    elif not _triton_is_installed():
+    elif not has_triton:
         pick("CUDA", "reference", "triton is not installed", None)
     elif cuda is None:
         pick("CUDA", "triton", "triton is installed", _launcher(triton))
