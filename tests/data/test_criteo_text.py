@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torchembed.data import CriteoText, Split
 from torchembed.data import criteo_text_rows as text
 from torchembed.data.criteo_text import text_files
 from torchembed.data.source import FileRows
+
+pytest.importorskip("polars", reason="Criteo's text is read with polars")
 
 SIZES = tuple(range(7, 7 + 26))
 
@@ -50,11 +53,11 @@ def test_every_row_arrives_once_and_in_order(tmp_path: Path, name: str, world_si
     assert [len(rank) for rank in ranks] == ([13] if world_size == 1 else [5, 4, 4])
 
 
-def test_chunks_and_files_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_files_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_CHUNK_BYTES", 999)
     rows = reading.random_rows(60)
     lines = reading.as_text(rows).splitlines(keepends=True)
-    write(tmp_path / "day_2", "".join(lines[:17]).removesuffix("\n"))
+    write(tmp_path / "day_9", "".join(lines[:17]).removesuffix("\n"))
     write(tmp_path / "day_10.gz", "".join(lines[17:]))
     write(tmp_path / "README", "not a day")
     source = CriteoText(tmp_path, batch_size=16, table_sizes=SIZES)
@@ -76,10 +79,10 @@ ROW = st.tuples(
 @given(
     rows=st.lists(ROW, min_size=1, max_size=5),
     style=st.sampled_from(["{:x}", "{:08x}", "{:X}", "{:08X}"]),
-    chunk_bytes=st.integers(1, 300),
+    block_rows=st.integers(1, 5),
 )
 def test_numbers_are_parsed_exactly(
-    tmp_path_factory: pytest.TempPathFactory, rows: list, style: str, chunk_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, rows: list, style: str, block_rows: int
 ) -> None:
     lines = [
         "\t".join(
@@ -92,9 +95,8 @@ def test_numbers_are_parsed_exactly(
         for label, counts, ids in rows
     ]
     path = write(tmp_path_factory.mktemp("text") / "log.txt", "\n".join(lines))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "_CHUNK_BYTES", chunk_bytes)
-        labels, counts, ids = text.parse_block(list(text.read_rows(FileRows(path))))
+    blocks = list(text.row_blocks([FileRows(path)], block_rows))
+    labels, counts, ids = text.parse_block([part for block in blocks for part in block])
     assert labels.tolist() == [label for label, _, _ in rows]
     assert counts.tolist() == [[count or 0 for count in counts] for _, counts, _ in rows]
     assert ids.tolist() == [[id_ or 0 for id_ in ids] for _, _, ids in rows]
@@ -244,11 +246,30 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         list(CriteoText(cut, batch_size=10, table_sizes=10))
 
 
-def test_endless_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "_CHUNK_BYTES", 1000)
-    path = write(tmp_path / "one_line.txt", "x" * 70_000)
-    with pytest.raises(ValueError, match=r"one_line.txt, row 1: goes on for"):
-        list(CriteoText(path, batch_size=10, table_sizes=10))
+def test_endless_row_is_refused(tmp_path: Path) -> None:
+    line = reading.as_text(reading.random_rows(1))
+    path = write(tmp_path / "one_line.txt", 2 * line + "x" * 70_000 + "\n" + 2 * line)
+    # The rows of the test split come after the long one.
+    for split in (Split.ALL, Split.TEST):
+        source = CriteoText(path, batch_size=10, table_sizes=10, split=split, held_out=0.4)
+        with pytest.raises(ValueError, match=r"one_line.txt, row 3: goes on for"):
+            list(source)
+
+
+def test_missing_polars_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "log.txt", reading.as_text(reading.random_rows(3)))
+    source = CriteoText(path, batch_size=10, table_sizes=10)
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(ImportError, match=r"log.txt: reading Criteo's text needs polars; pip"):
+        list(source)
+
+
+def test_missing_days_are_named(tmp_path: Path) -> None:
+    for name in ("day_0", "day_1.gz", "day_3"):
+        write(tmp_path / name, "x")
+    message = "numbered without gaps, and day_2 is missing between day_1 and day_3"
+    with pytest.raises(FileNotFoundError, match=message):
+        CriteoText(tmp_path, batch_size=10, table_sizes=10)
 
 
 def test_nothing_to_read_is_named(tmp_path: Path) -> None:

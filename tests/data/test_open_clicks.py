@@ -11,6 +11,7 @@ from torchembed.data import CriteoText, MlperfDays, Split, open_clicks
 
 
 def test_text_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="Criteo's text is read with polars")
     path = tmp_path / "train.txt"
     path.write_text(reading.as_text(reading.random_rows(20)))
     for place in (tmp_path, str(path)):

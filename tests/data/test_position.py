@@ -27,6 +27,7 @@ MakeSource = Callable[..., BatchSource]
 
 def text(folder: Path) -> MakeSource:
     """Rows are told apart by their first count."""
+    pytest.importorskip("polars", reason="Criteo's text is read with polars")
     for day, first in enumerate(np.cumsum((0, *FILE_ROWS[:-1])).tolist()):
         rows = reading.random_rows(FILE_ROWS[day], seed=day)
         for row, counts in enumerate(rows.counts):

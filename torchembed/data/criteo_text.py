@@ -17,6 +17,7 @@ from torchembed.data.source import (
     BatchTask,
     Portion,
     Split,
+    check_days,
     choose_rows,
     natural_order,
     num_read,
@@ -34,7 +35,8 @@ def text_files(path: Path) -> list[Path]:
     in others ``day_*`` files are taken before any ``*.txt`` or ``*.tsv``; each may end in ``.gz``.
 
     Raises:
-        FileNotFoundError: where there is no such path, or no such file in the folder.
+        FileNotFoundError: where there is no such path, no such file in the folder, or a day between
+            two others is missing.
     """
     if path.is_file():
         return [path]
@@ -43,6 +45,8 @@ def text_files(path: Path) -> list[Path]:
     files = sorted((entry for entry in path.iterdir() if entry.is_file()), key=natural_order)
     for pattern in (_KAGGLE_FILE, _DAY_FILE, _TEXT_FILE):
         if found := [file for file in files if pattern.fullmatch(file.name)]:
+            if pattern is _DAY_FILE:
+                check_days(found)
             return found
     names = ", ".join(file.name for file in files[:5]) or "no files"
     raise FileNotFoundError(
@@ -55,8 +59,8 @@ class CriteoText(BatchSource):
 
     Dense features are ``log(1 + count)``, with counts below 0 taken as 0; an id is its value modulo
     the table's size; a missing count or id is 0. Every rank decompresses and splits all of the
-    text, also what was read before it goes on, and parses its own blocks of rows only. ``len()``,
-    and a split that divides a file, take a first pass over the files that counts rows.
+    text, also what was read before it goes on, and parses its own blocks of rows only, with polars.
+    ``len()``, and a split that divides a file, take a first pass over the files that counts rows.
 
     Args:
         path: a file or a folder, see :func:`text_files`; plain or gzip.
@@ -68,7 +72,9 @@ class CriteoText(BatchSource):
         world_size: number of ranks.
 
     Raises:
-        FileNotFoundError: where the path holds no text file.
+        FileNotFoundError: where the path holds no text file, or a day between two others is
+            missing.
+        ImportError: while reading, where polars is not installed.
         ValueError: while reading, for a malformed row or file; names file, row, column and what
             came.
     """
@@ -92,7 +98,7 @@ class CriteoText(BatchSource):
             rank=rank,
             world_size=world_size,
         )
-        self._sizes = np.array(self.table_sizes, np.uint64)
+        self._sizes = np.array(self.table_sizes, np.int64)
         self._files = choose_rows(text_files(Path(path)), split, held_out, text.count_rows)
 
     @cached_property
@@ -115,7 +121,7 @@ class CriteoText(BatchSource):
     def _batch(self, block: list[text.TextRows]) -> Batch:
         labels, counts, ids = text.parse_block(block)
         dense = np.log1p(np.maximum(counts, 0).astype(np.float32))
-        rows = np.remainder(ids, self._sizes).astype(np.int64)
+        rows = np.remainder(ids, self._sizes)
         sparse = SparseFeatures(
             keys=self.keys,
             values=torch.from_numpy(rows.T.ravel()),
