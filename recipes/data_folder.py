@@ -6,20 +6,25 @@ from pathlib import Path
 _BESIDE_THE_CHECKOUT = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def find_data(file: str, data: Path | None) -> Path:
-    """The path of ``file``, such as ``ml-1m/users.dat``.
+def find_data(*files: str, data: Path | None) -> Path:
+    """The path of the first of ``files`` that is there, such as ``ml-1m/users.dat``.
 
     Looks in the folder ``data`` (which may be ``ml-1m`` itself) if one is given, else in that of
     the environment variable ``TORCHEMBED_DATA``, else in ``../shared/data`` beside the checkout.
 
+    Args:
+        files: one data set in each of the formats that a recipe reads.
+        data: the folder.
+
     Raises:
-        FileNotFoundError: where it is not there; says what is needed, and how to name the folder.
+        FileNotFoundError: where none is there; says what is needed, and how to name the folder.
     """
     root = data or Path(os.environ.get("TORCHEMBED_DATA", _BESIDE_THE_CHECKOUT))
-    for path in (root / file, root / Path(file).name):
-        if path.is_file():
-            return path
+    for file in files:
+        for path in (root / file, root / Path(file).name):
+            if path.is_file():
+                return path
     raise FileNotFoundError(
-        f"{file} is needed and is not in {root}; name the folder that holds it with --data, or in "
-        "the environment variable TORCHEMBED_DATA"
+        f"{' or '.join(files)} is needed and is not in {root}; name the folder that holds it with "
+        "--data, or in the environment variable TORCHEMBED_DATA"
     )

@@ -1,5 +1,6 @@
 """Every run by its name."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,12 @@ class Recipe(NamedTuple):
     @property
     def summary(self) -> str:
         """What the run is, in one line."""
-        return (self.config.__doc__ or "").splitlines()[0]
+        return self.description.splitlines()[0]
+
+    @property
+    def description(self) -> str:
+        """What the run is, and the data that it reads."""
+        return inspect.cleandoc(self.config.__doc__ or "")
 
 
 RECIPES = {

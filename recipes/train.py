@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> Command:
         default=default,
         args=options,
         prog=f"python -m recipes.train {name}",
-        description=f"{RECIPES[name].summary} --resume [FOLDER] goes on with an earlier run.",
+        description=f"{RECIPES[name].description}\n\n--resume [FOLDER] goes on with a run.",
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
     return Command(name, config, options, found.resume is not None)

@@ -12,7 +12,8 @@ class CtrConfig:
     """A run, wholly: one training for each seed, stopped early; the result is their mean."""
 
     data: Path | None = None
-    """The folder of the data; without it TORCHEMBED_DATA, or ../shared/data beside the checkout."""
+    """The folder of the data, as published; without it TORCHEMBED_DATA, or ../shared/data beside
+    the checkout."""
     output: Path | None = None
     """A folder for checkpoints and pictures; without it runs/<recipe>-<time>."""
     seeds: tuple[int, ...] = (1, 2, 3)

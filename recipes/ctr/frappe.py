@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from recipes.ctr.config import CtrConfig
+from recipes.ctr.number_file import read_numbers
 from recipes.ctr.rows import OneIdEach, Rows
 from recipes.ctr.run import run_seeds
 from recipes.ctr.splits import Splits
@@ -22,7 +24,7 @@ FIELDS = (
     "item",
     "daytime",
     "weekday",
-    "is_weekend",
+    "isweekend",
     "homework",
     "cost",
     "weather",
@@ -31,8 +33,19 @@ FIELDS = (
 )
 
 
+FILES = ("Frappe_x1/train.csv", "frappe_x1r/frappe_x1r.npz")
+COLUMNS = ("label", *FIELDS)
+PARTS = ("train", "valid", "test")
+
+
 def config(data: Path | None = None) -> CtrConfig:
-    """DCNv2 on Frappe_x1, mean of three seeds."""
+    """DCNv2 on Frappe_x1, mean of three seeds.
+
+    The data are Frappe_x1 as BARS publishes it: train.csv, valid.csv and test.csv, in --data or in
+    a folder Frappe_x1 there. Each has a header, label,user,item,daytime,weekday,isweekend,
+    homework,cost,weather,country,city, and rows of integers. Read as well: frappe_x1r.npz with
+    arrays {train,valid,test}_x, the ids, and {train,valid,test}_y, the labels.
+    """
     return CtrConfig(
         data=data,
         embedding_dim=10,
@@ -49,24 +62,52 @@ def config(data: Path | None = None) -> CtrConfig:
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train on Frappe_x1 as published."""
-    splits = read(find_data("frappe_x1r/frappe_x1r.npz", config.data))
+    splits = read(find_data(*FILES, data=config.data))
     return run_seeds(config, lambda seed: splits, device, output)
 
 
 def read(path: Path) -> Splits:
-    """The rows of ``path``: arrays ``{train,valid,test}_{x,y}`` and ``field_sizes``.
+    """The rows of ``path``: ``train.csv``, with the other two beside it, or an ``.npz`` file.
 
-    Ids are numbered through all fields; here each field's begin at 0.
+    The files' ids are numbered through all fields; here each field's begin at 0.
+
+    Raises:
+        FileNotFoundError: where one of the three files is missing.
+        ValueError: for a malformed line, or a label that is not 0 or 1; names file and line.
     """
-    with np.load(path) as arrays:
-        sizes = arrays["field_sizes"].tolist()
-        parts = [(arrays[f"{part}_x"], arrays[f"{part}_y"]) for part in ("train", "valid", "test")]
-    first_ids = np.cumsum([0, *sizes[:-1]])
-    ids = torch.from_numpy(np.concatenate([x for x, _ in parts]) - first_ids)
-    labels = torch.from_numpy(np.concatenate([y for _, y in parts])).float()
-    features = {
-        field: OneIdEach(num_ids=size, ids=ids[:, column].contiguous())
-        for column, (field, size) in enumerate(zip(FIELDS, sizes, strict=True))
-    }
-    numbers = torch.arange(len(labels)).split([len(y) for _, y in parts])
+    parts = _read_npz(path) if path.suffix == ".npz" else _read_csv(path.parent)
+    rows = np.concatenate(parts)
+    features = {}
+    for column, field in enumerate(FIELDS, 1):
+        known, ids = np.unique(rows[:, column], return_inverse=True)
+        features[field] = OneIdEach(num_ids=len(known), ids=torch.from_numpy(ids))
+    labels = torch.from_numpy(rows[:, 0]).float()
+    numbers = torch.arange(len(rows)).split([len(part) for part in parts])
     return Splits(Rows(features=features, labels=labels), *numbers)
+
+
+def _read_csv(folder: Path) -> list[NDArray[np.int64]]:
+    """Label and ids of each row, ``[rows, 11]``, of each part."""
+    parts = []
+    for part in PARTS:
+        path = folder / f"{part}.csv"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} must hold train.csv, valid.csv and test.csv, and "
+                f"{path.name} is missing; fetch all three"
+            )
+        rows = read_numbers(path, COLUMNS, separator=",", has_header=True)
+        bad = (rows[:, 0] != 0) & (rows[:, 0] != 1)
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(f"{path}, line {row + 2}: label must be 0 or 1, got {rows[row, 0]}")
+        parts.append(rows)
+    return parts
+
+
+def _read_npz(path: Path) -> list[NDArray[np.int64]]:
+    with np.load(path) as arrays:
+        return [
+            np.column_stack([arrays[f"{part}_y"], arrays[f"{part}_x"]]).astype(np.int64)
+            for part in PARTS
+        ]

@@ -5,24 +5,37 @@ rows are divided at random, 8 : 1 : 1, anew for each seed.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.ctr.config import CtrConfig
+from recipes.ctr.number_file import read_numbers
 from recipes.ctr.rows import BagEach, OneIdEach, Rows
 from recipes.ctr.run import run_seeds
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
 from recipes.result import Result, Stopped
 
+FILES = ("ml-1m/ratings.dat", "ml-1m/ratings.npz")
+_USERS = ("UserID", "Gender", "Age", "Occupation", "Zip-code")
+_MOVIES = ("MovieID", "Title", "Genres")
+_RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
 _TITLE_WITH_YEAR = re.compile(r".*\((\d{4})\)")
 
 
 def config(data: Path | None = None) -> CtrConfig:
-    """DCNv2 on MovieLens-1M, mean of three seeds."""
+    """DCNv2 on MovieLens-1M, mean of three seeds.
+
+    The data are GroupLens' ml-1m as published: ratings.dat (UserID::MovieID::Rating::Timestamp),
+    users.dat (UserID::Gender::Age::Occupation::Zip-code) and movies.dat (MovieID::Title::Genres),
+    in --data or in a folder ml-1m there. Read as well, in place of ratings.dat: ratings.npz with
+    arrays user, movie and rating.
+    """
     return CtrConfig(
         data=data,
         embedding_dim=16,
@@ -36,7 +49,7 @@ def config(data: Path | None = None) -> CtrConfig:
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train on random divisions of the ratings."""
-    rows = read(find_data("ml-1m/ratings.npz", config.data).parent)
+    rows = read(find_data(*FILES, data=config.data))
     return run_seeds(config, lambda seed: divide(rows, seed), device, output)
 
 
@@ -48,19 +61,33 @@ def divide(rows: Rows, seed: int) -> Splits:
     return Splits(rows, train, validation, test)
 
 
-def read(folder: Path) -> Rows:
-    """The ratings other than 3 in ``folder``: ``ratings.npz``, ``users.dat`` and ``movies.dat``.
+def read(path: Path) -> Rows:
+    """The ratings other than 3 of ``path``, with ``users.dat`` and ``movies.dat`` beside it.
 
     Genres are a bag for each movie; all other fields have one id for each rating.
+
+    Args:
+        path: ``ratings.dat`` or ``ratings.npz``.
+
+    Raises:
+        FileNotFoundError: where one of the files is missing.
+        ValueError: for a malformed line, a rating that is not 1 to 5, or one of a user or movie
+            that is not in its file; names file and line.
     """
-    with np.load(folder / "ratings.npz") as arrays:
-        kept = arrays["rating"] != 3
-        user, movie, rating = (arrays[name][kept] for name in ("user", "movie", "rating"))
-    users, movies = _read_table(folder / "users.dat", 5), _read_table(folder / "movies.dat", 3)
-    user, movie = _positions(user, users), _positions(movie, movies)
+    ratings = _read_ratings(path)
+    users, movies = (
+        _read_table(path.with_name(f"{name}.dat"), columns)
+        for name, columns in (("users", _USERS), ("movies", _MOVIES))
+    )
+    user, movie = (
+        _positions(path, ratings[:, column], table, name)
+        for column, table, name in ((0, users, "users.dat"), (1, movies, "movies.dat"))
+    )
+    kept = torch.from_numpy(ratings[:, 2] != 3)
+    user, movie, liked = user[kept], movie[kept], torch.from_numpy(ratings[:, 2] >= 4)[kept]
     _, genders, ages, occupations, _ = zip(*users, strict=True)
-    titles, genres = [title for _, title, _ in movies], [names.split("|") for *_, names in movies]
-    years = [_year(title) for title in titles]
+    genres = [names.split("|") for *_, names in movies]
+    years = [_year(path.with_name("movies.dat"), n, row[1]) for n, row in enumerate(movies, 1)]
     genre_names = sorted({name for bag in genres for name in bag})
     return Rows(
         features={
@@ -77,30 +104,65 @@ def read(folder: Path) -> Rows:
             ),
             "release_year": _attribute(years, movie),
         },
-        labels=torch.from_numpy(rating >= 4).float(),
+        labels=liked.float(),
     )
 
 
-def _read_table(path: Path, num_columns: int) -> list[list[str]]:
+def _read_ratings(path: Path) -> NDArray[np.int64]:
+    """User, movie and rating of each line or row, ``[rows, 3]``."""
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            names = ("user", "movie", "rating")
+            ratings = np.column_stack([arrays[name] for name in names]).astype(np.int64)
+    else:
+        ratings = read_numbers(path, _RATINGS, separator="::")[:, :3]
+    bad = (ratings[:, 2] < 1) | (ratings[:, 2] > 5)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(f"{path}, line {row + 1}: Rating must be 1 to 5, got {ratings[row, 2]}")
+    return ratings
+
+
+def _read_table(path: Path, columns: Sequence[str]) -> list[list[str]]:
     """The lines of a file of ``::``-separated columns; the first is a number, and ascends."""
-    lines = path.read_text(encoding="latin-1").splitlines()
-    table = [line.split("::") for line in lines]
+    with path.open(encoding="latin-1") as file:
+        table = [line.rstrip("\n").split("::") for line in file]
+    before = 0
     for number, row in enumerate(table, 1):
-        if len(row) != num_columns:
-            raise ValueError(f"{path}, line {number}: must have {num_columns} columns, got {row}")
+        if len(row) != len(columns):
+            raise ValueError(
+                f"{path}, line {number}: must have {len(columns)} columns ({', '.join(columns)}) "
+                f"between '::', got {row}"
+            )
+        if not row[0].isdecimal() or int(row[0]) <= before:
+            raise ValueError(
+                f"{path}, line {number}: {columns[0]} must be a number above that of the line "
+                f"before, {before}, got {row[0]!r}"
+            )
+        before = int(row[0])
+    if not table:
+        raise ValueError(f"{path}: must hold lines of {'::'.join(columns)}, got none")
     return table
 
 
-def _positions(numbers: np.ndarray, table: list[list[str]]) -> Tensor:
-    """Where in ``table`` the rows that begin with ``numbers`` are."""
+def _positions(path: Path, numbers: NDArray[np.int64], table: list[list[str]], name: str) -> Tensor:
+    """Where in ``table``, of the file ``name``, the rows that begin with ``numbers`` are."""
     known = np.array([int(first) for first, *_ in table])
-    return torch.from_numpy(np.searchsorted(known, numbers))
+    positions = np.searchsorted(known, numbers).clip(max=len(known) - 1)
+    if (unknown := known[positions] != numbers).any():
+        row = int(unknown.argmax())
+        raise ValueError(
+            f"{path}, line {row + 1}: must be of one in {name}, and {numbers[row]} is not there"
+        )
+    return torch.from_numpy(positions)
 
 
-def _year(title: str) -> str:
+def _year(path: Path, line: int, title: str) -> str:
     match = _TITLE_WITH_YEAR.fullmatch(title)
     if match is None:
-        raise ValueError(f"a movie's title must end with its year in brackets, got {title!r}")
+        raise ValueError(
+            f"{path}, line {line}: a title must end with its year in brackets, got {title!r}"
+        )
     return match[1]
 
 

@@ -9,22 +9,24 @@ GENRES = ("Action", "Comedy", "Drama", "Film-Noir")
 
 
 def write_frappe(folder: Path) -> Path:
-    """``frappe_x1r/frappe_x1r.npz`` with 600 rows; the label depends on user and item."""
+    """BARS' files in ``Frappe_x1/``, 600 rows; the label depends on user and item."""
     sizes = np.array([9, 14, 7, 7, 2, 3, 2, 9, 5, 6])
     generator = np.random.default_rng(0)
-    arrays: dict[str, np.ndarray] = {"field_sizes": sizes.astype(np.int32)}
+    home = folder / "Frappe_x1"
+    home.mkdir()
     for part, num_rows in (("train", 400), ("valid", 100), ("test", 100)):
         ids = (generator.random((num_rows, len(sizes))) * sizes).astype(np.int64)
-        arrays[f"{part}_y"] = ((ids[:, 0] + ids[:, 1]) % 3 == 0).astype(np.int8)
-        arrays[f"{part}_x"] = (ids + np.cumsum([0, *sizes[:-1]])).astype(np.int16)
-    path = folder / "frappe_x1r" / "frappe_x1r.npz"
-    path.parent.mkdir()
-    np.savez(path, **arrays)
-    return path
+        labels = (ids[:, 0] + ids[:, 1]) % 3 == 0
+        # The published files number ids through all fields, and end lines as Windows does.
+        rows = np.column_stack([labels, ids + np.cumsum([0, *sizes[:-1]])])
+        header = "label,user,item,daytime,weekday,isweekend,homework,cost,weather,country,city"
+        lines = [header, *(",".join(map(str, row)) for row in rows.tolist())]
+        (home / f"{part}.csv").write_text("".join(f"{line}\r\n" for line in lines), newline="")
+    return home / "train.csv"
 
 
 def write_ml1m(folder: Path) -> Path:
-    """``ml-1m/`` with 700 ratings by 12 users of 15 movies, whose numbers have gaps."""
+    """GroupLens' files in ``ml-1m/``: 700 ratings, 12 users, 15 movies whose numbers have gaps."""
     generator = np.random.default_rng(0)
     users, movies = np.arange(1, 13), 2 * np.arange(1, 16)
     home = folder / "ml-1m"
@@ -44,14 +46,10 @@ def write_ml1m(folder: Path) -> Path:
     )
     user, movie = generator.choice(users, 700), generator.choice(movies, 700)
     rating = np.clip((user + movie) % 5 + 1, 1, 5)
-    np.savez(
-        home / "ratings.npz",
-        user=user.astype(np.int16),
-        movie=movie.astype(np.int16),
-        rating=rating.astype(np.int8),
-        time_rank=np.zeros(700, np.int16),
-    )
-    return home
+    rows = np.column_stack([user, movie, rating, 978_300_000 + np.arange(700)]).tolist()
+    path = home / "ratings.dat"
+    path.write_text("".join("::".join(map(str, row)) + "\n" for row in rows))
+    return path
 
 
 def write_criteo_text(folder: Path, num_rows: int = 2000) -> Path:

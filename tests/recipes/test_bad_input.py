@@ -26,10 +26,11 @@ def test_a_folder_without_the_data(recipe: str, tmp_path: Path) -> None:
 
 def test_where_data_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made_data.write_frappe(tmp_path)
-    assert find_data("frappe_x1r/frappe_x1r.npz", tmp_path) == path
-    assert find_data("frappe_x1r/frappe_x1r.npz", path.parent) == path
+    assert find_data("Frappe_x1/train.csv", data=tmp_path) == path
+    assert find_data("Frappe_x1/train.csv", data=path.parent) == path
+    assert find_data("x/x.npz", "Frappe_x1/train.csv", data=path.parent) == path
     monkeypatch.setenv("TORCHEMBED_DATA", str(tmp_path))
-    assert find_data("frappe_x1r/frappe_x1r.npz", None) == path
+    assert find_data("Frappe_x1/train.csv", data=None) == path
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -12,21 +12,21 @@ from recipes.dlrm_dcnv2.config import criteo_kaggle
 from torchembed.data import Split
 
 
-def find_or_skip(file: str) -> Path:
+def find_or_skip(*files: str) -> Path:
     try:
-        return find_data(file, None)
+        return find_data(*files, data=None)
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
 
 def test_frappe() -> None:
-    splits = frappe.read(find_or_skip("frappe_x1r/frappe_x1r.npz"))
+    splits = frappe.read(find_or_skip(*frappe.FILES))
     assert [len(part) for part in splits[1:]] == [202_027, 57_722, 28_860]
     assert sum(feature.num_ids for feature in splits.rows.features.values()) == 5382
 
 
 def test_ml1m() -> None:
-    rows = ml1m.read(find_or_skip("ml-1m/ratings.npz").parent)
+    rows = ml1m.read(find_or_skip(*ml1m.FILES))
     assert len(rows.labels) == 739_012
     assert round(float(rows.labels.mean()), 4) == 0.7784
     sizes = {name: feature.num_ids for name, feature in rows.features.items()}

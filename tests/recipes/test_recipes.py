@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from recipes.ctr import frappe, ml1m
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.train import main, parse
 from tests.recipes import made_data
@@ -130,35 +128,3 @@ def test_bf16_is_another_computation(
         assert f"Precision.{precision}" in (output / "config.txt").read_text()
         losses.add(result["test_logloss"])
     assert len(losses) == 2
-
-
-def test_frappe_ids_begin_at_zero_in_each_field(tmp_path: Path) -> None:
-    splits = frappe.read(made_data.write_frappe(tmp_path))
-    assert [len(part) for part in splits[1:]] == [400, 100, 100]
-    batch = splits.rows.batch(splits.train[:50])
-    assert batch.sparse.keys == frappe.FIELDS
-    assert batch.sparse.hotness == (1,) * 10
-    for feature, ids in zip(
-        splits.rows.features.values(), batch.sparse.values.split(50), strict=True
-    ):
-        assert 0 <= int(ids.min()) <= int(ids.max()) < feature.num_ids
-    user, item = batch.sparse.values[:50], batch.sparse.values[50:100]
-    assert torch.equal(batch.labels, ((user + item) % 3 == 0).float())
-
-
-def test_ml1m_genres_are_the_movies_bags(tmp_path: Path) -> None:
-    rows = ml1m.read(made_data.write_ml1m(tmp_path))
-    numbers = torch.tensor([3, 0, 11, 3])
-    batch = rows.batch(numbers)
-    assert batch.sparse.offsets is not None
-    assert batch.sparse.keys[4:6] == ("movie", "genres")
-    movies = rows.features["movie"].of(numbers)[0].tolist()
-    bags = batch.sparse.values.tensor_split(batch.sparse.offsets[1:-1].tolist())[5 * 4 : 6 * 4]
-    for movie, bag in zip(movies, bags, strict=True):
-        # The movie at position p has the number 2 * (p + 1), and its first genres in order.
-        assert bag.tolist() == list(range(1 + 2 * (movie + 1) % 4))
-    splits = ml1m.divide(rows, seed=1)
-    parts = torch.cat(splits[1:])
-    assert torch.equal(parts.sort().values, torch.arange(len(rows.labels)))
-    assert len(splits.test) == pytest.approx(len(parts) / 10, abs=1)
-    assert not torch.equal(splits.test, ml1m.divide(rows, seed=2).test)

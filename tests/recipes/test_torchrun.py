@@ -43,7 +43,7 @@ def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "ratings.npz").touch()
+    (tmp_path / "ratings.dat").touch()
     run = torchrun("ctr-ml1m", "--data", str(tmp_path), "--output", str(tmp_path / "out"))
     assert run.returncode != 0
     assert "RESULT" not in run.stdout
