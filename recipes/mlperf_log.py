@@ -1,11 +1,10 @@
-"""The log that MLPerf's compliance checker reads.
+"""The log that MLPerf's compliance checker reads, written by MLPerf's own package.
 
 The keys and their order are those of the rules for ``dlrm_dcnv2``
 (https://github.com/mlcommons/logging, ``compliance_checker/training_5.1.0``).
 """
 
-import json
-import time
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,61 +19,62 @@ class MlperfLog:
     """Writes ``:::MLLOG`` lines to ``mlperf.log`` in ``folder``, on rank 0 alone.
 
     It begins with ``cache_clear``, false since nothing here clears the system's caches, and
-    ``init_start``.
+    ``init_start``. Each line names the place in the recipe that it comes from.
+
+    Raises:
+        ImportError: where the package mlperf-logging is not installed; on every rank.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / LOG_FILE).open("w") if rank() == 0 else None
-        self._event("cache_clear", False)
-        self._event("init_start", kind="INTERVAL_START")
+        # On every rank, so that none goes on alone.
+        try:
+            from mlperf_logging.mllog.mllog import MLLogger  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise ImportError(
+                "mlperf_log needs the package mlperf-logging, and it cannot be imported "
+                f"({error}); pip install mlperf-logging, or leave it out"
+            ) from error
+        path = folder / LOG_FILE
+        self._handler = logging.FileHandler(path, "w") if rank() == 0 else logging.NullHandler()
+        # Outside logging's tree: each log has its own file, and nothing else may write to it.
+        logger = logging.Logger(__name__, logging.INFO)  # noqa: LOG001
+        logger.addHandler(self._handler)
+        self._log = MLLogger(logger, default_stack_offset=2)
+        self._log.event("cache_clear", False)
+        self._log.start("init_start")
 
     def describe(
         self, *, division: str, org: str, platform: str, values: Mapping[str, Any]
     ) -> None:
         """Who ran what, where, and ``values`` of the run by the rules' keys."""
-        self._event("submission_benchmark", _BENCHMARK)
-        self._event("submission_org", org)
-        self._event("submission_division", division)
-        self._event("submission_status", "onprem")
-        self._event("submission_platform", platform)
-        for key, value in values.items():
-            self._event(key, value)
+        submission = {
+            "submission_benchmark": _BENCHMARK,
+            "submission_org": org,
+            "submission_division": division,
+            "submission_status": "onprem",
+            "submission_platform": platform,
+        }
+        for key, value in (submission | dict(values)).items():
+            self._log.event(key, value)
 
     def start_run(self, epoch: float) -> None:
         """All is set up; from here on the data may be read and the time counts."""
-        self._event("init_stop", kind="INTERVAL_END")
-        self._event("run_start", kind="INTERVAL_START")
-        self._event("epoch_start", kind="INTERVAL_START", epoch_num=epoch)
+        self._log.end("init_stop")
+        self._log.start("run_start")
+        self._log.start("epoch_start", metadata={"epoch_num": epoch})
 
     def start_evaluation(self, epoch: float) -> None:
         """After ``epoch`` passes over the training rows."""
-        self._event("eval_start", kind="INTERVAL_START", epoch_num=epoch)
+        self._log.start("eval_start", metadata={"epoch_num": epoch})
 
     def stop_evaluation(self, epoch: float, auc: float) -> None:
         """With the result of what was started last."""
-        self._event("eval_accuracy", auc, epoch_num=epoch)
-        self._event("eval_stop", kind="INTERVAL_END", epoch_num=epoch)
+        self._log.event("eval_accuracy", auc, metadata={"epoch_num": epoch})
+        self._log.end("eval_stop", metadata={"epoch_num": epoch})
 
     def stop_run(self, epoch: float, *, is_success: bool) -> None:
         """The last line."""
-        self._event("epoch_stop", kind="INTERVAL_END", epoch_num=epoch)
+        self._log.end("epoch_stop", metadata={"epoch_num": epoch})
         status = "success" if is_success else "aborted"
-        self._event("run_stop", kind="INTERVAL_END", status=status)
-        if self._file is not None:
-            self._file.close()
-
-    def _event(
-        self, key: str, value: Any = None, kind: str = "POINT_IN_TIME", **metadata: Any
-    ) -> None:
-        if self._file is None:
-            return
-        line = {
-            "namespace": "",
-            "time_ms": int(time.time() * 1000),
-            "event_type": kind,
-            "key": key,
-            "value": value,
-            "metadata": metadata,
-        }
-        self._file.write(f":::MLLOG {json.dumps(line)}\n")
-        self._file.flush()
+        self._log.end("run_stop", metadata={"status": status})
+        self._handler.close()

@@ -70,7 +70,8 @@ class DlrmConfig:
     tensorboard: bool = False
     """Write metrics for TensorBoard too."""
     mlperf_log: Literal["closed", "open"] | None = None
-    """Write the lines that MLPerf's compliance checker wants for this division, in mlperf.log."""
+    """Write the lines that MLPerf's compliance checker wants for this division, in mlperf.log;
+    needs the package mlperf-logging."""
     mlperf_org: str = "unknown"
     """Who submits, in that log."""
     read_loss_every: int = 50

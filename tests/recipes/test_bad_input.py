@@ -1,6 +1,7 @@
 """What is wrong with a run is said before it trains."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_tables_larger_than_memory(tmp_path: Path) -> None:
     check_memory(num_elements, is_copied=False)
     with pytest.raises(MemoryError, match=r"a copy of both .* take .*; leave out checkpoint_every"):
         check_memory(num_elements, is_copied=True)
+
+
+def test_a_log_of_mlperf_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlperf_logging", None)
+    arguments = ("--output", str(tmp_path / "out"), "--mlperf-log", "open")
+    with pytest.raises(ImportError, match=r"mlperf_log needs .* mlperf-logging, .*; pip install"):
+        main(["dlrm_dcnv2.quickstart", *arguments])
 
 
 def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:

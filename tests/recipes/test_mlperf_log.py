@@ -1,6 +1,5 @@
 """The log of a tiny run has what the rules ask for, and passes the official checker."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from recipes.train import main
 from tests.recipes.test_recipes import SMALL_DLRM
 
-HAS_CHECKER = importlib.util.find_spec("mlperf_logging") is not None
+pytest.importorskip("mlperf_logging", reason="MLPerf's log is written by mlperf-logging")
 
 # By the rules of training 4.1, 5.0 and 5.1 exactly one line each, of the closed division too.
 ONCE = {
@@ -94,6 +93,12 @@ def test_values_are_those_of_the_run(lines: list[dict[str, Any]]) -> None:
     assert lines[-1]["metadata"]["status"] == "success"
 
 
+def test_lines_name_the_place_in_the_recipe(lines: list[dict[str, Any]]) -> None:
+    by_key = {line["key"]: Path(line["metadata"]["file"]).name for line in lines}
+    assert {by_key[key] for key in ("cache_clear", "seed", "submission_org")} == {"run.py"}
+    assert {by_key[key] for key in ("init_stop", "eval_accuracy", "run_stop")} == {"loop.py"}
+
+
 def test_a_run_that_missed_its_target_was_aborted(tmp_path: Path) -> None:
     last = run(tmp_path / "missed", "--target-auc", "0.9999")[-1]
     assert (last["key"], last["metadata"]["status"]) == ("run_stop", "aborted")
@@ -102,7 +107,6 @@ def test_a_run_that_missed_its_target_was_aborted(tmp_path: Path) -> None:
     assert [line["key"] for line in reached].count("eval_accuracy") == 1
 
 
-@pytest.mark.skipif(not HAS_CHECKER, reason="mlperf-logging is not installed")
 @pytest.mark.parametrize("ruleset", ["4.1.0", "5.0.0", "5.1.0"])
 def test_the_official_checker_passes_it(
     ruleset: str, lines: list[dict[str, Any]], folder: Path
