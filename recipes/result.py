@@ -15,6 +15,8 @@ class Result:
     test_logloss: float
     bayes_auc: float | None = None
     """The most that a model can expect, where the data is made."""
+    bayes_logloss: float | None = None
+    """The least that a model can expect, where the data is made."""
     test_auc_by_seed: dict[int, float] | None = None
     """Where a run trains once for each of several seeds; the numbers above are then means."""
     test_logloss_by_seed: dict[int, float] | None = None

@@ -80,6 +80,7 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
         test_auc=final.auc,
         test_logloss=final.logloss,
         bayes_auc=test.bayes_auc() if isinstance(test, ClickLog) else None,
+        bayes_logloss=test.bayes_logloss() if isinstance(test, ClickLog) else None,
         samples_per_second=loop.history.samples_per_second,
         num_steps=loop.history.num_steps,
         checkpoint=output / ("best" if config.keep_best else "checkpoint"),

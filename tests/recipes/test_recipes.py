@@ -48,6 +48,8 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     assert result["num_steps"] == math.ceil(600 / 128)
     assert 0.6 < result["bayes_auc"] <= 1
+    # Better than guessing one half each time.
+    assert 0 < result["bayes_logloss"] < math.log(2)
     assert result["checkpoint"] == str(output / "checkpoint")
     assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
     assert "low_rank = 2\n" in (output / "config.txt").read_text()
@@ -63,6 +65,7 @@ def test_criteo_text(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert result["num_steps"] == 150
     assert result["test_auc"] > 0.9
     assert "bayes_auc" not in result
+    assert "bayes_logloss" not in result
 
 
 def test_mlperf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
