@@ -1,4 +1,4 @@
-"""Where data sets are that nobody may redistribute."""
+"""Search for data sets, which nobody may redistribute."""
 
 import os
 from pathlib import Path

@@ -46,7 +46,7 @@ class MlperfLog:
     def describe(
         self, *, division: str, org: str, platform: str, values: Mapping[str, Any]
     ) -> None:
-        """Who ran what, where, and ``values`` of the run by the rules' keys."""
+        """Log the submission, and ``values`` of the run by the rules' keys."""
         submission = {
             "submission_benchmark": _BENCHMARK,
             "submission_org": org,
@@ -58,22 +58,22 @@ class MlperfLog:
             self._log.event(key, value)
 
     def start_run(self, epoch: float) -> None:
-        """All is set up; from here on the data may be read and the time counts."""
+        """Log that all is set up; from here on the data may be read and the time counts."""
         self._log.end("init_stop")
         self._log.start("run_start")
         self._log.start("epoch_start", metadata={"epoch_num": epoch})
 
     def start_evaluation(self, epoch: float) -> None:
-        """After ``epoch`` passes over the training rows."""
+        """Log that an evaluation begins, after ``epoch`` passes over the training rows."""
         self._log.start("eval_start", metadata={"epoch_num": epoch})
 
     def stop_evaluation(self, epoch: float, auc: float) -> None:
-        """With the result of what was started last."""
+        """Log the result of the evaluation that began last."""
         self._log.event("eval_accuracy", auc, metadata={"epoch_num": epoch})
         self._log.end("eval_stop", metadata={"epoch_num": epoch})
 
     def stop_run(self, epoch: float, *, is_success: bool) -> None:
-        """The last line."""
+        """Log the end of the run, and close the file."""
         self._log.end("epoch_stop", metadata={"epoch_num": epoch})
         status = "success" if is_success else "aborted"
         self._log.end("run_stop", metadata={"status": status})

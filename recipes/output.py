@@ -1,4 +1,4 @@
-"""Where a run writes, and what it goes on from."""
+"""The folder that a run writes to, and the earlier run that it goes on from."""
 
 import json
 import time
@@ -76,7 +76,7 @@ def newest_run(recipe: str) -> Path:
 
 
 def earlier_arguments(folder: Path, recipe: str) -> list[str]:
-    """How the run in ``folder`` was started.
+    """The arguments with which the run in ``folder`` was started.
 
     Raises:
         FileNotFoundError: where no run was started there.

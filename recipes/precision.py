@@ -6,8 +6,8 @@ import torch
 
 
 class Precision(enum.Enum):
-    """Of pooled vectors, and of the dense part's matrix products under ``torch.autocast``; by its
-    dtype. Weights, optimizer states and losses are float32 always."""
+    """Precision of pooled vectors, and of the dense part's matrix products under
+    ``torch.autocast``, by its dtype. Weights, optimizer states and losses are float32 always."""
 
     FP32 = torch.float32
     BF16 = torch.bfloat16
@@ -18,5 +18,5 @@ class Precision(enum.Enum):
         return None if self is Precision.FP32 else self.value
 
     def context(self, device: torch.device) -> torch.autocast:
-        """What evaluations run in."""
+        """The autocast context for evaluations."""
         return torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)

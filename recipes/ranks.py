@@ -48,7 +48,7 @@ def joined_ranks() -> Iterator[torch.device]:
 
 
 def table_device(device: torch.device) -> torch.device:
-    """Where to make a model's tables, so that :func:`shard_over_ranks` makes no table whole."""
+    """Device to make a model's tables on, so that :func:`shard_over_ranks` makes no table whole."""
     return torch.device("meta") if dist.is_initialized() else device
 
 

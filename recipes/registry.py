@@ -19,17 +19,17 @@ class Recipe(NamedTuple):
     config: Callable[[Path | None], Any]
     """From the data's folder or file, if one was named, to the full config, a frozen dataclass."""
     run: Callable[[Any, torch.device, Path], Result | Stopped]
-    """Of the config, this rank's device and the output folder, empty or with an earlier part of
-    the run, which it goes on with; on every rank."""
+    """Trains, on every rank, from the config, this rank's device and the output folder, which is
+    empty or holds an earlier part of the run to go on with."""
 
     @property
     def summary(self) -> str:
-        """What the run is, in one line."""
+        """One line that names model and data."""
         return self.description.splitlines()[0]
 
     @property
     def description(self) -> str:
-        """What the run is, and the data that it reads."""
+        """Model and data, and the files that are read."""
         return inspect.cleandoc(self.config.__doc__ or "")
 
 

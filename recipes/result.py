@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""The result of a run, and the line that states it."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a model does on its test rows, and what training it took."""
+    """Quality of a model on its test rows, and the training that it took."""
 
     test_auc: float
     test_logloss: float
@@ -18,17 +18,17 @@ class Result:
     bayes_logloss: float | None = None
     """The least that a model can expect, where the data is made."""
     test_auc_by_seed: dict[int, float] | None = None
-    """Where a run trains once for each of several seeds; the numbers above are then means."""
+    """Only where a run trains once for each of several seeds; the numbers above are then means."""
     test_logloss_by_seed: dict[int, float] | None = None
     samples_per_second: float
-    """Of training, over all ranks."""
+    """Samples a second of training, over all ranks."""
     num_steps: int
     checkpoint: Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """Of a run that a signal ended: it can go on with ``--resume``."""
+    """Result of a run that a signal ended: it can go on with ``--resume``."""
 
     num_steps: int
 

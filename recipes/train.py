@@ -33,7 +33,7 @@ STOPPED_EXIT_CODE = 75
 
 
 class Command(NamedTuple):
-    """What the command line asks for."""
+    """A parsed command line."""
 
     recipe: str
     config: Any

@@ -1,4 +1,4 @@
-"""How fast readers make batches: MLPerf's binary days, Parquet and Criteo's text, beside threads.
+"""Rate at which readers make batches: MLPerf's binary days, Parquet and Criteo's text.
 
 ``python -m bench.data.reader`` writes random rows in each format and prints rows and GB of batches
 a second (what a step copies to its GPU), through ``BackgroundLoader``. Passes after the first are
@@ -38,23 +38,23 @@ from torchembed.data import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to read."""
+    """Files to read, and how long."""
 
     num_rows: int = 1 << 20
-    """Of MLPerf's files; the others, which take longer to write, have fewer."""
+    """Rows of MLPerf's files; the others, which take longer to write, have fewer."""
     batch_size: int = 8192
     num_threads: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Threads that build batches; more than there are processors for are left out."""
     seconds: float = 1.0
     """Passes are repeated for as long."""
     folder: Path | None = None
-    """Where to write the files; a temporary folder where None."""
+    """Folder to write the files to; a temporary one where None."""
     output: Path | None = None
     """JSON to write the rows to."""
 
 
 class Rows(NamedTuple):
-    """What the files hold."""
+    """Contents of the files."""
 
     labels: NDArray[np.int32]
     counts: NDArray[np.int32]
@@ -111,14 +111,14 @@ def write_text(rows: Rows, folder: Path) -> None:
 
 
 class Format(NamedTuple):
-    """How rows are written and read."""
+    """Writer and reader of a format."""
 
     write: Callable[[Rows, Path], None]
     reader: Callable[..., BatchSource]
     hotness: tuple[int, ...]
     """Ids that there are of each feature."""
     part: float
-    """Of the rows."""
+    """Part of the rows that is written."""
 
 
 ONES = (1,) * len(MLPERF_HOTNESS)

@@ -33,7 +33,7 @@ LEAST_LIMIT = 0.0005
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to train."""
+    """Trainings to compare."""
 
     batch_size: int = 2048
     num_steps: int = 3000
@@ -42,9 +42,9 @@ class Config:
     num_held_out: int = 1 << 20
     """Rows that the AUC is of."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Of the initial weights."""
+    """Seeds of the initial weights."""
     learning_rate: float = 0.004
-    """Of Adagrad, for tables and dense layers."""
+    """Learning rate of Adagrad, for tables and dense layers."""
     output: Path | None = None
     """JSON to write the rows to."""
 
@@ -97,7 +97,7 @@ def train_once(
 
 
 def compare(rows: Sequence[dict[str, Any]], bayes_auc: float) -> dict[str, Any]:
-    """How far bf16 is from fp32, and how far it may be."""
+    """Distance of bf16 from fp32, and the one that is allowed."""
     fp32, bf16 = ([r["auc"] for r in rows if r["precision"] == name] for name in PRECISIONS)
     deviation = statistics.stdev(fp32) if len(fp32) > 1 else 0.0
     difference = statistics.fmean(bf16) - statistics.fmean(fp32)

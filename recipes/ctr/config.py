@@ -1,4 +1,4 @@
-"""What a run of DCNv2 on a small data set consists of."""
+"""Configuration of a run of DCNv2 on a small data set."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ class CtrConfig:
     seeds: tuple[int, ...] = (1, 2, 3)
     embedding_dim: int = 16
     embedding_std: float = 0.05
-    """Of the tables' normal initial values."""
+    """Standard deviation of the tables' normal initial values."""
     embedding_l2: float = 0.0
     """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables."""
     num_cross_layers: int = 2
@@ -28,19 +28,19 @@ class CtrConfig:
     dropout: float = 0.2
     batch_norm: bool = False
     placement: Placement | None = None
-    """Of every table over several ranks; without it the plan chooses."""
+    """Placement of every table over several ranks; without it the plan chooses."""
     precision: Precision = Precision.FP32
-    """Of all but weights and losses, which are float32."""
+    """Precision of all but weights and losses, which are float32."""
     batch_size: int = 4096
     """Samples a step, over all ranks."""
     learning_rate: float = 0.001
-    """Of Adam, for tables and dense layers."""
+    """Learning rate of Adam, for tables and dense layers."""
     lr_decay: float = 0.1
     """The learning rate is multiplied by this after an epoch that did not improve."""
     patience: int = 2
     """Stop after so many epochs in a row without a better AUC on the validation rows."""
     min_improvement: float = 1e-4
-    """What counts as better: by this much at least."""
+    """Least increase of the AUC that counts as better."""
     max_epochs: int = 100
 
     def __post_init__(self) -> None:

@@ -146,7 +146,7 @@ def _read_table(path: Path, columns: Sequence[str]) -> list[list[str]]:
 
 
 def _positions(path: Path, numbers: NDArray[np.int64], table: list[list[str]], name: str) -> Tensor:
-    """Where in ``table``, of the file ``name``, the rows that begin with ``numbers`` are."""
+    """Positions of the rows of ``table``, of the file ``name``, that begin with ``numbers``."""
     known = np.array([int(first) for first, *_ in table])
     positions = np.searchsorted(known, numbers).clip(max=len(known) - 1)
     if (unknown := known[positions] != numbers).any():

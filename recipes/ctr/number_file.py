@@ -23,9 +23,10 @@ def read_numbers(
         ValueError: where the file has no rows, another header, or a line with other fields; names
             the file, the line (from 1), the column and what came.
     """
+    # A file opened as text translates the ends of lines.
     lines = path.read_text(encoding="latin-1").split("\n")
     if has_header:
-        header = lines.pop(0).rstrip("\r")
+        header = lines.pop(0)
         if header != separator.join(columns):
             raise ValueError(
                 f"{path}, line 1: must be {separator.join(columns)}, got {header[:100]!r}"
@@ -53,7 +54,7 @@ def _raise_bad_line(
     cause: ValueError | None,
 ) -> NoReturn:
     for number, line in enumerate(lines, first_line):
-        fields = line.rstrip("\r").split(separator)
+        fields = line.split(separator)
         if fields == [""]:
             continue
         if len(fields) != len(columns):

@@ -34,21 +34,21 @@ class DlrmConfig:
     """Widths of the layers over the cross network."""
     num_cross_layers: int = 3
     low_rank: int = 512
-    """Of each cross layer."""
+    """Rank of each cross layer's factors."""
     placement: Placement | None = None
-    """Of every table; without it the plan chooses."""
+    """Placement of every table; without it the plan chooses."""
     precision: Precision = Precision.FP32
-    """Of all but weights and losses, which are float32."""
+    """Precision of all but weights and losses, which are float32."""
     batch_size: int = 65_536
     """Samples a step, over all ranks."""
     learning_rate: float = 0.004
-    """Of Adagrad, for tables and dense layers."""
+    """Learning rate of Adagrad, for tables and dense layers."""
     eps: float = 1e-8
-    """Of Adagrad."""
+    """Epsilon of Adagrad."""
     warmup_steps: int = 0
     """Steps over which the learning rate grows to its value, in a line."""
     decay_start_step: int = 0
-    """Where its decay begins."""
+    """Step at which the decay of the learning rate begins."""
     decay_steps: int = 0
     """Steps over which it falls, along a parabola; 0 for a constant rate."""
     end_learning_rate: float = 1e-7
@@ -73,7 +73,7 @@ class DlrmConfig:
     """Write the lines that MLPerf's compliance checker wants for this division, in mlperf.log;
     needs the package mlperf-logging."""
     mlperf_org: str = "unknown"
-    """Who submits, in that log."""
+    """Name of the submitter in that log."""
     read_loss_every: int = 50
     """Steps between points of the loss."""
     seed: int = 0
@@ -93,7 +93,7 @@ class DlrmConfig:
 
     @property
     def schedule(self) -> LearningRate:
-        """How the learning rate changes."""
+        """The schedule of the learning rate."""
         return LearningRate(
             warmup_steps=self.warmup_steps,
             decay_start_step=self.decay_start_step,

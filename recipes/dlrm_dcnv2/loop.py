@@ -35,7 +35,7 @@ class TrainLoop:
     loader: BackgroundLoader
     validation: BatchSource
     steps_per_epoch: int | None
-    """Where the data knows."""
+    """None where the data does not know its number of rows beforehand."""
     output: Path
     mlperf_log: MlperfLog | None = None
 
@@ -79,7 +79,7 @@ class TrainLoop:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to train."""
+        """True once there is nothing left to train."""
         most = self.config.max_steps
         return (
             self.epochs.is_done

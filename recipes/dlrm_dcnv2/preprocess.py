@@ -60,7 +60,7 @@ _INFREQUENT = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreprocessConfig:
-    """What to preprocess, and by which of the rules' numbers."""
+    """Input and output of the preprocessing, and the rules' numbers."""
 
     input: Path
     """Folder with the days' text files, or a single such file."""

@@ -95,7 +95,7 @@ def _platform(device: torch.device) -> str:
 def _mlperf_values(
     config: DlrmConfig, train_rows: BatchSource, validation: BatchSource
 ) -> dict[str, Any]:
-    """What MLPerf's rules for this model ask of a run, by their keys."""
+    """Numbers of a run that MLPerf's rules for this model ask for, by their keys."""
     decays = config.decay_steps > 0
     return {
         "seed": config.seed,

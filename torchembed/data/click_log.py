@@ -43,7 +43,7 @@ class ClickLogConfig:
     num_train: int = 1 << 21
     num_held_out: int = 1 << 17
     exponent: float = 1.2
-    """Of the ids' power law."""
+    """Exponent of the ids' power law."""
     click_rate: float = 0.25
     """Roughly the mean of the labels."""
     dense_effect: float = 0.6

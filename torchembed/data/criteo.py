@@ -1,4 +1,4 @@
-"""What the Criteo click logs and MLPerf's version of them look like."""
+"""Columns of the Criteo click logs, and table sizes and hotness of MLPerf's version of them."""
 
 INT_NAMES: tuple[str, ...] = tuple(f"int_{column}" for column in range(13))
 """The 13 columns of counts, in the order of the files."""

@@ -50,7 +50,7 @@ class BackgroundLoader:
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.num_ahead, self.num_threads = num_ahead, num_threads
         self.stall_seconds = 0.0
-        """How long the consumer has waited for batches, over all iterations."""
+        """Seconds for which the consumer has waited for batches, over all iterations."""
         # Weak, so that an iterator that its consumer drops is closed at once.
         self._running: weakref.ref[Generator[Batch, None, None]] | None = None
 

@@ -10,7 +10,7 @@ TABLES_FILE = "tables.json"
 
 
 class Tables(NamedTuple):
-    """What a folder of days says of its tables."""
+    """Sizes and hotness of the tables of a folder of days, as it states them."""
 
     sizes: tuple[int, ...]
     """Rows of each table."""

@@ -1,4 +1,4 @@
-"""What every reader is: an iterable of batches, cut into work that any thread can do."""
+"""The base of all readers: an iterable of batches, cut into tasks that any thread can run."""
 
 import enum
 import itertools
@@ -39,7 +39,7 @@ class FileRows(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """What the ranks have read of an epoch: each ``num_batches``, or all that it had."""
+    """Part of an epoch that the ranks have read: each ``num_batches``, or all that it had."""
 
     world_size: int
     batch_size: int
