@@ -222,6 +222,51 @@ def test_other_optimizers_and_others_are_named(tmp_path: Path) -> None:
             CheckpointFolder(tmp_path).load(run)
 
 
+def test_fewer_optimizers_than_were_saved_are_named(tmp_path: Path) -> None:
+    run = new_run()
+    train_run(run, 1)
+    CheckpointFolder(tmp_path).save(1, run)
+    before = parameters_of(fresh := new_run())
+    fewer = dataclasses.replace(fresh, optimizers=fresh.optimizers[:1])
+    message = (
+        r"optimizers\.1 was saved and is not in the run \(leave out all optimizers to load the"
+    )
+    with pytest.raises(ValueError, match=message):
+        CheckpointFolder(tmp_path).load(fewer)
+    assert_same(parameters_of(fresh), before)
+    CheckpointFolder(tmp_path).load(TrainingRun(model=fresh.model))
+    assert_same(parameters_of(fresh), parameters_of(run))
+
+
+class OnlySaves:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"optimizers": torch.optim.SGD(torch.nn.Linear(1, 1).parameters())},
+            r"optimizers must be a list of torch\.optim\.Optimizer, got a single SGD; pass \[optim",
+        ),
+        ({"optimizers": [3]}, r"optimizers\[0\] must be a torch\.optim\.Optimizer, got int"),
+        ({"optimizers": iter(())}, r"optimizers must be a list of .*, got tuple_iterator"),
+        ({"model": {}}, r"model must be a torch\.nn\.Module, got dict"),
+        ({"others": [OnlySaves()]}, r"others must be a mapping from names to objects .*, got list"),
+        (
+            {"others": {"step": 3}},
+            r"others\['step'\] must have state_dict\(\) and .*, got int, which has neither",
+        ),
+        ({"others": {"x": OnlySaves()}}, r"got OnlySaves, which has no load_state_dict\(\)"),
+        ({"others": {3: Counter()}}, r"others must have names as keys, got 3"),
+    ],
+)
+def test_what_makes_no_run_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        TrainingRun(**{"model": TinyModel(), **arguments})
+
+
 def test_an_optimizer_that_has_made_no_step_yet_loses_its_state(tmp_path: Path) -> None:
     run, fresh = new_run(), new_run()
     CheckpointFolder(tmp_path).save(0, run)

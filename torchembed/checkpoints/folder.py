@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import json
 import re
 import secrets
 import warnings
@@ -17,21 +16,22 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchembed.checkpoints.collective_errors import errors_of_all_ranks
+from torchembed.checkpoints.marker import Marker
 from torchembed.checkpoints.rank_files import (
     CheckpointReader,
     CheckpointWriter,
     in_threads,
 )
-from torchembed.checkpoints.save_planner import ChunkedSavePlanner
-from torchembed.checkpoints.storage import FileDigest, Storage
-from torchembed.checkpoints.training_run import (
+from torchembed.checkpoints.run_state import (
     SavedState,
-    TrainingRun,
     check_agreement,
     load_state,
     on_cpu,
     state_of,
 )
+from torchembed.checkpoints.save_planner import ChunkedSavePlanner
+from torchembed.checkpoints.storage import FileDigest, Storage
+from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core import ranks
 from torchembed.core.collective_errors import decide_on_first_rank, raise_on_all_ranks
 
@@ -206,9 +206,8 @@ class CheckpointFolder:
                 f"one run at a time may save in {self}, and another one has removed or replaced "
                 f"{path} while it was written; end one of them, or give it another folder"
             )
-        marker = {"step": step, "num_ranks": ranks.world_size(), "files": files}
         unfinished = f"{path}/{UNFINISHED_MARKER}"
-        self._storage.write(unfinished, json.dumps(marker).encode())
+        self._storage.write(unfinished, Marker(step, ranks.world_size(), files).to_bytes())
         self._storage.rename(unfinished, f"{path}/{MARKER}")
 
     def _remove_old(self, newest: _Checkpoint) -> None:
@@ -231,8 +230,9 @@ class CheckpointFolder:
         ``run.others`` take what rank 0 saved, and random generators stay as they are. They also do
         where the run has neither optimizers nor others: such a run does not go on training.
 
-        Optimizers and others that were saved and are not in ``run`` are passed over. Collective. A
-        checkpoint is unpickled in part: load only what you trust.
+        A run without optimizers takes the model, and its ``others``, of any checkpoint. Others that
+        were saved and are not in ``run`` are passed over. Collective. A checkpoint is unpickled in
+        part: load only what you trust.
 
         Returns:
             The step, or None where there is no complete checkpoint and none was asked for.
@@ -250,7 +250,7 @@ class CheckpointFolder:
         path = self._storage.path(checkpoint.name)
         written = decide_on_first_rank(lambda: self._storage.read(f"{path}/{MARKER}"), what, group)
         marker = raise_on_all_ranks(lambda: self._read_marker(path, written), what, group)
-        raise_on_all_ranks(lambda: self._check_files(path, marker["files"]), what, group)
+        raise_on_all_ranks(lambda: self._check_files(path, marker.files), what, group)
         reader = CheckpointReader(self._storage, path)
         metadata = raise_on_all_ranks(reader.read_metadata, what, group)
 
@@ -269,7 +269,7 @@ class CheckpointFolder:
         saved = SavedState(
             name=f"checkpoint {path}",
             entries=metadata.state_dict_metadata,
-            num_ranks=marker["num_ranks"],
+            num_ranks=marker.num_ranks,
             read=read,
         )
         load_state(run, saved)
@@ -287,7 +287,7 @@ class CheckpointFolder:
             )
         return of_step[-1]
 
-    def _read_marker(self, path: str, seen_by_first: bytes) -> dict[str, Any]:
+    def _read_marker(self, path: str, seen_by_first: bytes) -> Marker:
         try:
             seen = self._storage.read(f"{path}/{MARKER}")
         except FileNotFoundError:
@@ -298,19 +298,20 @@ class CheckpointFolder:
                 f"the {path}/{MARKER} that rank 0 sees"
             )
         try:
-            marker = json.loads(seen)
-            return {"num_ranks": int(marker["num_ranks"]), "files": dict(marker["files"])}
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"file {path}/{MARKER} is corrupt: load an earlier step") from None
+            return Marker.parse(seen)
+        except ValueError as error:
+            raise ValueError(
+                f"file {path}/{MARKER} is corrupt: load an earlier step ({error})"
+            ) from None
 
-    def _check_files(self, path: str, files: dict[str, list[int]]) -> None:
+    def _check_files(self, path: str, files: dict[str, FileDigest]) -> None:
         """Each rank reads a share of them whole, before anything is loaded."""
 
         def check(name: str) -> None:
             file = f"{path}/{name}"
             if not self._storage.exists(file):
                 raise FileNotFoundError(f"checkpoint {path} lacks its file {name}")
-            wanted, found = FileDigest(*files[name]), self._storage.digest(file)
+            wanted, found = files[name], self._storage.digest(file)
             if found != wanted:
                 raise ValueError(
                     f"file {file} must have {wanted.num_bytes} bytes and CRC-32 {wanted.crc32:08x} "

@@ -1,0 +1,318 @@
+"""The state of a training run as named tensors, and back.
+
+A checkpoint holds whole tensors under their names in the model, in pieces that each rank writes and
+reads for itself: of a sharded table, the rank's own rows. So it does not depend on how tables were
+sharded, and other programs that read such checkpoints see ordinary tensors.
+"""
+
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from torchembed.checkpoints.random_state import random_state, set_random_state
+from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.core import ranks
+from torchembed.core.collective_errors import raise_on_all_ranks
+from torchembed.optim.fused import FusedOptimizer
+from torchembed.tables import table_of
+
+_OPTIMIZER_KEY = re.compile(r"optimizers\.\d+")
+"""Entry of a checkpoint that holds an optimizer's kind and parameter groups."""
+
+
+class SavedState(NamedTuple):
+    """A checkpoint to load from."""
+
+    name: str
+    """For errors."""
+    entries: Mapping[str, Any]
+    """What ``torch.distributed.checkpoint`` says of each tensor and object, by name."""
+    num_ranks: int
+    """How many ranks saved it."""
+    read: Callable[[dict[str, Any]], None]
+    """Fills the tensors of a dict in place and replaces its other values; every rank calls it."""
+
+
+def state_of(run: TrainingRun) -> dict[str, Any]:
+    """This rank's part of the run's state; parameters and optimizer state by reference.
+
+    Beside the run's own, it holds the state of this rank's random generators.
+    """
+    state = _model_state(run.model)
+    for index, optimizer in enumerate(run.optimizers):
+        prefix = f"optimizers.{index}"
+        kind = type(optimizer).__name__
+        state[prefix] = _packed({"kind": kind, "param_groups": _groups(optimizer)})
+        state |= _optimizer_state(run.model, optimizer, prefix)
+    of_rank = {
+        "others": {name: other.state_dict() for name, other in run.others.items()},
+        "random": random_state(),
+    }
+    state[f"ranks.{ranks.rank()}"] = _packed(of_rank)
+    return state
+
+
+def check_agreement(step: int, run: TrainingRun, group: dist.ProcessGroup | None) -> None:
+    """Raise ``ValueError`` where not all ranks save the same step and kinds of optimizers."""
+    kinds = [type(optimizer).__name__ for optimizer in run.optimizers]
+    of_ranks = ranks.gather_objects((step, kinds), group)
+    for rank, (its_step, its_kinds) in enumerate(of_ranks):
+        if (its_step, its_kinds) != of_ranks[0]:
+            raise ValueError(
+                f"step and optimizers must be the same on every rank, got {of_ranks[0][0]} and "
+                f"{of_ranks[0][1]} on rank 0, {its_step} and {its_kinds} on rank {rank}; an "
+                'optimizer without parameters on a rank takes [{"params": []}]'
+            )
+
+
+def load_state(run: TrainingRun, saved: SavedState) -> None:
+    """Read ``saved`` into ``run``, in place. Collective.
+
+    What belongs to a rank comes back to it where as many ranks load as saved. Otherwise ``others``
+    take what rank 0 saved, and random generators stay as they are. They also do where the run has
+    neither optimizers nor others: such a run does not go on training.
+
+    Raises:
+        ValueError: where names, shapes, dtypes or kinds differ, all of them named; nothing is
+            changed then.
+    """
+    what = f"load {saved.name}"
+    state = raise_on_all_ranks(lambda: _room_for(run, saved.entries), what)
+    of_optimizers = [f"optimizers.{index}" for index in range(len(run.optimizers))]
+    _agree_on(
+        [
+            *(f"{key} was not saved" for key in of_optimizers if key not in saved.entries),
+            *_unexpected_optimizers(of_optimizers, saved),
+            *(mismatch for key, value in state.items() for mismatch in _compare(key, value, saved)),
+            *_unexpected(state, saved),
+        ],
+        saved,
+    )
+    same_ranks = saved.num_ranks == ranks.world_size()
+    rank_key = f"ranks.{ranks.rank() if same_ranks else 0}"
+    packed = {
+        key: torch.empty(saved.entries[key].size, dtype=torch.uint8)
+        for key in [*of_optimizers, rank_key]
+    }
+    saved.read(packed)
+    unpacked = raise_on_all_ranks(
+        lambda: {key: _unpacked(value) for key, value in packed.items()}, what
+    )
+    optimizers = [
+        (key, own, unpacked[key]) for key, own in zip(of_optimizers, run.optimizers, strict=True)
+    ]
+    others = unpacked[rank_key]["others"]
+    _agree_on(
+        [
+            *(mismatch for named in optimizers for mismatch in _compare_optimizer(*named)),
+            *(f"others {name!r} was not saved" for name in run.others if name not in others),
+        ],
+        saved,
+    )
+
+    saved.read(state)
+
+    def apply() -> None:
+        for name, module in run.model.named_modules():
+            key = ".".join(filter(None, ("model", name, "_extra_state")))
+            if key in state:
+                module.set_extra_state(state[key])
+        for key, own, loaded in optimizers:
+            _load_optimizer(run.model, own, key, loaded["param_groups"], state)
+        for name, other in run.others.items():
+            other.load_state_dict(others[name])
+        if same_ranks and (run.optimizers or run.others):
+            set_random_state(unpacked[rank_key]["random"])
+
+    raise_on_all_ranks(apply, what)
+
+
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state, its tensors on the CPU, that later training steps do not change."""
+    return {
+        key: value.detach().to("cpu", copy=True)
+        if isinstance(value, Tensor)
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    """Every parameter and buffer, by reference."""
+    return {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+def _packed(state: Any) -> Tensor:
+    """uint8: ``state``, pickled as it now is."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(tensor: Tensor) -> Any:
+    buffer = io.BytesIO(tensor.numpy().tobytes())
+    return torch.load(buffer, map_location="cpu", weights_only=False)
+
+
+def _named_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's parameters in order, with their names in ``model``."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    "optimizers must hold parameters of the model alone, got one of shape "
+                    f"{list(parameter.shape)} that is not the model's"
+                )
+            yield name, parameter
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups = optimizer.state_dict()["param_groups"]
+    return [{k: value for k, value in group.items() if k != "params"} for group in groups]
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str
+) -> dict[str, Any]:
+    """What there is by now, by reference: most optimizers make state at their first step."""
+    state = {}
+    entries = optimizer.state_dict()["state"]
+    for number, (name, parameter) in enumerate(_named_parameters(model, optimizer)):
+        for key, value in entries.get(number, {}).items():
+            table = table_of(parameter)
+            if table is not None and _has_rows(optimizer, key, value, parameter):
+                value = table.as_global(value)
+            state[f"{prefix}.state.{name}.{key}"] = value
+    return state
+
+
+def _has_rows(optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: Tensor) -> bool:
+    """Whether state ``name`` of a table has a row for each row of the table."""
+    if isinstance(optimizer, FusedOptimizer):
+        return name in optimizer.state_names
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _room_for(run: TrainingRun, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``saved`` this rank reads in place, and room for the rest of what it reads."""
+    room = _model_state(run.model)
+    for index, optimizer in enumerate(run.optimizers):
+        room |= _room_for_optimizer(run.model, optimizer, f"optimizers.{index}", saved)
+    return room
+
+
+def _room_for_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state that there is, to be filled in place, and room for what else is saved of this
+    rank's parameters. State that torch's optimizers make at their first step need not be saved."""
+    is_fused = isinstance(optimizer, FusedOptimizer)
+    state = _optimizer_state(model, optimizer, prefix)
+    room = {key: value for key, value in state.items() if is_fused or key in saved}
+    for name, parameter in _named_parameters(model, optimizer):
+        table = table_of(parameter)
+        whole = parameter if table is None else table.as_global(parameter.detach())
+        start = f"{prefix}.state.{name}."
+        for key, entry in saved.items():
+            if key in room or not key.startswith(start):
+                continue
+            room[key] = None
+            if isinstance(entry, TensorStorageMetadata):
+                dtype = entry.properties.dtype
+                room[key] = torch.empty(entry.size, dtype=dtype)
+                if table is not None and entry.size == whole.shape:
+                    room[key] = table.as_global(torch.empty_like(parameter.detach(), dtype=dtype))
+    return room
+
+
+def _compare(key: str, value: Any, saved: SavedState) -> Iterator[str]:
+    """What is wrong with loading ``key`` into ``value``."""
+    if key not in saved.entries:
+        yield f"{key} was not saved"
+        return
+    entry = saved.entries[key]
+    if not isinstance(value, Tensor) or not isinstance(entry, TensorStorageMetadata):
+        if isinstance(value, Tensor) or isinstance(entry, TensorStorageMetadata):
+            yield f"{key} is a tensor on one side alone"
+        return
+    if tuple(entry.size) != tuple(value.shape):
+        yield f"{key} has shape {list(entry.size)}, and {list(value.shape)} in the run"
+    if entry.properties.dtype != value.dtype:
+        yield f"{key} has dtype {entry.properties.dtype}, and {value.dtype} in the run"
+
+
+def _unexpected(state: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
+    """Saved of the model, and known to no rank: the owner alone knows a table-wise table."""
+    known = {key for keys in ranks.gather_objects(list(state)) for key in keys}
+    for key in saved.entries:
+        if key.startswith("model.") and key not in known:
+            yield f"{key} is not in the run"
+
+
+def _unexpected_optimizers(keys: Sequence[str], saved: SavedState) -> Iterator[str]:
+    """Optimizers that were saved and that a run with others lacks; one with none takes the model
+    alone."""
+    for key in saved.entries:
+        if keys and _OPTIMIZER_KEY.fullmatch(key) and key not in keys:
+            yield (
+                f"{key} was saved and is not in the run (leave out all optimizers to load the "
+                "model alone)"
+            )
+
+
+def _compare_optimizer(
+    key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+) -> Iterator[str]:
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    if saved["kind"] != kind:
+        yield f"{key} is of {saved['kind']}, and the run's is {kind}"
+    if len(saved["param_groups"]) != len(groups):
+        num_saved = len(saved["param_groups"])
+        yield f"{key} has {num_saved} parameter groups, and {len(groups)} in the run"
+
+
+def _agree_on(mismatches: list[str], saved: SavedState) -> None:
+    """Raise on every rank where one has mismatches, naming those of all."""
+    found = sorted({item for of_rank in ranks.gather_objects(mismatches) for item in of_rank})
+    if found:
+        raise ValueError(
+            f"{saved.name} is of another model or run: {'; '.join(found)}. Nothing was loaded"
+        )
+
+
+def _load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    prefix: str,
+    loaded_groups: list[dict[str, Any]],
+    state: dict[str, Any],
+) -> None:
+    entries: dict[int, dict[str, Any]] = {}
+    for number, (name, _) in enumerate(_named_parameters(model, optimizer)):
+        start = f"{prefix}.state.{name}."
+        entry = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+        if entry:
+            entries[number] = {
+                k: v.to_local() if isinstance(v, DTensor) else v for k, v in entry.items()
+            }
+    merged = []
+    for loaded, own in zip(loaded_groups, optimizer.state_dict()["param_groups"], strict=True):
+        # Unpacked tensors, such as learning rates, are on the CPU.
+        moved = {
+            k: torch.as_tensor(v).to(own[k]) if isinstance(own.get(k), Tensor) else v
+            for k, v in loaded.items()
+        }
+        merged.append({**moved, "params": own["params"]})
+    optimizer.load_state_dict({"state": entries, "param_groups": merged})
