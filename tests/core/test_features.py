@@ -109,7 +109,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "weights dtype": (
         TypeError,
-        r"^weights must be float32 or float16 or bfloat16, got int64; call \.float\(\)$",
+        r"^weights must be float32 or float16 or bfloat16 or float64, got int64; call \.float\(\)$",
         {"weights": VALUES},
     ),
     "weights length": (

@@ -17,7 +17,7 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "max_norm": (ValueError, r"max_norm=0\.0 is not supported; use torch\.nn", {"max_norm": 0.0}),
     "scale_grad_by_freq": (ValueError, "scale_grad_by_freq=True", {"scale_grad_by_freq": True}),
     "padding_idx": (ValueError, r"padding_idx must be in \[-5, 5\), got 5", {"padding_idx": 5}),
-    "dtype": (TypeError, "dtype must be float32, float16 or bf", {"dtype": torch.float64}),
+    "dtype": (TypeError, "dtype must be float32, float16, bf.*int64", {"dtype": torch.int64}),
     "_weight": (
         ValueError,
         r"_weight must be \(5, 3\), got \(3, 5\)",
@@ -39,8 +39,10 @@ def test_refused_arguments(
 
 
 def test_a_refused_mode() -> None:
-    with pytest.raises(ValueError, match=r'mode must be "sum" or "mean", got \'max\'; use torch'):
-        torchembed.EmbeddingBag(5, 3, mode="max")
+    with pytest.raises(ValueError, match=r'mode must be "sum", "mean" or "max", got \'min\''):
+        torchembed.EmbeddingBag(5, 3, mode="min")
+    with pytest.raises(ValueError, match=r'sparse must be False where mode="max", as for torch.nn'):
+        torchembed.EmbeddingBag(5, 3, mode="max", sparse=True)
 
 
 def test_a_refused_pretrained_weight() -> None:

@@ -55,7 +55,8 @@ class SparseFeatures:
             num_ids = sum(self.hotness) * self.batch_size
             checks.check_numel("values", self.values, num_ids, "sum(hotness) * batch_size")
         if self.weights is not None:
-            checks.check_float("weights", self.weights)
+            dtypes = (*checks.FLOAT_DTYPES, torch.float64)
+            checks.check_dtype("weights", self.weights, dtypes, "call .float()")
             checks.check_numel("weights", self.weights, self.values.numel(), "one for each id")
 
     def _map(self, function: Any) -> "SparseFeatures":

@@ -16,18 +16,16 @@ def with_own_storage(part: Tensor) -> Tensor:
         part: contiguous, without gradient.
 
     Returns:
-        ``part`` itself where its storage holds nothing else; where it has no elements, or no memory
-        that can be passed on (on the meta device, and shared between processes, which a storage of
-        its own would hide).
+        ``part`` itself where its storage holds nothing else; where it has no elements; and where it
+        has no memory that can be passed on, as on the meta device and of a fake tensor, or shares
+        it with other processes, which a storage of its own would hide.
     """
-    storage = part.untyped_storage()
-    is_shared = part.device.type == "cpu" and part.is_shared()
     if (
-        part.device.type not in ("cpu", "cuda")
-        or type(part) is not Tensor
+        type(part) is not Tensor  # but a stand-in, without memory
+        or part.device.type not in ("cpu", "cuda")
         or part.numel() == 0
-        or storage.nbytes() == part.nbytes
-        or is_shared
+        or part.untyped_storage().nbytes() == part.nbytes
+        or (part.device.type == "cpu" and part.is_shared())
     ):
         return part
     with torch.no_grad():

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from torchembed.core.stand_ins import KeptTensors
+
 Reorder = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 """``(tensor, sizes, order)`` to what :func:`in_order` gives."""
 
 _NUM_KEPT = 8
+_Form = tuple[torch.device, tuple[int, ...], tuple[int, ...]]
 
 
 def in_order(tensor: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
@@ -27,7 +30,7 @@ class PieceOrder:
     """
 
     def __init__(self) -> None:
-        self._indices: dict[tuple[torch.device, tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self._indices: KeptTensors[_Form, Tensor] = KeptTensors(_NUM_KEPT)
 
     def __call__(self, tensor: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
         index = None
@@ -43,9 +46,13 @@ class PieceOrder:
         form = device, sizes, order
         if form not in self._indices:
             is_capturing = torch.cuda.is_current_stream_capturing()
-            if is_capturing or len(self._indices) == _NUM_KEPT or sum(sizes) >= 2**31:
+            if is_capturing or self._indices.is_full or sum(sizes) >= 2**31:
                 return None
-            places = torch.arange(sum(sizes), dtype=torch.int32)
-            with torch.inference_mode(mode=False):
-                self._indices[form] = in_order(places, sizes, order).to(device)
-        return self._indices[form]
+        return self._indices.get(form, lambda: _index(form))
+
+
+@torch.inference_mode(mode=False)
+def _index(form: _Form) -> Tensor:
+    device, sizes, order = form
+    places = torch.arange(sum(sizes), dtype=torch.int32)
+    return in_order(places, sizes, order).to(device)

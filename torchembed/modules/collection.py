@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchembed.core import checks
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets
@@ -66,8 +67,15 @@ class Collection(PreparingModule):
         device: torch.device | str | None,
         on_bad_id: OnBadId | str,
         seed: int,
+        output_dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        if output_dtype is not None and output_dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(
+                f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}"
+            )
+        self._output_dtype = torch.float32 if output_dtype is None else output_dtype
+        self._casts_vectors = output_dtype is None
         if not tables:
             raise ValueError("tables must hold at least one config, got none")
         self._configs = [as_config(config, self._config_kind) for config in tables]

@@ -11,11 +11,11 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.slots import Slots
+from torchembed.modules.table_lookup import look_up, look_up_pooled
 from torchembed.modules.table_module import TableModule, as_on_bad_id
-from torchembed.ops.pooled_lookup import pooled_lookup
+from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import Normal, Table, TableSpec, group_weight
+from torchembed.tables import Normal, Table, TableSpec
 
 
 class _SingleTable(TableModule):
@@ -58,8 +58,8 @@ class _SingleTable(TableModule):
                 )
             dtype = weight.dtype
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in checks.FLOAT_DTYPES:
-            raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+        if dtype not in (*checks.FLOAT_DTYPES, torch.float64):
+            raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
         spec = TableSpec(
@@ -71,6 +71,7 @@ class _SingleTable(TableModule):
             seed=seed,
         )
         self._table = Table(spec)
+        self._table.holder = self
         self._hold([self._table], [None], device if weight is None else "meta")
         if weight is None:
             self.weight = self._table.parameter
@@ -89,6 +90,10 @@ class _SingleTable(TableModule):
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((self._table, self),)
+
+    def held_weight(self) -> Tensor:
+        """``weight``: the parameter, or what was put in its place."""
+        return self.weight
 
     def _zero_padding(self) -> None:
         if self.padding_idx is not None and not self.weight.is_meta:
@@ -115,18 +120,25 @@ class _SingleTable(TableModule):
         is_padding = rows == self.padding_idx
         return rows.masked_fill(is_padding, -1), is_padding
 
-    def _lookup_arguments(self) -> dict[str, Any]:
+    def _vectors(self, rows: Tensor) -> Tensor:
+        """``[L, D]``, in the dtype of the weight; zeros for rows of -1."""
         group = self._table.group
-        sink = None if group.rule is None else group.record
-        return {"weight_form": self._weight_form, "sink": sink}
+        return look_up(
+            group, rows, sink=group.record, output_dtype=None, weight_form=self._weight_form
+        )
 
 
 class EmbeddingBag(_SingleTable):
-    """``torch.nn.EmbeddingBag`` with ``mode`` ``"sum"`` or ``"mean"``, and fused optimizers.
+    """``torch.nn.EmbeddingBag`` with fused optimizers.
 
-    Arguments, shapes and the treatment of ``padding_idx`` are torch's; ``max_norm``,
-    ``scale_grad_by_freq`` and ``mode="max"`` are refused with an error. Initial rows are standard
-    normal, as torch's, but functions of (seed, row).
+    Arguments, shapes and the treatment of ``padding_idx`` are torch's; ``max_norm`` and
+    ``scale_grad_by_freq`` are refused with an error. Initial rows are standard normal, as torch's,
+    but functions of (seed, row).
+
+    Kernels look up and pool float32, float16 and bfloat16 rows under ``"sum"`` and ``"mean"``.
+    PyTorch's own operations find the maxima of ``"max"``, from a vector for each id, and do all of
+    a float64 weight and of what is inside a transform of ``torch.func``. Fused optimizers train a
+    maximum, too, where every id counts as looked up; float64 weights they refuse.
 
     Args:
         on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside the table.
@@ -155,10 +167,10 @@ class EmbeddingBag(_SingleTable):
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
     ) -> None:
-        if mode not in ("sum", "mean"):
-            raise ValueError(
-                f'mode must be "sum" or "mean", got {mode!r}; use torch.nn.EmbeddingBag for others'
-            )
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
+        if mode == "max" and sparse:
+            raise ValueError('sparse must be False where mode="max", as for torch.nn.EmbeddingBag')
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
             num_embeddings,
@@ -200,18 +212,23 @@ class EmbeddingBag(_SingleTable):
         """
         features = self._bags(input, offsets, per_sample_weights)
         rows, is_padding = self._rows(features)
+        if self.mode == "max":
+            return self._maxima(features, rows)
         # As torch's, the mean does not count ids of the padding row; it is divided here then.
         divides = self.mode == "mean" and is_padding is not None
-        pooled = pooled_lookup(
-            group_weight(self._table.group),
+        dtype, group = self.weight.dtype, self._table.group
+        pooled = look_up_pooled(
+            group,
             rows,
             offsets=features.offsets,
             hotness=features.hotness,
             batch_size=features.batch_size,
+            num_features=1,
             per_id_weights=features.weights,
             pooling=Pooling.MEAN if self.mode == "mean" and not divides else Pooling.SUM,
-            output_dtype=torch.float32 if divides else self.weight.dtype,
-            **self._lookup_arguments(),
+            sink=group.record,
+            output_dtype=torch.promote_types(dtype, torch.float32) if divides else dtype,
+            weight_form=self._weight_form,
         ).squeeze(1)
         if self.mode == "mean" and is_padding is not None:
             counted = torch.nn.functional.pad((~is_padding).cumsum(0), (1, 0))
@@ -219,7 +236,15 @@ class EmbeddingBag(_SingleTable):
             if ends is None:
                 ends = torch.arange(features.batch_size + 1, device=rows.device) * input.shape[1]
             pooled = pooled / counted[ends.long()].diff().clamp_min(1).unsqueeze(1)
-        return pooled.to(self.weight.dtype)
+        return pooled.to(dtype)
+
+    def _maxima(self, features: SparseFeatures, rows: Tensor) -> Tensor:
+        """``[B, D]``; what is looked up as row -1, padding and bad ids, does not count."""
+        vectors, batch_size = self._vectors(rows), features.batch_size
+        bags = bags_of_positions(
+            rows.numel(), features.offsets, features.hotness, batch_size, rows.device
+        )
+        return max_of_bags(vectors, rows >= 0, bags, batch_size)
 
     def _bags(
         self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
@@ -326,12 +351,7 @@ class Embedding(_SingleTable):
             keys=("input",), values=input.reshape(-1), batch_size=input.numel(), hotness=(1,)
         )
         rows, is_padding = self._rows(features)
-        vectors = sequence_lookup(
-            group_weight(self._table.group),
-            rows,
-            output_dtype=self.weight.dtype,
-            **self._lookup_arguments(),
-        )
+        vectors = self._vectors(rows)
         if is_padding is not None:
             # The padding row is looked up like others, but gets no gradient.
             padding = self.weight.detach()[self.padding_idx]

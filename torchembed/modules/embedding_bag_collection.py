@@ -40,7 +40,8 @@ class EmbeddingBagCollection(Collection):
         device: where to make the tables; ``"meta"`` makes none.
         on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside their table.
         seed: of the initial rows.
-        output_dtype: of the pooled vectors.
+        output_dtype: of the pooled vectors. Where None they are float32, whatever the tables are,
+            until the module is cast, as by ``.half()``, which then casts them, too.
         sparse: without a fused optimizer, ``weight.grad`` is sparse instead of dense.
 
     Raises:
@@ -59,13 +60,12 @@ class EmbeddingBagCollection(Collection):
         *,
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int = 0,
-        output_dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype | None = None,
         sparse: bool = False,
     ) -> None:
-        super().__init__(tables, device, on_bad_id, seed)
+        super().__init__(tables, device, on_bad_id, seed, output_dtype)
         self.embedding_bags = self._table_weights()
         self._is_weighted = is_weighted
-        self._output_dtype = output_dtype
         self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
 
     def _lookup_key(self, config: EmbeddingConfig) -> Any:

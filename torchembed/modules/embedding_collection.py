@@ -11,9 +11,9 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.slots import SlotRows, num_ids_of_features
+from torchembed.modules.table_lookup import look_up
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import Table, group_weight
+from torchembed.tables import Table
 
 
 class EmbeddingCollection(Collection):
@@ -45,12 +45,11 @@ class EmbeddingCollection(Collection):
         *,
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int = 0,
-        output_dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype | None = None,
         sparse: bool = False,
     ) -> None:
-        super().__init__(tables, device, on_bad_id, seed)
+        super().__init__(tables, device, on_bad_id, seed, output_dtype)
         self.embeddings = self._table_weights()
-        self._output_dtype = output_dtype
         self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
@@ -114,12 +113,12 @@ def sequence_slots(
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for group_rows in rows.groups:
         entry, features, _ = group_rows
-        vectors = sequence_lookup(
-            group_weight(entry.group),
+        vectors = look_up(
+            entry.group,
             features.values,
+            sink=group_rows.sink(),
             output_dtype=output_dtype,
             weight_form=weight_form,
-            sink=group_rows.sink(),
         )
         split = split_slots(features, [num_ids[slot] for slot in entry.slots], vectors)
         found.update(zip(entry.slots, split, strict=True))

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from torchembed.core.types import Pooling
 from torchembed.modules.slots import SlotRows
-from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
+from torchembed.modules.table_lookup import look_up_pooled
+from torchembed.ops.pooled_lookup import LookupStore
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import group_weight
 
 
 def pooled_slots(
@@ -59,8 +59,8 @@ def pooled_groups(
             hotness = (0,) * num_empty + hotness
         elif num_empty and offsets is not None:
             offsets = torch.nn.functional.pad(offsets, (num_empty * features.batch_size, 0))
-        vectors = pooled_lookup(
-            group_weight(entry.group),
+        vectors = look_up_pooled(
+            entry.group,
             features.values,
             offsets=offsets,
             hotness=hotness,

@@ -1,7 +1,7 @@
 """Collections whose forward can be begun ahead: what depends on ids alone, without any vector."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,21 @@ class PreparingModule(TableModule):
     reserved_columns: int = 0
     """Before pooled vectors in memory; :class:`~torchembed.EmbeddingBagCollection` says more."""
 
+    _output_dtype: torch.dtype
+    _casts_vectors = False
+    """Whether what casts the module casts the vectors, too."""
+
     _handed_over: "Sequence[_Handed]" = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PreparingModule":
+        super()._apply(fn, recurse)
+        if self._casts_vectors:
+            like = torch.empty(0, dtype=self._output_dtype, device="cpu")
+            self._set_output_dtype(fn(like).dtype)
+        return self
+
+    def _set_output_dtype(self, dtype: torch.dtype) -> None:
+        self._output_dtype = dtype
 
     def prepare(self, features: Any) -> Prepared:
         """Check and route the ids of ``features``, find their rows, and the runs of equal rows

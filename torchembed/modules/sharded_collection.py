@@ -100,6 +100,7 @@ class ShardedCollection(PreparingModule):
     ) -> None:
         super().__init__()
         self._settle(source._configs, plans, ranks, source._on_bad_id)
+        self._casts_vectors = source._casts_vectors
         self._local: dict[int, Table] = {}
         for number, (table, plan) in enumerate(zip(source._tables, plans, strict=True)):
             local = _local_table(table.spec, plan, ranks)

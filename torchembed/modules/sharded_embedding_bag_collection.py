@@ -66,6 +66,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         domain = self._ranks.push
         self._push = None if domain is None else self._pooled_push(domain)
 
+    def _set_output_dtype(self, dtype: torch.dtype) -> None:
+        if self._push is not None and dtype is not self._output_dtype:
+            raise ValueError(
+                f"dtype of a model whose vectors are pushed must stay {self._output_dtype}, got "
+                f"{dtype}; cast it before shard_embeddings"
+            )
+        super()._set_output_dtype(dtype)
+
     def _pooled_push(self, domain: PushDomain) -> PooledPush:
         """What pushes vectors to their places among the values, but those of means, which are found
         from sums."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.core.piece_order import PieceOrder, Reorder, in_order
+from torchembed.core.stand_ins import KeptTensors, is_stand_in, makes_stand_ins
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.jagged import permute_features
@@ -46,12 +47,25 @@ class GroupSlots:
         ]
         device = group.weight.device
         first = dict(zip(map(id, group.tables), group.first_rows, strict=False))
-        firsts, counts = [first[id(t)] for t in tables], [t.num_rows for t in tables]
-        self.first_rows = torch.tensor(firsts, dtype=torch.int64, device=device)
-        self.num_rows = torch.tensor(counts, dtype=torch.int64, device=device)
+        self._first_and_num = [first[id(t)] for t in tables], [t.num_rows for t in tables]
+        self._row_bounds = self._row_bounds_on(device)
         self.reorder = PieceOrder()
-        self.gradient_maps: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
         """By hotness, batch size and pooling; kept, since captured steps read them."""
+
+    def row_bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The row at which each slot's table begins, and how many it has, int64 ``[slots]``: where
+        the tables are, or on ``device`` where these are on the meta device and called with weights
+        that others give."""
+        is_meta = self._row_bounds[0].is_meta and device.type != "meta"
+        return self._row_bounds_on(device) if is_meta else self._row_bounds
+
+    def _row_bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        firsts, counts = self._first_and_num
+        return (
+            torch.tensor(firsts, dtype=torch.int64, device=device),
+            torch.tensor(counts, dtype=torch.int64, device=device),
+        )
 
 
 class GroupRows(NamedTuple):
@@ -71,19 +85,16 @@ class GroupRows(NamedTuple):
             return None
         hotness = (0,) * num_empty + features.hotness
         form = hotness, features.batch_size, pooling
-        if form not in maps:
-            if features.values.is_cuda and torch.cuda.is_current_stream_capturing():
-                return None
-            maps[form] = fixed_gradient_map(
-                features.values,
-                hotness=hotness,
-                batch_size=features.batch_size,
-                pooling=pooling,
-            )
-        return maps[form]
+        is_cuda = features.values.is_cuda
+        if form not in maps and is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        find = functools.partial(
+            fixed_gradient_map, hotness=hotness, batch_size=features.batch_size, pooling=pooling
+        )
+        return maps.get(form, lambda: find(features.values))
 
-    def sink(self) -> GradientSink | None:
-        """Takes the gradients of the rows; None where no fused optimizer updates the group.
+    def sink(self) -> GradientSink:
+        """Takes the gradients of the rows, for the fused optimizer that updates the group.
 
         Raises:
             RuntimeError: where the tables have been regrouped since the rows were found.
@@ -95,8 +106,6 @@ class GroupRows(NamedTuple):
                 f"tables {names} were regrouped between prepare and forward, by an optimizer, a "
                 "load or requires_grad_; prepare the batch again"
             )
-        if group.rule is None:
-            return None
         return (
             group.record if self.runs is None else functools.partial(group.record, runs=self.runs)
         )
@@ -131,16 +140,22 @@ class Slots:
     def by_group(self) -> list[GroupSlots]:
         """One entry for each group that serves a slot, following changes of the groups."""
         groups = self._table_set.current_groups()
+        if makes_stand_ins():
+            return self._entries(groups)
         if self._known_groups is not groups:
-            self._by_group = []
-            for group in groups:
-                slots = [s for s, table in enumerate(self._tables) if table.group is group]
-                if slots:
-                    tables = [self._tables[s] for s in slots]
-                    features = [self._feature_names[s] for s in slots]
-                    self._by_group.append(GroupSlots(group, slots, tables, features))
+            self._by_group = self._entries(groups)
             self._known_groups = groups
         return self._by_group
+
+    def _entries(self, groups: list[TableGroup]) -> list[GroupSlots]:
+        entries = []
+        for group in groups:
+            slots = [s for s, table in enumerate(self._tables) if table.group is group]
+            if slots:
+                tables = [self._tables[s] for s in slots]
+                features = [self._feature_names[s] for s in slots]
+                entries.append(GroupSlots(group, slots, tables, features))
+        return entries
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles find their groups anew."""
@@ -176,10 +191,11 @@ class Slots:
         Raises:
             IndexError: for an id outside its table under ``OnBadId.RAISE``.
         """
+        first_rows, num_rows = entry.row_bounds(features.values.device)
         return checked_rows(
             features,
-            entry.first_rows,
-            entry.num_rows,
+            first_rows,
+            num_rows,
             entry.group.rows_dtype,
             self._on_bad_id,
             entry.names,
@@ -301,7 +317,7 @@ def select_features(
 def _room_for(features: SparseFeatures, indices: Sequence[int]) -> int:
     """How many ids jagged ``features`` have at ``indices``; on a GPU, the most that they can."""
     batch_size = features.batch_size
-    if features.values.is_cuda:
+    if features.values.is_cuda or is_stand_in(features.values):
         return features.values.numel() * max(Counter(indices).values(), default=0)
     if not batch_size:
         return 0

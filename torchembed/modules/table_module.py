@@ -16,6 +16,7 @@ class TableWeight(nn.Module):
         super().__init__()
         self._table = table
         self.weight = table.parameter
+        table.holder = self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -24,6 +25,10 @@ class TableWeight(nn.Module):
 
     def forward(self) -> Tensor:
         return self.weight
+
+    def held_weight(self) -> Tensor:
+        """``weight``, after the hooks by which pruning computes it."""
+        return self()
 
 
 def _restore_after_load(module: "TableModule", incompatible_keys: Any) -> None:
@@ -54,7 +59,8 @@ class TableModule(nn.Module):
 
     def _find_parameters(self) -> None:
         for table, holder in self._holders():
-            table.parameter = holder.weight  # type: ignore[assignment]
+            table.holder = holder  # type: ignore[assignment]
+            table.parameter = _parameter_of(table, holder)
 
     def _restore_groups(self) -> None:
         self._find_parameters()
@@ -88,6 +94,20 @@ class TableModule(nn.Module):
     def reset_parameters(self) -> None:
         """Give every row its initial value again, in place."""
         self._table_set.fill_initial_rows()
+
+
+def _parameter_of(table: Table, holder: nn.Module) -> nn.Parameter:
+    """The parameter under ``weight``; or the one from which a parametrization or pruning computes
+    what is there, so far as its shape tells, for the group to follow."""
+    parameter = holder._parameters.get("weight")
+    if isinstance(parameter, nn.Parameter):
+        return parameter
+    shape = table.num_rows, table.num_columns
+    like = [p for p in holder.parameters() if tuple(p.shape) == shape]
+    known = getattr(table, "parameter", None)
+    if any(parameter is known for parameter in like):
+        return known  # type: ignore[return-value]
+    return like[0] if like else nn.Parameter(table.held_weight().detach(), requires_grad=False)
 
 
 def as_on_bad_id(on_bad_id: OnBadId | str) -> OnBadId:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
@@ -78,12 +79,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Let the tables of the parameter groups from ``first`` on be updated by this optimizer.
 
         Raises:
-            TypeError: where a parameter is no table's weight; no table is taken over then.
+            TypeError: where a parameter is no table's weight, or float64; no table is taken over
+                then.
             RuntimeError: where a table has gradients that another optimizer should apply; likewise.
         """
         new_groups = list(enumerate(self.param_groups))[first:]
         tables = [(_table(p), index) for index, group in new_groups for p in group["params"]]
         for table, _ in tables:
+            if table.parameter.dtype not in FLOAT_DTYPES:
+                raise TypeError(
+                    f"table {table.spec.name} must be float32, float16 or bfloat16 for "
+                    f"{type(self).__name__}, got {table.parameter.dtype}; use one of torch.optim"
+                )
             if table.group.pending or table.group.num_awaited:
                 raise RuntimeError(
                     f"table {table.spec.name} has gradients that its optimizer has not applied; "
@@ -240,7 +247,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if any(parameter.grad is not None for parameter in group["params"]):
                 raise RuntimeError(
                     "weight.grad of a table is set, by a forward from before this optimizer took "
-                    "the table over, and would not be applied; call zero_grad() first"
+                    "the table over, or through a parametrization or pruning of it, and would not "
+                    "be applied; call zero_grad() first, or give the table to an optimizer of torch"
                 )
             for table_group in self._table_groups(index, group):
                 merged = table_group.merged_pending()

@@ -5,10 +5,12 @@ from torchembed.tables.group import (
     RecordedGradients,
     Table,
     TableGroup,
+    TableOwner,
     TableSpec,
+    WeightHolder,
     table_of,
 )
-from torchembed.tables.group_weight import group_weight
+from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.initializers import (
     Constant,
     Initializer,
@@ -22,15 +24,18 @@ from torchembed.tables.table_set import TableSet
 __all__ = [
     "Constant",
     "GradientReduction",
+    "GroupWeight",
     "InPlaceFunction",
     "Initializer",
     "Normal",
     "RecordedGradients",
     "Table",
     "TableGroup",
+    "TableOwner",
     "TableSet",
     "TableSpec",
     "Uniform",
+    "WeightHolder",
     "group_weight",
     "shifted_row_key",
     "table_of",

@@ -2,20 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.random_bits import name_key
+from torchembed.core.stand_ins import address_of
 from torchembed.core.trees import map_tensors
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables.initializers import Initializer, Uniform, shifted_row_key
-
-if TYPE_CHECKING:
-    from torchembed.tables.table_set import TableSet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,24 @@ def _as_it_is(rows: Tensor) -> Tensor:
     return rows
 
 
+class TableOwner(Protocol):
+    """Sorts tables into groups."""
+
+    def form_groups(self) -> None:
+        """Bring the groups in line with the tables' parameters and update keys."""
+        ...
+
+
+class WeightHolder(Protocol):
+    """A module under whose attribute ``weight`` users see a table."""
+
+    _parameters: dict[str, nn.Parameter | None]
+
+    def held_weight(self) -> Tensor:
+        """What ``weight`` is now."""
+        ...
+
+
 class Table:
     """What one device holds of a table: rows ``[first_row, first_row + num_rows)``, and of these
     the columns ``[first_column, first_column + num_columns)``; in one group.
@@ -82,7 +98,7 @@ class Table:
         self.num_columns = spec.dim - first_column if num_columns is None else num_columns
         self.parameter: nn.Parameter
         self.group: TableGroup
-        self.owner: TableSet
+        self.owner: TableOwner
         self.update_key: Hashable = None
         """Which optimizer and parameter group update the table; None: weight.grad appears."""
         self.is_sharded = False
@@ -96,12 +112,26 @@ class Table:
         """
         self.gradient_reduction: GradientReduction | None = None
         """For a table that every rank holds: makes recorded gradients their mean over ranks."""
+        self.holder: WeightHolder | None = None
+        """The module whose ``weight`` is ``parameter``; None for a parameter of no module."""
+
+    def holds_parameter(self) -> bool:
+        """False where the module holds another tensor in place of the parameter, as
+        ``torch.func.functional_call``, a parametrization and pruning put it there."""
+        holder = self.holder
+        return holder is None or holder._parameters.get("weight") is self.parameter
+
+    def held_weight(self) -> Tensor:
+        """The rows that lookups read: ``parameter``, or what the module holds in its place."""
+        if self.holder is None or self.holds_parameter():
+            return self.parameter
+        return self.holder.held_weight()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
         left_out = ("parameter", "group", "owner")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**state, "update_key": None}
+        return {**state, "update_key": None, "holder": None}
 
 
 class RecordedGradients(NamedTuple):
@@ -192,7 +222,7 @@ class TableGroup:
     def holds_parameters(self) -> bool:
         """True where every parameter still is the view of ``weight`` that it should be."""
         return all(
-            table.parameter.data_ptr() == self.table_rows(self.weight, table).data_ptr()
+            address_of(table.parameter) == address_of(self.table_rows(self.weight, table))
             and table.parameter.device == self.weight.device
             and table.parameter.dtype == self.weight.dtype
             for table in self.tables

@@ -1,13 +1,23 @@
 """The flat weight of a group as autograd sees it: a function of its tables' parameters."""
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.stand_ins import in_transform
 from torchembed.tables.group import TableGroup
+
+
+class GroupWeight(NamedTuple):
+    """What a lookup in a group reads, and who gets the gradients."""
+
+    rows: Tensor
+    """``[R, D]``."""
+    is_recorded: bool
+    """Whether gradients go to ``group.record``, as the sink of a lookup, and not to ``rows``."""
 
 
 def _split_sparse(grad: Tensor, first_rows: list[int]) -> list[Tensor]:
@@ -28,17 +38,20 @@ def _split_sparse(grad: Tensor, first_rows: list[int]) -> list[Tensor]:
 
 class _GroupWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: TableGroup, *parameters: Tensor) -> Tensor:
-        ctx.first_rows = group.first_rows
-        return group.weight.detach()
+    def forward(ctx: Any, weight: Tensor, first_rows: list[int], *parameters: Tensor) -> Tensor:
+        ctx.first_rows = first_rows
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        return weight.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if grad.is_sparse:
-            return None, *_split_sparse(grad, ctx.first_rows)
-        first_rows = ctx.first_rows
-        return None, *(grad[a:b] for a, b in itertools.pairwise(first_rows))
+            parts = _split_sparse(grad, ctx.first_rows)
+        else:
+            parts = [grad[a:b] for a, b in itertools.pairwise(ctx.first_rows)]
+        of_tables = (part.to(dtype) for part, dtype in zip(parts, ctx.dtypes, strict=True))
+        return None, None, *of_tables
 
 
 class _Anchor(torch.autograd.Function):
@@ -55,15 +68,67 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-def group_weight(group: TableGroup) -> Tensor:
+def group_weight(group: TableGroup) -> GroupWeight:
     """``group.weight [R, D]``, so connected that lookups from it train the tables.
 
     Without an update rule, gradients reach each table's parameter. With one, a lookup passes
-    ``group.record`` as its sink and the parameters get none.
+    ``group.record`` as its sink and the parameters get none. Where modules hold other tensors in
+    place of parameters (``torch.func.functional_call``, parametrizations, pruning), these are read
+    and get the gradients; of several tables they are copied into one for each call.
+
+    Raises:
+        ValueError: where such a tensor has another shape than its table.
+        RuntimeError: where gradients would have to be recorded and cannot be: inside a transform of
+            ``torch.func``, or where others of the group's tables hold such tensors.
     """
-    parameters = [table.parameter for table in group.tables]
-    if not (torch.is_grad_enabled() and parameters[0].requires_grad):
-        return group.weight
+    parameters: list[Tensor] = [table.parameter for table in group.tables]
+    is_trained = torch.is_grad_enabled() and parameters[0].requires_grad
+    if not all(table.holds_parameter() for table in group.tables):
+        return GroupWeight(_given_weight(group, is_recorded=is_trained), False)
+    if not is_trained:
+        return GroupWeight(group.weight, False)
     if group.rule is not None:
-        return _Anchor.apply(group, parameters[0])
-    return _GroupWeight.apply(group, *parameters)
+        if in_transform():
+            raise RuntimeError(
+                f"tables {_names(group)} are updated by an optimizer of torchembed's, which cannot "
+                "record gradients inside a transform of torch.func; pass their weights by "
+                "torch.func.functional_call, or freeze them by requires_grad_(False)"
+            )
+        return GroupWeight(_Anchor.apply(group, parameters[0]), True)
+    if in_transform():
+        return GroupWeight(torch.cat(parameters) if len(parameters) > 1 else parameters[0], False)
+    return GroupWeight(_GroupWeight.apply(group.weight, group.first_rows, *parameters), False)
+
+
+def _given_weight(group: TableGroup, *, is_recorded: bool) -> Tensor:
+    """What the modules hold as the weights of the group's tables, one after the other.
+
+    Args:
+        is_recorded: whether the group's optimizer, if it has one, is to train what is not given.
+    """
+    kept = [table.spec.name for table in group.tables if table.holds_parameter()]
+    if kept and is_recorded and group.rule is not None:
+        raise RuntimeError(
+            f"weights of some of the tables {_names(group)} were given for this call (by "
+            "torch.func.functional_call, a parametrization or pruning), while an optimizer of "
+            f"torchembed's updates others of them, {', '.join(kept)}, in one pass with these; give "
+            "all of them, or make the optimizer without the former"
+        )
+    given = [table.held_weight() for table in group.tables]
+    for table, weight in zip(group.tables, given, strict=True):
+        if tuple(weight.shape) != (table.num_rows, table.num_columns):
+            raise ValueError(
+                f"weight of table {table.spec.name} must have shape "
+                f"{(table.num_rows, table.num_columns)}, got {tuple(weight.shape)}"
+            )
+    if len(given) == 1:
+        return given[0]
+    joined = torch.cat(given)
+    if in_transform() or not joined.requires_grad:
+        return joined
+    # Unlike torch's cat, it takes a sparse gradient.
+    return _GroupWeight.apply(joined.detach(), group.first_rows, *given)
+
+
+def _names(group: TableGroup) -> str:
+    return ", ".join(table.spec.name for table in group.tables)

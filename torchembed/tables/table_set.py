@@ -8,6 +8,12 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo at once
 
+from torchembed.core.stand_ins import (
+    address_of,
+    is_stand_in,
+    makes_stand_ins,
+    making_real_tensors,
+)
 from torchembed.tables.group import Table, TableGroup
 
 
@@ -76,7 +82,7 @@ class TableSet:
 
     def _parameters_now(self) -> list[tuple[int, bool]]:
         parameters = [table.parameter for table in self.tables]
-        return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
+        return [(address_of(parameter), parameter.requires_grad) for parameter in parameters]
 
     @torch.no_grad()
     def fill_initial_rows(self) -> None:
@@ -100,7 +106,7 @@ class TableSet:
         if self._formed_for != self._parameters_now():
             # Dynamo cannot trace it; keeping it from that imports Dynamo, which takes a second.
             is_compiled = "torch._dynamo" in sys.modules
-            (self._form_groups_untraced if is_compiled else self.form_groups)()
+            (self._form_groups_untraced if is_compiled else self._form_real_groups)()
         return self.groups
 
     def current_form(self) -> tuple[list[TableGroup], list[tuple[int, bool]] | None]:
@@ -110,7 +116,15 @@ class TableSet:
 
     @_disable_dynamo
     def _form_groups_untraced(self) -> None:
-        self.form_groups()
+        self._form_real_groups()
+
+    def _form_real_groups(self) -> None:
+        """:meth:`form_groups`, which a fake call may not give fake weights."""
+        if makes_stand_ins() and not any(is_stand_in(table.parameter) for table in self.tables):
+            with making_real_tensors():
+                self.form_groups()
+        else:
+            self.form_groups()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -166,7 +180,8 @@ def _owns_memory(table: Table) -> bool:
     if not hasattr(table, "group") or len(table.group.tables) == 1:
         return True
     weight = table.group.weight
-    return not weight.data_ptr() <= rows.data_ptr() < weight.data_ptr() + weight.nbytes
+    first = address_of(weight)
+    return not first <= address_of(rows) < first + weight.nbytes
 
 
 def _gathered_group(members: list[Table]) -> TableGroup:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchembed.core import checks
+from torchembed.core.stand_ins import makes_stand_ins
 from torchembed.ops.bags import check_bags
 from torchembed.ops.jagged.schema import (
     bucketize_rows_op,
@@ -177,7 +178,7 @@ def permute_features(
             f"num_ids must be given, since permutation {permutation} repeats or leaves out some of "
             f"the {num_features} features; sum the lengths of the features it names"
         )
-    if values.device.type == "cpu" and not torch.compiler.is_compiling():
+    if values.device.type == "cpu" and not torch.compiler.is_compiling() and not makes_stand_ins():
         features = torch.tensor(permutation, dtype=torch.int64)
         starts, ends = offsets[features * batch_size], offsets[(features + 1) * batch_size]
         needed = int((ends - starts).sum())

@@ -1,0 +1,84 @@
+"""Tensors that stand for others, and keeping none of them.
+
+Inside ``FakeTensorMode``, ``torch.export`` and transforms as ``torch.func.grad``, tensors that are
+made stand for tensors of a call to come, or of a level that ends. What outlives the call, a cache
+above all, may not hold one.
+"""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchembed.core.trees import tensors_in
+
+_PLAIN = (Tensor, nn.Parameter)
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """True for a tensor that has no elements of its own: fake, functional, or wrapped by a
+    transform of ``torch.func``."""
+    if type(tensor) not in _PLAIN:
+        return True
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+    return in_transform() and is_wrapped(tensor)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the elements of ``tensor`` begin; 0 where it has none of its own."""
+    return tensor.data_ptr() if type(tensor) in _PLAIN else 0
+
+
+def in_transform() -> bool:
+    """True inside a transform of ``torch.func``, as ``grad`` or ``vmap``."""
+    # Dynamo traces what is inside by itself.
+    return not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def makes_stand_ins() -> bool:
+    """True where new tensors may stand for others."""
+    return not torch.compiler.is_dynamo_compiling() and (
+        in_transform() or type(torch.empty(0, device="cpu")) is not Tensor
+    )
+
+
+@contextlib.contextmanager
+def making_real_tensors() -> Iterator[None]:
+    """Meanwhile tensors are no stand-ins, whatever the call is traced for."""
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
+
+
+class KeptTensors(Generic[K, V]):
+    """Trees of tensors by a key, each made once and kept; stand-ins are not kept.
+
+    Args:
+        limit: the number of trees kept; None for no limit.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._kept: dict[K, V] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._kept
+
+    @property
+    def is_full(self) -> bool:
+        """True where no other tree will be kept."""
+        return len(self._kept) == self._limit
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """What is kept under ``key``, or else what ``make`` gives."""
+        if key in self._kept:
+            return self._kept[key]
+        made = make()
+        if not self.is_full and not any(map(is_stand_in, tensors_in(made))):
+            self._kept[key] = made
+        return made

@@ -1,0 +1,127 @@
+"""Lookups in a table group, by kernels or by PyTorch's own operations, whichever can do it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.checks import FLOAT_DTYPES
+from torchembed.core.stand_ins import in_transform
+from torchembed.core.types import Pooling
+from torchembed.ops.eager_lookup import bags_of_positions, eager_sequence_lookup, pool_vectors
+from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
+from torchembed.ops.row_gradients import GradientSink, WeightGradient
+from torchembed.ops.sequence_lookup import sequence_lookup
+from torchembed.tables import TableGroup, group_weight
+
+
+def _takes_kernels(group: TableGroup, weight: Tensor, is_recorded: bool) -> bool:
+    """Whether kernels look up rows of ``weight``.
+
+    Raises:
+        TypeError: where they do not, and an optimizer is to record gradients.
+    """
+    if weight.dtype in FLOAT_DTYPES and not in_transform():
+        return True
+    if is_recorded:
+        names = ", ".join(table.spec.name for table in group.tables)
+        raise TypeError(
+            f"tables {names} must be float32, float16 or bfloat16 for an optimizer of "
+            f"torchembed's, got {weight.dtype}; use one of torch.optim"
+        )
+    return False
+
+
+def look_up(
+    group: TableGroup,
+    rows: Tensor,
+    *,
+    sink: GradientSink,
+    output_dtype: torch.dtype | None,
+    weight_form: WeightGradient,
+) -> Tensor:
+    """The vector of each of ``rows [L]`` of ``group``, ``[L, D]``; zeros for a row of -1.
+
+    Kernels look up float32, float16 and bfloat16 tables. PyTorch's operations look up float64 ones,
+    and all inside a transform of ``torch.func``.
+
+    Args:
+        sink: takes the gradients where an optimizer of torchembed's updates the group.
+        output_dtype: of the vectors; the weight's where None.
+        weight_form: form of the gradient of the weight.
+    """
+    weight, is_recorded = group_weight(group)
+    if not _takes_kernels(group, weight, is_recorded):
+        vectors = eager_sequence_lookup(weight, rows, sparse=_is_sparse(weight_form))
+        return vectors if output_dtype is None else vectors.to(output_dtype)
+    return sequence_lookup(
+        weight,
+        rows,
+        output_dtype=output_dtype,
+        weight_form=weight_form,
+        sink=sink if is_recorded else None,
+    )
+
+
+def look_up_pooled(
+    group: TableGroup,
+    rows: Tensor,
+    *,
+    offsets: Tensor | None,
+    hotness: Sequence[int] | None,
+    batch_size: int,
+    num_features: int,
+    per_id_weights: Tensor | None,
+    pooling: Pooling,
+    sink: GradientSink,
+    output_dtype: torch.dtype | None,
+    weight_form: WeightGradient,
+    known_map: tuple[Tensor, Tensor] | None = None,
+    store: LookupStore | None = None,
+) -> Tensor:
+    """The pooled vectors of the bags of ``rows [L]`` of ``group``, ``[B, num_features, D]``.
+
+    By kernels or PyTorch's operations, as :func:`look_up`; the latter add up in float32, or float64
+    where the weight is.
+
+    Args:
+        offsets, hotness, batch_size, num_features, per_id_weights, known_map, store: as of
+            :func:`~torchembed.ops.pooled_lookup.pooled_lookup`; ``store`` is for kernels alone.
+        pooling, sink, output_dtype, weight_form: as of that and :func:`look_up`.
+    """
+    weight, is_recorded = group_weight(group)
+    if _takes_kernels(group, weight, is_recorded):
+        return pooled_lookup(
+            weight,
+            rows,
+            offsets=offsets,
+            hotness=hotness,
+            batch_size=batch_size,
+            num_features=num_features,
+            per_id_weights=per_id_weights,
+            pooling=pooling,
+            output_dtype=output_dtype,
+            weight_form=weight_form,
+            sink=sink if is_recorded else None,
+            known_map=known_map,
+            store=store,
+        )
+    if store is not None:
+        raise TypeError(
+            f"weight must be float32, float16 or bfloat16 where vectors are pushed, got "
+            f"{weight.dtype}, or a transform of torch.func; shard by collectives"
+        )
+    vectors = eager_sequence_lookup(weight, rows, sparse=_is_sparse(weight_form))
+    summed_in = torch.promote_types(vectors.dtype, torch.float32)
+    vectors = vectors.to(summed_in)
+    if per_id_weights is not None:
+        vectors = vectors * per_id_weights.to(summed_in).unsqueeze(1)
+    num_bags = num_features * batch_size
+    bags = bags_of_positions(rows.numel(), offsets, hotness, batch_size, rows.device)
+    pooled = pool_vectors(vectors, bags, num_bags, pooling)
+    pooled = pooled.view(num_features, batch_size, weight.shape[1]).transpose(0, 1)
+    return pooled.to(weight.dtype if output_dtype is None else output_dtype)
+
+
+def _is_sparse(form: WeightGradient) -> bool:
+    return form is WeightGradient.SPARSE
