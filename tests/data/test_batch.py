@@ -94,6 +94,19 @@ def test_batches_pass_through() -> None:
             r"must map each feature to ids .* with one B, got the shapes {'a': \[3, 2\]",
         ),
         ((DENSE, {"a": IDS[None]}, LABELS), ValueError, r"got the shapes {'a': \[1, 3, 2\]}"),
+        (
+            (DENSE, {"a": IDS, "b": ["x", "y", "z"]}, LABELS),
+            TypeError,
+            r"ids of feature b must be a tensor, or an array or lists of numbers, got list \(too",
+        ),
+        (
+            (DENSE, {"a": np.array(["x", "y", "z"])}, LABELS),
+            TypeError,
+            r"ids of feature a must be a tensor, or an array or lists of numbers, got ndarray",
+        ),
+        ((DENSE, [["x"]], LABELS), TypeError, r"sparse must be a tensor, or .*, got list \(too"),
+        (([[None]], IDS, LABELS), TypeError, r"dense must be a tensor, or .*, got list \(Could"),
+        ((DENSE, IDS, "yes"), TypeError, r"labels must be a tensor, or .*, got str \("),
     ],
 )
 def test_other_things_are_refused(item: Any, error: type[Exception], message: str) -> None:

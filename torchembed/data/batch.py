@@ -45,7 +45,7 @@ def as_batch(item: Any, keys: Sequence[str] | None = None) -> Batch:
         keys: the features of ids ``[B, F]``; ``cat_0``, ``cat_1``, ... where None.
 
     Raises:
-        TypeError: where ``item`` is none of these.
+        TypeError: where ``item`` is none of these, or a part of it holds no numbers.
         ValueError: where the parts differ in their number of samples, or labels on the CPU are not
             0 or 1.
     """
@@ -56,8 +56,8 @@ def as_batch(item: Any, keys: Sequence[str] | None = None) -> Batch:
     if not isinstance(item, Sequence) or len(item) != 3:
         what = f"{len(item)} parts" if isinstance(item, Sequence) else type(item).__name__
         raise TypeError(f"a batch must be (dense, sparse, labels), got {what}")
-    dense = torch.as_tensor(item[0]).to(torch.float32)
-    labels = torch.as_tensor(item[2]).to(torch.float32)
+    dense = _as_tensor(item[0], "dense").to(torch.float32)
+    labels = _as_tensor(item[2], "labels").to(torch.float32)
     sparse = _as_features(item[1], keys)
     if labels.dim() == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
@@ -85,9 +85,19 @@ def check_labels(labels: Tensor) -> None:
         raise ValueError(f"labels must be 0 or 1, got {labels[sample]:g} for sample {sample}")
 
 
+def _as_tensor(values: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be a tensor, or an array or lists of numbers, got "
+            f"{type(values).__name__} ({error}); number or hash strings first"
+        ) from error
+
+
 def _as_features(sparse: Any, keys: Sequence[str] | None) -> SparseFeatures:
     if isinstance(sparse, Mapping):
-        ids = {key: torch.as_tensor(column) for key, column in sparse.items()}
+        ids = {key: _as_tensor(ids, f"ids of feature {key}") for key, ids in sparse.items()}
         shapes = {key: list(column.shape) for key, column in ids.items()}
         bad = [key for key, shape in shapes.items() if len(shape) not in (1, 2)]
         sizes = {shape[0] for key, shape in shapes.items() if key not in bad}
@@ -104,7 +114,7 @@ def _as_features(sparse: Any, keys: Sequence[str] | None) -> SparseFeatures:
         )
     if callable(getattr(sparse, "keys", None)) or isinstance(sparse, SparseFeatures):
         return as_sparse_features(sparse)
-    ids = torch.as_tensor(sparse)
+    ids = _as_tensor(sparse, "sparse")
     if ids.dim() != 2:
         raise ValueError(f"sparse must be ids [B, F], got {list(ids.shape)}")
     if keys is None:
