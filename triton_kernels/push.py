@@ -6,7 +6,8 @@ rank's; what arrived read once and written once.
 A channel has two halves. Exchange number ``epoch`` (1, 2, ...) uses half ``epoch % 2``: whoever
 stores into a half has met every rank in the exchange before, so each of them had read what the
 exchange before that one left there. ``state`` int32 ``[2]`` is the number of exchanges that are
-over, and 1 once a rank has failed to come; flags and epochs only increase.
+over, and 1 once a rank has failed to come; flags and epochs only increase, and wrap around at
+``2 ** 31``. Their last bit names the half: a remainder of a negative number would be negative.
 """
 
 import functools
@@ -84,7 +85,7 @@ def _move_kernel(
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         if COLLECTS:
-            source_ptr += (tl.load(state_ptr) % 2) * half_elements
+            source_ptr += (tl.load(state_ptr) & 1) * half_elements
         source = source_ptr + (tl.load(move + 3) + row)[:, None] * source_stride
         source_column = tl.multiple_of(tl.load(move + 4), VECTOR)
         value = tl.load(source + (source_column + column)[None, :], mask=inside, other=0.0)
@@ -108,7 +109,7 @@ def _move_kernel(
 def pushed_to(buffers_ptr, rank, state_ptr, half_elements, DTYPE: tl.constexpr):
     """Where in the buffer of ``rank`` the coming exchange's half begins."""
     address = tl.load(buffers_ptr + rank).to(tl.pointer_type(DTYPE))
-    return tl.multiple_of(address, 16) + ((tl.load(state_ptr) + 1) % 2) * half_elements
+    return tl.multiple_of(address, 16) + ((tl.load(state_ptr) + 1) & 1) * half_elements
 
 
 @triton.jit
@@ -181,7 +182,7 @@ def _mean_kernel(
     """
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < num_elements
-    parts = parts_ptr + (tl.load(parts_state_ptr) % 2) * half_elements + offset
+    parts = parts_ptr + (tl.load(parts_state_ptr) & 1) * half_elements + offset
     total = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(NUM_RANKS):
         first = tl.cast(share, tl.int64) * source

@@ -40,7 +40,7 @@ def addresses(tensors: list[Tensor]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=tensors[0].device)
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("epoch", [0, 1, -(2**31)])
 def test_push_and_collect(device: torch.device, epoch: int) -> None:
     ranks = Ranks(device, torch.float32, epoch)
     source = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
