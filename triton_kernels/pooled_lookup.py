@@ -5,19 +5,16 @@ Byte floors. Forward: each id and its row read once, each bag's vector written o
 each id, and 4 for its scale. Gradient of per-id weights: each id's row and gradient row read once.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchembed.core.types import MOVE_FIELDS
 from torchembed.triton_kernels.bags import bag_bounds, bag_extent, feature_at
-from torchembed.triton_kernels.push import (
-    MOVE_FIELDS,
-    TRITON_DTYPES,
-    Exchange,
-    Moves,
-    pushed_to,
-)
+from torchembed.triton_kernels.push import TRITON_DTYPES, pushed_to
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import (
     NUM_WARPS,
@@ -183,11 +180,11 @@ def launch_pooled_lookup_forward(
     out = torch.empty(shape, dtype=output_dtype, device=weight.device)
     if out.numel() > 0:
         bags = offsets, hotness, per_id_weights, num_features, batch_size, mean
-        _launch_forward(weight, rows, *bags, out, None, None)
+        _launch_forward(weight, rows, *bags, out, None)
     return out
 
 
-def launch_pooled_lookup_push(
+def launch_push_pooled_lookup(
     weight: Tensor,
     rows: Tensor,
     offsets: Tensor | None,
@@ -195,19 +192,33 @@ def launch_pooled_lookup_push(
     per_id_weights: Tensor | None,
     num_features: int,
     batch_size: int,
-    moves: Moves,
-    to: Exchange,
+    moves: Tensor,
+    most_rows: int,
+    most_columns: int,
+    vector: int,
+    buffers: list[Tensor],
+    addresses: Tensor,
+    state: Tensor,
 ) -> None:
-    """Pool as :func:`launch_pooled_lookup_forward`, into the buffers of the ranks.
-
-    Args:
-        moves: feature by feature, one for each rank, together of all samples; rows and columns are
-            samples and those of the feature's vector.
-        to: where, and in which dtype.
-    """
+    """``torchembed::push_pooled_lookup``; see :func:`torchembed.ops.push.push_pooled_lookup`."""
     bags = offsets, hotness, per_id_weights, num_features, batch_size, False
+    pushed = _Pushed(
+        moves, most_rows, vector, state, len(buffers), buffers[0].shape[1], buffers[0].dtype
+    )
     if num_features * batch_size > 0:
-        _launch_forward(weight, rows, *bags, to.buffers, moves, to)
+        _launch_forward(weight, rows, *bags, addresses, pushed)
+
+
+class _Pushed(NamedTuple):
+    """How vectors are stored into the buffers of ranks."""
+
+    moves: Tensor
+    most_rows: int
+    vector: int
+    state: Tensor
+    num_ranks: int
+    half_elements: int
+    dtype: torch.dtype
 
 
 def _launch_forward(
@@ -220,15 +231,14 @@ def _launch_forward(
     batch_size: int,
     mean: bool,
     out: Tensor,
-    moves: Moves | None,
-    to: Exchange | None,
+    to: _Pushed | None,
 ) -> None:
-    """To the matrix ``out``, or by ``moves`` to the buffers whose addresses it holds."""
+    """To the matrix ``out``, or to the buffers whose addresses it holds."""
     dim = weight.shape[1]
     block = row_block(dim, weight.dtype)
     has_few = num_features * batch_size < _FEW_BAGS
-    num_ranks = 1 if to is None else to.buffers.numel()
-    blocks_per_feature = triton.cdiv(batch_size if moves is None else moves.most_rows, block.rows)
+    num_ranks = 1 if to is None else to.num_ranks
+    blocks_per_feature = triton.cdiv(batch_size if to is None else to.most_rows, block.rows)
     grid = (num_features * num_ranks * blocks_per_feature, triton.cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
         bounds = bag_bounds(offsets, hotness, weight.device)
@@ -241,7 +251,7 @@ def _launch_forward(
             num_features,
             batch_size,
             blocks_per_feature,
-            None if moves is None else moves.on_device(),
+            None if to is None else to.moves,
             None if to is None else to.state,
             0 if to is None else to.half_elements,
             FIXED=bounds.fixed,
@@ -254,7 +264,7 @@ def _launch_forward(
             INDEX=index_type(weight, rows, out),
             NUM_RANKS=num_ranks,
             PUSHED=None if to is None else TRITON_DTYPES[to.dtype],
-            VECTOR=1 if moves is None else moves.vector,
+            VECTOR=1 if to is None else to.vector,
             num_warps=NUM_WARPS,
             maxnreg=_REGISTERS_OF_FEW if has_few else None,
         )

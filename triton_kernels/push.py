@@ -10,10 +10,6 @@ over, and 1 once a rank has failed to come; flags and epochs only increase, and 
 ``2 ** 31``. Their last bit names the half: a remainder of a negative number would be negative.
 """
 
-import functools
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from torchembed.core import environment
+from torchembed.core.types import MOVE_FIELDS
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 
 _INTERPRETED = tl.constexpr(environment.triton_interpreted())
@@ -32,7 +29,6 @@ TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-MOVE_FIELDS = 7
 _FIELDS = tl.constexpr(MOVE_FIELDS)
 
 
@@ -121,7 +117,7 @@ def _nanoseconds(before):
 
 
 @triton.jit(do_not_specialize=["limit_nanoseconds"])
-def _meet_kernel(
+def _barrier_kernel(
     own_flags_ptr,
     flags_ptr,
     state_ptr,
@@ -195,135 +191,115 @@ def _mean_kernel(
         tl.store(means + tl.cast(share, tl.int64) * rank + offset, mean, mask=inside)
 
 
-class Moves:
-    """Rectangles to move, on a device: see :func:`_move_kernel`.
-
-    Args:
-        moves: tuples of MOVE_FIELDS numbers; one of no rows or columns moves nothing.
-    """
-
-    def __init__(self, moves: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self.num_moves = len(moves)
-        self.most_rows = max((move[1] for move in moves), default=0)
-        self.most_columns = max((move[2] for move in moves), default=0)
-        vector = 8
-        while any(move[field] % vector for move in moves for field in (2, 4, 5, 6)):
-            vector //= 2
-        self.vector = vector
-        """Elements that columns and targets are multiples of: a thread takes so many at once."""
-        numbers = torch.tensor(moves, dtype=torch.int64, device="cpu").reshape(-1, MOVE_FIELDS)
-        self.numbers = numbers.to(device)
-
-    def on_device(self) -> Tensor:
-        """The numbers, for a kernel."""
-        if self.numbers.is_cuda and torch.cuda.is_current_stream_capturing():
-            _captured.setdefault(self.numbers.data_ptr(), self.numbers)
-        return self.numbers
-
-
-@functools.lru_cache(maxsize=1024)
-def moves_on(device: torch.device, moves: tuple[tuple[int, ...], ...]) -> Moves:
-    """``moves`` on ``device``; the host waits for it where they are seen for the first time."""
-    return Moves(moves, device)
-
-
-_captured: dict[int, Tensor] = {}
-"""By address, what a CUDA graph has captured: a replay reads it however long ago that was."""
-
-
-class Exchange(NamedTuple):
-    """What kernels know of a channel."""
-
-    buffers: Tensor
-    """int64 ``[W]``, addresses of the ranks' buffers."""
-    state: Tensor
-    half_elements: int
-    """Of a half of a buffer, a multiple of 64."""
-    dtype: torch.dtype
-    """Of what travels."""
-
-
-def launch_push(source: Tensor, moves: Moves, to: Exchange, scale: float | None = None) -> None:
-    """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' buffers."""
-    _launch_moves(source, to.buffers, moves, to, to.dtype, scale, pushes=True)
-
-
-def launch_collect(
-    buffer: Tensor, stride: int, moves: Moves, arrived: Exchange, out: Tensor, num_terms: int = 1
+def launch_push_rectangles(
+    source: Tensor,
+    moves: Tensor,
+    most_rows: int,
+    most_columns: int,
+    vector: int,
+    buffers: list[Tensor],
+    addresses: Tensor,
+    state: Tensor,
+    scale: float | None,
 ) -> None:
-    """Move what arrived in this rank's ``buffer``, in rows of ``stride`` elements, to ``out``: of
-    ``num_terms`` rectangles side by side the sum."""
-    source = buffer.as_strided((1, stride), (stride, 1))
-    _launch_moves(source, out, moves, arrived, out.dtype, None, collects=True, num_terms=num_terms)
+    """``torchembed::push_rectangles``; see :func:`torchembed.ops.push.push`."""
+    _launch_moves(
+        *(source, source.stride(0), addresses, moves, most_rows, most_columns, vector),
+        *(buffers[0].dtype, state, buffers[0].shape[1]),
+        scale=scale,
+        pushes=True,
+    )
 
 
-def launch_moves(source: Tensor, moves: Moves, out: Tensor) -> None:
-    """Move within this GPU, from ``source [rows, columns]`` to ``out``."""
-    _launch_moves(source, out, moves, None, out.dtype, None)
+def launch_collect_rectangles(
+    buffer: Tensor,
+    state: Tensor,
+    stride: int,
+    moves: Tensor,
+    most_rows: int,
+    most_columns: int,
+    vector: int,
+    num_terms: int,
+    out: Tensor,
+) -> None:
+    """``torchembed::collect_rectangles``; see :func:`torchembed.ops.push.collect`."""
+    _launch_moves(
+        *(buffer, stride, out, moves, most_rows, most_columns, vector),
+        *(out.dtype, state, buffer.shape[1]),
+        collects=True,
+        num_terms=num_terms,
+    )
+
+
+def launch_move_rectangles(
+    source: Tensor, moves: Tensor, most_rows: int, most_columns: int, vector: int, out: Tensor
+) -> None:
+    """``torchembed::move_rectangles``; see :func:`torchembed.ops.push.move`."""
+    _launch_moves(
+        *(source, source.stride(0), out, moves, most_rows, most_columns, vector),
+        *(out.dtype, None, 0),
+    )
 
 
 def _launch_moves(
     source: Tensor,
+    source_stride: int,
     target: Tensor,
-    moves: Moves,
-    exchange: Exchange | None,
+    moves: Tensor,
+    most_rows: int,
+    most_columns: int,
+    vector: int,
     dtype: torch.dtype,
-    scale: float | None,
+    state: Tensor | None,
+    half_elements: int,
     *,
+    scale: float | None = None,
     pushes: bool = False,
     collects: bool = False,
     num_terms: int = 1,
 ) -> None:
-    if moves.most_rows == 0 or moves.most_columns == 0:
+    """Launch :func:`_move_kernel`; ``half_elements`` of a buffer are a multiple of 64."""
+    if most_rows == 0 or most_columns == 0:
         return
-    columns = min(triton.next_power_of_2(moves.most_columns), 256)
+    columns = min(triton.next_power_of_2(most_columns), 256)
     rows = _ELEMENTS // columns
-    grid = (
-        moves.num_moves,
-        triton.cdiv(moves.most_rows, rows),
-        triton.cdiv(moves.most_columns, columns),
-    )
+    grid = (moves.shape[0], triton.cdiv(most_rows, rows), triton.cdiv(most_columns, columns))
     with torch.cuda.device_of(source):
         _move_kernel[grid](
             source,
             target,
-            moves.on_device(),
-            None if exchange is None else exchange.state,
-            source.stride(0),
-            0 if exchange is None else exchange.half_elements,
+            moves,
+            state,
+            source_stride,
+            half_elements,
             1.0 if scale is None else scale,
             PUSHES=pushes,
             COLLECTS=collects,
             NUM_TERMS=num_terms,
             SCALED=scale is not None,
             DTYPE=TRITON_DTYPES[dtype],
-            VECTOR=moves.vector,
+            VECTOR=vector,
             ROWS=rows,
             COLUMNS=columns,
             num_warps=_NUM_WARPS,
         )
 
 
-def launch_meet(
-    own_flags: Tensor,
-    flags: Tensor,
+def launch_push_barrier(
+    flags: list[Tensor],
+    addresses: Tensor,
     state: Tensor,
     failed: Tensor,
     rank: int,
     limit_seconds: float,
 ) -> None:
-    """Let the ranks of a channel wait for each other: see :func:`_meet_kernel`.
-
-    Args:
-        own_flags: int32 ``[W]`` of this rank.
-        flags: int64 ``[W]``, addresses of every rank's.
-        failed: int32 ``[1]``, in pinned memory of the host.
-    """
-    num_ranks = flags.numel()
+    """``torchembed::push_barrier``; see :func:`torchembed.ops.push.push_barrier`. ``failed`` may be
+    in pinned memory of the host."""
+    own_flags, num_ranks = flags[rank], len(flags)
     with torch.cuda.device_of(own_flags):
-        _meet_kernel[(1,)](
+        _barrier_kernel[(1,)](
             own_flags,
-            flags,
+            addresses,
             state,
             failed,
             rank,
@@ -334,30 +310,30 @@ def launch_meet(
         )
 
 
-def launch_mean(
-    parts: Tensor, arrived: Exchange, means: Exchange, share: int, num_elements: int, rank: int
+def launch_push_mean(
+    parts: Tensor,
+    parts_state: Tensor,
+    means: list[Tensor],
+    addresses: Tensor,
+    means_state: Tensor,
+    share: int,
+    num_elements: int,
+    rank: int,
 ) -> None:
-    """Store the mean of this rank's share into every rank's buffer: see :func:`_mean_kernel`.
-
-    Args:
-        parts: this rank's buffer, of the dtype that travels, whose exchange is over.
-        means: as large a channel.
-        share: elements of each rank's but the last ones', a multiple of 64.
-        num_elements: of this rank's.
-    """
+    """``torchembed::push_mean``; see :func:`torchembed.ops.push.push_mean`."""
     if num_elements <= 0:
         return
     with torch.cuda.device_of(parts):
         _mean_kernel[(triton.cdiv(num_elements, _ELEMENTS),)](
             parts,
-            arrived.state,
-            means.buffers,
-            means.state,
+            parts_state,
+            addresses,
+            means_state,
             share,
             num_elements,
-            means.half_elements,
+            parts.shape[1],
             rank,
-            NUM_RANKS=means.buffers.numel(),
+            NUM_RANKS=len(means),
             BLOCK=_ELEMENTS,
             num_warps=_NUM_WARPS,
         )

@@ -1,7 +1,7 @@
 """Vectors and gradients by push are those of the all-to-all, bit for bit.
 
-Real GPUs are in tests/gpu/test_push.py. Here ranks are processes that map each other's memory, and
-the kernels run in Triton's interpreter.
+Real GPUs are in tests/gpu/test_push.py. Here ranks are processes that map each other's memory; the
+references run, or Triton's interpreter.
 """
 
 import re
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchembed
-from tests import lanes
 from tests.ranks import run_on_ranks
 from tests.sharding.cases import Case, made_mesh, make_batch, make_model, vectors_of
 from torchembed.autograd.gradient_slots import FlatSpans
@@ -45,16 +44,15 @@ class MappedMemory:
     """Files of a folder, which every rank maps: a CPU's symmetric memory."""
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._maps = Path(folder), []
+        self._folder, self._num_maps = Path(folder), 0
 
-    def __call__(self, num_bytes: int, group: Any, _: torch.device) -> tuple[Tensor, list[int]]:
-        number, rank = len(self._maps), dist.get_rank(group)
+    def __call__(self, num_bytes: int, group: Any, _: torch.device) -> list[Tensor]:
+        number, rank = self._num_maps, dist.get_rank(group)
+        self._num_maps += 1
         names = [str(self._folder / f"{number}-{r}") for r in range(dist.get_world_size(group))]
         Path(names[rank]).write_bytes(bytes(num_bytes))
         dist.barrier(group)
-        maps = [torch.from_file(n, shared=True, size=num_bytes, dtype=torch.uint8) for n in names]
-        self._maps.append(maps)
-        return maps[rank], [memory.data_ptr() for memory in maps]
+        return [torch.from_file(n, shared=True, size=num_bytes, dtype=torch.uint8) for n in names]
 
 
 def sharded_model(
@@ -177,7 +175,6 @@ def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarra
             np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
 
 
-@pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
 def test_push_equals_the_all_to_all_and_takes_means(tmp_path: Path) -> None:
     of_ranks = run_on_ranks(2, on_a_rank, str(tmp_path))
     for plain, pushed, _ in of_ranks:
@@ -188,17 +185,14 @@ def test_push_equals_the_all_to_all_and_takes_means(tmp_path: Path) -> None:
 def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | None = None) -> str:
     """What the first of two ranks says where the other one comes to one exchange of two."""
     device = torch.device(device_type, dist.get_rank()) if memory is None else torch.device("cpu")
-    domain = PushDomain(
-        dist.group.WORLD,
-        device,
-        limit_seconds=limit_seconds,
-        **({} if memory is None else {"allocate": memory}),
-    )
+    domain = PushDomain(dist.group.WORLD, device, allocate=memory)
     channel = domain.channel("a test", 64)
     for _ in range(2 - dist.get_rank()):
         channel.meet()
         if device.type == "cuda":
             torch.cuda.synchronize()
+        # The second time nobody else comes, however long it is waited for.
+        domain.limit_seconds = limit_seconds
     try:
         domain.check()
     except TimeoutError as error:
@@ -207,14 +201,12 @@ def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | Non
 
 
 def late_rank_on_the_cpu(folder: str) -> str:
-    # The interpreter counts looks at a flag in place of nanoseconds.
     return late_rank("cpu", 2e-6, MappedMemory(folder))
 
 
 LATE = "rank 1 of 2 has not come to an exchange of vectors or gradients in .* s; look for one that"
 
 
-@pytest.mark.skipif(not lanes.is_interpreted(), reason="on the CPU, needs TRITON_INTERPRET=1")
 def test_a_rank_that_does_not_come_is_an_error(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, late_rank_on_the_cpu, str(tmp_path))
     assert re.match(LATE, first)

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from tests import lanes
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
+from torchembed.ops.push import Moves
 from torchembed.triton_kernels import (
     binary_cross_entropy,
     column_sums,
@@ -196,21 +197,21 @@ def launch_binary_cross_entropy(dtype: torch.dtype) -> None:
 
 def launch_push(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
     """All kernels of an exchange of two ranks."""
-    addresses, state = ids(count=2), ids(torch.int32, 2)
-    exchange = push.Exchange(addresses, state, 1 << 20, wire)
-    device, buffer = torch.device("cpu"), torch.zeros(1 << 20, dtype=wire)
+    addresses, state, buffer = ids(count=2), ids(torch.int32, 2), torch.zeros(2, 1 << 20).to(wire)
     source = torch.zeros(BATCH_SIZE, 4 * width, dtype=dtype)
-    moves = push.Moves([(1, BATCH_SIZE, width, 0, width, 0, 2 * width)] * 4, device)
     weight = torch.zeros(NUM_ROWS, width, dtype=dtype)
-    pooled_lookup.launch_pooled_lookup_push(
-        weight, ids(), None, [1, 3], None, 2, BATCH_SIZE, moves, exchange
+    moves = Moves([(1, BATCH_SIZE, width, 0, width, 0, 2 * width)] * 4, torch.device("cpu"))
+    bounds = moves.numbers, moves.most_rows, moves.most_columns, moves.vector
+    to = [buffer, buffer], addresses, state
+    pooled_lookup.launch_push_pooled_lookup(
+        weight, ids(), None, [1, 3], None, 2, BATCH_SIZE, *bounds, *to
     )
-    push.launch_push(source, moves, exchange, 0.25)
-    push.launch_meet(state, addresses, state, state, 1, 1.0)
-    push.launch_collect(buffer, 2 * width, moves, exchange, source)
-    push.launch_collect(buffer, 2 * width, moves, exchange, source, 2)
-    push.launch_moves(source, moves, source)
-    push.launch_mean(buffer, exchange, exchange, 1 << 10, 1 << 10, 1)
+    push.launch_push_rectangles(source, *bounds, *to, 0.25)
+    push.launch_push_barrier([state, state], addresses, state, state, 1, 1.0)
+    push.launch_collect_rectangles(buffer, state, 2 * width, *bounds, 1, source)
+    push.launch_collect_rectangles(buffer, state, 2 * width, *bounds, 2, source)
+    push.launch_move_rectangles(source, *bounds, source)
+    push.launch_push_mean(buffer, state, *to, 1 << 10, 1 << 10, 1)
 
 
 OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
@@ -282,8 +283,8 @@ def test_pushes_are_16_bytes_at_a_time(dtype: torch.dtype, ptx: dict[str, str]) 
     launch_push(dtype, dtype, 128)
     for name in ("_move_kernel", "_mean_kernel", "_pooled_lookup_forward_kernel"):
         assert re.search(r"st\.global\S*\.v4\.b32", ptx[name])
-    assert "atom.global.sys.release" in ptx["_meet_kernel"]
-    assert "atom.global.sys.acquire" in ptx["_meet_kernel"]
+    assert "atom.global.sys.release" in ptx["_barrier_kernel"]
+    assert "atom.global.sys.acquire" in ptx["_barrier_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,7 +1,7 @@
 """Memory of every GPU of a node that all of them store into: symmetric memory, and meeting there.
 
 No rank resets anything, and none uses multicast. How an exchange works, and why two halves of a
-buffer are enough, is in :mod:`torchembed.triton_kernels.push`.
+buffer are enough, is in :mod:`torchembed.ops.push`.
 """
 
 import os
@@ -12,12 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchembed.ops.push import (
+    Exchange,
+    Move,
+    collect,
+    moves_on,
+    push,
+    push_barrier,
+    push_mean,
+    push_pooled_lookup,
+)
+
 _ALIGNMENT = 256
 """Bytes."""
 _LEAST_BYTES = 1 << 16
-Move = tuple[int, int, int, int, int, int, int]
-"""See :func:`torchembed.triton_kernels.push._move_kernel`."""
-Allocate = Callable[[int, Any, torch.device], tuple[Tensor, list[int]]]
+Allocate = Callable[[int, Any, torch.device], list[Tensor]]
 
 
 class PushDomain:
@@ -95,22 +104,22 @@ class Channel:
     def __init__(self, domain: PushDomain, half_bytes: int) -> None:
         assert half_bytes % _ALIGNMENT == 0
         self._domain, self.half_bytes = domain, half_bytes
-        memory, addresses = domain.allocate(
+        memories = domain.allocate(
             2 * half_bytes + domain.num_ranks * 4, domain.group, domain.device
         )
-        self._buffer = memory[: 2 * half_bytes]
-        self._own_flags = memory[2 * half_bytes :].view(torch.int32)
-        flags = [address + 2 * half_bytes for address in addresses]
-        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=domain.device)
-        self._flags = torch.tensor(flags, dtype=torch.int64, device=domain.device)
+        self._buffers = [memory[: 2 * half_bytes] for memory in memories]
+        self._flags = [memory[2 * half_bytes :].view(torch.int32) for memory in memories]
+        self._addresses = _addresses(self._buffers, domain.device)
+        self._flag_addresses = _addresses(self._flags, domain.device)
         self._state = torch.zeros(2, dtype=torch.int32, device=domain.device)
+        self._exchanges: dict[torch.dtype, Exchange] = {}
 
-    def exchange(self, dtype: torch.dtype) -> Any:
-        """What kernels know of the channel where elements of ``dtype`` travel."""
-        from torchembed.triton_kernels.push import Exchange
-
-        half = self.half_bytes // dtype.itemsize
-        return Exchange(self._addresses, self._state, half, dtype)
+    def exchange(self, dtype: torch.dtype) -> Exchange:
+        """What operations know of the channel where elements of ``dtype`` travel."""
+        if dtype not in self._exchanges:
+            buffers = [buffer.view(dtype).view(2, -1) for buffer in self._buffers]
+            self._exchanges[dtype] = Exchange(buffers, self._addresses, self._state)
+        return self._exchanges[dtype]
 
     def push(
         self,
@@ -121,46 +130,40 @@ class Channel:
     ) -> None:
         """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' buffers
         in ``dtype``."""
-        from torchembed.triton_kernels.push import launch_push, moves_on
-
         self._domain.check()
-        if source.stride(-1) != 1:
-            source = source.contiguous()
-        launch_push(source, moves_on(source.device, tuple(moves)), self.exchange(dtype), scale)
+        push(source, moves_on(source.device, tuple(moves)), self.exchange(dtype), scale)
 
     def push_lookup(self, lookup: Sequence[Any], moves: Sequence[Move], dtype: torch.dtype) -> None:
         """Store ``moves`` of what a ``lookup``, the arguments of a
         :obj:`~torchembed.ops.pooled_lookup.LookupStore`, pools into the ranks' buffers in
         ``dtype``."""
-        from torchembed.triton_kernels.pooled_lookup import launch_pooled_lookup_push
-        from torchembed.triton_kernels.push import moves_on
-
         self._domain.check()
         on_device = moves_on(self._domain.device, tuple(moves))
-        launch_pooled_lookup_push(*lookup, moves=on_device, to=self.exchange(dtype))
+        push_pooled_lookup(*lookup, moves=on_device, to=self.exchange(dtype))
 
     def push_mean(self, means: "Channel", dtype: torch.dtype, share: int, num_mine: int) -> None:
         """Of what has arrived here, ``share`` elements from each rank, push the mean over ranks of
         the first ``num_mine`` to all ranks through ``means``, a channel as large, each rank's where
         its share is."""
-        from torchembed.triton_kernels.push import launch_mean
-
         assert means.half_bytes == self.half_bytes
-        parts, rank = self._buffer.view(dtype), self._domain.rank
-        launch_mean(parts, self.exchange(dtype), means.exchange(dtype), share, num_mine, rank)
+        push_mean(
+            self.exchange(dtype),
+            means.exchange(dtype),
+            share=share,
+            num_elements=num_mine,
+            rank=self._domain.rank,
+        )
 
     def meet(self) -> None:
         """Wait on the GPU until every rank has pushed: the end of an exchange."""
-        from torchembed.triton_kernels.push import launch_meet
-
         domain = self._domain
-        launch_meet(
-            self._own_flags,
+        push_barrier(
             self._flags,
+            self._flag_addresses,
             self._state,
             domain.failed,
-            domain.rank,
-            domain.limit_seconds,
+            rank=domain.rank,
+            limit_seconds=domain.limit_seconds,
         )
 
     def collect(
@@ -173,15 +176,18 @@ class Channel:
     ) -> None:
         """Move what arrived, in rows of ``stride`` elements of ``dtype``, in the exchange that is
         over to ``out``; the sum of ``num_terms`` rectangles that are side by side."""
-        from torchembed.triton_kernels.push import launch_collect, moves_on
-
         on_device = moves_on(out.device, tuple(moves))
-        arrived = self._buffer.view(dtype)
-        launch_collect(arrived, stride, on_device, self.exchange(dtype), out, num_terms)
+        collect(self.exchange(dtype), self._domain.rank, stride, on_device, out, num_terms)
 
 
-def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Zeros, uint8, and where every rank's are in this rank's address space.
+def _addresses(memories: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Where they begin, int64 ``[W]``."""
+    numbers = [memory.data_ptr() for memory in memories]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> list[Tensor]:
+    """Zeros, uint8 ``[num_bytes]`` of each rank, in this rank's address space.
 
     Collective; waits for the GPU and for the other ranks.
 
@@ -204,6 +210,10 @@ def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> tuple[
         torch.cuda.current_stream().synchronize()
         handle = _SymmetricMemory.rendezvous(memory, group.group_name)
     assert handle is not None
-    addresses = [int(address) for address in handle.buffer_ptrs]
-    assert addresses[dist.get_rank(group)] == memory.data_ptr()
-    return memory, addresses
+    memories = [
+        handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(handle.world_size)
+    ]
+    assert [memory.data_ptr() for memory in memories] == list(handle.buffer_ptrs)
+    # The rank's own keeps the memory, and its peers' pointers, alive.
+    memories[handle.rank] = memory
+    return memories

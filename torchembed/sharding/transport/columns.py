@@ -1,4 +1,4 @@
-"""Columns of some matrices among those of another one, on a GPU, in one pass each."""
+"""Columns of some matrices among those of another one, in one pass each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.sharding.transport.channel import Move
+from torchembed.ops.push import Move, move, moves_on
 
 Piece = tuple[int, int, int]
 """Columns that stay side by side: where they begin, how many they are, where they begin there."""
@@ -16,14 +16,14 @@ Piece = tuple[int, int, int]
 def joined_moves(moves: Sequence[Move]) -> list[Move]:
     """``moves`` of rows of one matrix to another one, in which neighbours are one."""
     joined: list[Move] = []
-    for move in moves:
-        rank, num_rows, width, row, column, target, stride = move
+    for one in moves:
+        rank, num_rows, width, row, column, target, stride = one
         if joined:
             before = joined[-1]
             if (before[4] + before[2], before[5] + before[2]) == (column, target):
                 joined[-1] = (rank, num_rows, before[2] + width, row, *before[4:6], stride)
                 continue
-        joined.append(move)
+        joined.append(one)
     return joined
 
 
@@ -75,10 +75,6 @@ def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
 
 def _copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
     """Write the ``pieces`` of ``source`` to ``out``, which has as many rows and is contiguous."""
-    from torchembed.triton_kernels.push import launch_moves, moves_on
-
-    if source.stride(1) != 1:
-        source = source.contiguous()
     num_rows, stride = out.shape
     moves = [(0, num_rows, width, 0, here, there, stride) for here, width, there in pieces]
-    launch_moves(source, moves_on(out.device, tuple(joined_moves(moves))), out)
+    move(source, moves_on(out.device, tuple(joined_moves(moves))), out)

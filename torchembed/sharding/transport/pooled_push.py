@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchembed.ops.pooled_lookup import LookupStore
-from torchembed.sharding.transport.channel import Channel, Move, PushDomain
+from torchembed.ops.push import Move
+from torchembed.sharding.transport.channel import Channel, PushDomain
 from torchembed.sharding.transport.columns import Piece, joined_moves, place_in, taken_from
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.narrowing import float16_scale, narrow_dtype

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from torchembed.autograd.gradient_slots import FlatSpans
-from torchembed.sharding.transport.channel import Move, PushDomain, half_bytes
+from torchembed.ops.push import Move
+from torchembed.sharding.transport.channel import PushDomain, half_bytes
 
 _WIDTH = 64
 """Elements are cut into rows of so many, which ranks share out."""
