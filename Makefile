@@ -55,6 +55,20 @@ test: $(READY) ## Run the CPU suite in each of its lanes
 	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) tests/ops tests/triton_kernels tests/sharding/test_push.py
 	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(PYTEST) tests/ops
 
+# The interpreter is not instrumented, so AddressSanitizer is loaded before it; and, beside it, the
+# C++ runtime, for AddressSanitizer to find what throws exceptions.
+SANITIZED = build/sanitize
+SANITIZERS = $(foreach name,libasan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(name)))
+
+.PHONY: sanitize
+sanitize: $(READY) ## Test operations on a C++ library that checks its accesses to memory (by GCC)
+	@$(call checked,test)
+	TORCHEMBED_SANITIZE=1 CXX="$(CXX)" $(PYTHON) setup.py --quiet build_ext \
+	  --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
+	LD_PRELOAD="$(SANITIZERS)" TORCHEMBED_LIBRARY=$(CURDIR)/$(SANITIZED)/torchembed/_C.abi3.so \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	TORCHEMBED_LANE=native $(PYTEST) tests/ops
+
 .PHONY: lint
 lint: .venv/.native ## Run the linters and the type checker
 	.venv/bin/ruff check .

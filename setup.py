@@ -26,6 +26,18 @@ TORCH_TARGET = (2, 11)
 CUDA_PARTS = ("bin/nvcc", "lib64/libcudart_static.a")
 """What a CUDA toolkit must hold for the library's kernels for GPUs to be built."""
 
+SANITIZED = os.environ.get("TORCHEMBED_SANITIZE", "0") == "1"
+"""True where the library is to check its own accesses to memory, for `make sanitize`: for the CPU
+alone, since AddressSanitizer does not see the memory of a GPU."""
+
+OPTIMIZED_FLAGS = ("-O3", "-g0")
+SANITIZED_FLAGS = (
+    *("-O1", "-g1", "-fno-omit-frame-pointer"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "-fno-wrapv",  # Python's own flags may let integers overflow, which is then not found
+    "-Wno-uninitialized",  # GCC's own headers of vector instructions are said to be
+)
+
 
 def find_torch() -> Path | None:
     """The folder of a torch that is new enough, also of the one outside an isolated build."""
@@ -78,9 +90,11 @@ def native_library(torch: Path) -> Extension:
         define_macros=[("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000")],
         extra_compile_args=[
             *("-isystem", str(torch / "include")),
-            *("-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"),
+            *("-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"),
+            *(SANITIZED_FLAGS if SANITIZED else OPTIMIZED_FLAGS),
             "-ffp-contract=off",  # no fused multiply-adds: the same bits on every processor
         ],
+        extra_link_args=[*SANITIZED_FLAGS] if SANITIZED else [],
         language="c++",
     )
 
@@ -151,7 +165,8 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-torch_folder, compiler, cuda_folder = find_torch(), find_compiler(), find_cuda()
+torch_folder, compiler = find_torch(), find_compiler()
+cuda_folder = None if SANITIZED else find_cuda()
 extensions = []
 if compiler is None:
     warnings.warn(

@@ -17,7 +17,7 @@ from torchembed.core import environment
 from torchembed.core.dispatch import CudaKernel
 
 PACKAGE = Path(__file__).parent
-LIBRARY = PACKAGE / "_C.abi3.so"
+LIBRARY = environment.native_library() or PACKAGE / "_C.abi3.so"
 
 
 @functools.cache

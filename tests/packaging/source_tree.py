@@ -29,11 +29,14 @@ def copy_sources(folder: Path) -> Path:
 
 
 def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run this interpreter in ``cwd``; what ``environment`` names is set, and lanes are not."""
+    """Run this interpreter in ``cwd``; what ``environment`` names is set, and lanes are not.
+
+    The C++ library is the caller's, since the sanitizers of that one are loaded there too.
+    """
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("TORCHEMBED_", "TRITON_", "PYTHON"))
+        if name == "TORCHEMBED_LIBRARY" or not name.startswith(("TORCHEMBED_", "TRITON_", "PYTHON"))
     }
     return subprocess.run(
         [sys.executable, *arguments],
