@@ -15,12 +15,16 @@ namespace {
 
 // The values of OnBadId in torchembed/core/types.py.
 constexpr int64_t kClamp = 1;
+constexpr int64_t kZero = 2;
 
 constexpr int64_t kGrainIds = 16384;
 
 struct Table {
   int64_t first_row;
   int64_t num_rows;
+
+  // Wraps around where the table is said to end past the last number.
+  int64_t row(int64_t id) const { return (int64_t)((uint64_t)first_row + (uint64_t)id); }
 };
 
 // Turns the ids at [begin, end), all of one feature, into rows; returns the first bad position, or
@@ -33,7 +37,7 @@ int64_t linearize_feature(const Id* ids, Row* rows, int64_t begin, int64_t end, 
     const int64_t id = ids[position];
     const bool bad = (uint64_t)id >= (uint64_t)table.num_rows;
     any_bad |= bad;
-    rows[position] = (Row)(bad ? -1 : table.first_row + id);
+    rows[position] = (Row)(bad ? -1 : table.row(id));
   }
   if (!any_bad) return end;
   int64_t first_bad = end;
@@ -42,7 +46,7 @@ int64_t linearize_feature(const Id* ids, Row* rows, int64_t begin, int64_t end, 
     if ((uint64_t)id < (uint64_t)table.num_rows) continue;
     first_bad = position;
     if (clamp && table.num_rows > 0) {
-      rows[position] = (Row)(table.first_row + (id < 0 ? 0 : table.num_rows - 1));
+      rows[position] = (Row)table.row(id < 0 ? 0 : table.num_rows - 1);
     }
   }
   return first_bad;
@@ -80,6 +84,11 @@ std::tuple<Tensor, Tensor> linearize_ids(const Tensor& values, std::optional<Ten
                                          const Tensor& num_rows, int64_t batch_size,
                                          int64_t on_bad_id, ScalarType rows_dtype) {
   const int64_t num_ids = values.numel(), num_features = first_rows.numel();
+  STD_TORCH_CHECK(on_bad_id >= 0 && on_bad_id <= kZero, "on_bad_id must be 0, ", kClamp, " or ",
+                  kZero, ", got ", on_bad_id);
+  STD_TORCH_CHECK(rows_dtype == ScalarType::Int || rows_dtype == ScalarType::Long,
+                  "rows_dtype must be int32 or int64, got ",
+                  torch::headeronly::toString(rows_dtype));
   const IdArray ids = id_array("values", values, num_ids);
   const BagLayout layout(offsets, hotness, num_features, batch_size, num_ids);
   const int64_t* const firsts = const_data<int64_t>("first_rows", first_rows, num_features);

@@ -25,9 +25,15 @@ std::optional<Tensor> as_float32(const std::optional<Tensor>& tensor) {
 
 // Calls body(first_bag, last_bag) in threads. A bag costs as much as one id beside its ids.
 template <class Body>
-void for_bags(const BagLayout& layout, int64_t grain, const Body& body) {
+void for_each_bag(const BagLayout& layout, int64_t grain, const Body& body) {
   const auto cost_before = [&](int64_t bag) { return layout.begin(bag) + bag; };
   for_equal_costs(layout.num_bags(), grain, cost_before, body);
+}
+
+// Likewise where only ids get a result: empty bags, which may be any number, then cost no time.
+template <class Body>
+void for_each_bag_of_ids(const BagLayout& layout, int64_t grain, const Body& body) {
+  if (layout.num_bag_ids() > 0) for_each_bag(layout, grain, body);
 }
 
 Tensor pooled_lookup_forward(const Tensor& weight, const Tensor& rows,
@@ -47,13 +53,14 @@ Tensor pooled_lookup_forward(const Tensor& weight, const Tensor& rows,
   const Tensor out =
       torch::stable::new_empty(weight, {batch_size, num_features, op.matrix.dim}, output_dtype);
   op.out = mutable_row_matrix("out", out);
+  if (out.numel() == 0) return out;
   const int64_t row_bytes = op.out.dim * bytes_of(op.out.type);
   op.stream_out = op.out.num_rows * row_bytes > kStreamBytes && row_bytes % 64 == 0 &&
                   reinterpret_cast<uintptr_t>(op.out.data) % 64 == 0;
 
   const RowKernels& kernels = row_kernels();
-  for_bags(layout, grain_rows(op.matrix.dim),
-           [&](int64_t begin, int64_t end) { kernels.pooled_lookup(op, begin, end); });
+  for_each_bag(layout, grain_rows(op.matrix.dim),
+               [&](int64_t begin, int64_t end) { kernels.pooled_lookup(op, begin, end); });
   return out;
 }
 
@@ -78,7 +85,7 @@ std::tuple<Tensor, Tensor> pooled_lookup_gradient_map(
     scale_of[position] = factors ? factors[position] : 1.0f;
   }
   const Bags bags = layout.bags();
-  for_bags(layout, kGrainIds, [&](int64_t first_bag, int64_t last_bag) {
+  for_each_bag_of_ids(layout, kGrainIds, [&](int64_t first_bag, int64_t last_bag) {
     int64_t feature = first_bag / batch_size, sample = first_bag % batch_size;
     int64_t begin = bags.begin(feature, sample);
     for (int64_t bag = first_bag; bag < last_bag; ++bag) {
@@ -119,7 +126,7 @@ Tensor pooled_lookup_weights_backward(const Tensor& grad, const Tensor& weight, 
   std::fill(op.out + layout.num_bag_ids(), op.out + num_ids, 0.0f);
 
   const RowKernels& kernels = row_kernels();
-  for_bags(layout, grain_rows(op.weight.dim), [&](int64_t begin, int64_t end) {
+  for_each_bag_of_ids(layout, grain_rows(op.weight.dim), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(op.weight.dim);
     kernels.pooled_weights_backward(op, begin, end, scratch.data());
   });

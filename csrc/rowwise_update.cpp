@@ -5,7 +5,9 @@
 #include <optional>
 #include <vector>
 
+#include "contents.h"
 #include "row_kernels.h"
+#include "run_chunks.h"
 #include "tensors.h"
 #include "threads.h"
 
@@ -101,9 +103,25 @@ RoundingKeys rounding_keys(const Tensor& row_offsets, const Tensor& row_keys,
   return keys;
 }
 
+constexpr char kTakeFromFindRuns[] = "take the runs from find_runs";
+
+// What the kernels rely on: the runs are those of the rows of weight.
+void check_runs(const RunGradients& gradients, const RowUpdates& op) {
+  const char* const advice = kTakeFromFindRuns;
+  const int64_t num_ids = gradients.num_ids, num_runs = op.num_rows;
+  check_in_range("starts", gradients.starts, num_runs + 1, 0, num_ids + 1, advice);
+  check_ascending("starts", gradients.starts, num_runs + 1, false, advice);
+  check_in_range("order", gradients.order, num_ids, 0, num_ids, advice);
+  check_in_range("unique_rows", op.rows, num_runs, 0, op.weight.num_rows, advice);
+  check_ascending("unique_rows", op.rows, num_runs, true, advice);
+  if (!gradients.gradient_rows) return;
+  check_in_range("gradient_rows", gradients.gradient_rows, num_ids, 0, gradients.grad.num_rows,
+                 "they are rows of grad");
+}
+
 void rowwise_update(const Tensor& weight, std::optional<Tensor> state0,
                     std::optional<Tensor> state1, const Tensor& unique_rows, const Tensor& starts,
-                    const Tensor& order, const Tensor& num_runs, const Tensor& /*chunk_runs*/,
+                    const Tensor& order, const Tensor& num_runs, const Tensor& chunk_runs,
                     const Tensor& grad, std::optional<Tensor> gradient_rows,
                     std::optional<Tensor> scales, const Tensor& lr, std::optional<Tensor> step,
                     std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
@@ -128,8 +146,11 @@ void rowwise_update(const Tensor& weight, std::optional<Tensor> state0,
   op.num_rows = *const_data<int32_t>("num_runs", num_runs, 1);
   STD_TORCH_CHECK(gradients.grad.dim == op.weight.dim, "grad must have ", op.weight.dim,
                   " columns, got ", gradients.grad.dim);
-  STD_TORCH_CHECK(op.num_rows <= num_ids, "num_runs must be at most ", num_ids, ", got ",
-                  op.num_rows);
+  check_in_range("num_runs", &op.num_rows, 1, 0, num_ids + 1, kTakeFromFindRuns);
+  check_numel("chunk_runs", chunk_runs, num_ids / kRunChunk);
+  STD_TORCH_CHECK(gradients.gradient_rows || gradients.grad.num_rows == num_ids, "grad must have ",
+                  num_ids, " rows (one for each id), got ", gradients.grad.num_rows);
+  if (checks_contents()) check_runs(gradients, op);
 
   UpdateRule& rule = op.rule;
   rule.optimizer = (Optimizer)optimizer;

@@ -83,7 +83,7 @@ std::unique_ptr<Entry<Key>[]> sort_rows(const IdArray& rows, Parts parts, int ke
   std::unique_ptr<Entry<Key>[]> source(new Entry<Key>[num_passes > 1 ? parts.num_items : 0]);
   std::vector<uint32_t> counts;
   const auto read_row = [&](int64_t index) {
-    return Entry<Key>{(Key)(rows[index] + 1), (uint32_t)index};
+    return Entry<Key>{(Key)((uint64_t)rows[index] + 1), (uint32_t)index};
   };
   scatter_by_digit<Key>(read_row, sorted.get(), parts, 0, digit_bits, counts);
   for (int pass = 1; pass < num_passes; ++pass) {
@@ -143,6 +143,7 @@ void write_chunk_runs(const int32_t* starts, Parts runs, int32_t* chunk_runs, in
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_runs(const Tensor& rows, int64_t num_rows) {
   const int64_t num_ids = rows.numel();
   STD_TORCH_CHECK(num_ids <= INT32_MAX, "rows must hold fewer than 2**31 ids, got ", num_ids);
+  STD_TORCH_CHECK(num_rows >= 0, "num_rows must not be negative, got ", num_rows);
   const IdArray ids = id_array("rows", rows, num_ids);
   const Tensor unique_rows = torch::stable::new_empty(rows, {num_ids});
   const Tensor starts = torch::stable::new_empty(rows, {num_ids + 1}, ScalarType::Int);

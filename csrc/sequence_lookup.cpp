@@ -17,6 +17,7 @@ Tensor sequence_lookup_forward(const Tensor& weight, const Tensor& rows, ScalarT
   op.num_ids = num_ids;
   const Tensor out = torch::stable::new_empty(weight, {num_ids, op.weight.dim}, output_dtype);
   op.out = mutable_row_matrix("out", out);
+  if (out.numel() == 0) return out;
 
   const RowKernels& kernels = row_kernels();
   const auto cost_before = [](int64_t position) { return position; };

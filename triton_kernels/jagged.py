@@ -24,6 +24,7 @@ def _sum_features_kernel(
     sources_ptr,
     out_ptr,
     out_offsets_ptr,
+    num_sources,
     num_values,
     num_features,
     batch_size,
@@ -47,7 +48,9 @@ def _sum_features_kernel(
         present = turn < counts
         source = tl.load(sources_ptr + first + turn, mask=present, other=0)
         start = tl.load(source_offsets_ptr + source * batch_size, mask=present, other=0)
-        value = tl.load(values_ptr + start + within, mask=present, other=0)
+        # Too small a capacity dropped the last ids: they have no gradient to read.
+        kept = present & (start + within < num_sources)
+        value = tl.load(values_ptr + start + within, mask=kept, other=0)
         total += as_float32(value) if FLOATING else value.to(tl.int64)
     if FLOATING:
         total = round_to_nearest(total, out_ptr.dtype.element_ty)
@@ -257,6 +260,7 @@ def _sum_features(
                 sources,
                 out,
                 out_offsets,
+                values.numel(),
                 num_values,
                 ranges.numel() - 1,
                 batch_size,

@@ -10,9 +10,10 @@ namespace {
 // As in torchembed::linear_relu_input_backward, with sums over kSummedRows rows each.
 Tensor input_backward_on(const Tensor& grad, const Tensor& weight, const Tensor& output,
                          const Tensor& sums, int64_t stream) {
+  STD_TORCH_CHECK(output.dim() == 2, "output must have 2 dimensions, got ", output.dim());
   ProductTiles tiles = tiles_of(ProductPass::kRectified, grad, output.size(1));
   tiles.right = matrix("weight", weight, grad, tiles.depth, tiles.num_columns);
-  tiles.sums = sums_of(tiles, sums);
+  tiles.sums = sums_of(tiles, sums, grad);
   read(tiles, "output", output, grad);
   const Tensor grad_product = written(tiles, output, output.size(1));
   launch(tiles, grad, stream);

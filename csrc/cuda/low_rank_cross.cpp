@@ -13,6 +13,7 @@ namespace {
 // As in torchembed::low_rank_cross_forward.
 std::tuple<Tensor, Tensor> forward_on(const Tensor& x0, const Tensor& h, const Tensor& u,
                                       const Tensor& bias, const Tensor& x, int64_t stream) {
+  STD_TORCH_CHECK(x0.dim() == 2, "x0 must have 2 dimensions, got ", x0.dim());
   const bool is_first = x.const_data_ptr() == x0.const_data_ptr();
   ProductTiles tiles =
       tiles_of(is_first ? ProductPass::kFirstForward : ProductPass::kForward, h, x0.size(1));
@@ -21,6 +22,7 @@ std::tuple<Tensor, Tensor> forward_on(const Tensor& x0, const Tensor& h, const T
       bias.numel() == tiles.num_columns && bias.scalar_type() == h.scalar_type() &&
           bias.is_contiguous() && reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 4 == 0,
       "bias must be contiguous, on 4 bytes, with an element for each column, and of h's dtype");
+  check_device("bias", bias, h);
   tiles.bias = bias.const_data_ptr();
   read(tiles, "x0", x0, h);
   if (!is_first) read(tiles, "x", x, h);
@@ -32,9 +34,10 @@ std::tuple<Tensor, Tensor> forward_on(const Tensor& x0, const Tensor& h, const T
 // As in torchembed::low_rank_cross_backward, with sums over kSummedRows rows each.
 std::tuple<Tensor, Tensor> backward_on(const Tensor& grad, const Tensor& grad_h, const Tensor& v,
                                        const Tensor& x0, const Tensor& sums, int64_t stream) {
+  STD_TORCH_CHECK(grad.dim() == 2, "grad must have 2 dimensions, got ", grad.dim());
   ProductTiles tiles = tiles_of(ProductPass::kBackward, grad_h, grad.size(1));
   tiles.right = matrix("v", v, grad_h, tiles.depth, tiles.num_columns);
-  tiles.sums = sums_of(tiles, sums);
+  tiles.sums = sums_of(tiles, sums, grad_h);
   read(tiles, "grad", grad, grad_h);
   read(tiles, "x0", x0, grad_h);
   const Tensor grad_x = written(tiles, grad, grad.size(1));
@@ -51,6 +54,7 @@ std::vector<Tensor> input_backward_on(const Tensor& grad_h, const Tensor& v,
   STD_TORCH_CHECK(!grads.empty() && grads.size() == z.size() && grads.size() <= kMostLayers,
                   "grads and z must be of as many layers, up to ", kMostLayers, ", got ",
                   grads.size(), " and ", z.size());
+  STD_TORCH_CHECK(v.dim() == 2, "v must have 2 dimensions, got ", v.dim());
   ProductTiles tiles = tiles_of(ProductPass::kInputBackward, grad_h, v.size(1));
   tiles.right = matrix("v", v, grad_h, tiles.depth, tiles.num_columns);
   for (size_t layer = 0; layer < grads.size(); ++layer) {

@@ -17,6 +17,11 @@ using torch::stable::Tensor;
 // Rows are numbered by int up to the end of the last block.
 constexpr int64_t kMostRows = (int64_t{1} << 31) - kSummedRows;
 
+inline void check_device(const char* name, const Tensor& tensor, const Tensor& left) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == left.get_device_index(), name,
+                  " must be on the device of the product's left factor");
+}
+
 // `tensor`, of 16-bit numbers like `left`.
 inline const void* matrix(const char* name, const Tensor& tensor, const Tensor& left,
                           int64_t num_rows, int64_t num_columns) {
@@ -26,6 +31,7 @@ inline const void* matrix(const char* name, const Tensor& tensor, const Tensor& 
                   torch::headeronly::toString(left.scalar_type()), ", got ",
                   torch::headeronly::toString(tensor.scalar_type()));
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous; call .contiguous()");
+  check_device(name, tensor, left);
   const void* const data = tensor.const_data_ptr();
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0, name, " must lie on 16 bytes");
   return data;
@@ -34,6 +40,8 @@ inline const void* matrix(const char* name, const Tensor& tensor, const Tensor& 
 // Of a pass over [num_rows, num_columns] with `left` as the product's first factor.
 inline ProductTiles tiles_of(ProductPass pass, const Tensor& left, int64_t num_columns) {
   const ScalarType type = left.scalar_type();
+  STD_TORCH_CHECK(left.dim() == 2, "the product's left factor must have 2 dimensions, got ",
+                  left.dim());
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "matrices must be bfloat16 or float16, got ", torch::headeronly::toString(type));
   const int64_t num_rows = left.size(0), depth = left.size(1);
@@ -67,12 +75,13 @@ inline Tensor written(ProductTiles& tiles, const Tensor& like, int64_t num_colum
 }
 
 // Where a pass writes sums over kSummedRows rows each.
-inline float* sums_of(const ProductTiles& tiles, const Tensor& sums) {
+inline float* sums_of(const ProductTiles& tiles, const Tensor& sums, const Tensor& left) {
   const int64_t num_sums = (tiles.num_rows + kSummedRows - 1) / kSummedRows;
   STD_TORCH_CHECK(
       sums.dim() == 2 && sums.size(0) == num_sums && sums.size(1) == tiles.num_columns &&
           sums.is_contiguous() && sums.scalar_type() == ScalarType::Float,
       "sums must be contiguous, float32, of shape (", num_sums, ", ", tiles.num_columns, ")");
+  check_device("sums", sums, left);
   return sums.mutable_data_ptr<float>();
 }
 

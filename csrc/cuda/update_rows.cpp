@@ -14,10 +14,20 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// `tensor` holds numel elements on the device of `weight`.
+void check_memory(const char* name, const Tensor& tensor, const Tensor& weight, int64_t numel) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == weight.get_device_index(), name,
+                  " must be on the device of weight; call .to(weight.device)");
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous; call .contiguous()");
+  STD_TORCH_CHECK(tensor.numel() == numel, name, " must hold ", numel, " elements, got ",
+                  tensor.numel());
+}
+
 template <class Value>
-const Value* values(const char* name, const std::optional<Tensor>& tensor) {
+const Value* values(const char* name, const std::optional<Tensor>& tensor, const Tensor& weight,
+                    int64_t numel) {
   if (!tensor) return nullptr;
-  STD_TORCH_CHECK(tensor->is_contiguous(), name, " must be contiguous; call .contiguous()");
+  check_memory(name, *tensor, weight, numel);
   return tensor->const_data_ptr<Value>();
 }
 
@@ -26,10 +36,11 @@ struct Indices {
   bool wide = false;
 };
 
-Indices indices(const char* name, const std::optional<Tensor>& tensor) {
+Indices indices(const char* name, const std::optional<Tensor>& tensor, const Tensor& weight,
+                int64_t numel) {
   if (!tensor) return {};
+  check_memory(name, *tensor, weight, numel);
   const ScalarType type = tensor->scalar_type();
-  STD_TORCH_CHECK(tensor->is_contiguous(), name, " must be contiguous; call .contiguous()");
   STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long, name,
                   " must be int32 or int64, got ", torch::headeronly::toString(type));
   return {tensor->const_data_ptr(), type == ScalarType::Long};
@@ -66,9 +77,21 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   STD_TORCH_CHECK(state.is_contiguous() && (is_rowwise || state.numel() == weight.numel()),
                   "state must be contiguous and have ", weight.size(0), " or ", weight.numel(),
                   " elements, got ", state.numel());
-  const Indices rows = indices("unique_rows", unique_rows);
-  const Indices of_gradients = indices("gradient_rows", gradient_rows);
-  const int64_t num_chunks = order.numel() / kRunChunk, num_groups = num_chunks / kRunChunk;
+  check_memory("state", state, weight, state.numel());
+  check_memory("grad", grad, weight, grad.numel());
+  const int64_t num_ids = order.numel();
+  STD_TORCH_CHECK(num_ids < (int64_t{1} << 31), "order must hold fewer than 2**31 ids, got ",
+                  num_ids);
+  STD_TORCH_CHECK(weight.size(0) < (int64_t{1} << 31) && grad.size(0) < (int64_t{1} << 31),
+                  "weight and grad must have fewer than 2**31 rows, got ", weight.size(0), " and ",
+                  grad.size(0));
+  STD_TORCH_CHECK(gradient_rows || grad.size(0) == num_ids, "grad must have ", num_ids,
+                  " rows (one for each id), got ", grad.size(0));
+  STD_TORCH_CHECK(num_blocks > 0 && num_blocks < (int64_t{1} << 31),
+                  "num_blocks must lie in [1, 2**31), got ", num_blocks);
+  const Indices rows = indices("unique_rows", unique_rows, weight, num_ids);
+  const Indices of_gradients = indices("gradient_rows", gradient_rows, weight, num_ids);
+  const int64_t num_chunks = num_ids / kRunChunk, num_groups = num_chunks / kRunChunk;
   STD_TORCH_CHECK(chunk_runs.numel() == num_chunks, "chunk_runs must hold ", num_chunks,
                   " elements (one for each ", kRunChunk, " ids), got ", chunk_runs.numel());
   const Tensor sums =
@@ -79,22 +102,22 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   update.weight = weight.mutable_data_ptr<float>();
   update.state = state.mutable_data_ptr<float>();
   update.unique_rows = rows.data;
-  update.starts = values<int32_t>("starts", starts);
-  update.order = values<int32_t>("order", order);
-  update.num_runs = values<int32_t>("num_runs", num_runs);
-  update.chunk_runs = values<int32_t>("chunk_runs", chunk_runs);
+  update.starts = values<int32_t>("starts", starts, weight, num_ids + 1);
+  update.order = values<int32_t>("order", order, weight, num_ids);
+  update.num_runs = values<int32_t>("num_runs", num_runs, weight, 1);
+  update.chunk_runs = values<int32_t>("chunk_runs", chunk_runs, weight, num_chunks);
   update.grad = grad.const_data_ptr();
   update.gradient_rows = of_gradients.data;
-  update.scales = values<float>("scales", scales);
-  update.lr = values<float>("lr", lr);
-  update.grad_multiplier = values<float>("grad_multiplier", grad_multiplier);
-  update.skip = values<float>("skip", skip);
+  update.scales = values<float>("scales", scales, weight, num_ids);
+  update.lr = values<float>("lr", lr, weight, 1);
+  update.grad_multiplier = values<float>("grad_multiplier", grad_multiplier, weight, 1);
+  update.skip = values<float>("skip", skip, weight, 1);
   update.chunk_sums = sums.mutable_data_ptr<float>();
   update.group_sums = update.chunk_sums + num_chunks * kUpdateDim;
   update.num_taken = counts.mutable_data_ptr<int32_t>();
   update.num_summed = update.num_taken + 1;
   update.num_grouped = update.num_summed + num_chunks;
-  update.num_ids = static_cast<int>(order.numel());
+  update.num_ids = static_cast<int>(num_ids);
   update.num_chunks = static_cast<int>(num_chunks);
   update.is_rowwise = is_rowwise;
   update.rows_are_wide = rows.wide;

@@ -28,7 +28,7 @@ def launch_probe(x: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def scratch_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Definitions that are gone after the test, in an environment that sets nothing."""
-    for name in ("TORCHEMBED_FORCE_REFERENCE", "TRITON_INTERPRET"):
+    for name in ("TORCHEMBED_FORCE_REFERENCE", "TRITON_INTERPRET", "TORCHEMBED_CHECK_OPERATIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(dispatch, "picked_kernels", [])
     with torch.library._scoped_library("torchembed", "FRAGMENT") as library:
@@ -128,6 +128,49 @@ def test_the_fake_serves_meta_tensors() -> None:
     assert op(torch.zeros(3, device="meta")).shape == (3,)
 
 
+def refuse_two(x: Tensor) -> None:
+    if x.numel() == 2:
+        raise ValueError("x must not hold 2 elements")
+
+
+def refuse_zeros(x: Tensor) -> None:
+    if (x == 0).any():
+        raise ValueError("x must hold no zeros")
+
+
+@pytest.mark.parametrize("options", [{}, {"native": native}])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_arguments_are_checked_before_every_kernel(options: dict[str, Any], device: str) -> None:
+    op, _ = define(check=refuse_two, **options)
+    assert op(torch.zeros(1, device=device)).shape == (1,)
+    with pytest.raises(ValueError, match=r"^x must not hold 2 elements$"):
+        op(torch.zeros(2, device=device))
+
+
+def test_contents_are_checked_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, _ = define(native=native, check_contents=refuse_zeros)
+    assert op(torch.zeros(1)).item() == 2
+    monkeypatch.setenv("TORCHEMBED_CHECK_OPERATIONS", "1")
+    with torch.library._scoped_library("torchembed", "FRAGMENT") as library:
+        monkeypatch.setattr(dispatch, "_library", library)
+        schema = SCHEMA.replace("probe", "probe_of_contents")
+        checked = dispatch.define_op(
+            schema, reference=reference, fake=torch.empty_like, check_contents=refuse_zeros
+        )
+        assert checked(torch.ones(1)).item() == 2
+        with pytest.raises(ValueError, match=r"^x must hold no zeros$"):
+            checked(torch.zeros(1))
+        assert checked(torch.zeros(1, device="meta")).shape == (1,)
+
+
+def test_contents_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHEMBED_CHECK_OPERATIONS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    op, _ = define(check_contents=refuse_zeros)
+    assert op(torch.zeros(1)).item() == 1
+
+
 @pytest.mark.parametrize(
     ("text", "is_on"),
     [
@@ -141,5 +184,7 @@ def test_environment_variables_are_on_or_off(
     if text is not None:
         monkeypatch.setenv("TORCHEMBED_FORCE_REFERENCE", text)
         monkeypatch.setenv("TRITON_INTERPRET", text)
+        monkeypatch.setenv("TORCHEMBED_CHECK_OPERATIONS", text)
+    assert environment.check_operations() is is_on
     assert environment.force_reference() is is_on
     assert environment.triton_interpreted() is is_on

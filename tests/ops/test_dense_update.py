@@ -185,11 +185,11 @@ def test_bad_arguments_are_named(device: torch.device) -> None:
         dense_update(weight.bfloat16(), (state,), grad, rule, lr)
     with pytest.raises(ValueError, match=r"states must be 1 tensor\(s\), got 0"):
         dense_update(weight, (), grad, rule, lr)
-    with pytest.raises(TypeError, match="states must be float32, got float16"):
+    with pytest.raises(TypeError, match="state0 must be float32, got float16"):
         dense_update(weight, (state.half(),), grad, rule, lr)
     with pytest.raises(ValueError, match=r"grad must hold 9 elements .*, got 8"):
         dense_update(weight, (state,), grad[:8], rule, lr)
-    with pytest.raises(ValueError, match=r"states must have 1 dimension\(s\), got shape \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"state0 must have 1 dimension\(s\), got shape \(3, 3\)"):
         dense_update(weight, (state.view(3, 3),), grad, rule, lr)
     with pytest.raises(ValueError, match="weight must be contiguous"):
         dense_update(not_contiguous(weight), (state,), grad, rule, lr)
@@ -197,7 +197,9 @@ def test_bad_arguments_are_named(device: torch.device) -> None:
         dense_update(weight, (state,), grad, rule, lr, rounded=weight.clone())
     with pytest.raises(TypeError, match="lr must be float32, got float64"):
         dense_update(weight, (state,), grad, rule, lr.double())
-    with pytest.raises(ValueError, match=r"skip must hold 1 elements \(a scalar\), got 9"):
+    with pytest.raises(
+        ValueError, match=r"skip must hold 1 elements \(a scalar in a tensor\), got 9"
+    ):
         dense_update(weight, (state,), grad, rule, lr, skip=weight)
     with pytest.raises(ValueError, match=r"grad must be on .* as weight is, got meta"):
         dense_update(weight, (state,), grad.to("meta"), rule, lr)

@@ -1,6 +1,7 @@
 """Permuting features, splitting ids by row range and padding bags, against plain Python."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -411,6 +412,16 @@ def test_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> Non
     bags = random_jagged(2, 90, 40, max_length=12)
     tensors = jagged_arguments(bags, device)
     assert_repeats(lambda: with_gradient(every_result, tensors, bags.batch_size))
+
+
+def test_no_gradient_is_read_of_ids_that_did_not_fit(device: torch.device) -> None:
+    """Two of three ids fit; what lies behind their gradients in memory is none."""
+    memory = torch.tensor([5.0, 6.0, math.nan], device=device)
+    offsets = torch.tensor([0, 1, 3], device=device)
+    grad = torch.ops.torchembed.permute_features_backward(
+        memory[:2], offsets, offsets, [0, 1], 2, 1, 3
+    )
+    assert grad.tolist() == [5, 6, 0]
 
 
 def test_opcheck(device: torch.device, sizes: Sizes) -> None:

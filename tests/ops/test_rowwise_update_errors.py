@@ -47,12 +47,12 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "state dtype": (
         TypeError,
-        r"^states must be float32, got float16; call \.float\(\)$",
+        r"^state0 must be float32, got float16; call \.float\(\)$",
         {"rule": ADAM, "states": (torch.zeros(5, 2).half(),) * 2, "step": ONE},
     ),
     "state shape": (
         ValueError,
-        r"^states must be contiguous \(5,\), got \(5, 2\)$",
+        r"^state0 must be contiguous \(5,\), got \(5, 2\)$",
         {
             "rule": UpdateRule(kind=OptimizerKind.ROWWISE_ADAGRAD),
             "states": (torch.zeros(5, 2),),
@@ -60,12 +60,12 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "state layout": (
         ValueError,
-        r"^states must be contiguous \(5, 2\), got \(5, 2\)$",
+        r"^state0 must be contiguous \(5, 2\), got \(5, 2\)$",
         {"rule": UpdateRule(kind=OptimizerKind.ADAGRAD), "states": (torch.zeros(2, 5).t(),)},
     ),
     "state device": (
         ValueError,
-        r"^states must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
+        r"^state0 must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
         {
             "rule": UpdateRule(kind=OptimizerKind.ADAGRAD),
             "states": (torch.zeros(5, 2, device="meta"),),
@@ -73,42 +73,42 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "grad dtype": (
         TypeError,
-        r"^gradients\.grad must be float32 or float16 or bfloat16, got int64; call \.float\(\)$",
+        r"^grad must be float32 or float16 or bfloat16, got int64; call \.float\(\)$",
         {"gradients": RowGradients(torch.ones(3, 2, dtype=torch.int64))},
     ),
     "grad shape": (
         ValueError,
-        r"^gradients\.grad must have 2 dimension\(s\), got shape \(6,\); reshape it$",
+        r"^grad must have 2 dimension\(s\), got shape \(6,\); reshape it$",
         {"gradients": RowGradients(torch.ones(6))},
     ),
     "grad columns": (
         ValueError,
-        r"^gradients\.grad must have 2 columns, got 3$",
+        r"^grad must have 2 columns, got 3$",
         {"gradients": RowGradients(torch.ones(3, 3))},
     ),
     "grad rows": (
         ValueError,
-        r"^gradients\.grad must have 3 rows \(one for each id\), got 4$",
+        r"^grad must have 3 rows \(one for each id\), got 4$",
         {"gradients": RowGradients(torch.ones(4, 2))},
     ),
     "gradient rows dtype": (
         TypeError,
-        r"^gradients\.gradient_rows must be int32 or int64, got float32; call \.long\(\)$",
+        r"^gradient_rows must be int32 or int64, got float32; call \.long\(\)$",
         {"gradients": RowGradients(torch.ones(3, 2), torch.zeros(3))},
     ),
     "gradient rows length": (
         ValueError,
-        r"^gradients\.gradient_rows must hold 3 elements \(one for each id\), got 2$",
+        r"^gradient_rows must hold 3 elements \(one for each id\), got 2$",
         {"gradients": RowGradients(torch.ones(3, 2), torch.zeros(2, dtype=torch.int64))},
     ),
     "scales dtype": (
         TypeError,
-        r"^gradients\.scales must be float32, got float64; call \.float\(\)$",
+        r"^scales must be float32, got float64; call \.float\(\)$",
         {"gradients": RowGradients(torch.ones(3, 2), None, torch.ones(3).double())},
     ),
     "scales length": (
         ValueError,
-        r"^gradients\.scales must hold 3 elements \(one for each id\), got 2$",
+        r"^scales must hold 3 elements \(one for each id\), got 2$",
         {"gradients": RowGradients(torch.ones(3, 2), None, torch.ones(2))},
     ),
     "lr dtype": (
@@ -163,7 +163,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "rounding offsets dtype": (
         TypeError,
-        r"^rounding\.row_offsets must be int64, got int32; call \.long\(\)$",
+        r"^row_offsets must be int64, got int32; call \.long\(\)$",
         {
             "weight": torch.zeros(5, 2).half(),
             "step": ONE,
@@ -172,7 +172,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "rounding keys length": (
         ValueError,
-        r"^rounding\.row_keys must hold 1 elements \(one for each table\), got 2$",
+        r"^row_keys must hold 1 elements \(one for each table\), got 2$",
         {
             "weight": torch.zeros(5, 2).half(),
             "step": ONE,
@@ -181,7 +181,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "rounding first columns": (
         ValueError,
-        r"^rounding\.first_columns must hold 1 elements \(one for each table\), got 2$",
+        r"^first_columns must hold 1 elements \(one for each table\), got 2$",
         {
             "weight": torch.zeros(5, 2).half(),
             "step": ONE,
@@ -190,7 +190,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "runs of another device": (
         ValueError,
-        r"^runs must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
+        r"^unique_rows must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
         {"runs": find_runs(torch.zeros(3, dtype=torch.int64, device="meta"), 5)},
     ),
 }

@@ -32,6 +32,7 @@ def test_sum_features(device: torch.device) -> None:
         out,
         out_offsets,
         3,
+        3,
         2,
         1,
         FLOATING=False,

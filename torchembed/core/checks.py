@@ -39,10 +39,44 @@ def check_dim(name: str, tensor: Tensor, dim: int) -> None:
         )
 
 
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` unless the elements of ``tensor`` lie side by side, as kernels read
+    them."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; call .contiguous()")
+
+
+def check_matrix(name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor`` is a contiguous matrix of float32, float16 or bfloat16."""
+    check_float(name, tensor)
+    check_dim(name, tensor, 2)
+    check_contiguous(name, tensor)
+
+
+def check_not_negative(name: str, value: int) -> None:
+    """Raise ``ValueError`` for a negative ``value``."""
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def check_output_dtype(dtype: torch.dtype) -> None:
+    """Raise ``TypeError`` unless ``dtype``, of vectors that were looked up, is one of floats."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"output_dtype must be float32, float16 or bfloat16, got {dtype}")
+
+
 def check_numel(name: str, tensor: Tensor, numel: int, meaning: str) -> None:
     """Raise ``ValueError`` unless ``tensor`` holds ``numel`` elements; ``meaning`` says which."""
     if tensor.numel() != numel:
         raise ValueError(f"{name} must hold {numel} elements ({meaning}), got {tensor.numel()}")
+
+
+def check_scalars(**scalars: Tensor | None) -> None:
+    """Raise unless every given tensor is float32 and holds one element."""
+    for name, scalar in scalars.items():
+        if scalar is not None:
+            check_dtype(name, scalar, (torch.float32,), "call .float()")
+            check_numel(name, scalar, 1, "a scalar in a tensor")
 
 
 def check_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:

@@ -4,6 +4,7 @@ The dispatcher is the only registry of kernels. A dispatch key holds one impleme
 choice is made here, once, at import: with no kernel for a key the reference runs.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -58,6 +59,35 @@ def _first_of(launch: Callable[..., Any], other: Callable[..., Any]) -> Callable
     return launch_either
 
 
+Check = Callable[..., None]
+"""Takes the operation's arguments, and raises where they do not fit."""
+
+
+def _behind(kernel: Callable[..., Any], *checks: Check | None) -> Callable[..., Any]:
+    """``kernel`` behind those of ``checks`` that there are."""
+    wanted = [check for check in checks if check is not None]
+    if not wanted:
+        return kernel
+
+    @functools.wraps(kernel)
+    def checked(*args: Any) -> Any:
+        for check in wanted:
+            check(*args)
+        return kernel(*args)
+
+    return checked
+
+
+def _while_not_capturing(check: Check) -> Check:
+    """``check``, left out where a CUDA graph is captured, since nothing can be read there."""
+
+    def check_or_not(*args: Any) -> None:
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            check(*args)
+
+    return check_or_not
+
+
 def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -70,6 +100,8 @@ def define_op(
     triton: str | None = None,
     cuda: CudaKernel | None = None,
     native: Callable[..., Any] | None = None,
+    check: Check | None = None,
+    check_contents: Check | None = None,
     native_missing: str = "it has no C++ kernel",
 ) -> Callable[..., Any]:
     """Define ``torchembed::<schema>`` and register its implementations.
@@ -82,18 +114,25 @@ def define_op(
             Triton's interpreter).
         cuda: what takes some of the Triton kernel's calls on a GPU.
         native: the C++ kernel for the CPU.
+        check: of dtypes, shapes, devices and numbers, before every kernel and in tracing; it reads
+            no tensor's contents.
+        check_contents: of what tensors hold, before every kernel where
+            ``TORCHEMBED_CHECK_OPERATIONS`` is set; it may wait for a GPU.
         native_missing: why ``native`` is None.
 
     Returns:
         The default overload, ready to call.
     """
+    checks = [check]
+    if check_contents is not None and environment.check_operations():
+        checks.append(_while_not_capturing(check_contents))
     name = _library.define(schema)
-    _library.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchembed::{name}", fake, lib=_library)
+    _library.impl(name, _behind(reference, *checks), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchembed::{name}", _behind(fake, check), lib=_library)
 
     def pick(key: str, kernel: str, reason: str, function: Callable[..., Any] | None) -> None:
         if function is not None:
-            _library.impl(name, function, key)
+            _library.impl(name, _behind(function, *checks), key)
         picked_kernels.append(PickedKernel(name, key, kernel, reason))
 
     if environment.force_reference():

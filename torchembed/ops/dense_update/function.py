@@ -4,15 +4,10 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update.schema import dense_update_op
-
-_UNIT = 8
-"""Elements, at a multiple of which each part begins, so that all are read 16 bytes at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,39 +80,10 @@ def dense_update(
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_dtype("weight", weight, (torch.float32,), "keep 16-bit copies in rounded")
     if len(states) != rule.num_states:
         raise ValueError(f"states must be {rule.num_states} tensor(s), got {len(states)}")
-    for state in states:
-        checks.check_dtype("states", state, (torch.float32,), "call .float()")
-    if rounded is not None:
-        checks.check_dtype("rounded", rounded, checks.FLOAT_DTYPES[1:], "leave it out for float32")
-    checks.check_float("grad", grad)
-    flat = [("weight", weight), ("rounded", rounded), *(("states", state) for state in states)]
-    for name, tensor in (*flat, ("grad", grad)):
-        if tensor is None:
-            continue
-        checks.check_dim(name, tensor, 1)
-        checks.check_numel(name, tensor, weight.numel(), "one for each element of weight")
-        if not tensor.is_contiguous() and name != "grad":
-            raise ValueError(f"{name} must be contiguous, since it is updated in place")
-    scalars = {"lr": lr, "step": step, "grad_multiplier": grad_multiplier, "skip": skip}
-    for name, scalar in scalars.items():
-        if scalar is not None:
-            checks.check_dtype(name, scalar, (torch.float32,), "call .float()")
-            checks.check_numel(name, scalar, 1, "a scalar")
-    if rule.kind is OptimizerKind.ADAM and step is None:
-        raise ValueError("step must be given for ADAM, got None")
-    checks.check_same_device("weight", weight, grad=grad, rounded=rounded, **scalars)
-    num_elements = weight.numel()
-    parts = [slice(0, num_elements)] if parts is None else parts
+    parts = [slice(0, weight.numel())] if parts is None else parts
     bounds = [(part.start, part.stop) for part in parts]
-    for start, stop in bounds:
-        if start % _UNIT or not 0 <= start <= stop <= num_elements:
-            raise ValueError(
-                f"parts must begin at a multiple of {_UNIT} and end among the {num_elements} "
-                f"elements of weight, got [{start}, {stop})"
-            )
     first, second = (*states, None, None)[:2]
     dense_update_op(
         weight,

@@ -3,6 +3,9 @@
 from typing import Any
 
 from torchembed.core.dispatch import define_op
+from torchembed.ops.dense_update.checks import (
+    check_dense_update,
+)
 from torchembed.ops.dense_update.reference import dense_update_reference
 
 
@@ -18,4 +21,5 @@ dense_update_op = define_op(
     reference=dense_update_reference,
     fake=_fake,
     triton="torchembed.triton_kernels.dense_update:launch_dense_update",
+    check=check_dense_update,
 )

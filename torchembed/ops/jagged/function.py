@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.core import checks
 from torchembed.core.stand_ins import makes_stand_ins
-from torchembed.ops.bags import check_bags
+from torchembed.ops.jagged.checks import check_permutation, check_permute_features_forward
 from torchembed.ops.jagged.schema import (
     bucketize_rows_op,
     pad_jagged_backward_op,
@@ -120,14 +119,6 @@ class _PadJagged(torch.autograd.Function):
         return pad_jagged_backward_op(grad.contiguous(), offsets, ctx.num_values), None, None, None
 
 
-def _check_weights(weights: Tensor | None, values: Tensor) -> None:
-    if weights is not None:
-        checks.check_float("weights", weights)
-        checks.check_dim("weights", weights, 1)
-        checks.check_numel("weights", weights, values.numel(), "one for each id")
-        checks.check_same_device("values", values, weights=weights)
-
-
 def permute_features(
     values: Tensor,
     offsets: Tensor,
@@ -162,15 +153,8 @@ def permute_features(
         TypeError, ValueError: for a dtype, shape or device that does not fit, a feature that is not
             there, or too small a ``num_ids``.
     """
-    checks.check_dtype("values", values, (*checks.ID_DTYPES, *checks.FLOAT_DTYPES), "call .float()")
-    checks.check_dim("values", values, 1)
-    check_bags("values", values, offsets, None, num_features, batch_size)
-    _check_weights(weights, values)
     permutation = list(permutation)
-    if any(not 0 <= feature < num_features for feature in permutation):
-        raise ValueError(
-            f"permutation must hold features in [0, {num_features}), got {permutation}"
-        )
+    check_permutation(permutation, num_features)
     if sorted(permutation) == list(range(num_features)):
         num_ids = values.shape[0] if num_ids is None else num_ids
     elif num_ids is None:
@@ -178,6 +162,11 @@ def permute_features(
             f"num_ids must be given, since permutation {permutation} repeats or leaves out some of "
             f"the {num_features} features; sum the lengths of the features it names"
         )
+    values, offsets = values.contiguous(), offsets.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    check_permute_features_forward(
+        values, offsets, weights, permutation, num_features, batch_size, num_ids
+    )
     if values.device.type == "cpu" and not torch.compiler.is_compiling() and not makes_stand_ins():
         features = torch.tensor(permutation, dtype=torch.int64)
         starts, ends = offsets[features * batch_size], offsets[(features + 1) * batch_size]
@@ -188,13 +177,7 @@ def permute_features(
                 f"got {num_ids}"
             )
     new_values, new_offsets, new_weights = _PermuteFeatures.apply(
-        values.contiguous(),
-        offsets.contiguous(),
-        None if weights is None else weights.contiguous(),
-        permutation,
-        num_features,
-        batch_size,
-        num_ids,
+        values, offsets, weights, permutation, num_features, batch_size, num_ids
     )
     return PermutedFeatures(new_values, new_offsets, None if weights is None else new_weights)
 
@@ -232,21 +215,6 @@ def bucketize_rows(
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_ids("values", values)
-    if values.shape[0] >= 2**31:
-        raise ValueError(
-            f"values must hold fewer than 2**31 ids, got {values.shape[0]}; split the batch"
-        )
-    checks.check_dtype("boundaries", boundaries, (torch.int64,), "call .long()")
-    checks.check_dim("boundaries", boundaries, 2)
-    if boundaries.shape[1] < 2:
-        raise ValueError(
-            "boundaries must have a column more than there are buckets, so 2 or more, "
-            f"got shape {tuple(boundaries.shape)}"
-        )
-    checks.check_same_device("values", values, boundaries=boundaries)
-    check_bags("values", values, offsets, None, boundaries.shape[0], batch_size)
-    _check_weights(weights, values)
     local, new_offsets, new_weights, positions = _BucketizeRows.apply(
         values.contiguous(),
         offsets.contiguous(),
@@ -278,15 +246,6 @@ def pad_jagged(values: Tensor, offsets: Tensor, max_length: int, *, padding: flo
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_dtype("values", values, (*checks.ID_DTYPES, *checks.FLOAT_DTYPES), "call .float()")
-    if values.dim() not in (1, 2):
-        raise ValueError(f"values must be [L] or [L, D], got shape {tuple(values.shape)}")
-    checks.check_ids("offsets", offsets)
-    checks.check_same_device("values", values, offsets=offsets)
-    if offsets.shape[0] == 0:
-        raise ValueError("offsets must hold a number more than there are bags, got none")
-    if max_length < 0:
-        raise ValueError(f"max_length must not be negative, got {max_length}")
     if values.is_floating_point():
         padding = float(padding)
     elif not isinstance(padding, int):

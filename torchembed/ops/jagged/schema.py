@@ -4,6 +4,18 @@ import torch
 from torch import Tensor
 
 from torchembed.core.dispatch import define_op
+from torchembed.ops.jagged.checks import (
+    check_bucketize_rows,
+    check_bucketize_rows_contents,
+    check_pad_jagged_backward,
+    check_pad_jagged_backward_contents,
+    check_pad_jagged_forward,
+    check_pad_jagged_forward_contents,
+    check_permute_features_backward,
+    check_permute_features_backward_contents,
+    check_permute_features_forward,
+    check_permute_features_forward_contents,
+)
 from torchembed.ops.jagged.reference import (
     bucketize_rows_reference,
     pad_jagged_backward_reference,
@@ -76,6 +88,8 @@ permute_features_forward_op = define_op(
     reference=permute_features_forward_reference,
     fake=_permute_features_forward_fake,
     triton=f"{_TRITON}:launch_permute_features_forward",
+    check=check_permute_features_forward,
+    check_contents=check_permute_features_forward_contents,
 )
 permute_features_backward_op = define_op(
     "permute_features_backward(Tensor grad, Tensor offsets, Tensor new_offsets, int[] permutation,"
@@ -83,6 +97,8 @@ permute_features_backward_op = define_op(
     reference=permute_features_backward_reference,
     fake=_permute_features_backward_fake,
     triton=f"{_TRITON}:launch_permute_features_backward",
+    check=check_permute_features_backward,
+    check_contents=check_permute_features_backward_contents,
 )
 bucketize_rows_op = define_op(
     "bucketize_rows(Tensor values, Tensor offsets, Tensor? weights, Tensor boundaries,"
@@ -90,6 +106,8 @@ bucketize_rows_op = define_op(
     reference=bucketize_rows_reference,
     fake=_bucketize_rows_fake,
     triton=f"{_TRITON}:launch_bucketize_rows",
+    check=check_bucketize_rows,
+    check_contents=check_bucketize_rows_contents,
 )
 pad_jagged_forward_op = define_op(
     "pad_jagged_forward(Tensor values, Tensor offsets, SymInt max_length, Scalar padding)"
@@ -97,10 +115,14 @@ pad_jagged_forward_op = define_op(
     reference=pad_jagged_forward_reference,
     fake=_pad_jagged_forward_fake,
     triton=f"{_TRITON}:launch_pad_jagged_forward",
+    check=check_pad_jagged_forward,
+    check_contents=check_pad_jagged_forward_contents,
 )
 pad_jagged_backward_op = define_op(
     "pad_jagged_backward(Tensor grad, Tensor offsets, SymInt num_values) -> Tensor",
     reference=pad_jagged_backward_reference,
     fake=_pad_jagged_backward_fake,
     triton=f"{_TRITON}:launch_pad_jagged_backward",
+    check=check_pad_jagged_backward,
+    check_contents=check_pad_jagged_backward_contents,
 )

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.core import checks
 from torchembed.core.types import OnBadId
-from torchembed.ops.bags import check_bags
+from torchembed.ops.bags import hotness_of_bags
 from torchembed.ops.linearize_ids.schema import linearize_ids_op
 
 
@@ -50,20 +49,11 @@ def linearize_ids(
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_ids("values", values)
-    checks.check_dtype("first_rows", first_rows, (torch.int64,), "call .long()")
-    checks.check_dtype("num_rows", num_rows, (torch.int64,), "call .long()")
-    checks.check_same_device("values", values, first_rows=first_rows, num_rows=num_rows)
-    num_features = first_rows.numel()
-    checks.check_numel("num_rows", num_rows, num_features, "as first_rows has")
-    fixed = check_bags("values", values, offsets, hotness, num_features, batch_size)
-    if rows_dtype not in checks.ID_DTYPES:
-        raise TypeError(f"rows_dtype must be int32 or int64, got {checks.dtype_name(rows_dtype)}")
     return LinearRows(
         *linearize_ids_op(
             values.contiguous(),
             None if offsets is None else offsets.contiguous(),
-            fixed,
+            hotness_of_bags(offsets, hotness),
             first_rows.contiguous(),
             num_rows.contiguous(),
             batch_size,

@@ -5,6 +5,10 @@ from torch import Tensor
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.ops.linearize_ids.checks import (
+    check_linearize_ids,
+    check_linearize_ids_contents,
+)
 from torchembed.ops.linearize_ids.reference import linearize_ids_reference
 
 
@@ -30,4 +34,6 @@ linearize_ids_op = define_op(
     triton="torchembed.triton_kernels.linearize_ids:launch_linearize_ids",
     native=_native.native_op("linearize_ids"),
     native_missing=_native.missing_reason(),
+    check=check_linearize_ids,
+    check_contents=check_linearize_ids_contents,
 )

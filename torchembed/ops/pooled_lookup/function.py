@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.core import checks
 from torchembed.core.types import Pooling
-from torchembed.ops.bags import check_bags
+from torchembed.ops.bags import hotness_of_bags
+from torchembed.ops.pooled_lookup.checks import check_pooled_lookup_forward
 from torchembed.ops.pooled_lookup.schema import (
     pooled_lookup_forward_op,
     pooled_lookup_gradient_map_op,
@@ -40,6 +40,14 @@ class _PooledLookup(torch.autograd.Function):
         known_map: tuple[Tensor, Tensor] | None,
         store: LookupStore | None,
     ) -> Tensor:
+        bags = (offsets, hotness, per_id_weights, num_features, batch_size)
+        if store is None:
+            out = pooled_lookup_forward_op(weight, rows, *bags, mean, output_dtype)
+        else:
+            check_pooled_lookup_forward(weight, rows, *bags, mean, output_dtype)
+            store(weight, rows, *bags)
+            elsewhere = weight.new_zeros((), dtype=output_dtype)
+            out = elsewhere.expand(batch_size, num_features, weight.shape[1])
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
         # the weight is not saved, so that an update before backward is no error.
         weights_need_grad = ctx.needs_input_grad[4]
@@ -50,21 +58,7 @@ class _PooledLookup(torch.autograd.Function):
         )
         ctx.hotness, ctx.mean, ctx.form, ctx.sink = hotness, mean, form, sink
         ctx.known_map = known_map
-        if store is not None:
-            store(weight, rows, offsets, hotness, per_id_weights, num_features, batch_size)
-            elsewhere = weight.new_zeros((), dtype=output_dtype)
-            return elsewhere.expand(batch_size, num_features, weight.shape[1])
-        return pooled_lookup_forward_op(
-            weight,
-            rows,
-            offsets,
-            hotness,
-            per_id_weights,
-            num_features,
-            batch_size,
-            mean,
-            output_dtype,
-        )
+        return out
 
     @staticmethod
     @once_differentiable
@@ -144,17 +138,7 @@ def pooled_lookup(
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_float("weight", weight)
-    checks.check_dim("weight", weight, 2)
-    checks.check_ids("rows", rows)
-    checks.check_same_device("weight", weight, rows=rows, per_id_weights=per_id_weights)
-    fixed = check_bags("rows", rows, offsets, hotness, num_features, batch_size)
-    if per_id_weights is not None:
-        checks.check_float("per_id_weights", per_id_weights)
-        checks.check_numel("per_id_weights", per_id_weights, rows.numel(), "one for each id")
-    output_dtype = weight.dtype if output_dtype is None else output_dtype
-    if output_dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
+    fixed = hotness_of_bags(offsets, hotness)
     return _PooledLookup.apply(
         weight.contiguous(),
         rows.contiguous(),
@@ -164,7 +148,7 @@ def pooled_lookup(
         num_features,
         batch_size,
         pooling is Pooling.MEAN,
-        output_dtype,
+        weight.dtype if output_dtype is None else output_dtype,
         weight_form,
         sink,
         known_map,
@@ -179,5 +163,5 @@ def fixed_gradient_map(
     the gradient ``[batch_size * num_features, D]`` is its own, and what multiplies that: a function
     of the bags' form, not of the ids."""
     mean = pooling is Pooling.MEAN
-    fixed = check_bags("rows", rows, None, hotness, len(hotness), batch_size)
-    return pooled_lookup_gradient_map_op(rows, None, fixed, None, len(hotness), batch_size, mean)
+    fixed = list(hotness)
+    return pooled_lookup_gradient_map_op(rows, None, fixed, None, len(fixed), batch_size, mean)

@@ -5,6 +5,14 @@ from torch import Tensor
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.ops.pooled_lookup.checks import (
+    check_pooled_lookup_forward,
+    check_pooled_lookup_forward_contents,
+    check_pooled_lookup_gradient_map,
+    check_pooled_lookup_gradient_map_contents,
+    check_pooled_lookup_weights_backward,
+    check_pooled_lookup_weights_backward_contents,
+)
 from torchembed.ops.pooled_lookup.reference import (
     pooled_lookup_forward_reference,
     pooled_lookup_gradient_map_reference,
@@ -64,6 +72,8 @@ pooled_lookup_forward_op = define_op(
     triton=f"{_TRITON}:launch_pooled_lookup_forward",
     native=_native.native_op("pooled_lookup_forward"),
     native_missing=_native.missing_reason(),
+    check=check_pooled_lookup_forward,
+    check_contents=check_pooled_lookup_forward_contents,
 )
 pooled_lookup_gradient_map_op = define_op(
     "pooled_lookup_gradient_map(Tensor ids_like, Tensor? offsets, int[] hotness,"
@@ -74,6 +84,8 @@ pooled_lookup_gradient_map_op = define_op(
     triton=f"{_TRITON}:launch_pooled_lookup_gradient_map",
     native=_native.native_op("pooled_lookup_gradient_map"),
     native_missing=_native.missing_reason(),
+    check=check_pooled_lookup_gradient_map,
+    check_contents=check_pooled_lookup_gradient_map_contents,
 )
 pooled_lookup_weights_backward_op = define_op(
     "pooled_lookup_weights_backward(Tensor grad, Tensor weight, Tensor rows, Tensor? offsets,"
@@ -83,4 +95,6 @@ pooled_lookup_weights_backward_op = define_op(
     triton=f"{_TRITON}:launch_pooled_lookup_weights_backward",
     native=_native.native_op("pooled_lookup_weights_backward"),
     native_missing=_native.missing_reason(),
+    check=check_pooled_lookup_weights_backward,
+    check_contents=check_pooled_lookup_weights_backward_contents,
 )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update.schema import rowwise_update_op
 from torchembed.ops.segments import Runs
@@ -112,65 +111,12 @@ def rowwise_update(
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_float("weight", weight)
-    checks.check_dim("weight", weight, 2)
-    if not weight.is_contiguous():
-        raise ValueError("weight must be contiguous, since it is updated in place; copy it first")
     if len(states) != rule.num_states:
         raise ValueError(f"states must be {rule.num_states} tensor(s), got {len(states)}")
-    for state in states:
-        checks.check_dtype("states", state, (torch.float32,), "call .float()")
-        expected = rule.state_shape(*weight.shape)
-        if tuple(state.shape) != expected or not state.is_contiguous():
-            raise ValueError(f"states must be contiguous {expected}, got {tuple(state.shape)}")
-    grad, gradient_rows, scales = gradients
-    num_ids = runs.order.numel()
-    checks.check_float("gradients.grad", grad)
-    checks.check_dim("gradients.grad", grad, 2)
-    if grad.shape[1] != weight.shape[1]:
-        raise ValueError(f"gradients.grad must have {weight.shape[1]} columns, got {grad.shape[1]}")
-    if gradient_rows is not None:
-        checks.check_ids("gradients.gradient_rows", gradient_rows)
-        checks.check_numel("gradients.gradient_rows", gradient_rows, num_ids, "one for each id")
-    elif grad.shape[0] != num_ids:
-        raise ValueError(
-            f"gradients.grad must have {num_ids} rows (one for each id), got {grad.shape[0]}"
-        )
-    if scales is not None:
-        checks.check_dtype("gradients.scales", scales, (torch.float32,), "call .float()")
-        checks.check_numel("gradients.scales", scales, num_ids, "one for each id")
-    scalars = {"lr": lr, "step": step, "grad_multiplier": grad_multiplier, "skip": skip}
-    for name, scalar in scalars.items():
-        if scalar is not None:
-            checks.check_dtype(name, scalar, (torch.float32,), "call .float()")
-            checks.check_numel(name, scalar, 1, "a scalar in a tensor")
-    if step is None and (rule.kind is OptimizerKind.ADAM or rounding is not None):
-        raise ValueError("step must be given for Adam and for stochastic rounding, got None")
     if rounding is not None and weight.dtype == torch.float32:
         raise ValueError("rounding must be None for float32 weights, which need no rounding")
+    grad, gradient_rows, scales = gradients
     row_offsets, row_keys, first_columns = (None, None, None) if rounding is None else rounding
-    if rounding is not None:
-        num_tables = rounding.row_offsets.numel() - 1
-        for name, tensor in rounding._asdict().items():
-            if tensor is None:
-                continue
-            checks.check_dtype(f"rounding.{name}", tensor, (torch.int64,), "call .long()")
-            if tensor is not row_offsets:
-                checks.check_numel(f"rounding.{name}", tensor, num_tables, "one for each table")
-    for state in states:
-        checks.check_same_device("weight", weight, states=state)
-    checks.check_same_device(
-        "weight",
-        weight,
-        runs=runs.order,
-        grad=grad,
-        gradient_rows=gradient_rows,
-        scales=scales,
-        **scalars,
-        row_offsets=row_offsets,
-        row_keys=row_keys,
-        first_columns=first_columns,
-    )
     rowwise_update_op(
         weight,
         states[0] if states else None,

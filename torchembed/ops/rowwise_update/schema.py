@@ -4,6 +4,10 @@ from typing import Any
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.ops.rowwise_update.checks import (
+    check_rowwise_update,
+    check_rowwise_update_contents,
+)
 from torchembed.ops.rowwise_update.cuda import cuda_kernel
 from torchembed.ops.rowwise_update.reference import rowwise_update_reference
 
@@ -26,4 +30,6 @@ rowwise_update_op = define_op(
     cuda=cuda_kernel(),
     native=_native.native_op("rowwise_update"),
     native_missing=_native.missing_reason(),
+    check=check_rowwise_update,
+    check_contents=check_rowwise_update_contents,
 )

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchembed.core import checks
 from torchembed.ops.segments.schema import find_runs_op
 
 
@@ -50,9 +49,4 @@ def find_runs(rows: Tensor, num_rows: int) -> Runs:
     Raises:
         TypeError, ValueError: for a dtype or shape that does not fit, or 2**31 ids or more.
     """
-    checks.check_ids("rows", rows)
-    if rows.numel() >= 2**31:
-        raise ValueError(
-            f"rows must hold fewer than 2**31 ids, got {rows.numel()}; split the batch"
-        )
     return Runs(*find_runs_op(rows.contiguous(), num_rows))

@@ -6,6 +6,10 @@ from torch import Tensor
 from torchembed import _native
 from torchembed.core.dispatch import define_op
 from torchembed.core.types import RUN_CHUNK
+from torchembed.ops.segments.checks import (
+    check_find_runs,
+    check_find_runs_contents,
+)
 from torchembed.ops.segments.reference import find_runs_reference
 
 
@@ -27,4 +31,6 @@ find_runs_op = define_op(
     triton="torchembed.triton_kernels.segments:launch_find_runs",
     native=_native.native_op("find_runs"),
     native_missing=_native.missing_reason(),
+    check=check_find_runs,
+    check_contents=check_find_runs_contents,
 )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.core import checks
 from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
@@ -22,10 +21,11 @@ class _SequenceLookup(torch.autograd.Function):
         form: WeightGradient,
         sink: GradientSink | None,
     ) -> Tensor:
+        out = sequence_lookup_forward_op(weight, rows, output_dtype)
         # R and the dtype go along in a tensor without elements: Dynamo keeps no sizes in ctx.
         ctx.save_for_backward(rows, weight.new_empty(weight.shape[0], 0))
         ctx.form, ctx.sink = form, sink
-        return sequence_lookup_forward_op(weight, rows, output_dtype)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -66,13 +66,10 @@ def sequence_lookup(
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_float("weight", weight)
-    checks.check_dim("weight", weight, 2)
-    checks.check_ids("rows", rows)
-    checks.check_same_device("weight", weight, rows=rows)
-    output_dtype = weight.dtype if output_dtype is None else output_dtype
-    if output_dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
     return _SequenceLookup.apply(
-        weight.contiguous(), rows.contiguous(), output_dtype, weight_form, sink
+        weight.contiguous(),
+        rows.contiguous(),
+        weight.dtype if output_dtype is None else output_dtype,
+        weight_form,
+        sink,
     )

@@ -5,6 +5,10 @@ from torch import Tensor
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.ops.sequence_lookup.checks import (
+    check_sequence_lookup_forward,
+    check_sequence_lookup_forward_contents,
+)
 from torchembed.ops.sequence_lookup.reference import sequence_lookup_forward_reference
 
 
@@ -19,4 +23,6 @@ sequence_lookup_forward_op = define_op(
     triton="torchembed.triton_kernels.sequence_lookup:launch_sequence_lookup_forward",
     native=_native.native_op("sequence_lookup_forward"),
     native_missing=_native.missing_reason(),
+    check=check_sequence_lookup_forward,
+    check_contents=check_sequence_lookup_forward_contents,
 )

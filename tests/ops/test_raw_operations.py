@@ -1,0 +1,381 @@
+"""What every operation says to arguments that do not fit when it is called without its public
+function: the same of each kernel, before any memory is touched."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchembed.ops.dense_update
+import torchembed.ops.jagged
+import torchembed.ops.linearize_ids
+import torchembed.ops.pooled_lookup
+import torchembed.ops.rowwise_update
+import torchembed.ops.segments
+import torchembed.ops.sequence_lookup  # noqa: F401
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.segments import find_runs
+
+LONG = torch.int64
+IDS = torch.tensor([0, 1, 1])
+OFFSETS = torch.tensor([0, 1, 3])
+WEIGHT = torch.ones(4, 2)
+BAGS = {"offsets": None, "hotness": [1], "num_features": 1, "batch_size": 3}
+RUNS = find_runs(IDS, 4)._asdict()
+ONE = torch.ones(1)
+
+FITTING: dict[str, dict[str, Any]] = {
+    "linearize_ids": {
+        "values": IDS,
+        "offsets": None,
+        "hotness": [1],
+        "first_rows": torch.tensor([0]),
+        "num_rows": torch.tensor([4]),
+        "batch_size": 3,
+        "on_bad_id": 0,
+        "rows_dtype": LONG,
+    },
+    "pooled_lookup_forward": {
+        "weight": WEIGHT,
+        "rows": IDS,
+        **BAGS,
+        "per_id_weights": None,
+        "mean": False,
+        "output_dtype": torch.float32,
+    },
+    "pooled_lookup_gradient_map": {
+        "ids_like": IDS,
+        **BAGS,
+        "per_id_weights": None,
+        "mean": True,
+    },
+    "pooled_lookup_weights_backward": {
+        "grad": torch.ones(3, 1, 2),
+        "weight": WEIGHT,
+        "rows": IDS,
+        "offsets": None,
+        "hotness": [1],
+        "mean": False,
+    },
+    "sequence_lookup_forward": {"weight": WEIGHT, "rows": IDS, "output_dtype": torch.float32},
+    "find_runs": {"rows": IDS, "num_rows": 4},
+    "rowwise_update": {
+        "weight": WEIGHT,
+        "state0": None,
+        "state1": None,
+        **RUNS,
+        "grad": torch.ones(3, 2),
+        "gradient_rows": None,
+        "scales": None,
+        "lr": ONE,
+        "step": None,
+        "grad_multiplier": None,
+        "skip": None,
+        "row_offsets": None,
+        "row_keys": None,
+        "first_columns": None,
+        "optimizer": int(OptimizerKind.SGD),
+        "eps": 0.0,
+        "beta1": 0.0,
+        "beta2": 0.0,
+        "weight_decay": 0.0,
+        "max_gradient": 0.0,
+    },
+    "dense_update": {
+        "weight": torch.ones(9),
+        "state0": None,
+        "state1": None,
+        "rounded": None,
+        "grad": torch.ones(9),
+        "lr": ONE,
+        "step": None,
+        "grad_multiplier": None,
+        "skip": None,
+        "bounds": [0, 9],
+        "optimizer": int(OptimizerKind.SGD),
+        "eps": 0.0,
+        "beta1": 0.0,
+        "beta2": 0.0,
+        "weight_decay": 0.0,
+    },
+    "permute_features_forward": {
+        "values": IDS,
+        "offsets": OFFSETS,
+        "weights": None,
+        "permutation": [1, 0],
+        "num_features": 2,
+        "batch_size": 1,
+        "num_ids": 3,
+    },
+    "permute_features_backward": {
+        "grad": torch.ones(3),
+        "offsets": OFFSETS,
+        "new_offsets": torch.tensor([0, 2, 3]),
+        "permutation": [1, 0],
+        "num_features": 2,
+        "batch_size": 1,
+        "num_values": 3,
+    },
+    "bucketize_rows": {
+        "values": IDS,
+        "offsets": OFFSETS,
+        "weights": None,
+        "boundaries": torch.tensor([[0, 1, 4]]),
+        "batch_size": 2,
+    },
+    "pad_jagged_forward": {"values": IDS, "offsets": OFFSETS, "max_length": 2, "padding": 0},
+    "pad_jagged_backward": {"grad": torch.ones(2, 2), "offsets": OFFSETS, "num_values": 3},
+}
+
+SPREAD = torch.zeros(3, 1).expand(3, 2)
+"""Two columns that are one in memory: reading it as if they lay side by side leaves it."""
+SPREAD_IDS = torch.zeros(1, dtype=LONG).expand(3)
+NOT_THERE = torch.zeros(3, dtype=LONG, device="meta")
+
+ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
+    "linearize_ids": [
+        (ValueError, r"^hotness must be 1 counts >= 0, .*, got \[-3\]$", {"hotness": [-3]}),
+        (ValueError, r"^hotness must be 1 counts >= 0, .*, got \[1, 2\]$", {"hotness": [1, 2]}),
+        (ValueError, r"^batch_size must not be negative, got -3$", {"batch_size": -3}),
+        (
+            ValueError,
+            r"^num_features \* batch_size must be less than 2\*\*31, got 1 \* 2147483648; split",
+            {"batch_size": 2**31},
+        ),
+        (
+            ValueError,
+            r"^values must hold 6917529027641081856 elements .sum.hotness. \* batch_size., got 3$",
+            {"hotness": [2**61]},
+        ),
+        (
+            ValueError,
+            r"^offsets must hold 4 elements \(num_features \* batch_size \+ 1\), got 3$",
+            {"offsets": OFFSETS},
+        ),
+        (ValueError, r"^values must be contiguous; call \.contig", {"values": SPREAD_IDS}),
+        (ValueError, r"^num_rows must hold 1 elements", {"num_rows": torch.tensor([4, 4])}),
+        (TypeError, r"^first_rows must be int64, got int32", {"first_rows": OFFSETS[:1].int()}),
+        (ValueError, r"^on_bad_id must be a value of OnBadId, got 7$", {"on_bad_id": 7}),
+        (
+            TypeError,
+            r"^rows_dtype must be int32 or int64, got int8$",
+            {"rows_dtype": torch.int8},
+        ),
+    ],
+    "pooled_lookup_forward": [
+        (
+            ValueError,
+            r"^hotness must be 2 counts >= 0, one for each feature, got \[2, -1\]$",
+            {"hotness": [2, -1], "num_features": 2},
+        ),
+        (
+            ValueError,
+            r"^rows must hold 18446744073709551616 elements",
+            {"hotness": [2**62], "batch_size": 4},
+        ),
+        (
+            ValueError,
+            r"^rows must hold 12 elements",
+            {"hotness": [4]},
+        ),
+        (ValueError, r"^num_features must not be negative, got -1$", {"num_features": -1}),
+        (ValueError, r"^batch_size must not be negative, got -3$", {"batch_size": -3}),
+        (
+            ValueError,
+            r"^num_features \* batch_size must be less than 2\*\*31, got 1 \* 1099511627776;",
+            {"hotness": [0], "batch_size": 2**40, "rows": IDS[:0]},
+        ),
+        (ValueError, r"^weight must be contiguous; call", {"weight": SPREAD}),
+        (ValueError, r"^rows must be contiguous; call", {"rows": SPREAD_IDS}),
+        (TypeError, r"^rows must be int32 or int64, got float32", {"rows": torch.ones(3)}),
+        (ValueError, r"^per_id_weights must hold 3 elem", {"per_id_weights": ONE}),
+        (ValueError, r"^per_id_weights must be contig", {"per_id_weights": ONE.expand(3)}),
+        (TypeError, r"^output_dtype must be float32, float16 or", {"output_dtype": LONG}),
+    ],
+    "pooled_lookup_gradient_map": [
+        (ValueError, r"^hotness must be 1 counts >= 0", {"hotness": [-3]}),
+        (
+            ValueError,
+            r"^num_features \* batch_size must be less than 2\*\*31, got 1 \* 1099511627776;",
+            {"hotness": [0], "batch_size": 2**40, "ids_like": IDS[:0]},
+        ),
+        (ValueError, r"^ids_like must hold 6 elements", {"hotness": [2]}),
+        (ValueError, r"^per_id_weights must hold 3 elem", {"per_id_weights": ONE}),
+        (ValueError, r"^ids_like must have 1 dimension", {"ids_like": IDS.view(1, 3)}),
+    ],
+    "pooled_lookup_weights_backward": [
+        (ValueError, r"^hotness must be 1 counts >= 0", {"hotness": [-3]}),
+        (ValueError, r"^grad must have 3 dimension", {"grad": torch.ones(3, 2)}),
+        (ValueError, r"^grad must have 2 columns, got 3$", {"grad": torch.ones(3, 1, 3)}),
+        (ValueError, r"^rows must hold 4 elements", {"grad": torch.ones(4, 1, 2)}),
+        (ValueError, r"^grad must be contiguous", {"grad": SPREAD.unsqueeze(1)}),
+    ],
+    "sequence_lookup_forward": [
+        (ValueError, r"^weight must have 2 dimension", {"weight": torch.ones(8)}),
+        (ValueError, r"^weight must be contiguous", {"weight": SPREAD}),
+        (ValueError, r"^rows must be contiguous", {"rows": SPREAD_IDS}),
+        (TypeError, r"^rows must be int32 or int64, got int16", {"rows": IDS.short()}),
+        (ValueError, r"^rows must be on cpu as weight is, got meta", {"rows": NOT_THERE}),
+        (TypeError, r"^output_dtype must be float32, float16 or", {"output_dtype": LONG}),
+    ],
+    "find_runs": [
+        (ValueError, r"^num_rows must not be negative, got -1$", {"num_rows": -1}),
+        (ValueError, r"^rows must be contiguous", {"rows": SPREAD_IDS}),
+        (ValueError, r"^rows must have 1 dimension", {"rows": IDS.view(1, 3)}),
+        (TypeError, r"^rows must be int32 or int64, got int16", {"rows": IDS.short()}),
+    ],
+    "rowwise_update": [
+        (ValueError, r"^starts must hold 4 elements .*, got 3$", {"starts": RUNS["order"]}),
+        (TypeError, r"^starts must be int32, got int64; take", {"starts": IDS}),
+        (
+            ValueError,
+            r"^chunk_runs must hold 0 elements \(one for each 32 ids\), got 1$",
+            {"chunk_runs": RUNS["num_runs"]},
+        ),
+        (
+            ValueError,
+            r"^unique_rows must hold 3 elements \(one for each id\), got 2$",
+            {"unique_rows": IDS[:2]},
+        ),
+        (
+            ValueError,
+            r"^num_runs must hold 1 elements \(a scalar in a tensor\), got 3$",
+            {"num_runs": RUNS["order"]},
+        ),
+        (
+            ValueError,
+            r"^order must be contiguous",
+            {"order": torch.zeros(1, dtype=torch.int32).expand(3)},
+        ),
+        (ValueError, r"^grad must have 3 rows \(one for each id\), got 2$", {"grad": WEIGHT[:2]}),
+        (ValueError, r"^grad must be contiguous", {"grad": SPREAD}),
+        (ValueError, r"^scales must hold 3 elem", {"scales": ONE}),
+        (ValueError, r"^gradient_rows must hold 3 elem", {"gradient_rows": IDS[:1]}),
+        (ValueError, r"^state0 must be given for ADAGRAD, got None$", {"optimizer": 1}),
+        (ValueError, r"^state0 must be None for SGD, got a tensor$", {"state0": WEIGHT}),
+        (
+            ValueError,
+            r"^state1 must be given for ADAM, got None$",
+            {"optimizer": 3, "state0": WEIGHT},
+        ),
+        (
+            ValueError,
+            r"^state0 must be contiguous \(4,\), got \(3,\)$",
+            {"optimizer": 2, "state0": torch.ones(3)},
+        ),
+        (ValueError, r"^optimizer must be a value of OptimizerKind, got 9$", {"optimizer": 9}),
+        (
+            ValueError,
+            r"^row_offsets and row_keys must be given together, got one of them$",
+            {"row_keys": IDS, "step": ONE},
+        ),
+        (
+            ValueError,
+            r"^row_offsets must hold a number more than there are tables, so 2 or more, got 1$",
+            {"row_offsets": IDS[:1], "row_keys": IDS[:0], "step": ONE},
+        ),
+        (ValueError, r"^lr must hold 1 elements", {"lr": torch.ones(2)}),
+        (ValueError, r"^skip must hold 1 elements", {"skip": torch.ones(0)}),
+    ],
+    "dense_update": [
+        (ValueError, r"^bounds must hold a begin and an end of each part", {"bounds": [0]}),
+        (ValueError, r"^parts must begin at a multiple of 8 .* got \[0, 17\)", {"bounds": [0, 17]}),
+        (ValueError, r"^parts must begin .* got \[-8, 8\)", {"bounds": [-8, 8]}),
+        (ValueError, r"^state0 must be given for ADAGRAD, got None$", {"optimizer": 1}),
+        (ValueError, r"^optimizer must be the value of SGD, ADAGRAD or ADAM", {"optimizer": 2}),
+        (ValueError, r"^grad must hold 9 elements", {"grad": torch.ones(8)}),
+        (ValueError, r"^grad must be contiguous", {"grad": ONE.expand(9)}),
+        (
+            ValueError,
+            r"^rounded must hold 9 elements",
+            {"rounded": torch.ones(8, dtype=torch.bfloat16)},
+        ),
+        (
+            ValueError,
+            r"^state0 must be on cpu as weight is, got meta",
+            {"optimizer": 1, "state0": torch.ones(9, device="meta")},
+        ),
+    ],
+    "permute_features_forward": [
+        (ValueError, r"^permutation must hold features in \[0, 2\)", {"permutation": [2]}),
+        (ValueError, r"^permutation must hold features in \[0, 2\)", {"permutation": [-1]}),
+        (ValueError, r"^num_ids must not be negative, got -1$", {"num_ids": -1}),
+        (ValueError, r"^offsets must hold 5 elements", {"batch_size": 2}),
+        (ValueError, r"^weights must hold 3 elements", {"weights": ONE}),
+        (ValueError, r"^values must be contiguous", {"values": SPREAD_IDS}),
+    ],
+    "permute_features_backward": [
+        (ValueError, r"^new_offsets must hold 3 elements", {"new_offsets": IDS[:2]}),
+        (ValueError, r"^num_values must not be negative, got -1$", {"num_values": -1}),
+        (ValueError, r"^permutation must hold features in \[0, 2\)", {"permutation": [2]}),
+        (ValueError, r"^grad must have 1 dimension", {"grad": torch.ones(3, 1)}),
+    ],
+    "bucketize_rows": [
+        (
+            ValueError,
+            r"^boundaries must have a column more than there are buckets",
+            {"boundaries": torch.tensor([[0]])},
+        ),
+        (ValueError, r"^offsets must hold 4 elements", {"batch_size": 3}),
+        (ValueError, r"^batch_size must not be negative", {"batch_size": -2}),
+        (ValueError, r"^weights must hold 3 elements", {"weights": ONE}),
+        (ValueError, r"^values must be contiguous", {"values": SPREAD_IDS}),
+    ],
+    "pad_jagged_forward": [
+        (ValueError, r"^max_length must not be negative, got -1$", {"max_length": -1}),
+        (ValueError, r"^offsets must hold a number more than there", {"offsets": IDS[:0]}),
+        (ValueError, r"^values must be \[L\] or \[L, D\], got", {"values": IDS.view(1, 1, 3)}),
+        (ValueError, r"^values must be contiguous", {"values": SPREAD}),
+    ],
+    "pad_jagged_backward": [
+        (
+            ValueError,
+            r"^offsets must hold 4 elements \(one more than grad has rows\), got 3$",
+            {"grad": torch.ones(3, 2)},
+        ),
+        (ValueError, r"^grad must be \[B, max_length\] or", {"grad": torch.ones(3)}),
+        (ValueError, r"^num_values must not be negative, got -1$", {"num_values": -1}),
+    ],
+}
+
+
+def on(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` with the tensors that are on the CPU on ``device``, strides kept."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+            return value
+        one_memory = value.stride().count(0) > 0
+        return value.to(device) if not one_memory else value[..., :1].to(device).expand_as(value)
+
+    return {name: moved(value) for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_takes_arguments_that_fit(name: str, device: torch.device) -> None:
+    getattr(torch.ops.torchembed, name)(**on(device, FITTING[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [(name, index) for name, cases in ERRORS.items() for index in range(len(cases))],
+)
+def test_refuses_what_does_not_fit(name: str, index: int, device: torch.device) -> None:
+    error, message, changes = ERRORS[name][index]
+    arguments = on(device, FITTING[name] | changes)
+    message = message.replace("on cpu", f"on {torch.empty(0, device=device).device}")
+    with pytest.raises(error, match=message):
+        getattr(torch.ops.torchembed, name)(**arguments)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_refuses_while_tracing_too(name: str) -> None:
+    for error, message, changes in ERRORS[name]:
+        if "got meta" in message or "contig" in message:  # moving tensors changes these
+            continue
+        on_meta = {
+            key: value.to("meta") if isinstance(value, torch.Tensor) else value
+            for key, value in (FITTING[name] | changes).items()
+        }
+        with pytest.raises(error, match=message):
+            getattr(torch.ops.torchembed, name)(**on_meta)
