@@ -3,11 +3,15 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
 T = TypeVar("T")
+
+Tree: TypeAlias = Any
+"""Tensors in nested tuples, named ones too, lists, dicts and dataclasses; whatever else is in it is
+kept as it is. Python's types cannot say that, and users bring trees of their own."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchembed.core.stand_ins import is_stand_in
 
 
-class Suspect(NamedTuple):
+class IdCheck(NamedTuple):
     """The first id of a batch that is outside its table, if any; still on the device."""
 
     found: Tensor
@@ -25,23 +25,23 @@ class Suspect(NamedTuple):
 
 
 class _Collected(threading.local):
-    """The lists that this thread's suspects go to, the innermost last."""
+    """The lists that this thread's checks go to, the innermost last."""
 
     def __init__(self) -> None:
-        self.lists: list[list[Suspect]] = []
+        self.lists: list[list[IdCheck]] = []
 
 
 _collected = _Collected()
 
 
 @contextlib.contextmanager
-def deferred_bad_ids() -> Iterator[list[Suspect]]:
-    """Meanwhile no lookup of this thread raises for a bad id; its caller gets the suspects, one for
-    each lookup, and sees to them."""
-    suspects: list[Suspect] = []
-    _collected.lists.append(suspects)
+def deferred_id_checks() -> Iterator[list[IdCheck]]:
+    """Within it, no lookup of this thread raises for a bad id; the caller gets the checks instead,
+    one for each lookup, and acts on them."""
+    checks: list[IdCheck] = []
+    _collected.lists.append(checks)
     try:
-        yield suspects
+        yield checks
     finally:
         _collected.lists.pop()
 
@@ -51,7 +51,7 @@ class BadIdReport:
 
     On a GPU the position is copied to pinned memory without waiting and read at a later call, once
     the copy is done. While a CUDA graph is captured nothing is recorded: whoever owns the graph
-    checks, by :func:`deferred_bad_ids`.
+    checks, by :func:`deferred_id_checks`.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class BadIdReport:
             return
         if _collected.lists:
             _collected.lists[-1].append(
-                Suspect(_found(values, first_bad, bounds), values.numel(), describe)
+                IdCheck(_found(values, first_bad, bounds), values.numel(), describe)
             )
             return
         if not values.is_cuda:
@@ -115,7 +115,7 @@ class BadIdReport:
 
 
 def _found(values: Tensor, first_bad: Tensor, bounds: Tensor | None) -> Tensor:
-    """What :class:`Suspect` says of the first bad id."""
+    """What :class:`IdCheck` says of the first bad id."""
     if values.numel() == 0:
         return first_bad.new_zeros(2 if bounds is None else 4)
     value = values[first_bad.clamp_max(values.numel() - 1)].long()

@@ -12,8 +12,8 @@ from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.configs import EmbeddingConfig, as_config
-from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.slots import Slots, select_features
+from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.table_module import TableWeight, as_on_bad_id
 from torchembed.tables import Table
 
@@ -56,7 +56,7 @@ class FeatureSlots:
         return select_features(batch, indices)
 
 
-class Collection(PreparingModule):
+class Collection(StagedCollection[B, R, V]):
     """Several tables, each looked up by one or more features."""
 
     _config_kind: type[EmbeddingConfig]

@@ -18,7 +18,7 @@ from torchembed.ops.side_by_side import after_reserved
 from torchembed.tables import Table
 
 
-class EmbeddingBagCollection(Collection):
+class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     """Looks up and pools the ids of many features, one fused call for each table group.
 
     Argument-compatible with TorchRec's. Takes :class:`~torchembed.SparseFeatures` or a
@@ -83,18 +83,19 @@ class EmbeddingBagCollection(Collection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _announce(self, features: SparseFeatures, *, ahead: bool) -> SparseFeatures:
+    def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> SparseFeatures:
         return weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
 
-    def _prepare(
-        self, arrivals: SparseFeatures, *, finds_runs: bool, capacity: int | None = None
-    ) -> SlotRows:
-        return self._slots.prepare(arrivals, finds_runs=finds_runs)
+    def _route(self, ids: SparseFeatures, capacity: int | None) -> SlotRows:
+        return self._slots.route(ids)
 
-    def _look_up(self, lookups: SlotRows, *, ahead: bool) -> Tensor:
+    def _admit(self, ids: SlotRows, is_trained: Tensor | None, *, finds_runs: bool) -> SlotRows:
+        return self._slots.admit(ids, is_trained, finds_runs=finds_runs)
+
+    def _look_up(self, rows: SlotRows, *, ahead: bool) -> Tensor:
         poolings = [self._configs[table].pooling for table in self._feature_slots.tables]
         return pooled_slots(
-            lookups, poolings, self._output_dtype, self._weight_form, self.reserved_columns
+            rows, poolings, self._output_dtype, self._weight_form, self.reserved_columns
         )
 
     def _result(self, features: Any, vectors: Tensor) -> Any:

@@ -16,7 +16,7 @@ from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Table
 
 
-class EmbeddingCollection(Collection):
+class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVectors"]):
     """Looks up a vector for each id, without pooling, one fused call for each table group.
 
     Argument-compatible with TorchRec's. Takes :class:`~torchembed.SparseFeatures` or a
@@ -59,19 +59,22 @@ class EmbeddingCollection(Collection):
         """The tables' configs, in order."""
         return self._configs
 
-    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "SizedFeatures":
+    def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> "SizedFeatures":
         batch = self._feature_slots.batch(features)
         return SizedFeatures(batch, num_ids_of_features(batch).tolist())
 
-    def _prepare(
-        self, arrivals: "SizedFeatures", *, finds_runs: bool, capacity: int | None = None
-    ) -> "SizedRows":
-        features, num_ids = arrivals
-        rows = self._slots.prepare(features, finds_runs=finds_runs, num_ids=num_ids)
-        return SizedRows(rows, num_ids)
+    def _route(self, ids: "SizedFeatures", capacity: int | None) -> "SizedRows":
+        features, num_ids = ids
+        return SizedRows(self._slots.route(features, num_ids), num_ids)
 
-    def _look_up(self, lookups: "SizedRows", *, ahead: bool) -> "SequenceVectors":
-        return sequence_slots(*lookups, self._output_dtype, self._weight_form)
+    def _admit(
+        self, ids: "SizedRows", is_trained: Tensor | None, *, finds_runs: bool
+    ) -> "SizedRows":
+        rows = self._slots.admit(ids.rows, is_trained, finds_runs=finds_runs)
+        return SizedRows(rows, ids.num_ids)
+
+    def _look_up(self, rows: "SizedRows", *, ahead: bool) -> "SequenceVectors":
+        return sequence_slots(*rows, self._output_dtype, self._weight_form)
 
     def _result(self, features: Any, vectors: "SequenceVectors") -> dict[str, Any]:
         return jagged_result(features, self._feature_slots.names, vectors)

@@ -13,8 +13,8 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.configs import EmbeddingConfig
-from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.slots import SlotName, Slots, checked_rows
+from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.table_module import TableWeight
 from torchembed.sharding.planning.plan import Placement, TablePlan
 from torchembed.sharding.transport.data_parallel import sum_over_columns
@@ -24,7 +24,9 @@ from torchembed.sharding.transport.ranks import Ranks
 from torchembed.tables import Table, TableSpec
 
 
-def _distribute(module: "ShardedCollection", state: dict[str, Any], prefix: str, _: Any) -> None:
+def _distribute(
+    module: "ShardedCollection[B, R, V]", state: dict[str, Any], prefix: str, _: Any
+) -> None:
     """After ``state_dict``: divided tables become ``DTensor``s over the ranks that hold them."""
     for table in module._local.values():
         key = f"{prefix}{module._container}.{table.spec.name}.weight"
@@ -83,7 +85,7 @@ def _local_table(spec: TableSpec, plan: TablePlan, ranks: Ranks) -> Table | None
     return table
 
 
-class ShardedCollection(PreparingModule):
+class ShardedCollection(StagedCollection[B, R, V]):
     """A collection whose tables are spread over the ranks of a mesh.
 
     Made by :func:`~torchembed.shard_embeddings` from an unsharded collection. Only what this rank

@@ -29,7 +29,7 @@ from torchembed.sharding.transport.ranks import Ranks
 from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute, Route
 
 
-class ShardedEmbeddingBagCollection(ShardedCollection):
+class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_RoutedBags", Tensor]):
     """Gives what the unsharded collection gives, for this rank's samples.
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
@@ -102,22 +102,22 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """True where ids have weights."""
         return self._is_weighted
 
-    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
+    def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> "_BucketizedBags":
         batch, route = self._batch_and_route(features)
         num_replicated = None
         if route is not None:
             numbers = num_ids_of_features(batch)
-            route.announce(self._group_of_sizes(ahead=ahead))
+            route.exchange_sizes(self._group_of_sizes(ahead=ahead))
             num_ids = numbers.tolist()
             num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
-        return _Arrivals(batch, route, self._replicated_part(batch, num_replicated))
+        return _BucketizedBags(batch, route, self._replicated_part(batch, num_replicated))
 
-    def _sort(self, features: SparseFeatures) -> "_Arrivals":
+    def _bucketize(self, features: SparseFeatures) -> "_BucketizedBags":
         batch, route = self._batch_and_route(features)
-        return _Arrivals(batch, route, self._replicated_part(batch, None))
+        return _BucketizedBags(batch, route, self._replicated_part(batch, None))
 
-    def _needed_capacity(self, arrivals: "_Arrivals") -> Tensor | None:
-        return None if arrivals.route is None else arrivals.route.needed_capacity()
+    def _needed_capacity(self, ids: "_BucketizedBags") -> Tensor | None:
+        return None if ids.route is None else ids.route.needed_capacity()
 
     def _batch_and_route(
         self, features: SparseFeatures
@@ -137,29 +137,37 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return None
         return select_features(batch, self._replicated_slots, num_ids)
 
-    def _prepare(
-        self, arrivals: "_Arrivals", *, finds_runs: bool, capacity: int | None = None
-    ) -> "_Lookups":
-        batch, jagged_route, of_replicated = arrivals
+    def _route(self, ids: "_BucketizedBags", capacity: int | None) -> "_RoutedBags":
+        batch, jagged_route, of_replicated = ids
         route = sharded = replicated = num_ids = None
         if self._sharded_slots:
             parts, layout, local = self._sharded
             if jagged_route is None:
                 route = FixedRoute(batch, [part.slot for part in parts], layout, self._ranks)
             else:
-                jagged_route.travel(capacity)
+                jagged_route.exchange_ids(capacity)
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
-            sharded = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
+            sharded = local.route(route.features, num_ids)
         if of_replicated is not None:
-            replicated = self._replicated.prepare(of_replicated, finds_runs=finds_runs)
+            replicated = self._replicated.route(of_replicated)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
         sizes = {slot: bag_sizes(batch, slot) for slot in means}
-        return _Lookups(route, sharded, replicated, sizes)
+        return _RoutedBags(route, sharded, replicated, sizes)
 
-    def _look_up(self, lookups: "_Lookups", *, ahead: bool) -> Tensor:
-        if self._push is not None and lookups.sharded is not None:
-            return self._pushed_values(lookups, self._push, ahead=ahead)
-        return self._exchanged_values(lookups)
+    def _admit(
+        self, ids: "_RoutedBags", is_trained: Tensor | None, *, finds_runs: bool
+    ) -> "_RoutedBags":
+        sharded, replicated = ids.sharded, ids.replicated
+        if sharded is not None:
+            sharded = self._sharded.local.admit(sharded, is_trained, finds_runs=finds_runs)
+        if replicated is not None:
+            replicated = self._replicated.admit(replicated, is_trained, finds_runs=finds_runs)
+        return ids._replace(sharded=sharded, replicated=replicated)
+
+    def _look_up(self, rows: "_RoutedBags", *, ahead: bool) -> Tensor:
+        if self._push is not None and rows.sharded is not None:
+            return self._pushed_values(rows, self._push, ahead=ahead)
+        return self._exchanged_values(rows)
 
     def _result(self, features: Any, vectors: Tensor) -> Any:
         values = after_reserved(vectors, self.reserved_columns)
@@ -169,7 +177,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     # exchange is last here; gradients of tables that every rank holds wait for all ranks, so their
     # lookup is first.
 
-    def _exchanged_values(self, lookups: "_Lookups") -> Tensor:
+    def _exchanged_values(self, lookups: "_RoutedBags") -> Tensor:
         """The vectors of all slots side by side, by an all-to-all, after the reserved columns."""
         columns: dict[int, Tensor] = {}
         if lookups.replicated is not None:
@@ -183,7 +191,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         reserved = in_order[0].new_empty(in_order[0].shape[0], self.reserved_columns)
         return torch.cat([reserved, *in_order], dim=1)
 
-    def _pushed_values(self, lookups: "_Lookups", push: PooledPush, *, ahead: bool) -> Tensor:
+    def _pushed_values(self, lookups: "_RoutedBags", push: PooledPush, *, ahead: bool) -> Tensor:
         """The same by push: each vector is stored where it belongs."""
         assert lookups.route is not None
         assert lookups.sharded is not None
@@ -214,7 +222,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         poolings = [Pooling.SUM] * len(self._sharded.layout.blocks[self._ranks.rank])
         return sharded, poolings, self._output_dtype, self._weight_form
 
-    def _sharded_columns(self, lookups: "_Lookups", pooled: Tensor) -> dict[int, Tensor]:
+    def _sharded_columns(self, lookups: "_RoutedBags", pooled: Tensor) -> dict[int, Tensor]:
         """``[B, D]`` for each sharded slot, from the ranks that hold its rows.
 
         ``pooled`` are the vectors of this rank's blocks, ``[all ranks' samples, columns]``.
@@ -233,7 +241,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return columns
 
 
-class _Arrivals(NamedTuple):
+class _BucketizedBags(NamedTuple):
     """A batch with checked ids, and where hotness is not fixed the way of those that travel."""
 
     batch: SparseFeatures
@@ -242,7 +250,7 @@ class _Arrivals(NamedTuple):
     """A feature for each replicated slot."""
 
 
-class _Lookups(NamedTuple):
+class _RoutedBags(NamedTuple):
     """What a batch's lookups need of its ids."""
 
     route: Route | None

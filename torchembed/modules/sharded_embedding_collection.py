@@ -26,7 +26,9 @@ from torchembed.sharding.transport.ranks import Ranks
 from torchembed.sharding.transport.routes import JaggedRoute
 
 
-class ShardedEmbeddingCollection(ShardedCollection):
+class ShardedEmbeddingCollection(
+    ShardedCollection["_BucketizedSequences", "_RoutedSequences", SequenceVectors]
+):
     """Gives what the unsharded collection gives, for this rank's samples.
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
@@ -61,7 +63,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """The whole tables' configs, in order."""
         return self._configs
 
-    def _announce(self, features: SparseFeatures, *, ahead: bool) -> "_Arrivals":
+    def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> "_BucketizedSequences":
         batch = self._checked(with_offsets(self._feature_slots.batch(features)))
         routes = {}
         for width, (parts, layout, _) in self._by_width.items():
@@ -73,37 +75,48 @@ class ShardedEmbeddingCollection(ShardedCollection):
             numbers = num_ids_of_features(of_replicated)
             replicated = SizedFeatures(of_replicated, numbers.tolist())
         for _, route in routes.values():
-            route.announce(self._group_of_sizes(ahead=ahead))
-        return _Arrivals(routes, replicated)
+            route.exchange_sizes(self._group_of_sizes(ahead=ahead))
+        return _BucketizedSequences(routes, replicated)
 
-    def _prepare(
-        self, arrivals: "_Arrivals", *, finds_runs: bool, capacity: int | None = None
-    ) -> "_Lookups":
+    def _route(self, ids: "_BucketizedSequences", capacity: int | None) -> "_RoutedSequences":
         by_width = {}
-        for width, (of_parts, route) in arrivals.routes.items():
-            route.travel()
+        for width, (of_parts, route) in ids.routes.items():
+            route.exchange_ids()
             num_ids, local = route.num_ids_of_blocks, self._by_width[width].local
-            rows = local.prepare(route.features, finds_runs=finds_runs, num_ids=num_ids)
+            rows = local.route(route.features, num_ids)
             by_width[width] = _WidthLookups(of_parts, route, rows)
         replicated = None
-        if arrivals.replicated is not None:
-            features, num_ids = arrivals.replicated
-            rows = self._replicated.prepare(features, finds_runs=finds_runs, num_ids=num_ids)
-            replicated = SizedRows(rows, num_ids)
-        return _Lookups(by_width, replicated)
+        if ids.replicated is not None:
+            features, num_ids = ids.replicated
+            replicated = SizedRows(self._replicated.route(features, num_ids), num_ids)
+        return _RoutedSequences(by_width, replicated)
 
-    def _look_up(self, lookups: "_Lookups", *, ahead: bool) -> SequenceVectors:
-        found = self._sharded_vectors(lookups)
-        if lookups.replicated is not None:
+    def _admit(
+        self, ids: "_RoutedSequences", is_trained: Tensor | None, *, finds_runs: bool
+    ) -> "_RoutedSequences":
+        by_width = {}
+        for width, of_width in ids.by_width.items():
+            local = self._by_width[width].local
+            rows = local.admit(of_width.rows, is_trained, finds_runs=finds_runs)
+            by_width[width] = of_width._replace(rows=rows)
+        replicated = ids.replicated
+        if replicated is not None:
+            rows = self._replicated.admit(replicated.rows, is_trained, finds_runs=finds_runs)
+            replicated = replicated._replace(rows=rows)
+        return _RoutedSequences(by_width, replicated)
+
+    def _look_up(self, rows: "_RoutedSequences", *, ahead: bool) -> SequenceVectors:
+        found = self._sharded_vectors(rows)
+        if rows.replicated is not None:
             dense = WeightGradient.DENSE
-            looked_up = sequence_slots(*lookups.replicated, self._output_dtype, dense)
+            looked_up = sequence_slots(*rows.replicated, self._output_dtype, dense)
             found.update(zip(self._replicated_slots, looked_up, strict=True))
         return [found[slot] for slot in range(len(self._feature_slots.names))]
 
     def _result(self, features: Any, vectors: SequenceVectors) -> dict[str, Any]:
         return jagged_result(features, self._feature_slots.names, vectors)
 
-    def _sharded_vectors(self, lookups: "_Lookups") -> dict[int, tuple[Tensor, Tensor]]:
+    def _sharded_vectors(self, lookups: "_RoutedSequences") -> dict[int, tuple[Tensor, Tensor]]:
         """For each sharded slot ``([ids, D], offsets [B + 1])``."""
         columns: dict[int, dict[int, Tensor]] = {}
         offsets: dict[int, Tensor] = {}
@@ -136,14 +149,14 @@ class _WidthLookups(NamedTuple):
     """This rank's, for all ranks' samples."""
 
 
-class _Arrivals(NamedTuple):
+class _BucketizedSequences(NamedTuple):
     """The ways of a batch's ids, by width, each with a feature for each part."""
 
     routes: dict[int, tuple[SparseFeatures, JaggedRoute]]
     replicated: SizedFeatures | None
 
 
-class _Lookups(NamedTuple):
+class _RoutedSequences(NamedTuple):
     by_width: dict[int, _WidthLookups]
     replicated: SizedRows | None
 

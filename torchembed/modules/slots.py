@@ -161,14 +161,11 @@ class Slots:
         """Copies and pickles find their groups anew."""
         return {**vars(self), "_known_groups": None, "_by_group": []}
 
-    def prepare(
-        self, batch: SparseFeatures, *, finds_runs: bool, num_ids: Sequence[int] | None = None
-    ) -> SlotRows:
-        """The rows of every slot's ids.
+    def route(self, batch: SparseFeatures, num_ids: Sequence[int] | None = None) -> SlotRows:
+        """The rows of every slot's ids, without a change of any table.
 
         Args:
             batch: exactly one feature for each slot, in their order.
-            finds_runs: whether to find the runs of equal rows for fused optimizers, too.
             num_ids: of each feature, where the host knows.
 
         Raises:
@@ -177,13 +174,31 @@ class Slots:
         groups = []
         for entry in self.by_group():
             known = None if num_ids is None else sum(num_ids[slot] for slot in entry.slots)
-            group = entry.group
             features = select_features(batch, entry.slots, known, entry.reorder)
             rows = self.rows(entry, features)
-            is_updated = group.rule is not None and group.tables[0].parameter.requires_grad
-            runs = find_runs(rows, group.num_rows) if finds_runs and is_updated else None
-            groups.append(GroupRows(entry, dataclasses.replace(features, values=rows), runs))
+            groups.append(GroupRows(entry, dataclasses.replace(features, values=rows), None))
         return SlotRows(groups, batch.batch_size, batch.values.device)
+
+    def admit(
+        self, routed: SlotRows, is_trained: Tensor | None = None, *, finds_runs: bool
+    ) -> SlotRows:
+        """``routed`` with its rows in the tables; a range of rows holds all of them already.
+
+        Args:
+            is_trained: bool ``[1]``: False where no table may change.
+            finds_runs: whether to find the runs of equal rows for fused optimizers, too.
+        """
+        del is_trained  # rows of a range are always there
+        if not finds_runs:
+            return routed
+        groups = []
+        for group_rows in routed.groups:
+            group = group_rows.entry.group
+            if group.rule is not None and group.tables[0].parameter.requires_grad:
+                runs = find_runs(group_rows.features.values, group.num_rows)
+                group_rows = group_rows._replace(runs=runs)
+            groups.append(group_rows)
+        return routed._replace(groups=groups)
 
     def rows(self, entry: GroupSlots, features: SparseFeatures) -> Tensor:
         """Rows of ``entry.group``, ``[L]``, for ``features`` that hold exactly its slots, in order.

@@ -53,6 +53,11 @@ class TableModule(nn.Module):
         self._table_set = TableSet(tables, lookup_keys, device)
         return self._table_set
 
+    @property
+    def table_set(self) -> TableSet:
+        """The tables and the groups that they form."""
+        return self._table_set
+
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         """Each table and the module whose ``weight`` is its parameter."""
         raise NotImplementedError

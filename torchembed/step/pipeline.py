@@ -1,31 +1,28 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchembed.core import ranks
 from torchembed.core.named_range import named_range
-from torchembed.core.trees import map_tensors
 from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.sharding.transport.channel import PushDomain
+from torchembed.step.batch_kinds import BatchKinds, Layouts
 from torchembed.step.batch_layout import num_ids_in, to_device
-from torchembed.step.captured_steps import CapturedSteps
-from torchembed.step.eager_step import eager_step
-from torchembed.step.in_flight import StepsInFlight
-from torchembed.step.jagged_steps import JaggedSteps
+from torchembed.step.engine import StepEngine
+from torchembed.step.engine_choice import EngineChoice
+from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.loss import ComputeLoss, LossFunction, loss_and_output
-from torchembed.step.read_ahead import InputStalls, ReadAhead, Upcoming
-from torchembed.step.static_step import StaticStep
-from torchembed.step.step_kinds import Layouts, StepKinds
-from torchembed.step.step_optimizers import StepOptimizers
-from torchembed.step.step_result import StepOutcome, StepResult
+from torchembed.step.read_ahead import InputStalls, ReadAhead
+from torchembed.step.stages import Agreement, ReadBatch, StepResult
+from torchembed.step.steps_in_flight import StepsInFlight
 
 _STEPS_AHEAD = 2
 """So many steps the host may be ahead of the device."""
@@ -71,7 +68,9 @@ class TrainPipeline:
         optimizers: of all parameters; captured steps update in an order of their own.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
-        capture: False for eager steps only.
+        capture: True for steps that are captured as graphs where they can be; on a CPU, which has
+            no graphs, the same steps run uncaptured. False for eager steps only. None for True on a
+            GPU and False on a CPU, where preparing ahead gains nothing.
         timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
             each other, before they give the other ranks up; NCCL does not watch what is in a graph.
     """
@@ -84,42 +83,36 @@ class TrainPipeline:
         *,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
-        capture: bool = True,
+        capture: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         self.model, self.loss_fn, self.optimizers = model, loss_fn, list(optimizers)
         self.device = torch.device(next(model.parameters()).device if device is None else device)
+        is_cuda = self.device.type == "cuda"
         # No method: graphs should go with the pipeline, not with the next garbage collection.
-        self._compute_loss: ComputeLoss = functools.partial(
+        compute_loss: ComputeLoss = functools.partial(
             loss_and_output,
             loss_fn=loss_fn,
             autocast=torch.autocast(self.device.type, autocast, enabled=autocast is not None),
         )
-        self._group = _group_of(model)
-        self._make_static = functools.partial(
-            StaticStep,
-            model,
-            self._compute_loss,
-            self.optimizers,
+        program = StepProgram(
+            model=model,
+            compute_loss=compute_loss,
+            optimizers=self.optimizers,
             device=self.device,
-            group=self._group,
+            group=_group_of(model),
         )
-        self._captures = capture and self.device.type == "cuda"
         self._upcoming = ReadAhead()
-        self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model))
-        self._static: CapturedSteps | None = None
-        self._jagged = JaggedSteps(
-            model,
-            self._compute_loss,
-            self.optimizers,
-            self._make_static,
-            self._in_flight.wait_for_all,
-            device=self.device,
-            group=self._group,
+        self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model), is_cuda=is_cuda)
+        self._engines = EngineChoice(
+            program,
+            captures=is_cuda if capture is None else capture,
+            wait_for_steps=self._in_flight.wait_for_all,
         )
+        self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._layouts = Layouts(model)
         self._num_read = 0
-        if self._captures:
+        if self._engines.captures:
             ranks.check_cpu_backend()
 
     def progress(self, batches: Iterator[Any]) -> StepResult:
@@ -146,26 +139,29 @@ class TrainPipeline:
                 ranks at the next call, since the others may wait for this one to read.
         """
         now = self._next(batches)
-        result = self._step(now)
+        trained = self._engines.run(now, list(self._upcoming))
+        self._in_flight.add(trained)
+        if not self._steps_ahead:
+            self.check_ids()
         self._read_ahead()
-        return result
+        return trained.result
 
     def take(self, batches: Iterator[Any]) -> Any:
         """The batch that :meth:`progress` would train next, on the device, which it is not trained
         with; arguments and errors are the same."""
         now = self._next(batches)
-        batch = to_device(now.batch, self.device)
+        batch = to_device(now.data, self.device)
         self._read_ahead()
         return batch
 
-    def _next(self, batches: Iterator[Any]) -> Upcoming:
+    def _next(self, batches: Iterator[Any]) -> ReadBatch:
         self._upcoming.follow(batches)
         self._upcoming.check()
-        self._in_flight.wait_until(_STEPS_AHEAD - 1)
-        if self._is_stale():
+        self._in_flight.wait_until(max(self._steps_ahead - 1, 0))
+        if self._engines.is_stale:
             self.close()
-        self._upcoming.fill(2 if self._captures else 1, self._taken_in)
-        self._announce_read()
+        self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
+        self._prefetch()
         now = self._upcoming.pop()
         if now is None:
             self.check_ids()
@@ -173,19 +169,27 @@ class TrainPipeline:
         return now
 
     def _read_ahead(self) -> None:
-        if self._captures:
+        if self._engines.captures:
             with named_range("torchembed: copy"):
                 self._upcoming.fill(2, self._taken_in)
-                self._announce_read()
+                self._prefetch()
 
-    def _step(self, now: Upcoming) -> StepResult:
-        if self._captures:
-            if now.kinds.static and self._is_ready(now):
-                return self._static_step(now)
-            if now.kinds.jagged and self._captures:
-                with named_range("torchembed: step"):
-                    return self._noted(self._jagged.run(now, list(self._upcoming)))
-        return self._eager_step(now.batch)
+    def _taken_in(self, item: Any) -> ReadBatch:
+        """A batch that was read; its copy is begun where it has the layout of static steps."""
+        data = item if self.loss_fn is None else as_batch(item)
+        number, self._num_read = self._num_read, self._num_read + 1
+        if not self._engines.captures:
+            return ReadBatch(data, number, _NO_KIND, lambda: Agreement(_NO_KIND, 0))
+        kinds = self._layouts.kinds_of(data)
+        least = ranks.start_minimum(*kinds, -num_ids_in(data) if kinds.jagged else 0)
+        batch = ReadBatch(data, number, kinds, functools.partial(_agreement, least))
+        self._engines.prefetch(batch)
+        return batch
+
+    def _prefetch(self) -> None:
+        """Show the engines what was read, also before an engine was made."""
+        for batch in self._upcoming:
+            self._engines.prefetch(batch)
 
     def close(self) -> None:
         """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
@@ -202,15 +206,9 @@ class TrainPipeline:
             self._release()
 
     def _release(self) -> None:
-        """Destroy the graphs, but one that hangs: that might wait for it, and the error be lost."""
-        if not self._in_flight.finish_within(_RELEASE_SECONDS):
-            return
-        self._jagged.release()
-        if self._static is not None:
-            self._static.release()
-            self._static = None
-        for upcoming in self._upcoming:
-            upcoming.jagged = upcoming.placed = upcoming.needs = None
+        """Destroy the graphs, unless a step hangs, for which that might wait for ever."""
+        if self._in_flight.finish_within(_RELEASE_SECONDS):
+            self._engines.release()
 
     def __enter__(self) -> Self:
         return self
@@ -237,8 +235,13 @@ class TrainPipeline:
             IndexError, TimeoutError: as :meth:`close`.
         """
         ranks.check_cpu_backend()
-        if ranks.any_rank(self._is_stale()):
+        if ranks.any_rank(self._engines.is_stale):
             self.close()
+
+    @property
+    def engine(self) -> StepEngine:
+        """The engine that trained the last batch."""
+        return self._engines.last
 
     @property
     def num_read_ahead(self) -> int:
@@ -254,78 +257,17 @@ class TrainPipeline:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
         self._in_flight.wait_until(0)
 
-    def _is_stale(self) -> bool:
-        """Whether steps were prepared or captured of a model that has changed since."""
-        return self._jagged.is_stale or (self._static is not None and self._static.is_stale)
 
-    def _taken_in(self, item: Any) -> Upcoming:
-        """A batch that was read; its copy is begun where it has the layout of static steps."""
-        batch = item if self.loss_fn is None else as_batch(item)
-        number, kinds = self._num_read, StepKinds(static=False, jagged=False)
-        if self._captures:
-            kinds = self._layouts.kinds_of(batch)
-            if kinds.static:
-                self._static_for(batch).step.slots.fill(number % 2, batch)
-        num_ids = num_ids_in(batch) if kinds.jagged else 0
-        agreed = ranks.start_minimum(*kinds, -num_ids) if self._captures else _never
-        self._num_read += 1
-        return Upcoming(batch, number, agreed)
-
-    def _announce_read(self) -> None:
-        """Have the sizes found out of batches that are to be trained in steps on jagged ones."""
-        for upcoming in self._upcoming:
-            self._jagged.announce(upcoming)
-
-    def _static_for(self, example: Any) -> CapturedSteps:
-        if self._static is None:
-            self._static = CapturedSteps(self._make_static(example))
-            for upcoming in self._upcoming:
-                if self._layouts.kinds_of(upcoming.batch).static:
-                    self._static.step.slots.fill(upcoming.turn, upcoming.batch)
-        return self._static
-
-    def _is_ready(self, now: Upcoming) -> bool:
-        """Make the static step ready for ``now``; False where there is none any more."""
-        is_new, static = self._static is None, self._static_for(now.batch)
-        if is_new:
-            static.step.slots.fill(now.turn, now.batch)
-        if static.make_ready(now):
-            return True
-        self._captures = False
-        self._release()
-        return False
-
-    def _static_step(self, now: Upcoming) -> StepResult:
-        assert self._static is not None
-        with named_range("torchembed: step"):
-            return self._noted(self._static.run(now, self._upcoming.first))
-
-    def _noted(self, outcome: StepOutcome) -> StepResult:
-        self._in_flight.add(outcome)
-        return outcome.result
-
-    def _eager_step(self, host_batch: Any) -> StepResult:
-        batch = to_device(host_batch, self.device)
-        if self.device.type == "cuda":
-            optimizers = StepOptimizers(self.optimizers)
-            outcome = eager_step(
-                self.model, self._compute_loss, optimizers, batch, self._group, held=host_batch
-            )
-            return self._noted(outcome)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss, output = self._compute_loss(self.model, batch)
-        loss.backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch)
+_NO_KIND = BatchKinds(static=False, jagged=False)
 
 
-def _never() -> tuple[int, ...]:
-    return *StepKinds(static=False, jagged=False), 0
+def _agreement(least: Callable[[], tuple[int, ...]]) -> Agreement:
+    """What all ranks have in common, of the least of each of their numbers."""
+    static, jagged, negated_num_ids = least()
+    return Agreement(BatchKinds(static=bool(static), jagged=bool(jagged)), -negated_num_ids)
 
 
-def _group_of(model: nn.Module) -> Any:
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that train ``model`` together: those over which its tables are sharded, else all;
     None where there is one."""
     for module in model.modules():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
-from torchembed.step.guarded_update import (
+from torchembed.step.predicated_update import (
     before_replay,
     follows_replays,
     skipping,
@@ -86,7 +86,7 @@ class Assumptions:
 
     def __init__(self, model: nn.Module, optimizers: StepOptimizers, device: torch.device) -> None:
         modules = [module for module in model.modules() if isinstance(module, TableModule)]
-        self._table_sets = [module._table_set for module in modules]
+        self._table_sets = [module.table_set for module in modules]
         of_tables = {id(table.parameter) for of in self._table_sets for table in of.tables}
         # Tables, which are many, are looked at by their sets: every step asks.
         self._parameters = [p for p in model.parameters() if id(p) not in of_tables]

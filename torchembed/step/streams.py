@@ -19,8 +19,8 @@ class StepStreams(NamedTuple):
     vectors: torch.cuda.Stream | None = None
     ids: torch.cuda.Stream | None = None
     rows: torch.cuda.Stream | None = None
-    leaves: torch.cuda.Stream | None = None
-    """Of several ranks, as those that follow."""
+    gradients: torch.cuda.Stream | None = None
+    """Where backward is called; like those that follow, of several ranks only."""
     last_rows: torch.cuda.Stream | None = None
     """What is left of rows once backward is done is little, and goes before the dense update."""
     dense: torch.cuda.Stream | None = None
@@ -40,7 +40,7 @@ class StepStreams(NamedTuple):
         if not of_several_ranks:
             return of_one
         return of_one._replace(
-            leaves=stream(device),
+            gradients=stream(device),
             last_rows=stream(device, priority=-3),
             dense=stream(device, priority=-1),
         )

@@ -6,7 +6,7 @@ from torchembed.checkpoints.tensor_file import open_safetensors
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core.program_agreement import check_ranks_agree, source_files
 from torchembed.step.pipeline import TrainPipeline
-from torchembed.step.step_result import StepResult
+from torchembed.step.stages import StepResult
 from torchembed.training.affinity import stay_near
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers

@@ -25,10 +25,10 @@ from torchembed.integrations.torchrec.versions import grouped_configs
 from torchembed.modules.collection import FeatureSlots
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig, as_config
 from torchembed.modules.embedding_collection import SequenceVectors
-from torchembed.modules.preparing import PreparingModule
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
+from torchembed.modules.staged_collection import StagedCollection
 from torchembed.modules.table_module import TableWeight
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
@@ -104,7 +104,7 @@ class _Adopted(ShardedCollection):
     """A collection over the tables of one of TorchRec's."""
 
     def _adopt(self, sharded: Any, configs: Sequence[EmbeddingConfig], ranks: Ranks) -> None:
-        PreparingModule.__init__(self)
+        StagedCollection.__init__(self)
         held = tables_of(sharded)
         self._bounds_check = _bounds_check(held)
         is_fatal = self._bounds_check is BoundsCheckMode.FATAL

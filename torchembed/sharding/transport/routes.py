@@ -183,12 +183,12 @@ class JaggedRoute(Route):
     """Any lengths. Ids go to exactly the rank that holds their row.
 
     Made in three parts, each by every rank in the same order: the constructor sorts this rank's ids
-    by where they go; :meth:`announce` tells the others how many will come; :meth:`travel` sends
-    them, and only then the route can be used. The first two may run in another thread than the
-    third, beside whatever its device does.
+    by the rank that holds their rows; :meth:`exchange_sizes` tells the others how many will come;
+    :meth:`exchange_ids` sends them, and only then the route can be used. The first two may run in
+    another thread than the third, beside whatever its device does.
 
-    Without :meth:`announce`, :meth:`travel` takes a capacity that all sizes follow from. Spare
-    positions travel too then, and no bag holds them.
+    Without :meth:`exchange_sizes`, :meth:`exchange_ids` takes a capacity that all sizes follow
+    from. Spare positions are sent too then, and no bag holds them.
 
     Attributes:
         num_ids_of_parts: of each part, this rank's; once they were announced.
@@ -221,7 +221,7 @@ class JaggedRoute(Route):
         """The most ids that this rank sends to one, ``[]``."""
         return self._bounds(self._layout.num_ranks).diff().amax()
 
-    def announce(self, group: Any) -> None:
+    def exchange_sizes(self, group: Any) -> None:
         """Find out how many ids travel; on a GPU this waits for this rank's sizes.
 
         Args:
@@ -241,7 +241,7 @@ class JaggedRoute(Route):
         blocks = layout.blocks[self._rank]
         self.num_ids_of_blocks = [sum(row[1 + b.part] for row in from_ranks) for b in blocks]
 
-    def travel(self, capacity: int | None = None) -> None:
+    def exchange_ids(self, capacity: int | None = None) -> None:
         """Send the ids to where their rows are; never waits for a GPU.
 
         Args:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from torchembed.core import ranks
 
 
-def captured_on_all_ranks(capture: Callable[[], None], what: str) -> bool:
+def succeeds_on_all_ranks(capture: Callable[[], None]) -> bool:
     """Whether ``capture()`` succeeds on all ranks, each of which calls it; where it does not, a
-    warning says why ``what`` is going to be eager."""
+    warning says why train steps run eagerly from then on."""
     reason = None
     try:
         capture()
@@ -18,9 +18,9 @@ def captured_on_all_ranks(capture: Callable[[], None], what: str) -> bool:
     if not ranks.any_rank(reason is not None):
         return True
     warnings.warn(
-        f"{what} could not be captured as a CUDA graph, so it runs eagerly from now on: "
+        "the train step could not be captured as a CUDA graph, so it runs eagerly from now on: "
         f"{reason or 'another rank failed, whose warning says why'}",
-        stacklevel=6,  # whoever called the pipeline
+        stacklevel=7,  # whoever called the pipeline
     )
     return False
 

@@ -1,31 +1,21 @@
 """Steps that the device may not have finished."""
 
 import collections
+import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from torchembed.core import ranks
 from torchembed.core.process_exit import exit_process_within
-from torchembed.modules.bad_ids import Suspect
 from torchembed.sharding.transport.channel import PushDomain
-from torchembed.step.bad_batches import raise_for
-from torchembed.step.step_result import StepOutcome
+from torchembed.step.bad_id_flag import raise_bad_ids
+from torchembed.step.stages import TrainedBatch
 
 _POLL_SECONDS = 2e-5
 _GRACE_SECONDS = 10.0
 """For a program to say why it ends."""
-
-
-class _Step(NamedTuple):
-    done: torch.cuda.Event
-    report: Tensor | None
-    suspects: list[Suspect]
-    held: Any
-    """Kept until the step is done."""
 
 
 class StepsInFlight:
@@ -36,19 +26,26 @@ class StepsInFlight:
         push_domains: where GPUs store into each other's memory; they wait for each other as long.
     """
 
-    def __init__(self, timeout_seconds: float, push_domains: Sequence[PushDomain] = ()) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float,
+        push_domains: Sequence[PushDomain] = (),
+        *,
+        is_cuda: bool,
+    ) -> None:
         self._timeout_seconds, self._push_domains = timeout_seconds, push_domains
+        self._is_cuda = is_cuda
         for domain in push_domains:
             domain.limit_seconds = timeout_seconds
-        self._steps: collections.deque[_Step] = collections.deque()
+        self._steps: collections.deque[TrainedBatch] = collections.deque()
 
-    def add(self, outcome: StepOutcome) -> None:
-        """Note the step of ``outcome``."""
-        _, report, suspects, held, done = outcome
-        if done is None:
+    def add(self, trained: TrainedBatch) -> None:
+        """Note a step that was launched."""
+        if trained.done is None and self._is_cuda:
             done = torch.cuda.Event()
             done.record()
-        self._steps.append(_Step(done, report, suspects, held))
+            trained = dataclasses.replace(trained, done=done)
+        self._steps.append(trained)
 
     def wait_until(self, count: int) -> None:
         """Wait until at most ``count`` are left, the oldest first.
@@ -64,8 +61,7 @@ class StepsInFlight:
             self._steps.popleft()
             self._check_push()
             if oldest.report is not None:
-                skip, *found = oldest.report.tolist()
-                raise_for(skip, found, oldest.suspects)
+                raise_bad_ids(oldest.report, oldest.checks)
 
     def wait_for_all(self) -> None:
         """Wait for the steps so far; :meth:`wait_until` then raises for their ids.
@@ -76,7 +72,7 @@ class StepsInFlight:
         for step in self._steps:
             self._wait_for(step)
 
-    def _wait_for(self, step: _Step) -> None:
+    def _wait_for(self, step: TrainedBatch) -> None:
         if not _wait(step.done, time.monotonic() + self._timeout_seconds):
             if ranks.world_size() > 1:
                 exit_process_within(_GRACE_SECONDS)
@@ -99,9 +95,10 @@ class StepsInFlight:
         return all(_wait(step.done, deadline) for step in self._steps)
 
 
-def _wait(done: torch.cuda.Event, deadline: float) -> bool:
-    """Whether ``done`` comes before the ``deadline`` of the monotonic clock."""
-    while not done.query():
+def _wait(done: torch.cuda.Event | None, deadline: float) -> bool:
+    """Whether ``done`` comes before the ``deadline`` of the monotonic clock; on a CPU, where there
+    is no event, every step is done."""
+    while done is not None and not done.query():
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.reads import ReadsOf
 from torchembed.autograd.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
-from torchembed.step.guarded_update import skipping
+from torchembed.step.predicated_update import skipping
 from torchembed.step.step_optimizers import update
 from torchembed.step.streams import between, event_on, join, wait_for
 
@@ -20,8 +20,40 @@ _MIN_ELEMENTS = 1 << 16
 """Of a weight that is worth a kernel of its own."""
 
 
+class DenseUpdates(Protocol):
+    """How a step updates its dense weights."""
+
+    def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
+        """A context for backward, at whose end all gradients are there. What is updated before that
+        does not change where ``skip`` is not zero."""
+        ...
+
+    def update(self, skip: Tensor | None) -> None:
+        """The optimizers' step after backward, which changes nothing where ``skip`` is not zero and
+        leaves out what was updated before. The current stream waits for it at the end."""
+        ...
+
+
+class PlainUpdates:
+    """The steps of dense optimizers after backward, no gradient deferred: of eager steps.
+
+    Args:
+        optimizers: torchembed's and torch's.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+
+    def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
+        del skip  # nothing is updated before
+        return contextlib.nullcontext()
+
+    def update(self, skip: Tensor | None) -> None:
+        update(self._optimizers, skip)
+
+
 class LateUpdates:
-    """The steps of dense optimizers after backward.
+    """The steps of dense optimizers after backward, which leaves gradients of weights to its end.
 
     Args:
         optimizers: torchembed's, which may begin early, and torch's.
@@ -31,15 +63,11 @@ class LateUpdates:
         self._optimizers = list(optimizers)
         self._ours = [o for o in optimizers if isinstance(o, DenseOptimizer)]
 
-    def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[Any]:
-        """Gradients of weights are deferred meanwhile, and there at the end. What is updated before
-        that does not change where ``skip`` is not zero."""
+    def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
         del skip  # nothing is updated before
         return DeferredWeightGradients()
 
     def update(self, skip: Tensor | None) -> None:
-        """Then, the optimizers' step, that changes nothing where ``skip`` is not zero; what was
-        updated before is left out. The current stream waits for it at the end."""
         update(self._optimizers, skip)
 
     def _without_pre_hooks(self) -> list[DenseOptimizer]:

@@ -1,0 +1,287 @@
+"""Collections whose forward runs in stages, so that a pipeline can begin it ahead of the model.
+
+A batch passes five stages: its ids are bucketized by the rank that holds their rows, the sizes of
+the exchange become known, the ids are exchanged (routed), their rows are admitted to the tables,
+and the rows are looked up. Only the last stage reads weights.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.trees import Tree, map_tensors, tensors_in
+from torchembed.modules.table_module import TableModule
+
+B = TypeVar("B")
+"""What a collection keeps of a batch's bucketized ids."""
+R = TypeVar("R")
+"""What a collection keeps of a batch's routed ids, and of their rows."""
+V = TypeVar("V")
+"""The vectors that a collection looks up, a tree of tensors."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bucketized(Generic[B]):
+    """A batch whose ids are checked and sorted by the rank that holds their rows."""
+
+    features: SparseFeatures
+    """The batch that the collection is going to be called with."""
+    ids: B
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Routed(Generic[R]):
+    """A batch whose ids have been exchanged: each is on the rank that holds its row.
+
+    Routing changes no table, so it may be repeated, also on ids that nobody trains. Its tensors, as
+    :func:`~torchembed.core.trees.tensors_in` gives them, are all that depends on the batch's
+    contents where hotness is fixed; the rest follows from the batch's shape.
+    """
+
+    features: SparseFeatures
+    ids: R
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Admitted(Generic[R]):
+    """A batch whose rows are in the tables, and with the runs of equal rows that a fused
+    optimizer's update needs."""
+
+    features: SparseFeatures
+    rows: R
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LookedUp(Generic[R, V]):
+    """A batch whose vectors were looked up, or will be when forward asks for them."""
+
+    features: SparseFeatures
+    rows: R
+    vectors: V | None = None
+    """None where forward is to look them up."""
+    ready: torch.cuda.Event | None = None
+    """Recorded once the vectors may be read."""
+
+
+class _Reusable(Generic[R, V]):
+    """Vectors that forward is to return for a batch, and whether it has done so once."""
+
+    def __init__(self, looked_up: LookedUp[R, V]) -> None:
+        self.looked_up = looked_up
+        self.was_returned = False
+
+
+class StagedCollection(TableModule, Generic[B, R, V]):
+    """A collection that can do the stages of ``forward`` before the model calls it.
+
+    ``module(features)`` does all of them. A pipeline calls :meth:`prepare` a step ahead,
+    :meth:`look_up` before the model's forward and :meth:`reusing` around it: the collection then
+    recognizes the batch by its tensors, however the model passed them on. Where lengths vary, a
+    thread that may wait calls :meth:`exchange_sizes` first, and the step :meth:`route` and
+    :meth:`admit`.
+    """
+
+    is_pooled = True
+    """Whether the result has one shape for all batches of as many samples."""
+    always_waits_for_sizes = False
+    """Whether :meth:`exchange_sizes` waits also where hotness is fixed."""
+    admission_changes_tables = False
+    """Whether :meth:`admit` may insert or evict rows, so that it must see each trained batch once
+    and no other."""
+
+    reserved_columns: int = 0
+    """Columns in memory before the pooled vectors; :class:`~torchembed.EmbeddingBagCollection`
+    says what they are for."""
+
+    _output_dtype: torch.dtype
+    _casts_vectors = False
+    """Whether what casts the module also casts the vectors that it gives."""
+
+    _reusable: "Sequence[_Reusable[R, V]]" = ()
+
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> "StagedCollection[B, R, V]":
+        super()._apply(fn, recurse)
+        if self._casts_vectors:
+            like = torch.empty(0, dtype=self._output_dtype, device="cpu")
+            self._set_output_dtype(fn(like).dtype)
+        return self
+
+    def _set_output_dtype(self, dtype: torch.dtype) -> None:
+        self._output_dtype = dtype
+
+    def bucketize(self, features: Tree) -> Bucketized[B]:
+        """Check the ids of ``features`` and sort them by the rank that holds their rows.
+
+        Waits for nothing and is of this rank alone. All shapes follow from those of ``features``;
+        pooled collections only.
+
+        Raises:
+            IndexError, ValueError, TypeError: as ``forward`` would.
+        """
+        batch = as_sparse_features(features)
+        with torch.no_grad():
+            return Bucketized(batch, self._bucketize(batch))
+
+    def exchange_sizes(self, features: Tree) -> Bucketized[B]:
+        """:meth:`bucketize`, and find out how many ids will be exchanged.
+
+        May wait: for this rank's sizes from its GPU, and for those of the others through the CPU.
+        No id is sent. For a thread of its own, one in each process: every rank exchanges the sizes
+        of the same batches in the same order.
+
+        Raises:
+            IndexError, ValueError, TypeError: as ``forward`` would.
+        """
+        batch = as_sparse_features(features)
+        with torch.no_grad():
+            return Bucketized(batch, self._exchange_sizes(batch, ahead=True))
+
+    def needed_capacity(self, bucketized: Bucketized[B]) -> Tensor | None:
+        """The most ids that this rank sends to one, int64 ``[]``; None where none are sent."""
+        with torch.no_grad():
+            return self._needed_capacity(bucketized.ids)
+
+    def agreed_capacity(self, needed: int) -> int:
+        """The largest ``needed`` of all ranks; for the thread of :meth:`exchange_sizes`, in the
+        same order on every rank."""
+        return needed
+
+    def route(self, bucketized: Bucketized[B], capacity: int | None = None) -> Routed[R]:
+        """Exchange the ids; pure: no table changes, and stale ids may be routed again.
+
+        Never waits for a GPU. Collective where the tables are sharded: every rank routes its
+        batches in the same order, between the same forwards.
+
+        Args:
+            capacity: for what was bucketized without an exchange of sizes: how many ids each rank
+                sends to each, no fewer than any rank needs, the same on all ranks.
+        """
+        with torch.no_grad():
+            return Routed(bucketized.features, self._route(bucketized.ids, capacity))
+
+    def admit(self, routed: Routed[R], is_trained: Tensor | None = None) -> Admitted[R]:
+        """Give the ids their rows, and find the runs of equal rows for fused optimizers.
+
+        Once for each batch that is trained, after it is known whether its ids are valid.
+
+        Args:
+            is_trained: bool ``[1]`` on the device: False where the batch will not be trained, and
+                no table may change; None for a batch that will.
+        """
+        with torch.no_grad():
+            return Admitted(routed.features, self._admit(routed.ids, is_trained, finds_runs=True))
+
+    def prepare(self, features: Tree) -> Admitted[R]:
+        """All stages of a batch that depend on its ids alone.
+
+        Never waits for a GPU where hotness is fixed. Collective as :meth:`route`.
+
+        Raises:
+            IndexError, ValueError, TypeError: as ``forward`` would.
+        """
+        batch = as_sparse_features(features)
+        with torch.no_grad():
+            bucketized = Bucketized(batch, self._exchange_sizes(batch, ahead=False))
+        return self.admit(self.route(bucketized))
+
+    def look_up(self, admitted: Admitted[R]) -> LookedUp[R, V]:
+        """The vectors of a batch, which ``forward`` then returns without a second lookup.
+
+        On another stream than forward's it runs beside what the model does before it needs the
+        vectors, and so does its backward.
+        """
+        vectors = self._look_up(admitted.rows, ahead=True)
+        ready = None
+        if self.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return LookedUp(admitted.features, admitted.rows, vectors, ready)
+
+    @contextlib.contextmanager
+    def reusing(self, looked_up: Sequence[LookedUp[R, V]]) -> Iterator[None]:
+        """Within it, ``forward`` uses what was found of a batch ahead.
+
+        A batch is recognized where its tensors are the same objects, and keys, batch size and
+        hotness are equal. Others are looked up as ever.
+        """
+        before, self._reusable = self._reusable, [_Reusable(one) for one in looked_up]
+        try:
+            yield
+        finally:
+            self._reusable = before
+
+    def forward(self, features: Tree) -> Tree:
+        batch = as_sparse_features(features)
+        for reusable in self._reusable:
+            if is_same_batch(reusable.looked_up.features, batch):
+                return self._result(features, self._vectors_of(reusable))
+        ids = self._route(self._exchange_sizes(batch, ahead=False), None)
+        rows = self._admit(ids, None, finds_runs=False)
+        return self._result(features, self._look_up(rows, ahead=False))
+
+    def _vectors_of(self, reusable: _Reusable[R, V]) -> V:
+        looked_up = reusable.looked_up
+        if looked_up.vectors is None:
+            return self._look_up(looked_up.rows, ahead=False)
+        if looked_up.ready is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(looked_up.ready)
+            for tensor in tensors_in(looked_up.vectors):
+                tensor.record_stream(stream)
+        vectors = looked_up.vectors
+        if reusable.was_returned and self.reserved_columns:
+            # The reserved columns before these vectors are the first caller's by now.
+            vectors = map_tensors(torch.clone, vectors)
+        reusable.was_returned = True
+        # The vectors carry a gradient also where the model calls forward under ``no_grad``.
+        return vectors if torch.is_grad_enabled() else map_tensors(Tensor.detach, vectors)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        raise NotImplementedError
+
+    def _bucketize(self, features: SparseFeatures) -> B:
+        """:meth:`bucketize` of this collection."""
+        return self._exchange_sizes(features, ahead=True)
+
+    def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> B:
+        """:meth:`exchange_sizes` of this collection; ``ahead`` in its thread, else in forward."""
+        raise NotImplementedError
+
+    def _needed_capacity(self, ids: B) -> Tensor | None:
+        """:meth:`needed_capacity` of this collection."""
+        return None
+
+    def _route(self, ids: B, capacity: int | None) -> R:
+        """:meth:`route` of this collection."""
+        raise NotImplementedError
+
+    def _admit(self, ids: R, is_trained: Tensor | None, *, finds_runs: bool) -> R:
+        """:meth:`admit` of this collection; ``finds_runs`` for a fused optimizer's update."""
+        raise NotImplementedError
+
+    def _look_up(self, rows: R, *, ahead: bool) -> V:
+        """The vectors of ``rows``; ``ahead`` of forward, beside which it then may run."""
+        raise NotImplementedError
+
+    def _result(self, features: Tree, vectors: V) -> Tree:
+        """What forward returns for ``features``, whose vectors were looked up."""
+        raise NotImplementedError
+
+
+def is_same_batch(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches are made of the same tensors, in the same way."""
+    return one is other or (
+        one.values is other.values
+        and one.offsets is other.offsets
+        and one.weights is other.weights
+        and (one.keys, one.batch_size, one.hotness) == (other.keys, other.batch_size, other.hotness)
+    )

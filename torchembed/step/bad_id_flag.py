@@ -1,0 +1,73 @@
+"""The flag that a batch has a bad id: set on the device, reduced over ranks, read late by the host.
+
+No update of a flagged step changes anything, on any rank, and the host raises once it knows.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchembed.modules.bad_ids import IdCheck
+
+
+class BadIdFlag(NamedTuple):
+    """What the device knows of the ids of a batch."""
+
+    skip: Tensor
+    """float32 ``[1]``: 1 where a rank's batch has a bad id."""
+    found: Tensor
+    """int64: :attr:`IdCheck.found` of this rank's checks, one after the other."""
+
+    def to_host(self, memory: Tensor | None = None) -> Tensor:
+        """int64, ``skip`` and ``found``, in pinned ``memory`` or new memory; there once the
+        current stream has come so far."""
+        report = torch.cat([self.skip.long(), self.found])
+        if memory is None or memory.shape != report.shape:
+            memory = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
+        return memory.copy_(report, non_blocking=True)
+
+
+def reduce_checks(checks: Sequence[IdCheck], group: dist.ProcessGroup | None) -> BadIdFlag | None:
+    """The flag of the batch that gave ``checks``; None where no collection raises for bad ids.
+
+    Collective over ``group`` (None for one rank); never waits for a GPU.
+    """
+    if not checks:
+        return None
+    found = torch.cat([check.found for check in checks])
+    bad = [check.found[:1] < check.num_ids for check in checks]
+    skip = torch.cat(bad).any().float().reshape(1)
+    if group is not None:
+        dist.all_reduce(skip, dist.ReduceOp.MAX, group=group)
+    return BadIdFlag(skip, found)
+
+
+def either(one: BadIdFlag | None, other: BadIdFlag | None) -> BadIdFlag | None:
+    """The flag of a batch whose ids were checked in two portions."""
+    if one is None or other is None:
+        return other if one is None else one
+    return BadIdFlag(one.skip.maximum(other.skip), torch.cat([one.found, other.found]))
+
+
+def skip_of(flag: BadIdFlag | None) -> Tensor | None:
+    """What updates by the batch are predicated on; None where they are not."""
+    return None if flag is None else flag.skip
+
+
+def raise_bad_ids(report: Tensor, checks: Sequence[IdCheck]) -> None:
+    """Raise ``IndexError`` where ``report``, on the host, says that a rank's batch has a bad id."""
+    skip, *found = report.tolist()
+    if not skip:
+        return
+    first = 0
+    for check in checks:
+        numbers = found[first : first + len(check.found)]
+        if numbers[0] < check.num_ids:
+            raise IndexError(f"{check.describe(*numbers)}. That step changed nothing")
+        first += len(numbers)
+    raise IndexError(
+        "id out of range in another rank's batch, whose error says more. That step changed nothing"
+    )

@@ -1,0 +1,104 @@
+"""Batches of varying lengths in input buffers, their ids sorted by destination before any is sent.
+
+What that needs to know of the other ranks, how many ids each sends at most, is found here too.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchembed.core.trees import Tree
+from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.step.input_buffers import InputBuffers
+from torchembed.step.lookup_calls import LookupCall
+from torchembed.step.stages import BucketizedBatch
+from torchembed.step.streams import wait_for
+
+
+class Capacity(NamedTuple):
+    """How many ids padded steps can take."""
+
+    num_ids: int
+    """Of each of a batch's sparse features."""
+    per_call: tuple[int, ...]
+    """For each lookup call of the model, the most ids that one rank sends to another."""
+
+
+def bucketize(calls: Sequence[LookupCall], batch: Tree, device: torch.device) -> BucketizedBatch:
+    """Sort the ids of a batch on ``device`` by their rank, without waiting for it."""
+    with torch.no_grad(), deferred_id_checks() as checks:
+        lookups = [call.collection.bucketize(call.features_of(batch)) for call in calls]
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        needed = [
+            call.collection.needed_capacity(bucketized)
+            for call, bucketized in zip(calls, lookups, strict=True)
+        ]
+        numbers = torch.stack([none if number is None else number.long() for number in needed])
+        return BucketizedBatch(batch, lookups, checks, needed=numbers)
+
+
+class BucketizedBuffers:
+    """The bucketized batch of each of two input buffers, in memory that the buffer's next batch
+    then takes; bucketized by CUDA graphs once they are captured."""
+
+    def __init__(
+        self, buffers: InputBuffers, calls: Sequence[LookupCall], device: torch.device
+    ) -> None:
+        self._buffers, self._calls, self._device = buffers, calls, device
+        self.batches: list[BucketizedBatch | None] = [None, None]
+        self._graphs: list[torch.cuda.CUDAGraph | None] = [None, None]
+        is_cuda = device.type == "cuda"
+        self._needed = [
+            torch.zeros(len(calls), dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)
+        ]
+        # An event that blocks leaves the processor to the thread that launches steps.
+        self._done = [torch.cuda.Event(blocking=True) if is_cuda else None for _ in range(2)]
+
+    def bucketize(self, buffer: int) -> None:
+        """Bucketize the buffer's batch, on the current stream, once the buffer is filled."""
+        self._buffers.wait_until_filled(buffer)
+        graph, done = self._graphs[buffer], self._done[buffer]
+        if graph is None:
+            self._bucketize(buffer)
+        else:
+            graph.replay()
+        if done is not None:
+            done.record()
+        # No step may read what is bucketized again for a capture, or is never trained.
+        self._buffers.note_use(buffer)
+
+    def needed(self, buffer: int) -> list[int]:
+        """For each lookup call the most ids that go to one rank; waits for the last
+        :meth:`bucketize`."""
+        done = self._done[buffer]
+        if done is not None:
+            done.synchronize()
+        return self._needed[buffer].tolist()
+
+    def wait_until_bucketized(self, buffer: int) -> None:
+        """Let the current stream wait for the last :meth:`bucketize`."""
+        wait_for(self._done[buffer])
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture the work for both buffers, where that was not done, and do it again."""
+        for buffer in (0, 1):
+            if self._graphs[buffer] is None:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self._bucketize(buffer)
+                self._graphs[buffer] = graph
+                self.bucketize(buffer)
+
+    def release(self) -> None:
+        """Destroy the graphs."""
+        for graph in self._graphs:
+            if graph is not None:
+                graph.reset()
+        self._graphs = [None, None]
+
+    def _bucketize(self, buffer: int) -> None:
+        batch = bucketize(self._calls, self._buffers.batches[buffer], self._device)
+        assert batch.needed is not None
+        self._needed[buffer].copy_(batch.needed, non_blocking=True)
+        self.batches[buffer] = batch

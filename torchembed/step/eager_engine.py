@@ -1,0 +1,43 @@
+"""Steps without anything done ahead: on batches of any kind, and of any model."""
+
+from collections.abc import Sequence
+
+from torchembed.step.batch_layout import to_device
+from torchembed.step.dense_updates import PlainUpdates
+from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
+from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch
+from torchembed.step.step_optimizers import StepOptimizers
+from torchembed.step.streams import StepStreams
+
+
+class EagerEngine:
+    """Copies each batch to the device when it is trained; never waits for a GPU by itself."""
+
+    is_stale = False
+    is_captured = False
+
+    def __init__(self, program: StepProgram) -> None:
+        self._program = program
+        optimizers = StepOptimizers(program.optimizers)
+        updates = PlainUpdates(optimizers.captured)
+        self._train = ForwardBackwardUpdate(program, optimizers, StepStreams(), updates)
+
+    def prefetch(self, batch: ReadBatch) -> None:
+        """Nothing is done ahead."""
+
+    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch] = ()) -> TrainedBatch:
+        del upcoming
+        return self.train(LookedUpBatch(to_device(now.data, self._program.device)), now.data)
+
+    def train(self, batch: LookedUpBatch, source: object) -> TrainedBatch:
+        """Train a batch on the device.
+
+        Args:
+            source: what the device may still read once this has returned.
+        """
+        trained = self._train(batch)
+        self._train.update_others(trained)
+        return trained.held_until(None, source=source)
+
+    def release(self) -> None:
+        """There is nothing to release."""

@@ -1,0 +1,108 @@
+"""Which engine trains a batch: the first that can, of those for the kind of every rank's batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torchembed.core import ranks
+from torchembed.step.batch_kinds import BatchKinds
+from torchembed.step.eager_engine import EagerEngine
+from torchembed.step.engine import StepEngine
+from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.jagged_engine import JaggedEngine
+from torchembed.step.padded_engine import PaddedEngine
+from torchembed.step.stages import ReadBatch, TrainedBatch
+from torchembed.step.static_engine import StaticEngine
+
+
+class EngineChoice:
+    """The engines of a pipeline.
+
+    Batches of fixed hotness are trained by static steps, jagged ones by padded steps where the
+    model allows it and else by jagged ones, all others eagerly.
+
+    Args:
+        program: what every step does.
+        captures: False for eager steps only.
+        wait_for_steps: waits until the device has done all steps so far.
+
+    Attributes:
+        last: the engine of the last step.
+    """
+
+    def __init__(
+        self, program: StepProgram, *, captures: bool, wait_for_steps: Callable[[], None]
+    ) -> None:
+        self._program, self._wait_for_steps = program, wait_for_steps
+        self.captures = captures
+        self._eager = EagerEngine(program)
+        self._static = StaticEngine(program)
+        self._jagged = JaggedEngine(program)
+        self._padded: PaddedEngine | None = None
+        self._can_be_padded = True
+        """False once padded steps have failed."""
+        self.last: StepEngine = self._eager
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model has changed in a way that prepared or captured steps do not follow."""
+        return any(engine.is_stale for engine in self._engines())
+
+    def _engines(self) -> Iterator[StepEngine]:
+        yield self._static
+        # Padded steps know more of the model than the first jagged one.
+        yield self._jagged if self._padded is None else self._padded
+
+    def release(self) -> None:
+        """Destroy graphs, and end threads; further steps are first ones."""
+        if self._padded is not None:
+            self._padded.release()
+            self._padded = None
+        self._static.release()
+        self._jagged.release()
+
+    def prefetch(self, batch: ReadBatch) -> None:
+        """Show a batch that was read to the engine that is going to train it."""
+        if not self.captures:
+            return
+        if batch.kinds.static:
+            self._static.prefetch(batch)
+        elif batch.kinds.jagged:
+            (self._jagged if self._padded is None else self._padded).prefetch(batch)
+
+    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch:
+        """Train ``now``, and prepare the first of those that are ``upcoming``."""
+        kinds = now.agree().kinds if self.captures else BatchKinds(static=False, jagged=False)
+        for engine in self._candidates(kinds):
+            trained = engine.run(now, upcoming)
+            if trained is not None:
+                self.last = engine
+                break
+            self._give_up(engine)
+        else:
+            self.last, trained = self._eager, self._eager.run(now)
+        if self.last is self._jagged and self._padded is None and self._can_be_padded:
+            self._try_padding()
+        return trained
+
+    def _candidates(self, kinds: BatchKinds) -> Iterator[StepEngine]:
+        if kinds.static:
+            yield self._static
+        elif kinds.jagged:
+            if self._padded is not None:
+                yield self._padded
+            yield self._jagged
+
+    def _give_up(self, engine: StepEngine) -> None:
+        """Train without ``engine`` from now on; every rank does so at the same step."""
+        self._wait_for_steps()
+        if engine is self._static:
+            self.captures = False
+            self.release()
+        else:
+            self._can_be_padded, self._padded = False, None
+            engine.release()
+
+    def _try_padding(self) -> None:
+        """After the first jagged step, which has shown how the model looks ids up."""
+        self._can_be_padded = not ranks.any_rank(not self._jagged.can_be_padded)
+        if self._can_be_padded:
+            self._padded = PaddedEngine(self._program, self._jagged, self._wait_for_steps)

@@ -1,0 +1,161 @@
+"""The forward, backward and update of one batch: the one place where steps of every engine do them.
+
+On a GPU the parts run on several streams, and what others wait for comes first: vectors, then ids,
+then rows. On a CPU, and in eager steps, all streams are None and the parts come one after another.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchembed.core.named_range import named_range
+from torchembed.core.trees import map_tensors
+from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.modules.staged_collection import StagedCollection
+from torchembed.step.bad_id_flag import either, reduce_checks, skip_of
+from torchembed.step.dense_updates import DenseUpdates
+from torchembed.step.lookup_calls import reusing
+from torchembed.step.loss import ComputeLoss
+from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
+from torchembed.step.step_optimizers import StepOptimizers, update, update_early
+from torchembed.step.streams import StepStreams, beside, join, on
+from torchembed.tables import RecordedGradients, table_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepProgram:
+    """What every step of a pipeline does, whichever engine takes it.
+
+    Attributes:
+        model: called by ``compute_loss``.
+        compute_loss: the model and a batch on the device to the loss and the output.
+        optimizers: of all parameters.
+        device: where batches go.
+        group: the ranks that train together; None for one.
+    """
+
+    model: nn.Module
+    compute_loss: ComputeLoss
+    optimizers: Sequence[torch.optim.Optimizer]
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def admission_changes_tables(self) -> bool:
+        """Whether tables insert or evict rows as batches are admitted."""
+        collections = (m for m in self.model.modules() if isinstance(m, StagedCollection))
+        return any(collection.admission_changes_tables for collection in collections)
+
+
+PrepareNext = Callable[[torch.cuda.Stream | None], None]
+"""Prepares the next batch beside the step; not before the given stream has done what it holds."""
+
+
+class ForwardBackwardUpdate:
+    """Trains one batch.
+
+    Args:
+        program: what a step does.
+        optimizers: the program's, by who steps them.
+        streams: where the parts run.
+        dense_updates: when the captured optimizers of dense parameters update.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        optimizers: StepOptimizers,
+        streams: StepStreams,
+        dense_updates: DenseUpdates,
+    ) -> None:
+        self._program, self._optimizers = program, optimizers
+        self._streams, self._dense_updates = streams, dense_updates
+        self.has_begun_update = False
+        """Whether a step has begun to change rows and parameters."""
+
+    def __call__(
+        self,
+        batch: LookedUpBatch,
+        prepare_next: PrepareNext | None = None,
+        report_memory: Tensor | None = None,
+    ) -> TrainedBatch:
+        """Train ``batch``, but for :meth:`update_others`.
+
+        Args:
+            prepare_next: called once: beside forward where vectors were looked up ahead, else
+                beside backward.
+            report_memory: pinned memory for the report.
+        """
+        program, streams = self._program, self._streams
+        self._optimizers.zero_grad()
+        with named_range("torchembed: forward"), deferred_id_checks() as checks:
+            if batch.calls and prepare_next is not None:
+                # On several ranks its exchange of ids would delay this step's vectors.
+                prepare_next(None if program.group is None else streams.vectors)
+            with reusing(batch.calls, batch.lookups):
+                loss, output = program.compute_loss(program.model, batch.data)
+        flag = either(batch.flag, reduce_checks(checks, program.group))
+        with beside(streams.ids):
+            report = None if flag is None else flag.to_host(report_memory)
+        if not batch.calls and prepare_next is not None:
+            prepare_next(None)
+        for stream in (streams.rows, streams.last_rows):
+            if stream is not None:
+                # Before backward: the update of rows begins with what needs no gradients.
+                stream.wait_stream(torch.cuda.current_stream())
+        skip, backward_stream = skip_of(flag), self._backward_stream()
+        with self._dense_updates.around_backward(skip):
+            with named_range("torchembed: backward"), beside(backward_stream):
+                loss.backward()
+            self.has_begun_update = True
+            recorded = self._update_rows(skip, early=True)
+        # Gradients of tables that every rank holds come with the dense ones.
+        recorded += self._update_rows(skip, early=False)
+        join(backward_stream)
+        with named_range("torchembed: update"):
+            self._dense_updates.update(skip)
+        join(streams.rows, streams.last_rows)
+        del recorded
+        join(streams.ids, streams.vectors if batch.calls else None)
+        result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch.data)
+        return TrainedBatch(result, flag, report, [*batch.checks, *checks])
+
+    def update_others(self, trained: TrainedBatch) -> None:
+        """Step the optimizers that no graph can hold."""
+        update(self._optimizers.others, skip_of(trained.flag))
+
+    def _backward_stream(self) -> torch.cuda.Stream | None:
+        """The stream on which to call backward; None for the current one.
+
+        The caller's stream then waits for every stream on which a leaf got its gradient, also for
+        the one of the vectors, whose leaves are tables. Deferred gradients of weights need not wait
+        for that.
+        """
+        tables = [t for p in self._program.model.parameters() if (t := table_of(p)) is not None]
+        return self._streams.gradients if all(table.group.rule for table in tables) else None
+
+    def _update_rows(self, skip: Tensor | None, *, early: bool) -> list[RecordedGradients]:
+        """Update rows, each table group's as soon as its gradients are there, beside what backward
+        and the other optimizers have left to do. ``early`` while some may still be on their way.
+
+        Returns:
+            What must be held until the streams have joined, or its memory would be used again.
+        """
+        optimizers = self._optimizers.of_tables
+        recorded = [entry for optimizer in optimizers for entry in optimizer.recorded()]
+        if recorded or not early:
+            stream = self._streams.rows
+            if not early and stream is not None and torch.cuda.is_current_stream_capturing():
+                # Otherwise learning rates may be set on the former.
+                stream = self._streams.last_rows
+            with on(stream), named_range("torchembed: rows"):
+                (update_early if early else update)(optimizers, skip)
+        return recorded

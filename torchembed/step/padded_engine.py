@@ -1,0 +1,261 @@
+"""Captured steps on jagged batches, in memory with a capacity for more ids than each batch has.
+
+How many ids of a batch go from one rank to another, only the GPU knows at first. A thread of its
+own finds out for the batches to come, over all ranks and through the CPU. The step before does not
+wait for that: it prepares the batch within the capacity, and where that turns out to be too small
+the batch is prepared again in steps with a larger one.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from torchembed.core.host_numbers import HostNumbers
+from torchembed.core.named_range import named_range
+from torchembed.core.trees import Tree
+from torchembed.step.batch_layout import (
+    dense_tensors,
+    is_on_gpu,
+    to_device,
+    with_dense_tensors,
+    with_sparse_features,
+)
+from torchembed.step.bucketized_buffers import Capacity, bucketize
+from torchembed.step.collective_capture import succeeds_on_all_ranks
+from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.graph_runner import GraphRunner
+from torchembed.step.jagged_engine import JaggedEngine
+from torchembed.step.lookup_calls import LookupCall
+from torchembed.step.stages import ReadBatch, TrainedBatch
+from torchembed.step.static_step import StaticStep
+from torchembed.step.streams import event_on, on, wait_for
+
+_HEADROOM = 1.25
+"""The capacity is so many times what a batch needs that outgrows it, so that few captures serve
+batches of any size."""
+_ROUND_TO = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefetched:
+    """A batch on its way to its buffer."""
+
+    is_bucketized: "Future[bool]"
+    """Whether it came there, once the host has done its part; False where there is no capacity."""
+    needs: "Future[list[int] | None]"
+    """The capacity that it needs for each lookup call; None where it did not come there."""
+
+
+class PaddedEngine:
+    """Static steps on batches that differ in the lengths of bags, of a model whose collections all
+    pool.
+
+    The model is given its sparse features on the meta device, so that one that computes with ids
+    itself, of which there are spare ones, fails instead.
+
+    Args:
+        program: what a step does.
+        observer: has observed all lookup calls of the model; its thread may wait for sizes.
+        wait_for_steps: waits until the device has done all steps so far.
+    """
+
+    def __init__(
+        self, program: StepProgram, observer: JaggedEngine, wait_for_steps: Callable[[], None]
+    ) -> None:
+        self._program, self._observer = program, observer
+        self._calls = observer.calls
+        self._wait_for_steps = wait_for_steps
+        self._stream = torch.cuda.Stream(program.device) if program.is_cuda else None
+        self._capacity = Capacity(num_ids=0, per_call=(0,) * len(observer.calls))
+        self._runner: GraphRunner | None = None
+        self._prefetched: dict[int, _Prefetched] = {}
+        self._has_trained = False
+        """Whether the model has trained in such a step."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """How many ids steps can take now."""
+        return self._capacity
+
+    @property
+    def is_stale(self) -> bool:
+        if self._runner is None:
+            return self._observer.is_stale
+        return self._runner.step.is_stale
+
+    @property
+    def is_captured(self) -> bool:
+        return self._runner is not None and self._runner.is_captured
+
+    def release(self) -> None:
+        self._prefetched.clear()
+        if self._runner is not None:
+            self._runner.step.release()
+            self._runner = None
+
+    def prefetch(self, batch: ReadBatch) -> None:
+        """Have the thread bring the batch to its buffer, where the capacity allows, and find out
+        what it needs."""
+        if self._runner is None or batch.number in self._prefetched:
+            return
+        step, num_ids = self._runner.step, self._capacity.num_ids
+        given = event_on(torch.cuda.current_stream()) if is_on_gpu(batch.data) else None
+        worker = self._observer.worker
+        self._prefetched[batch.number] = _Prefetched(
+            worker.submit(functools.partial(_bucketize, step, batch, num_ids, given, self._stream)),
+            worker.submit(functools.partial(_needs, step, self._calls, batch, num_ids)),
+        )
+
+    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | None:
+        """Train ``now``, and prepare the first of those that are ``upcoming``.
+
+        Raises:
+            IndexError, ValueError, TypeError: where the batch cannot be looked up.
+            RuntimeError: where the first such step failed on a rank and has changed the model.
+        """
+        if not self._fits(now):
+            self._wait_for_steps()
+            self._enlarge(now, upcoming)
+        runner = self._runner
+        assert runner is not None
+        following = upcoming[0] if upcoming else None
+        if following is not None and not self._is_bucketized(runner, following):
+            following = None
+        trained: list[TrainedBatch] = []
+
+        def train() -> None:
+            if runner.make_ready(now):
+                trained.append(runner.run(now, following))
+
+        with named_range("torchembed: step"):
+            if self._has_trained:
+                train()
+            else:
+                self._has_trained = succeeds_on_all_ranks(train)
+                if not self._has_trained and runner.step.has_begun_update:
+                    raise RuntimeError(
+                        "a train step failed, on this rank or another one, when it had begun to "
+                        "change the model; the warning before says why; go on from a checkpoint"
+                    )
+        self._prefetched = {n: of for n, of in self._prefetched.items() if n > now.number}
+        if not self._has_trained or not trained:
+            return None
+        (outcome,) = trained
+        # Sparse features are returned as they were given: the step's own have spare ids.
+        batch = with_dense_tensors(now.data, dense_tensors(outcome.result.batch))
+        return dataclasses.replace(outcome, result=outcome.result._replace(batch=batch))
+
+    def _fits(self, batch: ReadBatch) -> bool:
+        """Whether steps can take the batch, the same on all ranks; waits until that is known."""
+        prefetched = self._prefetched.get(batch.number)
+        if prefetched is None:
+            return False
+        prefetched.is_bucketized.result()
+        needs = prefetched.needs.result()
+        if needs is None:
+            return False
+        pairs = zip(needs, self._capacity.per_call, strict=True)
+        return all(needed <= there for needed, there in pairs)
+
+    def _enlarge(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> None:
+        """Make steps with a capacity for ``now``, and prefetch it and those ``upcoming`` again.
+
+        Waits for the GPU. Every rank does it before the same step, when those before are done.
+        """
+        device = self._program.device
+        task = functools.partial(_measure, self._calls, now.data, device, self._stream)
+        before, needs = self._capacity, self._observer.worker.submit(task).result()
+        self._capacity = Capacity(
+            _with_headroom(now.agree().num_ids, before.num_ids),
+            tuple(map(_with_headroom, needs, before.per_call)),
+        )
+        self.release()
+        step = StaticStep(self._program, now.data, self._calls, self._capacity)
+        self._runner = GraphRunner(step)
+        for batch in (now, *upcoming):
+            if batch.kinds.jagged:
+                self.prefetch(batch)
+        fits = self._fits(now)
+        assert fits
+
+    def _is_bucketized(self, runner: GraphRunner, following: ReadBatch) -> bool:
+        """Whether the step can prepare the batch; then the current stream waits until it can."""
+        prefetched = self._prefetched.get(following.number)
+        if prefetched is None or prefetched.is_bucketized.exception() is not None:
+            return False
+        if not prefetched.is_bucketized.result():
+            return False
+        if not runner.is_captured:
+            # A capture bucketizes anew, which the thread may not do at the same time.
+            prefetched.needs.exception()
+        assert runner.step.bucketized is not None
+        runner.step.bucketized.wait_until_bucketized(following.buffer)
+        return True
+
+
+def _with_headroom(needed: int, before: int) -> int:
+    """The capacity for what is ``needed``, where it was ``before``."""
+    if needed <= before:
+        return before
+    return _ROUND_TO * math.ceil(_HEADROOM * needed / _ROUND_TO)
+
+
+def _bucketize(
+    step: StaticStep,
+    batch: ReadBatch,
+    num_ids: int,
+    given: torch.cuda.Event | None,
+    stream: torch.cuda.Stream | None,
+) -> bool:
+    """Copy a batch, which is there once ``given`` is recorded, to its buffer and sort its ids.
+
+    Returns:
+        False where some rank's batch is no batch for these steps, or has more than ``num_ids`` ids:
+        on all ranks, since preparing it is collective.
+    """
+    if not _fits_buffer(batch, num_ids):
+        return False
+    with on(stream):
+        wait_for(given)
+        step.buffers.fill(batch.buffer, with_sparse_features(batch.data))
+        assert step.bucketized is not None
+        step.bucketized.bucketize(batch.buffer)
+    return True
+
+
+def _needs(
+    step: StaticStep, calls: Sequence[LookupCall], batch: ReadBatch, num_ids: int
+) -> list[int] | None:
+    """The capacity that a batch in its buffer needs for each call; None where it is not there."""
+    if not _fits_buffer(batch, num_ids):
+        return None
+    assert step.bucketized is not None
+    return _agreed(calls, step.bucketized.needed(batch.buffer))
+
+
+def _fits_buffer(batch: ReadBatch, num_ids: int) -> bool:
+    """Whether buffers for ``num_ids`` can take every rank's batch; waits for the ranks to read."""
+    agreement = batch.agree()
+    return agreement.kinds.jagged and agreement.num_ids <= num_ids
+
+
+def _measure(
+    calls: Sequence[LookupCall],
+    source: Tree,
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+) -> list[int]:
+    """The capacity that a batch in memory of its own needs for each call."""
+    with on(stream):
+        found = bucketize(calls, to_device(source, device), device)
+        assert found.needed is not None
+        return _agreed(calls, HostNumbers(found.needed).tolist())
+
+
+def _agreed(calls: Sequence[LookupCall], needed: Sequence[int]) -> list[int]:
+    """For each call, the most that a rank needs."""
+    return [c.collection.agreed_capacity(n) for c, n in zip(calls, needed, strict=True)]

@@ -1,0 +1,152 @@
+"""What is done for the next batch while this one is trained: all that its ids alone decide."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.trees import Tree, map_tensors, tensors_in
+from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.modules.staged_collection import Admitted
+from torchembed.step.bad_id_flag import BadIdFlag, either, reduce_checks
+from torchembed.step.batch_layout import (
+    dense_tensors,
+    with_dense_tensors,
+    with_room,
+    without_ids,
+)
+from torchembed.step.bucketized_buffers import BucketizedBuffers, Capacity
+from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.input_buffers import InputBuffers
+from torchembed.step.lookup_calls import LookupCall
+from torchembed.step.stages import AdmittedBatch, BucketizedBatch
+
+
+class Prefetch:
+    """Prepares the batch of each of two buffers, on memory that stays where it is.
+
+    Args:
+        example: a batch of their layout.
+        program: what steps do.
+        calls: all lookup calls of the model; needed where there is a ``capacity``.
+        capacity: for jagged batches; None for fixed hotness.
+
+    Attributes:
+        buffers: where batches are copied to.
+        bucketized: of jagged batches: each is to be bucketized in its buffer before it is prepared.
+        batches: for each buffer, what the model is given, once it was prepared.
+        calls: all lookup calls of the model; the first step finds them out.
+        admitted: for each buffer, where there are calls.
+    """
+
+    def __init__(
+        self,
+        example: Tree,
+        program: StepProgram,
+        calls: Sequence[LookupCall] | None = None,
+        capacity: Capacity | None = None,
+    ) -> None:
+        self._capacity, self._group = capacity, program.group
+        layout = example if capacity is None else with_room(example, capacity.num_ids)
+        self.buffers = InputBuffers(
+            layout, program.device, tracks_fresh=program.admission_changes_tables
+        )
+        self.bucketized: BucketizedBuffers | None = None
+        if capacity is None:
+            self.batches = [map_tensors(torch.empty_like, b) for b in self.buffers.batches]
+        else:
+            assert calls is not None
+            bare = without_ids(example)
+            self.batches = [
+                with_dense_tensors(bare, map(torch.empty_like, dense_tensors(batch)))
+                for batch in self.buffers.batches
+            ]
+            self.bucketized = BucketizedBuffers(self.buffers, calls, program.device)
+        self.calls = None if calls is None else list(calls)
+        self.admitted: list[AdmittedBatch | None] = [None, None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both buffers' batches were prepared as far as their ids allow."""
+        return not self.calls or None not in self.admitted
+
+    @torch.no_grad()
+    def prepare(self, buffer: int, *, in_place: bool) -> None:
+        """Take the batch over from its buffer, route its ids and admit its rows; collective.
+
+        Args:
+            in_place: write over what was found for the buffer's batch before, since a graph reads
+                it where it is.
+        """
+        if self.bucketized is not None and self.bucketized.batches[buffer] is None:
+            return  # nothing has been copied there yet, on any rank
+        source, batch = self.buffers.batches[buffer], self.batches[buffer]
+        if self.bucketized is not None:
+            source, batch = dense_tensors(source), dense_tensors(batch)
+        _copy_tree(source, batch)
+        if not self.calls:
+            return
+        bucketized = self._bucketize(self.calls, buffer)
+        # Before the rows are sorted: what backward sends comes after this collective.
+        flag = reduce_checks(bucketized.checks, self._group)
+        with deferred_id_checks() as checks:
+            lookups = self._admit(self.calls, bucketized, buffer, flag, in_place=in_place)
+        flag = either(flag, reduce_checks(checks, self._group))
+        known = self.admitted[buffer]
+        if known is not None and in_place:
+            _copy_tree((lookups, flag), (known.lookups, known.flag))
+        else:  # in the first capture too: the second one reads what it writes
+            all_checks = [*bucketized.checks, *checks]
+            self.admitted[buffer] = AdmittedBatch(self.batches[buffer], lookups, flag, all_checks)
+
+    def _bucketize(self, calls: Sequence[LookupCall], buffer: int) -> BucketizedBatch:
+        if self.bucketized is not None:
+            found = self.bucketized.batches[buffer]
+            assert found is not None
+            return found
+        batch = self.batches[buffer]
+        with deferred_id_checks() as checks:
+            lookups = [c.collection.exchange_sizes(c.features_of(batch)) for c in calls]
+        return BucketizedBatch(batch, lookups, checks)
+
+    def _admit(
+        self,
+        calls: Sequence[LookupCall],
+        bucketized: BucketizedBatch,
+        buffer: int,
+        flag: BadIdFlag | None,
+        *,
+        in_place: bool,
+    ) -> list[Admitted]:
+        is_trained = self._is_trained(buffer, flag)
+        lookups: list[Admitted] = []
+        for number, (call, of_call) in enumerate(zip(calls, bucketized.lookups, strict=True)):
+            capacity = None if self._capacity is None else self._capacity.per_call[number]
+            routed = call.collection.route(of_call, capacity)
+            admitted = call.collection.admit(routed, is_trained)
+            if self._capacity is not None:
+                rows = admitted.rows
+                if not in_place:
+                    # Nothing in the memory of bucketized ids, which the next batch takes.
+                    rows = map_tensors(torch.clone, rows)
+                features = call.features_of(self.batches[buffer])
+                admitted = dataclasses.replace(admitted, features=features, rows=rows)
+            lookups.append(admitted)
+        return lookups
+
+    def _is_trained(self, buffer: int, flag: BadIdFlag | None) -> Tensor | None:
+        """Whether the buffer's batch will be trained: copied there since it was last admitted, and
+        without a bad id; None where no table asks."""
+        if self.buffers.is_fresh is None:
+            return None
+        is_fresh = self.buffers.is_fresh[buffer]
+        is_trained = is_fresh.clone() if flag is None else is_fresh & (flag.skip == 0)
+        is_fresh.zero_()
+        return is_trained
+
+
+def _copy_tree(source: Tree, target: Tree) -> None:
+    for new, old in zip(tensors_in(source), tensors_in(target), strict=True):
+        if new is not old:
+            old.copy_(new)

@@ -1,0 +1,118 @@
+"""The stages of a batch on its way to its step, one frozen record for each.
+
+read -> bucketized -> routed and admitted -> looked up -> trained. Which stages an engine
+passes ahead of the step, and on which stream, is the engine's own; what each stage holds is not.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchembed.core.trees import Tree
+from torchembed.modules.bad_ids import IdCheck
+from torchembed.modules.staged_collection import Admitted, Bucketized, LookedUp
+from torchembed.step.bad_id_flag import BadIdFlag
+from torchembed.step.batch_kinds import BatchKinds
+from torchembed.step.lookup_calls import LookupCall
+
+
+class Agreement(NamedTuple):
+    """What all ranks have in common about their batches of one number."""
+
+    kinds: BatchKinds
+    """The kinds of step that can train the batch of every rank."""
+    num_ids: int
+    """The most ids that the sparse features of one rank's batch hold."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReadBatch:
+    """A batch that was read and not trained yet."""
+
+    data: Tree
+    number: int
+    """How many batches were read before it; the same on all ranks."""
+    kinds: BatchKinds
+    """The kinds of step that can train this rank's batch."""
+    agree: Callable[[], Agreement]
+    """Waits, in any thread, for the other ranks to have read theirs."""
+
+    @property
+    def buffer(self) -> int:
+        """Index of the input buffer that the batch is copied to, 0 or 1."""
+        return self.number % 2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BucketizedBatch:
+    """A batch on the device whose ids are sorted by the rank that holds their rows."""
+
+    data: Tree
+    lookups: Sequence[Bucketized]
+    """For each lookup call of the model."""
+    checks: list[IdCheck]
+    ready: torch.cuda.Event | None = None
+    """Recorded on a GPU once another stream may use it."""
+    needed: Tensor | None = None
+    """int64 ``[calls]``: the most ids that this rank sends to one; of padded steps."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdmittedBatch:
+    """A batch whose ids are on the ranks that hold their rows, and whose rows are in the tables."""
+
+    data: Tree
+    lookups: Sequence[Admitted]
+    """For each lookup call of the model."""
+    flag: BadIdFlag | None
+    checks: list[IdCheck]
+    ready: torch.cuda.Event | None = None
+    """Recorded on a GPU once another stream may use it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LookedUpBatch:
+    """A batch whose vectors, for some lookup calls of the model, are there or under way."""
+
+    data: Tree
+    calls: Sequence[LookupCall] = ()
+    lookups: Sequence[LookedUp] = ()
+    """One for each of ``calls``."""
+    flag: BadIdFlag | None = None
+    """Whether an id of ``calls`` is bad."""
+    checks: list[IdCheck] = dataclasses.field(default_factory=list)
+
+
+class StepResult(NamedTuple):
+    """What a step gives, on the device and detached from autograd."""
+
+    loss: Tensor
+    """``[]``, this rank's."""
+    output: Tree
+    """The model's, a tree of tensors: logits, where there is a loss function."""
+    batch: Tree
+    """What was trained; jagged sparse features are as they were given, wherever that is."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainedBatch:
+    """A step's result, and what the host needs to know once the device has done the step."""
+
+    result: StepResult
+    flag: BadIdFlag | None
+    """What the updates were predicated on."""
+    report: Tensor | None
+    """:meth:`~torchembed.step.bad_id_flag.BadIdFlag.to_host`; there once the step is done."""
+    checks: list[IdCheck]
+    source: Tree = None
+    """What the device may still read until the step is done."""
+    done: torch.cuda.Event | None = None
+    """Recorded once the device has done the step; None: once it has done what the current stream
+    holds now."""
+
+    def held_until(self, done: torch.cuda.Event | None, source: Tree) -> "TrainedBatch":
+        """The same, and what ``source`` holds may be read until ``done`` is recorded."""
+        return dataclasses.replace(self, source=source, done=done)
