@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchembed.step.weight_updates import EarlyUpdates
 
 import torchembed
 from tests.tolerance import assert_same_bits
@@ -11,7 +12,7 @@ from tests.values import normal
 from torchembed.data import Batch
 from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam
-from torchembed.step.weight_updates import EarlyUpdates
+from torchembed.step.static_engine import StaticEngine
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
@@ -85,11 +86,13 @@ def trained(kind: str, capture: bool, device: torch.device) -> tuple[list[Tensor
 def test_they_change_nothing(kind: str, num_early: int, device: torch.device) -> None:
     expected, _ = trained(kind, False, device)
     found, pipeline = trained(kind, True, device)
-    assert pipeline._static is not None
-    assert pipeline._static.is_captured
-    updates = pipeline._static.step._weights
+    engine = pipeline.engine
+    assert isinstance(engine, StaticEngine)
+    assert engine.is_captured
+    assert engine.step is not None
+    updates = engine.step.dense_updates
     assert isinstance(updates, EarlyUpdates)
-    assert len(updates._ready) == num_early
+    assert updates.num_early == num_early
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
     pipeline.close()

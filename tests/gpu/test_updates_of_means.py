@@ -95,7 +95,7 @@ def train(transport: WireTransport, dtype: torch.dtype | None, capture: bool) ->
     iterator = iter(batches())
     with pipeline:
         losses = [pipeline.progress(iterator).loss.clone() for _ in range(NUM_STEPS)]
-        assert (pipeline._static is not None and pipeline._static.is_captured) == capture
+        assert pipeline.engine.is_captured == capture
     found = [torch.stack(losses), *(p.detach() for p in dense)]
     found += [t for entry in optimizers[1].state.values() for t in entry.values()]
     kinds = {2: torch.int16, 4: torch.int32}

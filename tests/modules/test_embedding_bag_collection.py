@@ -367,7 +367,7 @@ def test_reserved_columns_change_no_vector(
         optimizer = torchembed.optim.Adagrad(collection.parameters(), lr=0.5)
         optimizer.zero_grad()
         prepared = collection.look_up(collection.prepare(features))
-        with collection.handing_over([prepared]):
+        with collection.reusing([prepared]):
             twice = [
                 side_by_side(normal(3, num_reserved, seed=k), collection(features).values())
                 for k in range(2)

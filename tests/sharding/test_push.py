@@ -149,7 +149,7 @@ def vectors_of_two(memory: MappedMemory | None) -> list[np.ndarray]:
     tables, found = model.tables, []
     for step in range(3):
         ahead, beside = (make_batch(CASES[0], dist.get_rank(), step + k) for k in range(2))
-        with tables.handing_over([tables.look_up(tables.prepare(ahead))]):
+        with tables.reusing([tables.look_up(tables.prepare(ahead))]):
             order = (ahead, beside) if step % 2 else (beside, ahead)
             vectors = torch.cat([vectors_of(tables(batch)) for batch in order])
         (vectors * torch.linspace(-1, 1, vectors.numel()) ** 3).sum().backward()

@@ -150,8 +150,7 @@ def train_ours(shape: Shape, name: str, device: torch.device) -> tuple[Trained, 
     with TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers) as pipeline:
         losses = [pipeline.progress(stream).loss.clone() for _ in range(NUM_STEPS)]
         if device.type == "cuda":
-            static = pipeline._static
-            assert static is not None and static.is_captured
+            assert pipeline.engine.is_captured
     return before, weights(losses)
 
 

@@ -14,12 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.step.test_jagged_steps_on_ranks import (
-    NOT_THE_MAIN_ONE,
-    padded_steps_of,
-    threads_that_wait,
+from tests.step.driving import trained_jagged
+from tests.step.test_jagged_steps_on_ranks import NOT_THE_MAIN_ONE, threads_that_wait
+from tests.step.test_pipeline import (
+    assert_same_state,
+    by_hand,
+    losses_of,
+    make_model,
+    results_of,
+    state_of,
 )
-from tests.step.test_pipeline import assert_same_state, by_hand, losses_of, make_model, state_of
 from tests.training.models import (
     KEYS,
     NUM_ROWS,
@@ -29,13 +33,9 @@ from tests.training.models import (
     make_optimizers,
     step_by_hand,
 )
-from torchembed.core import ranks
 from torchembed.data import Batch
-from torchembed.step.batch_layout import num_ids_in
-from torchembed.step.jagged_step import JaggedStep
-from torchembed.step.jagged_steps import JaggedSteps
-from torchembed.step.read_ahead import Upcoming
-from torchembed.step.step_result import StepOutcome
+from torchembed.step.jagged_engine import JaggedEngine
+from torchembed.step.padded_engine import PaddedEngine
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 
@@ -47,43 +47,29 @@ def jagged_batches(count: int, batch_size: int = 8) -> list[Batch]:
     return [make_batch(batch_size, seed) for seed in range(count)]
 
 
-def jagged_step(model: nn.Module, optimizers: Sequence[Any], loss_fn: Any = LOSS) -> JaggedStep:
-    pipeline = TrainPipeline(model, loss_fn, optimizers)
-    return JaggedStep(model, pipeline._compute_loss, optimizers, CPU, None)
-
-
-def outcomes_of(step: JaggedStep, batches: Sequence[Any]) -> Iterator[Any]:
-    """Each step's, announced ahead as a pipeline does."""
-    yield step.observe(batches[0])
-    coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
-    for now, following in zip(coming, [*coming[1:], None], strict=True):
-        yield step.run(now, following)
-
-
-def padded_outcomes_of(
-    model: nn.Module, batches: Sequence[Any], loss_fn: Any = LOSS
-) -> Iterator[Any]:
-    """The same of padded steps after the first."""
+def losses_by(
+    kind: str, model: nn.Module, batches: Sequence[Any], loss_fn: Any = LOSS
+) -> list[float]:
+    """The losses of ``"jagged"`` steps, or of the ``"padded"`` ones that a GPU would capture."""
     optimizers = make_optimizers(model)
-    pipeline = TrainPipeline(model, loss_fn, optimizers)
-    first = jagged_step(model, optimizers, loss_fn)
-    yield from padded_steps_of(first, pipeline, batches)
+    if kind == "jagged":
+        trained = trained_jagged(model, loss_fn, optimizers, batches)
+        return [batch.result.loss.item() for batch in trained]
+    with TrainPipeline(model, loss_fn, optimizers, device=CPU, capture=True) as pipeline:
+        found = results_of(pipeline, batches)
+        assert isinstance(pipeline.engine, PaddedEngine)
+    return found
 
 
-def losses(outcomes: Iterator[StepOutcome]) -> list[float]:
-    return [outcome.result.loss.item() for outcome in outcomes]
+KINDS = ("jagged", "padded")
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_jagged_steps_equal_the_loop_by_hand(is_padded: bool) -> None:
-    batches = jagged_batches(7)
+@pytest.mark.parametrize("kind", KINDS)
+def test_jagged_steps_equal_the_loop_by_hand(kind: str) -> None:
+    batches = jagged_batches(9)
     expected_losses, expected = by_hand(batches, CPU)
     model = make_model(CPU)
-    if is_padded:
-        outcomes = padded_outcomes_of(model, batches)
-    else:
-        outcomes = outcomes_of(jagged_step(model, make_optimizers(model)), batches)
-    assert losses(outcomes) == expected_losses
+    assert losses_by(kind, model, batches) == expected_losses
     assert_same_state(model, expected)
 
 
@@ -99,56 +85,45 @@ def with_many_ids(batch: Batch, times: int) -> Batch:
     return batch._replace(sparse=wide)
 
 
-def test_batches_that_outgrow_the_room_get_more() -> None:
+def test_batches_that_outgrow_the_capacity_get_more() -> None:
     batches = jagged_batches(12)
     for number, times in ((3, 20), (4, 30), (7, 90), (8, 1), (10, 400)):
         batches[number] = with_many_ids(batches[number], times)
     expected_losses, expected = by_hand(batches, CPU)
     model = make_model(CPU)
-    found = []
-    for outcome, batch in zip(padded_outcomes_of(model, batches), batches, strict=True):
-        found.append(outcome.result.loss.item())
-        assert torch.equal(outcome.result.batch.dense, batch.dense)
-        assert torch.equal(outcome.result.batch.sparse.values, batch.sparse.values)
+    found, iterator = [], iter(batches)
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        for batch in batches:
+            result = pipeline.progress(iterator)
+            found.append(result.loss.item())
+            assert torch.equal(result.batch.dense, batch.dense)
+            assert torch.equal(result.batch.sparse.values, batch.sparse.values)
     assert found == expected_losses
     assert_same_state(model, expected)
 
 
 def test_batches_may_have_no_ids() -> None:
     batches = [with_many_ids(batch, number % 2) for number, batch in enumerate(jagged_batches(6))]
-    batches[1:2] = batches[:1]  # the one that room is made for first
+    batches[1:2] = batches[:1]  # the one that the capacity is made for first
     expected_losses, expected = by_hand(batches, CPU)
     model = make_model(CPU)
-    assert losses(padded_outcomes_of(model, batches)) == expected_losses
+    assert losses_by("padded", model, batches) == expected_losses
     assert_same_state(model, expected)
 
 
 def test_a_change_of_the_model_is_seen_from_the_first_step_on() -> None:
     model = make_model(CPU)
-    optimizers = make_optimizers(model)
-    pipeline = TrainPipeline(model, LOSS, optimizers)
-    steps = JaggedSteps(
-        model,
-        pipeline._compute_loss,
-        optimizers,
-        pipeline._make_static,
-        lambda: None,
-        device=CPU,
-        group=None,
-    )
-    now, *upcoming = (
-        Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
-        for number, batch in enumerate(jagged_batches(3))
-    )
-    for _ in ("as it is", "padded"):
-        steps.run(now, upcoming)
-        assert not steps.is_stale
-        model.eval()
-        assert steps.is_stale
-        model.train()
-        now, *upcoming = upcoming
-    steps.release()
-    assert not steps.is_stale
+    batches = iter(jagged_batches(3))
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        for kind in (JaggedEngine, PaddedEngine):
+            pipeline.progress(batches)
+            engine = pipeline.engine
+            assert isinstance(engine, kind)
+            assert not engine.is_stale
+            model.eval()
+            assert engine.is_stale
+            model.train()
+    assert not engine.is_stale
 
 
 def keyed(batch: Batch) -> dict[str, Any]:
@@ -175,17 +150,13 @@ class WithLoss(nn.Module):
         return LOSS(logits, batch["clicked"]), logits
 
 
-def test_keyed_jagged_tensors_are_announced_too() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_of_keyed_jagged_tensors_are_exchanged_ahead_too(kind: str) -> None:
     batches = jagged_batches(6)
     expected_losses, expected = by_hand(batches, CPU)
-    for is_padded in (False, True):
-        model, keyed_batches = WithLoss(), [keyed(batch) for batch in batches]
-        if is_padded:
-            outcomes = padded_outcomes_of(model, keyed_batches, None)
-        else:
-            outcomes = outcomes_of(jagged_step(model, make_optimizers(model), None), keyed_batches)
-        assert losses(outcomes) == expected_losses
-        assert_same_state(model.model, expected)
+    model, keyed_batches = WithLoss(), [keyed(batch) for batch in batches]
+    assert losses_by(kind, model, keyed_batches, None) == expected_losses
+    assert_same_state(model.model, expected)
 
 
 class Sequences(nn.Module):
@@ -235,28 +206,38 @@ def test_jagged_steps_of_a_model_equal_its_plain_ones(kind: type[nn.Module]) -> 
     batches, models = jagged_batches(5), [kind() for _ in range(2)]
     optimizers = make_optimizers(models[0])
     expected = [step_by_hand(models[0], linear_loss, optimizers, batch).item() for batch in batches]
-    step = jagged_step(models[1], make_optimizers(models[1]), linear_loss)
-    outcomes = outcomes_of(step, batches)
-    assert losses(outcomes) == expected
+    assert losses_by("jagged", models[1], batches, linear_loss) == expected
     assert_same_state(models[1], state_of(models[0]))
-    assert step.can_be_padded == (kind is not Sequences)
     if kind is LooksUpTwice:
         model = kind()
-        assert losses(padded_outcomes_of(model, batches, linear_loss)) == expected
+        assert losses_by("padded", model, batches, linear_loss) == expected
         assert_same_state(model, state_of(models[0]))
 
 
+def test_a_model_with_a_vector_for_each_id_is_trained_in_jagged_steps() -> None:
+    batches = jagged_batches(5)
+    plain, model = Sequences(), Sequences()
+    optimizers = make_optimizers(plain)
+    expected = [step_by_hand(plain, linear_loss, optimizers, batch).item() for batch in batches]
+    with TrainPipeline(model, linear_loss, make_optimizers(model), capture=True) as pipeline:
+        assert results_of(pipeline, batches) == expected
+        assert isinstance(pipeline.engine, JaggedEngine)
+    assert_same_state(model, state_of(plain))
+
+
 def test_a_model_that_reads_ids_is_not_trained_in_padded_steps() -> None:
-    model = ReadsIds()
-    outcomes = padded_outcomes_of(model, jagged_batches(2), linear_loss)
-    next(outcomes)
-    before = state_of(model)
-    with pytest.warns(UserWarning, match="the train step could not be captured .*\n?.*meta"):
-        assert next(outcomes) is None
-    assert_same_state(model, before)
+    batches, plain, model = jagged_batches(4), ReadsIds(), ReadsIds()
+    optimizers = make_optimizers(plain)
+    expected = [step_by_hand(plain, linear_loss, optimizers, batch).item() for batch in batches]
+    with TrainPipeline(model, linear_loss, make_optimizers(model), capture=True) as pipeline:
+        with pytest.warns(UserWarning, match="the train step could not be captured .*\n?.*meta"):
+            assert results_of(pipeline, batches) == expected
+        assert isinstance(pipeline.engine, JaggedEngine)
+    assert_same_state(model, state_of(plain))
 
 
-def test_a_bad_id_changes_nothing() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_id_changes_nothing(kind: str) -> None:
     batches = jagged_batches(6)
     batches[3] = with_many_ids(batches[3], 20)
     batches[3].sparse.values[2] = 99
@@ -266,44 +247,51 @@ def test_a_bad_id_changes_nothing() -> None:
     for number, batch in enumerate(batches):
         if number != 3:
             step_by_hand(model, LOSS, optimizers, batch)
-    expected = state_of(model)
-    for is_padded in (False, True):
-        model = TinyModel()
-        if is_padded:
-            outcomes = padded_outcomes_of(model, batches)
-            reports = [next(outcomes).report]
-            reports += [outcome.report.clone() for outcome in outcomes]
-        else:
-            outcomes = list(outcomes_of(jagged_step(model, make_optimizers(model)), batches))
-            reports = [outcome.report for outcome in outcomes]
-        assert [int(report[0]) for report in reports] == [0, 0, 0, 1, 0, 0]
-        assert reports[3][1:].tolist() == [2, 99, 0, 0]
-        assert_same_state(model, expected)
+    expected, model = state_of(model), TinyModel()
+    if kind == "jagged":
+        trained = list(trained_jagged(model, LOSS, make_optimizers(model), batches))
+        reports = [batch.report.tolist() for batch in trained if batch.report is not None]
+        assert [report[0] for report in reports] == [0, 0, 0, 1, 0, 0]
+        assert reports[3][1:] == [2, 99, 0, 0]
+    else:
+        iterator = iter(batches)
+        with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+            for number in range(len(batches)):
+                if number == 3:
+                    with pytest.raises(IndexError, match=r"position 2 of .* value 99"):
+                        pipeline.progress(iterator)
+                else:
+                    pipeline.progress(iterator)
+    assert_same_state(model, expected)
 
 
-def test_what_cannot_be_announced_raises_in_its_own_step() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_looked_up_raises_in_its_own_step(kind: str) -> None:
     batches = jagged_batches(4)
     offsets = batches[2].sparse.offsets
     assert offsets is not None
     offsets[1] = 1000
     model = make_model(CPU)
-    step = jagged_step(model, make_optimizers(model))
-    outcomes = outcomes_of(step, batches)
-    assert len([next(outcomes) for _ in range(2)]) == 2
+    if kind == "jagged":
+        trained: Iterator[Any] = trained_jagged(model, LOSS, make_optimizers(model), batches)
+    else:
+        pipeline = TrainPipeline(model, LOSS, make_optimizers(model), capture=True)
+        trained = losses_of(pipeline, batches)
+    assert len([next(trained) for _ in range(2)]) == 2
     with pytest.raises(ValueError, match="offsets must not decrease, got 1000 and"):
-        next(outcomes)
+        next(trained)
 
 
-def test_a_released_step_goes_and_so_does_its_thread() -> None:
+def test_a_closed_pipeline_goes_and_so_does_its_thread() -> None:
     model, others = make_model(CPU), set(threading.enumerate())
-    step = jagged_step(model, make_optimizers(model))
-    assert len(list(outcomes_of(step, jagged_batches(3)))) == 3
-    reference, (thread,) = weakref.ref(step), set(threading.enumerate()) - others
-    step.release()
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model), capture=True)
+    assert len(results_of(pipeline, jagged_batches(3))) == 3
+    reference, (thread,) = weakref.ref(pipeline.engine), set(threading.enumerate()) - others
+    pipeline.close()
     assert not thread.is_alive()
     gc.disable()
     try:
-        del step
+        del pipeline
         assert reference() is None
     finally:
         gc.enable()
@@ -346,7 +334,7 @@ class TestOnGpu:
                         with torch.no_grad():
                             outputs.append(model(held_out.dense, held_out.sparse))
                         model.train()
-                assert pipeline._jagged.is_captured == capture
+                assert pipeline.engine.is_captured == capture
             found.append(([output.tolist() for output in outputs], state_of(model)))
         (outputs, expected), (captured_outputs, captured) = found
         assert captured_outputs == outputs
@@ -381,9 +369,9 @@ class TestOnGpu:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert threads == NOT_THE_MAIN_ONE
-            assert pipeline._jagged.is_captured == (kind is TinyModel)
+            assert pipeline.engine.is_captured == (kind is TinyModel)
 
-    def test_batches_that_outgrow_the_room_get_more(self, device: torch.device) -> None:
+    def test_batches_that_outgrow_the_capacity_get_more(self, device: torch.device) -> None:
         batches, found = jagged_batches(24), []
         for number, times in ((9, 20), (10, 30), (12, 1), (18, 90)):
             batches[number] = with_many_ids(batches[number], times)
@@ -392,7 +380,7 @@ class TestOnGpu:
             optimizers = self.optimizers(model, True)
             with TrainPipeline(model, LOSS, optimizers, capture=capture) as pipeline:
                 outputs = list(losses_of(pipeline, batches))
-                assert pipeline._jagged.is_captured == capture
+                assert pipeline.engine.is_captured == capture
             found.append(([output.tolist() for output in outputs], state_of(model)))
         assert found[0][0] == found[1][0]
         assert_same_state(model, found[0][1])
@@ -421,6 +409,6 @@ class TestOnGpu:
         with TrainPipeline(model, LOSS, make_optimizers(model)) as pipeline:
             with pytest.warns(UserWarning, match="the train step could not be captured"):
                 found = list(losses_of(pipeline, batches))
-            assert not pipeline._jagged.is_captured
+            assert not pipeline.engine.is_captured
         assert [loss.item() for loss in found] == expected
         assert_same_state(model, state_of(plain))

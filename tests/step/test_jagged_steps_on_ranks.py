@@ -22,6 +22,7 @@ from tests.sharding.cases import (
     make_model,
     make_optimizer,
 )
+from tests.step.driving import trained_jagged
 from tests.step.test_static_steps_on_ranks import (
     BAD_STEP,
     MIXED,
@@ -31,16 +32,10 @@ from tests.step.test_static_steps_on_ranks import (
     static_batch,
     train_plainly,
 )
-from torchembed.core import ranks
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding.transport import routes
-from torchembed.step.batch_layout import num_ids_in
-from torchembed.step.captured_steps import CapturedSteps
-from torchembed.step.jagged_step import JaggedStep
-from torchembed.step.padded_steps import PaddedSteps
-from torchembed.step.read_ahead import Upcoming
-from torchembed.step.sorted_ids import Room, SortedSlots
-from torchembed.step.step_result import StepOutcome
+from torchembed.step.bucketized_buffers import BucketizedBuffers, Capacity
+from torchembed.step.padded_engine import PaddedEngine
 from torchembed.training import TrainPipeline
 
 CASES = [
@@ -57,49 +52,6 @@ CASES = [
 NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
 
 
-def steps_of(step: JaggedStep, batches: list[Any]) -> Iterator[StepOutcome]:
-    """What a pipeline does with batches that all ranks train in jagged steps."""
-    yield step.observe(batches[0])
-    coming = [step.announce(batch, lambda: True) for batch in batches[1:]]
-    for now, following in zip(coming, [*coming[1:], None], strict=True):
-        yield step.run(now, following)
-    step.release()
-
-
-def padded_steps_of(
-    first: JaggedStep, pipeline: TrainPipeline, batches: list[Any], rooms: list[Room] | None = None
-) -> Iterator[Any]:
-    """The same where the steps after the first have room for more ids, as on a GPU; None where
-    there are none. ``rooms`` gets each step's."""
-    yield first.observe(batches[0])
-    assert first.can_be_padded
-    steps = PaddedSteps(pipeline._make_static, first, torch.device("cpu"))
-    coming = [
-        Upcoming(batch, number, ranks.start_minimum(0, 1, -num_ids_in(batch)))
-        for number, batch in enumerate(batches[1:])
-    ]
-    num_sizes: dict[CapturedSteps, int] = {}
-    for number, now in enumerate(coming):
-        ahead = coming[number + 1 : number + 2]
-        for upcoming in ahead:
-            steps.announce(upcoming)
-        if not steps.has_room_for(now):
-            steps.make_room(now, ahead)
-        yield steps.run(now, ahead[0] if ahead else None)
-        assert steps._steps is not None
-        of_step = steps._steps.step._sizes
-        if of_step is not None:
-            # What a capture relies on. On a GPU the sizes are the same, too; here those of sums
-            # over columns are how many ids there are.
-            assert num_sizes.setdefault(steps._steps, len(of_step)) == len(of_step)
-        if rooms is not None:
-            rooms.append(steps._room)
-    assert num_sizes
-    assert not steps.is_stale
-    steps.release()
-    first.release()
-
-
 @contextlib.contextmanager
 def threads_that_wait() -> Iterator[set[str]]:
     """The names of the threads that meanwhile wait for sizes, a device's or other ranks'."""
@@ -107,7 +59,7 @@ def threads_that_wait() -> Iterator[set[str]]:
     waiting = [
         (HostNumbers, "tolist"),
         (routes, "exchange_sizes"),
-        (SortedSlots, "needed"),
+        (BucketizedBuffers, "needed"),
     ]
     with contextlib.ExitStack() as stack:
         for holder, name in waiting:
@@ -144,32 +96,58 @@ def skewed_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.
 
 
 def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, Any]]:
-    """On a rank of gloo: its rows after training, the verdict of each step, which threads have
-    waited for sizes after the first step, and the rooms of padded steps."""
+    """On a rank of gloo: its rows after training, which steps were skipped, which threads have
+    waited for sizes after the first step, and the capacities of padded steps."""
     rank, results = dist.get_rank(), []
     for case, bad_rank, is_padded in runs:
         batch_of = skewed_batch if case is runs[-1][0] else static_batch
-        rooms: list[Room] = []
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
         optimizers = [] if optimizer is None else [optimizer]
-        pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
         batches = [batch_of(case, rank, step, bad_rank) for step in range(NUM_STEPS)]
-        step = JaggedStep(
-            with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
-        )
-        if is_padded:
-            outcomes = padded_steps_of(step, pipeline, batches, rooms)
-        else:
-            outcomes = steps_of(step, batches)
-        skipped = [int(next(outcomes).report[0])]
+        steps = (padded_steps if is_padded else jagged_steps)(with_loss, optimizers, batches)
+        skipped, capacity = next(steps)
+        flags, capacities = [skipped], [capacity]
         with threads_that_wait() as threads:
-            skipped += [int(outcome.report[0]) for outcome in outcomes]
+            for skipped, capacity in steps:
+                flags.append(skipped)
+                capacities.append(capacity)
         results.append(
-            {"rows": held_rows(model), "skipped": skipped, "threads": threads, "rooms": rooms}
+            {
+                "rows": held_rows(model),
+                "skipped": flags,
+                "threads": threads,
+                "capacities": capacities,
+            }
         )
     return results
+
+
+def jagged_steps(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batches: list[Any]
+) -> Iterator[tuple[int, None]]:
+    """Whether each step was skipped."""
+    for trained in trained_jagged(model, None, optimizers, batches):
+        assert trained.report is not None
+        yield int(trained.report[0]), None
+
+
+def padded_steps(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batches: list[Any]
+) -> Iterator[tuple[int, Capacity | None]]:
+    """Likewise by the steps that a GPU would capture, with their capacity."""
+    iterator = iter(batches)
+    with TrainPipeline(model, None, optimizers, device="cpu", capture=True) as pipeline:
+        for number in range(len(batches)):
+            is_skipped = False
+            try:
+                pipeline.progress(iterator)
+            except IndexError:
+                is_skipped = True
+            assert isinstance(pipeline.engine, PaddedEngine) == (number > 0)
+            is_padded = isinstance(pipeline.engine, PaddedEngine)
+            yield int(is_skipped), pipeline.engine.capacity if is_padded else None
 
 
 class FailsOnTheSecondRank(torch.optim.SGD):
@@ -191,18 +169,14 @@ def fail_on_one_rank() -> tuple[str, str]:
     torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
     own = FailsOnTheSecondRank([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     optimizers, with_loss = [make_optimizer(case, model), own], WithLoss(model)
-    pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
-    batches = [static_batch(case, dist.get_rank(), step, NO_RANK) for step in range(2)]
-    first = JaggedStep(
-        with_loss, pipeline._compute_loss, optimizers, torch.device("cpu"), dist.group.WORLD
-    )
-    outcomes = padded_steps_of(first, pipeline, batches)
-    next(outcomes)
+    pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu", capture=True)
+    batches = iter([static_batch(case, dist.get_rank(), step, NO_RANK) for step in range(2)])
+    pipeline.progress(batches)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(RuntimeError) as raised:
-            next(outcomes)
-    first.release()
+            pipeline.progress(batches)
+    pipeline.close()
     return str(raised.value), str(caught[-1].message)
 
 
@@ -233,11 +207,11 @@ def test_jagged_steps_equal_plain_ones() -> None:
         skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
         assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
         assert [result["threads"] for result in of_ranks] == [NOT_THE_MAIN_ONE] * 2, case
-    rooms, others = (rank_results[-1]["rooms"] for rank_results in results)
-    assert rooms == others
-    before, after = rooms[SKEWED_STEP - 2 : SKEWED_STEP]
-    assert before.num_ids == after.num_ids, "the slots were too small"
-    assert before.capacities < after.capacities
+    capacities, others = (rank_results[-1]["capacities"] for rank_results in results)
+    assert capacities == others
+    before, after = capacities[SKEWED_STEP - 1 : SKEWED_STEP + 1]
+    assert before.num_ids == after.num_ids, "the buffers were too small"
+    assert before.per_call < after.per_call
 
 
 NUM_STEPS_ON_GPUS, PARTIAL_STEP = 20, 16
@@ -282,7 +256,7 @@ def train_over_nccl(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
                     errors.append(str(error))
                 except StopIteration:
                     break
-                captured.append(pipeline._jagged.is_captured)
+                captured.append(pipeline.engine.is_captured)
         told = [str(w.message) for w in caught if "captured" in str(w.message)]
         results.append(
             {

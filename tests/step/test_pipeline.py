@@ -27,8 +27,11 @@ from tests.training.models import (
     step_by_hand,
 )
 from torchembed.data import Batch
-from torchembed.step.captured_steps import CapturedSteps
-from torchembed.step.static_step import StaticStep
+from torchembed.modules.staged_collection import LookedUp
+from torchembed.step.eager_engine import EagerEngine
+from torchembed.step.jagged_engine import JaggedEngine
+from torchembed.step.static_engine import StaticEngine
+from torchembed.step.step_optimizers import StepOptimizers
 from torchembed.tables import table_of
 from torchembed.training import History, TrainPipeline, train
 
@@ -84,21 +87,11 @@ def results_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> list[float]:
     return [loss.item() for loss in list(losses_of(pipeline, batches))]
 
 
-def run_static(step: StaticStep, batches: Sequence[Batch]) -> Iterator[tuple[float, Any]]:
-    """Loss and verdict of each batch, prepared ahead as a pipeline does."""
-    step.slots.fill(0, batches[0])
-    step.prepare(0)
-    for number, following in enumerate([*batches[1:], batches[-1]]):
-        step.slots.fill((number + 1) % 2, following)
-        loss = step.run(number % 2).loss.item()
-        yield loss, step.verdict(number % 2)
-
-
-def static_step(
-    model: nn.Module, optimizers: Sequence[Any], example: Batch, loss_fn: Any = LOSS
-) -> StaticStep:
-    pipeline = TrainPipeline(model, loss_fn, optimizers)
-    return StaticStep(model, pipeline._compute_loss, optimizers, example, device=CPU, group=None)
+def captured_steps(
+    model: nn.Module, optimizers: Sequence[Any], loss_fn: Any = LOSS
+) -> TrainPipeline:
+    """The steps that a GPU captures, which a CPU takes as they are."""
+    return TrainPipeline(model, loss_fn, optimizers, device=CPU, capture=True)
 
 
 def test_the_pipeline_equals_the_loop_by_hand(device: torch.device) -> None:
@@ -129,50 +122,84 @@ def test_a_model_may_compute_its_own_loss(device: torch.device) -> None:
     assert_same_state(model.model, expected)
 
 
-def test_static_steps_equal_the_loop_by_hand() -> None:
-    batches = fixed_batches(6)
+def test_captured_steps_equal_the_loop_by_hand() -> None:
+    batches = [*fixed_batches(9), make_batch(5, 1), *fixed_batches(7), fixed_batch(3, 9)]
     losses, expected = by_hand(batches, CPU)
     model = make_model(CPU)
-    step = static_step(model, make_optimizers(model), batches[0])
-    assert [loss for loss, _ in run_static(step, batches)] == losses
+    pipeline = captured_steps(model, make_optimizers(model))
+    iterator, found, engines = iter(batches), [], []
+    for _ in batches:
+        found.append(pipeline.progress(iterator).loss.item())
+        engines.append((type(pipeline.engine), pipeline.engine.is_captured))
+    assert found == losses
     assert_same_state(model, expected)
-    # Both turns had their rows sorted ahead.
-    for prepared in step._ahead.prepared:
-        assert prepared is not None
-        (lookups,) = prepared.lookups
-        assert lookups.lookups.groups[0].runs.num_runs > 0
+    warm, captured = (StaticEngine, False), (StaticEngine, True)
+    others = [(JaggedEngine, False), (EagerEngine, False)]
+    assert engines == [*[warm] * 4, *[captured] * 5, others[0], *[captured] * 7, others[1]]
 
 
-def test_a_static_step_knows_when_the_model_has_changed() -> None:
+def test_each_trained_batch_is_admitted_once_and_after_its_ids_were_checked() -> None:
+    """Preparing a buffer that holds zeros, or a batch that was trained already, admits nothing."""
+    batches, admitted = fixed_batches(6, bad=(2,)), []
+    batches.insert(3, make_batch(5, 1))
+    model = make_model(CPU)
+    model.tables.admission_changes_tables = True
+    admit = model.tables.admit
+
+    def noted(routed: Any, is_trained: Tensor | None = None) -> Any:
+        assert is_trained is not None
+        if bool(is_trained):
+            admitted.append(routed.features.values.clone())
+        return admit(routed, is_trained)
+
+    model.tables.admit = noted
+    pipeline, iterator = captured_steps(model, make_optimizers(model)), iter(batches)
+    for number in range(len(batches)):
+        if number == 2:
+            with pytest.raises(IndexError, match="value 99"):
+                pipeline.progress(iterator)
+        else:
+            pipeline.progress(iterator)
+    # The model's own forward looks up the first batch of each kind, which shows its lookup calls.
+    expected = [batches[number].sparse.values for number in (1, 4, 5, 6)]
+    assert len(admitted) == len(expected)
+    for ids, of_batch in zip(admitted, expected, strict=True):
+        assert torch.equal(ids, of_batch)
+
+
+def test_an_engine_knows_when_the_model_has_changed() -> None:
     model = make_model(CPU)
     optimizers = make_optimizers(model)
-    step = static_step(model, optimizers, fixed_batch(8, 0))
-    assert not step.is_stale
+    pipeline = captured_steps(model, optimizers)
+    pipeline.progress(iter(fixed_batches(2)))
+    engine = pipeline.engine
+    assert not engine.is_stale
     norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
     norm.eval()
-    assert step.is_stale
+    assert engine.is_stale
     norm.train()
-    assert not step.is_stale
+    assert not engine.is_stale
     norm.weight.requires_grad_(False)
-    assert step.is_stale
+    assert engine.is_stale
     norm.weight.requires_grad_(True)
-    assert not step.is_stale
+    assert not engine.is_stale
     tables = [parameter for parameter in model.parameters() if table_of(parameter) is not None]
     for parameter in tables:
         parameter.requires_grad_(False)
-    assert step.is_stale
+    assert engine.is_stale
     for parameter in tables:
         parameter.requires_grad_(True)
-    assert not step.is_stale
+    assert not engine.is_stale
     (group,) = optimizers[0].param_groups
     group["lr"] = torch.tensor(0.125)
-    known = step._optimizers.memory(is_cuda=False)
+    of_step = StepOptimizers(optimizers)
+    known = of_step.memory(is_cuda=False)
     group["lr"].fill_(0.5)
-    assert step._optimizers.memory(is_cuda=False) == known
+    assert of_step.memory(is_cuda=False) == known
     before, group["lr"] = group["lr"], torch.tensor(0.25)
-    assert step._optimizers.memory(is_cuda=False) != known
+    assert of_step.memory(is_cuda=False) != known
     group["lr"] = before
-    assert step._optimizers.memory(is_cuda=False) == known
+    assert of_step.memory(is_cuda=False) == known
 
 
 class CallsTwice(TinyModel):
@@ -188,19 +215,21 @@ class LooksUpWithoutGradients(TinyModel):
 
 
 @pytest.mark.parametrize("kind", [CallsTwice, LooksUpWithoutGradients])
-def test_static_steps_of_a_model_equal_its_plain_ones(kind: type[TinyModel]) -> None:
-    batches, models = fixed_batches(5), [kind() for _ in range(2)]
+def test_captured_steps_of_a_model_equal_its_plain_ones(kind: type[TinyModel]) -> None:
+    batches, models = fixed_batches(8), [kind() for _ in range(2)]
     optimizers = make_optimizers(models[0])
     losses = [step_by_hand(models[0], linear_loss, optimizers, batch).item() for batch in batches]
-    step = static_step(models[1], make_optimizers(models[1]), batches[0], linear_loss)
-    assert [loss for loss, _ in run_static(step, batches)] == losses
+    pipeline = captured_steps(models[1], make_optimizers(models[1]), linear_loss)
+    assert results_of(pipeline, batches) == losses
+    assert pipeline.engine.is_captured
     assert_same_state(models[1], state_of(models[0]))
 
 
+@pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("dense", ["Adam", "Adagrad", "fused"])
-def test_a_step_with_a_bad_id_changes_nothing(dense: str) -> None:
-    batches = fixed_batches(6, bad=(2, 3))
-    good = [batch for number, batch in enumerate(batches) if number not in (2, 3)]
+def test_a_step_with_a_bad_id_changes_nothing(dense: str, capture: bool) -> None:
+    bad = (2, 3, 7)
+    batches = fixed_batches(9, bad=bad)
 
     def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
         tables, others = make_optimizers(model)
@@ -211,31 +240,35 @@ def test_a_step_with_a_bad_id_changes_nothing(dense: str) -> None:
             others = torch.optim.Adam(parameters, lr=0.125, fused=True)
         return [tables, others]
 
-    def linear() -> nn.Module:  # without batch norm, whose buffers the bad batch does change
-        return TinyModel()
-
-    model = linear()
+    # Without batch norm, whose buffers the bad batch does change.
+    model = TinyModel()
     optimizers = optimizers_of(model)
-    for batch in good:
-        step_by_hand(model, LOSS, optimizers, batch)
+    for number, batch in enumerate(batches):
+        if number not in bad:
+            step_by_hand(model, LOSS, optimizers, batch)
     expected = state_of(model)
 
-    model = linear()
-    step = static_step(model, optimizers_of(model), batches[0])
-    reports = [report.tolist() for _, (report, _) in run_static(step, batches)]
-    assert [report[0] for report in reports] == [0, 0, 1, 1, 0, 0]
-    assert [report[1:] for report in reports if report[0]] == [[3, 99]] * 2
+    model, raised = TinyModel(), []
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=capture)
+    iterator = iter(batches)
+    for number in range(len(batches)):
+        try:
+            pipeline.progress(iterator)
+        except IndexError as error:
+            raised.append((number, str(error)))
+    assert [number for number, _ in raised] == list(bad)
+    for _, message in raised:
+        assert "position 3 of the feature's ids, value 99" in message
+        assert "That step changed nothing" in message
     assert_same_state(model, expected)
 
 
-def test_a_pipeline_and_its_static_step_go_at_once() -> None:
+def test_a_pipeline_and_its_engines_go_at_once() -> None:
     """Without a garbage collection: graphs keep process groups from being destroyed."""
     model = make_model(CPU)
-    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
-    batch = fixed_batch(8, 0)
-    pipeline._static = CapturedSteps(pipeline._make_static(batch))
-    assert len(list(run_static(pipeline._static.step, fixed_batches(3)))) == 3
-    remains = [weakref.ref(pipeline), weakref.ref(pipeline._static.step)]
+    pipeline = captured_steps(model, make_optimizers(model))
+    assert len(results_of(pipeline, fixed_batches(7))) == 7
+    remains = [weakref.ref(pipeline), weakref.ref(pipeline.engine)]
     gc.disable()
     try:
         del pipeline
@@ -267,16 +300,16 @@ def test_a_collection_recognizes_the_batch_that_it_prepared(device: torch.device
     swapped = torchembed.SparseFeatures(
         keys=one.keys[::-1], values=one.values, batch_size=4, hotness=(3, 2)[::-1]
     )
-    wrong = prepared._replace(lookups=model.tables.prepare(other).lookups)
+    wrong = LookedUp(prepared.features, model.tables.prepare(other).rows)
     assert torch.equal(model.tables(one).values(), expected)
-    with model.tables.handing_over([wrong]):
-        # That it took what was handed over shows in the other batch's vectors.
+    with model.tables.reusing([wrong]):
+        # That it reused what was found ahead shows in the other batch's vectors.
         assert torch.equal(model.tables(rewrapped).values(), model.tables(other).values())
         assert not torch.equal(model.tables(swapped).values(), model.tables(other).values())
     assert torch.equal(model.tables(one).values(), expected)
 
 
-def test_vectors_that_were_looked_up_are_handed_over_and_trained() -> None:
+def test_vectors_that_were_looked_up_ahead_are_reused_and_trained() -> None:
     batches = fixed_batches(2)
     one, other = (make_model(CPU) for _ in range(2))
     optimizers = [make_optimizers(model) for model in (one, other)]
@@ -287,7 +320,7 @@ def test_vectors_that_were_looked_up_are_handed_over_and_trained() -> None:
             if model is other:
                 prepared = model.tables.prepare(batch.sparse)
                 looked_up = [model.tables.look_up(prepared)]
-            with model.tables.handing_over(looked_up):
+            with model.tables.reusing(looked_up):
                 losses.append(step_by_hand(model, LOSS, of_model, batch))
         assert losses[0] == losses[1]
     assert_same_state(one, state_of(other))
@@ -300,7 +333,7 @@ def test_what_was_prepared_before_a_regrouping_is_refused() -> None:
     model.tables.embedding_bags["f0"].weight.requires_grad_(False)
     model.tables.prepare(features)
     with (
-        model.tables.handing_over([prepared]),
+        model.tables.reusing([LookedUp(prepared.features, prepared.rows)]),
         pytest.raises(RuntimeError, match="tables f0, f1 were regrouped between prepare and"),
     ):
         model.tables(features)
@@ -361,9 +394,9 @@ class TestGraphs:
                         outputs.append(model(held_out.dense, held_out.sparse))
                     model.train()
             found.append(([output.tolist() for output in outputs], state_of(model)))
-            assert (pipeline._static is not None) == capture
-            if pipeline._static is not None:
-                assert pipeline._static.is_captured
+            pipeline.progress(iter(fixed_batches(1)))
+            assert isinstance(pipeline.engine, StaticEngine) == capture
+            assert pipeline.engine.is_captured == capture
         (outputs, expected), (captured_outputs, captured) = found
         assert captured_outputs == outputs
         for name, tensor in captured.items():
@@ -538,10 +571,10 @@ class TestGraphs:
                 for step in range(16):
                     if step == num_steps:
                         pipeline.close()
-                        assert pipeline._static is None
+                        assert not pipeline.engine.is_captured
                     pipeline.progress(iterator)
-                assert pipeline._static is not None
-            assert pipeline._static is None
+                assert pipeline.engine.is_captured
+            assert not pipeline.engine.is_captured
             found.append(state_of(model))
         for name, tensor in found[0].items():
             assert torch.equal(tensor, found[1][name]), name

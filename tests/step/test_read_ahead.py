@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchembed.step.read_ahead import ReadAhead, Upcoming
+from torchembed.step.batch_kinds import BatchKinds
+from torchembed.step.read_ahead import ReadAhead
+from torchembed.step.stages import Agreement, ReadBatch
 
 
 def source(*items: int, error: Exception | None = None) -> Iterator[int]:
@@ -13,15 +15,18 @@ def source(*items: int, error: Exception | None = None) -> Iterator[int]:
         raise error
 
 
-def taken_in(item: int) -> Upcoming:
+NO_KIND = BatchKinds(static=False, jagged=False)
+
+
+def taken_in(item: int) -> ReadBatch:
     if item < 0:
         raise ValueError(f"batch {item} is bad")
-    return Upcoming(item, item, list)
+    return ReadBatch(item, item, NO_KIND, lambda: Agreement(NO_KIND, 0))
 
 
 def popped(ahead: ReadAhead) -> int | None:
     batch = ahead.pop()
-    return None if batch is None else batch.batch
+    return None if batch is None else batch.data
 
 
 def test_batches_come_in_order_and_end() -> None:
@@ -32,7 +37,7 @@ def test_batches_come_in_order_and_end() -> None:
         ahead.fill(2, taken_in)
         found.append(popped(ahead))
     assert found == [1, 2, 3, None, None]
-    assert ahead.first is None
+    assert not list(ahead)
 
 
 @pytest.mark.parametrize("in_reading", [True, False])
@@ -61,7 +66,7 @@ def test_another_source_leaves_out_what_was_read() -> None:
     assert popped(ahead) == 1
     ahead.follow(second)
     ahead.fill(2, taken_in)
-    assert [batch.batch for batch in ahead] == [11]
+    assert [batch.data for batch in ahead] == [11]
     ahead.follow(first)  # with it goes the error
     ahead.fill(2, taken_in)
     assert [popped(ahead), popped(ahead)] == [3, None]

@@ -32,12 +32,10 @@ from torchembed.modules import MLP
 from torchembed.ops.side_by_side import side_by_side
 from torchembed.sharding import WireTransport
 from torchembed.sharding.transport.collectives import gather_size, known_sizes, noted_sizes
-from torchembed.step.static_step import StaticStep
 from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
 
 NUM_STEPS, BAD_STEP = 9, 4
-FIRST_REPEATED = 3
 NO_RANK = 99
 MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
 CASES = [
@@ -71,38 +69,25 @@ def static_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.
 
 
 def train_in_static_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
-    """On a rank of gloo: its rows after training, and the verdict of each step."""
+    """On a rank of gloo, in the steps that a GPU would capture: its rows after training, which
+    steps were skipped, and whether the last ones took for granted what a graph does."""
     rank, results = dist.get_rank(), []
     for case, bad_rank in runs:
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
         optimizers = [] if optimizer is None else [optimizer]
-        pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu")
-        batches = [static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS + 1)]
-        step = StaticStep(
-            with_loss,
-            pipeline._compute_loss,
-            optimizers,
-            batches[0],
-            device=torch.device("cpu"),
-            group=dist.group.WORLD,
-        )
-        step.slots.fill(0, batches[0])
-        step.prepare(0)
+        batches = (static_batch(case, rank, step, bad_rank) for step in range(NUM_STEPS))
         skipped = []
-        for number in range(NUM_STEPS):
-            step.slots.fill((number + 1) % 2, batches[number + 1])
-            if number < FIRST_REPEATED or step._optimizers.others:
-                step.run(number % 2)
-            else:
-                # As a capture does, with sizes of the step before.
-                assert step._sizes is not None
-                with known_sizes(step._sizes):
-                    step._step(number % 2)
-            report, _ = step.verdict(number % 2)
-            skipped.append(None if report is None else int(report[0]))
-        results.append({"rows": held_rows(model), "skipped": skipped})
+        with TrainPipeline(with_loss, None, optimizers, device="cpu", capture=True) as pipeline:
+            for _ in range(NUM_STEPS):
+                skipped.append(0)
+                try:
+                    pipeline.progress(batches)
+                except IndexError:
+                    skipped[-1] = 1
+            captured = pipeline.engine.is_captured
+        results.append({"rows": held_rows(model), "skipped": skipped, "captured": captured})
     return results
 
 
@@ -129,7 +114,7 @@ class WithDense(nn.Module):
 
 def train_dense(kind: str) -> list[Any]:
     """On a rank of gloo: losses, then parameters, of a model with a dense part; by ``"plain"``
-    steps of a pipeline, ``"static"`` ones, or steps ``"by hand"`` with deferred gradients."""
+    steps of a pipeline, ``"captured"`` ones, or steps ``"by hand"`` with deferred gradients."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = WithDense()
     plan = {"tables.embedding_bags.f0": "row_wise", "tables.embedding_bags.f1": "data_parallel"}
@@ -138,9 +123,8 @@ def train_dense(kind: str) -> list[Any]:
         torchembed.optim.Adagrad(model.tables.parameters(), lr=0.125),
         torchembed.optim.DenseAdagrad([*model.dense.parameters(), *model.over.parameters()]),
     ]
-    pipeline = TrainPipeline(model, nn.functional.binary_cross_entropy_with_logits, optimizers)
     batches = []
-    for number in range(6):
+    for number in range(7):
         generator = torch.Generator().manual_seed(num_ranks * number + rank)
         ids = torch.randint(20, (4 * 3,), generator=generator)
         sparse = torchembed.SparseFeatures(
@@ -151,7 +135,7 @@ def train_dense(kind: str) -> list[Any]:
     losses = []
     if kind == "by hand":
         loss_fn = nn.functional.binary_cross_entropy_with_logits
-        for batch in batches[:5]:
+        for batch in batches:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             loss = loss_fn(model(batch.dense, batch.sparse).squeeze(1), batch.labels)
@@ -163,23 +147,12 @@ def train_dense(kind: str) -> list[Any]:
             for optimizer in optimizers:
                 optimizer.step()
             losses.append(loss.item())
-    elif kind == "static":
-        step = StaticStep(
-            model,
-            pipeline._compute_loss,
-            optimizers,
-            batches[0],
-            device=torch.device("cpu"),
-            group=dist.group.WORLD,
-        )
-        step.slots.fill(0, batches[0])
-        step.prepare(0)
-        for number in range(5):
-            step.slots.fill((number + 1) % 2, batches[number + 1])
-            losses.append(step.run(number % 2).loss.item())
     else:
-        iterator = iter(batches)
-        losses = [pipeline.progress(iterator).loss.item() for _ in range(5)]
+        iterator, loss_fn = iter(batches), nn.functional.binary_cross_entropy_with_logits
+        captures = kind == "captured"
+        with TrainPipeline(model, loss_fn, optimizers, device="cpu", capture=captures) as pipeline:
+            losses = [pipeline.progress(iterator).loss.item() for _ in batches]
+            assert pipeline.engine.is_captured == captures
     return [losses, *(parameter.tolist() for parameter in model.parameters())]
 
 
@@ -207,7 +180,7 @@ def left_over() -> list[str]:
 
 def on_a_rank(runs: list[tuple[Case, int]]) -> tuple[Any, ...]:
     """All that gloo's ranks do, in one launch."""
-    of_dense = [train_dense(kind) for kind in ("plain", "static", "by hand")]
+    of_dense = [train_dense(kind) for kind in ("plain", "captured", "by hand")]
     return train_in_static_steps(runs), of_dense, sizes_of_one_rank_alone(), left_over()
 
 
@@ -234,10 +207,9 @@ def train_in_graphs(
                     errors.append(str(error))
                 except StopIteration:
                     break
-            static = pipeline._static
-            captured = static is not None and static.is_captured
+            captured = pipeline.engine.is_captured
         results.append({"rows": held_rows(model), "errors": errors, "captured": captured})
-    del model, with_loss, optimizer, optimizers, pipeline, static
+    del model, with_loss, optimizer, optimizers, pipeline
     assert left_over() == []
     return results
 
@@ -269,8 +241,8 @@ def test_static_steps_equal_plain_ones() -> None:
     results, of_dense, sizes, left = zip(*run_on_ranks(2, on_a_rank, runs), strict=True)
     assert left == ([], []), "models outlive their last reference"
     assert sizes == ([[3, 4], [5, 6]] * 2 + [[3, 3], [5, 5]], [[3, 4], [5, 6], [3, 3], [5, 5]])
-    for plain, static, by_hand in of_dense:
-        assert static == plain
+    for plain, captured, by_hand in of_dense:
+        assert captured == plain
         assert by_hand == plain
     for number, (case, bad_rank) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
@@ -278,6 +250,7 @@ def test_static_steps_equal_plain_ones() -> None:
         assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
         skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
         assert [result["skipped"] for result in of_ranks] == [skipped, skipped]
+        assert all(result["captured"] for result in of_ranks)
 
 
 @pytest.mark.gpu

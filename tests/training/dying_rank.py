@@ -42,9 +42,7 @@ def batches(how: str, pipeline: TrainPipeline) -> Iterator[Batch]:
     rank, device = dist.get_rank(), pipeline.device.type
     for step in range(100_000):
         if step == LAST_STEP[device] and rank == 1:
-            static = pipeline._static
-            is_captured = static is not None and static.is_captured
-            assert is_captured == (device == "cuda")
+            assert pipeline.engine.is_captured == (device == "cuda")
             fail(how)
         yield fixed_batch(8, seed=2 * step + rank)
 

@@ -126,6 +126,11 @@ class EarlyUpdates(LateUpdates):
             may_change = [w for w in weights if w in computed and id(w) not in reads.found]
             self._ready = {weight: computed[weight] for weight in may_change}
 
+    @property
+    def num_early(self) -> int:
+        """How many weights the last step could update while backward went on."""
+        return len(self._ready)
+
     def _candidates(self) -> list[Tensor]:
         """Large weights, of optimizers and with gradients that nobody else has to do with."""
         parameters = [

@@ -44,12 +44,13 @@ class EngineChoice:
     @property
     def is_stale(self) -> bool:
         """Whether the model has changed in a way that prepared or captured steps do not follow."""
-        return any(engine.is_stale for engine in self._engines())
+        return any(engine.is_stale for engine in self.engines)
 
-    def _engines(self) -> Iterator[StepEngine]:
-        yield self._static
+    @property
+    def engines(self) -> tuple[StepEngine, ...]:
+        """The engines of fixed hotness and of jagged batches."""
         # Padded steps know more of the model than the first jagged one.
-        yield self._jagged if self._padded is None else self._padded
+        return self._static, self._jagged if self._padded is None else self._padded
 
     def release(self) -> None:
         """Destroy graphs, and end threads; further steps are first ones."""

@@ -239,6 +239,11 @@ class TrainPipeline:
             self.close()
 
     @property
+    def engines(self) -> tuple[StepEngine, ...]:
+        """The engines that batches are trained by now, but the eager one."""
+        return self._engines.engines
+
+    @property
     def engine(self) -> StepEngine:
         """The engine that trained the last batch."""
         return self._engines.last

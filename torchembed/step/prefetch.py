@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
-from torchembed.modules.staged_collection import Admitted
+from torchembed.modules.staged_collection import Admitted, Routed
 from torchembed.step.bad_id_flag import BadIdFlag, either, reduce_checks
 from torchembed.step.batch_layout import (
     dense_tensors,
@@ -88,11 +88,12 @@ class Prefetch:
         if not self.calls:
             return
         bucketized = self._bucketize(self.calls, buffer)
-        # Before the rows are sorted: what backward sends comes after this collective.
+        # Reduced before rows are sorted: what backward sends comes after this collective.
         flag = reduce_checks(bucketized.checks, self._group)
         with deferred_id_checks() as checks:
-            lookups = self._admit(self.calls, bucketized, buffer, flag, in_place=in_place)
+            routed = self._route(self.calls, bucketized)
         flag = either(flag, reduce_checks(checks, self._group))
+        lookups = self._admit(self.calls, routed, buffer, flag, in_place=in_place)
         known = self.admitted[buffer]
         if known is not None and in_place:
             _copy_tree((lookups, flag), (known.lookups, known.flag))
@@ -110,10 +111,17 @@ class Prefetch:
             lookups = [c.collection.exchange_sizes(c.features_of(batch)) for c in calls]
         return BucketizedBatch(batch, lookups, checks)
 
+    def _route(self, calls: Sequence[LookupCall], bucketized: BucketizedBatch) -> list[Routed]:
+        capacities = [None] * len(calls) if self._capacity is None else self._capacity.per_call
+        return [
+            call.collection.route(of_call, capacity)
+            for call, of_call, capacity in zip(calls, bucketized.lookups, capacities, strict=True)
+        ]
+
     def _admit(
         self,
         calls: Sequence[LookupCall],
-        bucketized: BucketizedBatch,
+        routed: Sequence[Routed],
         buffer: int,
         flag: BadIdFlag | None,
         *,
@@ -121,10 +129,8 @@ class Prefetch:
     ) -> list[Admitted]:
         is_trained = self._is_trained(buffer, flag)
         lookups: list[Admitted] = []
-        for number, (call, of_call) in enumerate(zip(calls, bucketized.lookups, strict=True)):
-            capacity = None if self._capacity is None else self._capacity.per_call[number]
-            routed = call.collection.route(of_call, capacity)
-            admitted = call.collection.admit(routed, is_trained)
+        for call, of_call in zip(calls, routed, strict=True):
+            admitted = call.collection.admit(of_call, is_trained)
             if self._capacity is not None:
                 rows = admitted.rows
                 if not in_place:

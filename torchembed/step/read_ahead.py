@@ -35,10 +35,6 @@ class ReadAhead:
     def __iter__(self) -> Iterator[ReadBatch]:
         return iter(self._batches)
 
-    @property
-    def first(self) -> ReadBatch | None:
-        return self._batches[0] if self._batches else None
-
     def follow(self, source: Iterator[Any]) -> None:
         """Read from ``source`` from now on; what another one gave is left out."""
         if source is not self._source:

@@ -26,6 +26,11 @@ class StaticEngine:
     def is_captured(self) -> bool:
         return self._runner is not None and self._runner.is_captured
 
+    @property
+    def step(self) -> StaticStep | None:
+        """The step that is repeated; None before the first batch."""
+        return None if self._runner is None else self._runner.step
+
     def release(self) -> None:
         if self._runner is not None:
             self._runner.step.release()

@@ -17,7 +17,7 @@ from torchembed.core.trees import Tree
 from torchembed.sharding.transport.collectives import GatheredSize, noted_sizes
 from torchembed.step.bucketized_buffers import Capacity
 from torchembed.step.captured_call import CapturedCall
-from torchembed.step.dense_updates import EarlyUpdates, LateUpdates, UpdatesOfMeans
+from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.lookup_calls import LookupCall, observed_calls
 from torchembed.step.prefetch import Prefetch
@@ -65,7 +65,7 @@ class StaticStep:
         self._trained: list[TrainedBatch | None] = [None, None]
         self._streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
         captured = self._optimizers.captured
-        dense_updates = LateUpdates(captured)
+        dense_updates: DenseUpdates = LateUpdates(captured)
         self._pool = None
         if program.is_cuda:
             self._pool = torch.cuda.graph_pool_handle()
@@ -73,6 +73,7 @@ class StaticStep:
                 dense_updates = EarlyUpdates(captured, program.device)
             else:
                 dense_updates = UpdatesOfMeans(captured, self._streams.dense)
+        self.dense_updates = dense_updates
         self._train = ForwardBackwardUpdate(program, self._optimizers, self._streams, dense_updates)
 
     @property

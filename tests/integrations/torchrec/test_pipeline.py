@@ -113,10 +113,13 @@ def train(
 def _kind_of_steps(pipeline: Any) -> str:
     if pipeline._theirs is not None:
         return "theirs"
-    ours = pipeline._steps._pipeline
-    if ours._static is not None and ours._static.is_captured:
+    from torchembed.step.padded_engine import PaddedEngine
+    from torchembed.step.static_engine import StaticEngine
+
+    captured = {type(e) for e in pipeline._steps._pipeline.engines if e.is_captured}
+    if StaticEngine in captured:
         return "graphs"
-    return "padded graphs" if ours._jagged.is_captured else "none"
+    return "padded graphs" if PaddedEngine in captured else "none"
 
 
 class Distances(NamedTuple):
