@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torchembed.step.predicated_update import follows_replays, step_unless
 
 import torchembed
 from torchembed.optim.learning_rate import learning_rate
+from torchembed.step.predicated_update import follows_replays, step_unless
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,7 @@ class StaticStep:
         if self.bucketized is not None and self._streams.step is not None:
             self.bucketized.capture(self._streams.step)
         self._assumptions.note_capture()
-        # On a CPU sizes of jagged batches follow the ids, on a GPU their capacity.
-        sizes = self._sizes if self._program.is_cuda or self.bucketized is None else None
+        sizes = self._sizes if self._has_fixed_shapes else None
         step = functools.partial(self._step, buffer)
         self._captured[buffer] = CapturedCall(step, sizes, self._streams.step, self._pool)
         if self._program.is_cuda:
@@ -115,8 +114,13 @@ class StaticStep:
 
     @property
     def _has_captured(self) -> bool:
-        """Whether a graph reads and writes what is prepared where it is now."""
-        return any(map(self.is_captured, (0, 1)))
+        """Whether a captured step reads and writes what is prepared where it is now."""
+        return self._has_fixed_shapes and any(map(self.is_captured, (0, 1)))
+
+    @property
+    def _has_fixed_shapes(self) -> bool:
+        """Whether shapes follow from the layout; on a CPU, those of jagged batches do not."""
+        return self._program.is_cuda or self.bucketized is None
 
     def is_captured(self, buffer: int) -> bool:
         """Whether :meth:`run` replays a captured step."""
