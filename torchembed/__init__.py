@@ -2,6 +2,7 @@
 
 from torchembed import optim
 from torchembed.core.features import JaggedTensor, KeyedTensor, SparseFeatures
+from torchembed.core.pytrees import register_trees
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules import (
     Embedding,
@@ -14,6 +15,8 @@ from torchembed.modules import (
     shard_embeddings,
 )
 from torchembed.tables import Constant, InPlaceFunction, Normal, Uniform
+
+register_trees()
 
 __version__ = "0.1.0"
 

@@ -38,6 +38,12 @@ def test_holds_jagged_and_fixed_bags() -> None:
     jagged(batch_size=0, offsets=torch.zeros(1, dtype=torch.int32), values=VALUES[:0])
 
 
+def test_takes_lists_for_tuples() -> None:
+    features = jagged(keys=["user", "genre"], offsets=None, hotness=[1, 1])
+    assert features.keys == ("user", "genre")
+    assert features.hotness == (1, 1)
+
+
 def test_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         jagged().batch_size = 4  # type: ignore[misc]
@@ -76,6 +82,41 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         ValueError,
         r"^keys must all be different, got \['user', 'user'\]$",
         {"keys": ("user", "user")},
+    ),
+    "one string for keys": (
+        TypeError,
+        r"^keys must be a sequence of names, got the string 'user'; pass \['user'\]$",
+        {"keys": "user"},
+    ),
+    "numbers for keys": (
+        TypeError,
+        r"^keys must be a sequence of names, got \[1, 2\]$",
+        {"keys": [1, 2]},
+    ),
+    "numbers in a tuple of keys": (
+        TypeError,
+        r"^keys must hold strings, got \[1, 2\]$",
+        {"keys": (1, 2)},
+    ),
+    "batch size": (
+        TypeError,
+        r"^batch_size must be a whole number that is not negative, got 3\.0$",
+        {"batch_size": 3.0},
+    ),
+    "one count for hotness": (
+        TypeError,
+        r"^hotness must be a sequence of counts, one for each key, got 1$",
+        {"offsets": None, "hotness": 1},
+    ),
+    "a fraction for hotness": (
+        TypeError,
+        r"^hotness must hold whole numbers that are not negative, got \[1\.0, 1\]$",
+        {"offsets": None, "hotness": (1.0, 1)},
+    ),
+    "a negative hotness": (
+        TypeError,
+        r"^hotness must hold whole numbers that are not negative, got \[-1, 3\]$",
+        {"offsets": None, "hotness": [-1, 3]},
     ),
     "neither": (
         ValueError,

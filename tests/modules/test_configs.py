@@ -132,6 +132,16 @@ def test_a_pooling_may_be_named(pooling: Any) -> None:
         ),
         (ValueError, "feature_names of table users must name at least one", {"feature_names": []}),
         (
+            TypeError,
+            r"feature_names of table users must be a sequence of names, got the string 'user'",
+            {"feature_names": "user"},
+        ),
+        (
+            TypeError,
+            r"feature_names of table users must be a sequence of names, got \[3\]",
+            {"feature_names": [3]},
+        ),
+        (
             ValueError,
             r"feature_names of table users must all be different, got \['a', 'a'\]",
             {"feature_names": ["a", "a"]},

@@ -6,13 +6,14 @@ The classes read the like of TorchRec's ``KeyedJaggedTensor``, ``KeyedTensor`` a
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchembed.core import checks
+from torchembed.core.ragged import bags_of_features, flat_ids, flat_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,20 @@ class SparseFeatures:
     """``[L]``, floating: one for each id."""
 
     def __post_init__(self) -> None:
+        if type(self.keys) is not tuple:
+            object.__setattr__(self, "keys", names_in("keys", self.keys))
+        if self.hotness is not None and type(self.hotness) is not tuple:
+            object.__setattr__(self, "hotness", _counts("hotness", self.hotness))
+        self._check()
+
+    def _check(self) -> None:
         checks.check_ids("values", self.values)
+        if not all(isinstance(key, str) for key in self.keys):
+            raise TypeError(f"keys must hold strings, got {list(self.keys)}")
+        if not _is_count(self.batch_size):
+            raise TypeError(
+                f"batch_size must be a whole number that is not negative, got {self.batch_size!r}"
+            )
         if len(set(self.keys)) != len(self.keys):
             raise ValueError(f"keys must all be different, got {list(self.keys)}")
         if (self.offsets is None) == (self.hotness is None):
@@ -52,12 +66,93 @@ class SparseFeatures:
                     f"hotness must hold {len(self.keys)} counts, one for each key, "
                     f"got {len(self.hotness)}"
                 )
+            if not all(map(_is_count, self.hotness)):
+                raise TypeError(
+                    "hotness must hold whole numbers that are not negative, "
+                    f"got {list(self.hotness)}"
+                )
             num_ids = sum(self.hotness) * self.batch_size
             checks.check_numel("values", self.values, num_ids, "sum(hotness) * batch_size")
         if self.weights is not None:
             dtypes = (*checks.FLOAT_DTYPES, torch.float64)
             checks.check_dtype("weights", self.weights, dtypes, "call .float()")
             checks.check_numel("weights", self.weights, self.values.numel(), "one for each id")
+
+    @classmethod
+    def from_dict(
+        cls,
+        ids: Mapping[str, Sequence[Any]],
+        weights: Mapping[str, Sequence[Any]] | None = None,
+    ) -> "SparseFeatures":
+        """A batch on the CPU of ids in Python lists; its bags are jagged, whatever their lengths.
+
+        ``SparseFeatures.from_dict({"user": [7, 7, 2], "genre": [[3, 9], [], [9]]})`` holds two
+        features of three samples.
+
+        Args:
+            ids: from each feature to a bag for each sample: a sequence of ids, a one-dimensional
+                tensor or array, or one id. They become int64.
+            weights: of the same features, lengths and forms; they become float32.
+
+        Raises:
+            TypeError: for what is no bag, or no whole number.
+            ValueError: where features differ in their number of samples, or weights from ids.
+        """
+        if not isinstance(ids, Mapping):
+            raise TypeError(
+                f"ids must be a mapping from features to bags, got {type(ids).__name__}; "
+                "from_lists takes lists"
+            )
+        keys, bags = tuple(ids), bags_of_features("ids", ids)
+        values = flat_ids(keys, bags)
+        lengths = [len(bag) for of_feature in bags for bag in of_feature]
+        offsets = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
+        flat = None if weights is None else _weights_beside(keys, bags, weights)
+        batch_size = len(bags[0]) if bags else 0
+        return cls(keys=keys, values=values, batch_size=batch_size, offsets=offsets, weights=flat)
+
+    @classmethod
+    def from_lists(
+        cls,
+        keys: Sequence[str],
+        ids: Sequence[Sequence[Any]],
+        weights: Sequence[Sequence[Any]] | None = None,
+    ) -> "SparseFeatures":
+        """As :meth:`from_dict`, of a list with the bags of each feature, in the order of ``keys``.
+
+        ``SparseFeatures.from_lists(["user", "genre"], [[7, 7, 2], [[3, 9], [], [9]]])``
+        """
+        names = names_in("keys", keys)
+        for name, lists in (("ids", ids), ("weights", weights)):
+            if lists is not None and len(lists) != len(names):
+                raise ValueError(
+                    f"{name} must hold {len(names)} lists, one for each key, got {len(lists)}"
+                )
+        if len(set(names)) != len(names):
+            raise ValueError(f"keys must all be different, got {list(names)}")
+        of_weights = None if weights is None else dict(zip(names, weights, strict=True))
+        return cls.from_dict(dict(zip(names, ids, strict=True)), of_weights)
+
+    @classmethod
+    def concatenate(cls, batches: "Sequence[SparseFeatures]") -> "SparseFeatures":
+        """The samples of all ``batches``, one batch after the other.
+
+        Bags have fixed hotness where all batches have one, and are jagged otherwise. Waits for a
+        GPU.
+
+        Raises:
+            ValueError: where there is no batch, or batches differ in their keys, or some have
+                weights and some have none.
+        """
+        return _concatenated(list(batches))
+
+    def lengths(self) -> Tensor:
+        """The number of ids of each bag, int64 ``[F, B]``, on the device of ``values``."""
+        shape = len(self.keys), self.batch_size
+        if self.offsets is not None:
+            return self.offsets.diff().long().view(shape)
+        counts = torch.tensor(self.hotness, dtype=torch.int64, device=self.values.device)
+        return counts.unsqueeze(1).expand(shape)
 
     def _map(self, function: Any) -> "SparseFeatures":
         return dataclasses.replace(
@@ -80,6 +175,96 @@ class SparseFeatures:
         for tensor in (self.values, self.offsets, self.weights):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
+
+
+def names_in(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    """``names`` as a tuple.
+
+    Raises:
+        TypeError: for a single string, whose characters would be taken for names, and for what is
+            no sequence of strings.
+    """
+    if isinstance(names, str):
+        raise TypeError(
+            f"{argument} must be a sequence of names, got the string {names!r}; pass [{names!r}]"
+        )
+    found = tuple(names) if isinstance(names, Iterable) else None
+    if found is None or not all(isinstance(name, str) for name in found):
+        raise TypeError(f"{argument} must be a sequence of names, got {names!r}")
+    return found
+
+
+def _counts(argument: str, counts: Any) -> tuple[int, ...]:
+    if isinstance(counts, str) or not isinstance(counts, Iterable):
+        raise TypeError(
+            f"{argument} must be a sequence of counts, one for each key, got {counts!r}"
+        )
+    return tuple(counts)
+
+
+def _is_count(number: Any) -> bool:
+    is_whole = isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
+    return is_whole and number >= 0
+
+
+def _weights_beside(
+    keys: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]], weights: Mapping[str, Any]
+) -> Tensor:
+    """The weights of ``bags [F][B][ids]``, float32 ``[L]``."""
+    if set(weights) != set(keys):
+        raise ValueError(f"weights must be of the features {list(keys)}, got {list(weights)}")
+    found = bags_of_features("weights", {key: weights[key] for key in keys})
+    for key, of_ids, of_weights in zip(keys, bags, found, strict=True):
+        counts, given = [len(bag) for bag in of_ids], [len(bag) for bag in of_weights]
+        if counts != given:
+            raise ValueError(
+                f"weights of feature {key} must be one for each id, {counts} in its bags, "
+                f"got {given}"
+            )
+    return flat_weights(keys, found)
+
+
+def _concatenated(batches: list[SparseFeatures]) -> SparseFeatures:
+    if not batches:
+        raise ValueError("batches must hold at least one, got none")
+    keys, hotness = batches[0].keys, batches[0].hotness
+    for batch in batches:
+        if batch.keys != keys:
+            raise ValueError(
+                f"batches must have the same keys in one order, got {list(keys)} and "
+                f"{list(batch.keys)}"
+            )
+        if (batch.weights is None) != (batches[0].weights is None):
+            raise ValueError("batches must all have weights, or none of them")
+        hotness = hotness if batch.hotness == hotness else None
+    lengths = torch.cat([batch.lengths() for batch in batches], dim=1)
+    batch_size = lengths.shape[1]
+    # The bag of each id among all, in the order in which the ids come.
+    bags = torch.arange(lengths.numel(), device=lengths.device).view_as(lengths)
+    split = bags.split([batch.batch_size for batch in batches], dim=1)
+    of_ids = torch.cat([part.reshape(-1) for part in split])
+    order = of_ids.repeat_interleave(lengths.flatten()[of_ids]).argsort(stable=True)
+    offsets = None
+    if hotness is None:
+        offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    weights = [batch.weights for batch in batches if batch.weights is not None]
+    return SparseFeatures(
+        keys=keys,
+        values=torch.cat([batch.values[: _num_ids(batch)] for batch in batches])[order],
+        batch_size=batch_size,
+        offsets=offsets,
+        hotness=hotness,
+        weights=torch.cat(
+            [part[: _num_ids(batch)] for part, batch in zip(weights, batches, strict=True)]
+        )[order]
+        if weights
+        else None,
+    )
+
+
+def _num_ids(batch: SparseFeatures) -> int:
+    """Ids that bags of ``batch`` hold; there may be more behind them."""
+    return batch.values.numel() if batch.offsets is None else int(batch.offsets[-1])
 
 
 class KeyedTensor:

@@ -2,6 +2,7 @@
 
 from torchembed.data.batch import Batch, as_batch
 from torchembed.data.click_log import ClickLog, ClickLogConfig
+from torchembed.data.collate import collate
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.data.criteo_text import CriteoText
 from torchembed.data.loader import BackgroundLoader
@@ -27,6 +28,7 @@ __all__ = [
     "Portion",
     "Split",
     "as_batch",
+    "collate",
     "open_clicks",
     "skewed_ids",
 ]

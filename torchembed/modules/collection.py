@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures, as_sparse_features
@@ -104,6 +104,22 @@ class Collection(StagedCollection[B, R, V]):
     def device(self) -> torch.device:
         """Where the tables are."""
         return self._tables[0].parameter.device
+
+    def to_torch(self) -> nn.ModuleDict:
+        """A module of torch for each table, by its name, with a copy of its weight:
+        ``torch.nn.EmbeddingBag`` with ``include_last_offset`` where vectors are pooled, and
+        ``torch.nn.Embedding`` otherwise. Which features they are for, the configs say."""
+        modules = nn.ModuleDict()
+        for table, config in zip(self._tables, self._configs, strict=True):
+            module = self._torch_module(config, table.held_weight().detach().clone())
+            module.weight.requires_grad_(table.parameter.requires_grad)
+            modules[config.name] = module
+        return modules.train(self.training)
+
+    def _torch_module(
+        self, config: EmbeddingConfig, weight: Tensor
+    ) -> nn.EmbeddingBag | nn.Embedding:
+        raise NotImplementedError
 
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchembed.core.checks import FLOAT_DTYPES
+from torchembed.core.features import names_in
 from torchembed.core.types import Pooling
 from torchembed.tables import Initializer, InPlaceFunction, TableSpec, Uniform
 
@@ -24,7 +25,8 @@ class EmbeddingConfig:
     initializer: Initializer = Uniform()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        names = names_in(f"feature_names of table {self.name}", self.feature_names)
+        object.__setattr__(self, "feature_names", names)
         if not self.name or "." in self.name:
             raise ValueError(
                 f"name of a table must be a word without dots, as parameter names need, "
@@ -144,7 +146,7 @@ def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
         name=config.name,
         num_embeddings=config.num_embeddings,
         embedding_dim=config.embedding_dim,
-        feature_names=tuple(config.feature_names) or (config.name,),
+        feature_names=config.feature_names or (config.name,),
         dtype=_DTYPES[data_type_name],
         **settings,
     )

@@ -75,6 +75,17 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((table, self.embedding_bags[table.spec.name]) for table in self._tables)
 
+    def _torch_module(self, config: EmbeddingConfig, weight: Tensor) -> nn.EmbeddingBag:
+        assert isinstance(config, EmbeddingBagConfig)
+        return nn.EmbeddingBag(
+            config.num_embeddings,
+            config.embedding_dim,
+            mode=config.pooling.value,
+            sparse=self._weight_form is WeightGradient.SPARSE,
+            include_last_offset=True,
+            _weight=weight,
+        )
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs, in order."""
         return self._configs

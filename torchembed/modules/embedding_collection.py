@@ -55,6 +55,11 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((table, self.embeddings[table.spec.name]) for table in self._tables)
 
+    def _torch_module(self, config: EmbeddingConfig, weight: Tensor) -> nn.Embedding:
+        is_sparse = self._weight_form is WeightGradient.SPARSE
+        num_rows, dim = weight.shape
+        return nn.Embedding(num_rows, dim, sparse=is_sparse, _weight=weight)
+
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs, in order."""
         return self._configs

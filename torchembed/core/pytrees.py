@@ -1,0 +1,74 @@
+"""Batches and results as PyTorch's trees, so that ``torch.export``, ``torch.func`` and what else
+walks them finds their tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchembed.core.features import JaggedTensor, KeyedTensor, SparseFeatures
+
+_TENSORS = ("values", "offsets", "weights")
+
+
+def _flatten_features(features: SparseFeatures) -> tuple[list[Any], Any]:
+    tensors = [getattr(features, name) for name in _TENSORS]
+    return tensors, (features.keys, features.batch_size, features.hotness)
+
+
+def _unflatten_features(leaves: Any, context: Any) -> SparseFeatures:
+    # Unchecked: whoever maps a tree may put anything in place of its tensors.
+    made = object.__new__(SparseFeatures)
+    keys, batch_size, hotness = context
+    fields = {"keys": tuple(keys), "batch_size": batch_size}
+    fields["hotness"] = None if hotness is None else tuple(hotness)
+    for name, value in {**fields, **dict(zip(_TENSORS, leaves, strict=True))}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _flatten_keyed(tensor: KeyedTensor) -> tuple[list[Tensor], Any]:
+    return [tensor.values()], (tuple(tensor.keys()), tuple(tensor.length_per_key()))
+
+
+def _unflatten_keyed(leaves: Any, context: Any) -> KeyedTensor:
+    (values,) = leaves
+    keys, widths = context
+    return KeyedTensor(keys, widths, values)
+
+
+def _flatten_jagged(tensor: JaggedTensor) -> tuple[list[Tensor], Any]:
+    return [tensor.values(), tensor.offsets()], None
+
+
+def _unflatten_jagged(leaves: Any, context: Any) -> JaggedTensor:
+    return JaggedTensor(*leaves)
+
+
+def register_trees() -> None:
+    """Make ``SparseFeatures``, ``KeyedTensor`` and ``JaggedTensor`` trees to PyTorch; once."""
+    _register(SparseFeatures, _flatten_features, _unflatten_features, _TENSORS)
+    _register(KeyedTensor, _flatten_keyed, _unflatten_keyed, _TENSORS[:1])
+    _register(JaggedTensor, _flatten_jagged, _unflatten_jagged, _TENSORS[:2])
+
+
+def _register(
+    kind: type[Any],
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+    names: Sequence[str],
+) -> None:
+    keys = [pytree.GetAttrKey(name) for name in names]
+
+    def flatten_with_keys(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        leaves, context = flatten(tree)
+        return list(zip(keys, leaves, strict=True)), context
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"torchembed.{kind.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,101 @@
+"""Ids, or their weights, in nested Python lists, as flat tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def bags_of_features(name: str, features: Mapping[str, Sequence[Any]]) -> list[list[list[Any]]]:
+    """Lists of each bag of each feature, ``[F][B][ids]``.
+
+    Args:
+        name: of the argument, for errors.
+        features: from each feature to a bag for each sample: a sequence, a one-dimensional tensor
+            or array, or one number.
+
+    Raises:
+        TypeError: for what is no sequence of bags.
+        ValueError: where features have different numbers of samples.
+    """
+    found = {feature: _bags(name, feature, bags) for feature, bags in features.items()}
+    sizes = {feature: len(bags) for feature, bags in found.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"{name} must have one number of samples for all features, got {sizes}")
+    return list(found.values())
+
+
+def _bags(name: str, feature: str, bags: Any) -> list[list[Any]]:
+    if isinstance(bags, (str, bytes, Mapping)) or not hasattr(bags, "__len__"):
+        raise TypeError(
+            f"{name} of feature {feature} must be a sequence with a bag for each sample, "
+            f"got {bags!r}"
+        )
+    if hasattr(bags, "tolist"):
+        bags = bags.tolist()
+    return [_bag(name, feature, sample, bag) for sample, bag in enumerate(bags)]
+
+
+def _bag(name: str, feature: str, sample: int, bag: Any) -> list[Any]:
+    if isinstance(bag, (list, tuple)):
+        return list(bag)
+    if hasattr(bag, "tolist"):
+        found = bag.tolist()
+        return found if isinstance(found, list) else [found]
+    if isinstance(bag, (int, float)):
+        return [bag]
+    raise TypeError(
+        f"{name} of feature {feature}, sample {sample}, must be a list of numbers or one number, "
+        f"got {bag!r}"
+    )
+
+
+def flat_ids(features: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]]) -> Tensor:
+    """The numbers of ``bags [F][B][ids]`` as int64 ``[L]``.
+
+    Raises:
+        TypeError: for a number that is not whole, and for anything else, by feature and sample.
+    """
+    return _flat("ids", "whole numbers", features, bags, _INTEGERS).to(torch.int64)
+
+
+def flat_weights(features: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]]) -> Tensor:
+    """The numbers of ``bags [F][B][ids]`` as float32 ``[L]``.
+
+    Raises:
+        TypeError: for anything but numbers, by feature and sample.
+    """
+    kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *_INTEGERS)
+    return _flat("weights", "numbers", features, bags, kinds).to(torch.float32)
+
+
+def _flat(
+    name: str,
+    kind: str,
+    features: Sequence[str],
+    bags: Sequence[Sequence[Sequence[Any]]],
+    dtypes: Sequence[torch.dtype],
+) -> Tensor:
+    flat = _tensor([number for of_feature in bags for bag in of_feature for number in bag])
+    if flat is not None and (flat.numel() == 0 or flat.dtype in dtypes):
+        return flat
+    for feature, of_feature in zip(features, bags, strict=True):
+        for sample, bag in enumerate(of_feature):
+            tensor = _tensor(bag)
+            if tensor is None or (tensor.numel() and tensor.dtype not in dtypes):
+                raise TypeError(
+                    f"{name} of feature {feature}, sample {sample}, must be {kind}, got {bag!r}"
+                )
+    raise TypeError(f"{name} must be {kind} of one kind")
+
+
+def _tensor(numbers: Sequence[Any]) -> Tensor | None:
+    """``numbers`` in the dtype that holds them; None where there is no such tensor, of one dim."""
+    try:
+        tensor = torch.tensor(numbers, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return tensor if tensor.dim() == 1 else None

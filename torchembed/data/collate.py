@@ -1,0 +1,31 @@
+"""``collate``, for a ``DataLoader`` whose samples have sparse features."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data._utils.collate import collate as collate_by_type
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from torchembed.core.features import SparseFeatures
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """A batch of ``samples``: ``DataLoader(dataset, collate_fn=torchembed.data.collate)``.
+
+    As ``torch.utils.data.default_collate``, and :class:`~torchembed.SparseFeatures` of one sample
+    each, wherever in a sample they are, become one of all samples::
+
+        def __getitem__(self, index):
+            bags = {"user": [self.users[index]], "genre": [self.genres[index]]}
+            return Batch(self.dense[index], SparseFeatures.from_dict(bags), self.labels[index])
+
+    Raises:
+        ValueError: where samples' features differ in their keys, or some have weights.
+        TypeError: for what ``default_collate`` does not take.
+    """
+    kinds = {SparseFeatures: _concatenate, **default_collate_fn_map}
+    return collate_by_type(samples, collate_fn_map=kinds)
+
+
+def _concatenate(samples: Sequence[SparseFeatures], **_: Any) -> SparseFeatures:
+    return SparseFeatures.concatenate(samples)

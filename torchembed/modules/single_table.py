@@ -1,0 +1,133 @@
+"""The base of ``EmbeddingBag`` and ``Embedding``: one table, under the parameter ``weight``."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.core import checks
+from torchembed.core.features import SparseFeatures
+from torchembed.core.types import OnBadId
+from torchembed.modules.slots import Slots
+from torchembed.modules.table_lookup import look_up
+from torchembed.modules.table_module import TableModule, as_on_bad_id
+from torchembed.ops.row_gradients import WeightGradient
+from torchembed.tables import Normal, Table, TableSpec
+
+M = TypeVar("M", nn.EmbeddingBag, nn.Embedding)
+
+
+class SingleTable(TableModule):
+    """One table under the parameter ``weight``, looked up by the feature ``input``."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        refused: dict[str, Any],
+        sparse: bool,
+        weight: Tensor | None,
+        is_frozen: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+        on_bad_id: OnBadId | str,
+        seed: int | None,
+    ) -> None:
+        super().__init__()
+        for name, value in refused.items():
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"{name}={value!r} is not supported; use torch.nn.{type(self).__name__} for it"
+                )
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(
+                f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx}"
+            )
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.sparse = sparse
+        if weight is not None:
+            checks.check_dim("_weight", weight, 2)
+            if tuple(weight.shape) != (num_embeddings, embedding_dim):
+                raise ValueError(
+                    f"_weight must be {(num_embeddings, embedding_dim)}, got {tuple(weight.shape)}"
+                )
+            dtype = weight.dtype
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in (*checks.FLOAT_DTYPES, torch.float64):
+            raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        spec = TableSpec(
+            name="weight",
+            num_rows=num_embeddings,
+            dim=embedding_dim,
+            dtype=dtype,
+            initializer=Normal(),
+            seed=seed,
+        )
+        self._table = Table(spec)
+        self._table.holder = self
+        self._hold([self._table], [None], device if weight is None else "meta")
+        if weight is None:
+            self.weight = self._table.parameter
+            self._zero_padding()
+        else:
+            self.weight = nn.Parameter(weight)
+        self.weight.requires_grad_(not is_frozen)
+        self._table_set.form_groups()
+        self._slots = Slots(self._table_set, [self._table], ["input"], as_on_bad_id(on_bad_id))
+        self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None and name == "weight":
+            self._table.parameter = param
+
+    def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
+        return ((self._table, self),)
+
+    def held_weight(self) -> Tensor:
+        """``weight``: the parameter, or what was put in its place."""
+        return self.weight
+
+    def _zero_padding(self) -> None:
+        if self.padding_idx is not None and not self.weight.is_meta:
+            self.weight.data[self.padding_idx].zero_()
+
+    def reset_parameters(self) -> None:
+        """Give every row its initial value again: standard normal, zeros for the padding row."""
+        super().reset_parameters()
+        self._zero_padding()
+
+    def _as_torchs(self, module: M) -> M:
+        """``module`` of torch with this one's mode and state."""
+        module.weight.requires_grad_(self.weight.requires_grad)
+        return module.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
+
+    def check_ids(self) -> None:
+        """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""
+        self._slots.bad_ids.check(wait=True)
+
+    def _rows(self, features: SparseFeatures) -> tuple[Tensor, Tensor | None]:
+        """Rows of the table, -1 for the padding row, and where that was looked up."""
+        (entry,) = self._slots.by_group()
+        rows = self._slots.rows(entry, features)
+        if self.padding_idx is None:
+            return rows, None
+        is_padding = rows == self.padding_idx
+        return rows.masked_fill(is_padding, -1), is_padding
+
+    def _vectors(self, rows: Tensor) -> Tensor:
+        """``[L, D]``, in the dtype of the weight; zeros for rows of -1."""
+        group = self._table.group
+        return look_up(
+            group, rows, sink=group.record, output_dtype=None, weight_form=self._weight_form
+        )
