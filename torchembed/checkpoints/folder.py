@@ -1,21 +1,13 @@
 """A folder of checkpoints: which are complete, how one is completed, which are kept."""
 
 import atexit
-import contextlib
+import datetime
 import re
 import secrets
-import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-
-from torchembed.checkpoints.collective_errors import errors_of_all_ranks
 from torchembed.checkpoints.marker import Marker
 from torchembed.checkpoints.rank_files import (
     CheckpointReader,
@@ -29,11 +21,12 @@ from torchembed.checkpoints.run_state import (
     on_cpu,
     state_of,
 )
-from torchembed.checkpoints.save_planner import ChunkedSavePlanner
+from torchembed.checkpoints.state_files import read_state, write_state
 from torchembed.checkpoints.storage import FileDigest, Storage
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core import ranks
 from torchembed.core.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.core.cpu_group import CpuGroup
 
 MARKER = "complete.json"
 """Of a checkpoint's files the last one; there is no checkpoint without it."""
@@ -72,18 +65,23 @@ class CheckpointFolder:
     earlier step than the last, saves in another folder.
     """
 
-    def __init__(self, path: str | Path, *, keep: int = 2) -> None:
+    def __init__(
+        self, path: str | Path, *, keep: int = 2, timeout: datetime.timedelta | None = None
+    ) -> None:
         """
         Args:
             path: a local folder or a URL that fsspec knows (``s3://``, ``hdfs://``, ...); made by
                 the first save.
             keep: how many complete checkpoints are left after a save, at least 1.
+            timeout: how long a rank waits for the others, which may take longer to write their
+                files; the default process group's limit where None.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._storage = Storage(path)
         self._keep = keep
-        self._group: dist.ProcessGroup | None = None
+        self._timeout = timeout
+        self._group: CpuGroup | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
@@ -104,12 +102,10 @@ class CheckpointFolder:
     def _complete(self) -> list[_Checkpoint]:
         return [checkpoint for checkpoint in self._found() if self._is_complete(checkpoint)]
 
-    def _cpu_group(self) -> dist.ProcessGroup | None:
+    def _cpu_group(self, what: str) -> CpuGroup:
         """All ranks, through the CPU, apart from what the run itself sends; made once."""
-        if self._group is None and dist.is_initialized():
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
+        if self._group is None:
+            self._group = CpuGroup(what, self._timeout)
         return self._group
 
     def save(self, step: int, run: TrainingRun, *, wait: bool = True) -> None:
@@ -128,23 +124,26 @@ class CheckpointFolder:
 
         Raises:
             OSError, RuntimeError: where writing fails, on every rank.
+            TimeoutError, ConnectionError: where ranks did not come; names them. This object is of
+                no use then: end the run, or make another one on every rank.
             ValueError: where an optimizer holds parameters that are not the model's, the ranks'
                 steps or optimizers differ, or ``step`` is negative.
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
         self.wait()
-        group, what = self._cpu_group(), f"save a checkpoint of step {step} in {self}"
-        check_agreement(step, run, group)
+        what = f"save a checkpoint of step {step} in {self}"
+        group = self._cpu_group(what)
+        check_agreement(step, run, group, what)
         state = raise_on_all_ranks(lambda: state_of(run), what, group)
         if wait:
-            self._write(step, state, what)
+            self._write(step, state, group, what)
             return
         copied = raise_on_all_ranks(lambda: on_cpu(state), what, group)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             atexit.register(self.wait)  # a failure that nobody asked for is shown at the end
-        self._pending = self._writer.submit(self._write, step, copied, what)
+        self._pending = self._writer.submit(self._write, step, copied, group, what)
 
     def wait(self) -> None:
         """Return once an asynchronous save is complete, and raise what it raised. Collective."""
@@ -152,21 +151,13 @@ class CheckpointFolder:
         if pending is not None:
             pending.result()
 
-    def _write(self, step: int, state: dict[str, Any], what: str) -> None:
-        group = self._group
+    def _write(self, step: int, state: dict[str, Any], group: CpuGroup, what: str) -> None:
         checkpoint, token = decide_on_first_rank(lambda: self._begin(step), what, group)
         path = self._storage.path(checkpoint.name)
         raise_on_all_ranks(lambda: self._check_token(path, token), what, group)
         self._storage.written.clear()
-        with _one_process_is_fine(), errors_of_all_ranks(what):
-            save(
-                state,
-                storage_writer=CheckpointWriter(self._storage, path),
-                planner=ChunkedSavePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-        written = ranks.gather_objects(self._storage.written, group)
+        write_state(state, CheckpointWriter(self._storage, path), group, what)
+        written = group.gather(self._storage.written, what)
         files = {name.rsplit("/", 1)[-1]: d for part in written for name, d in part.items()}
         decide_on_first_rank(lambda: self._complete_one(step, path, token, files), what, group)
         decide_on_first_rank(lambda: self._remove_old(checkpoint), what, group)
@@ -243,7 +234,8 @@ class CheckpointFolder:
                 or run, with all mismatches. Nothing is changed in either case.
         """
         self.wait()
-        group, what = self._cpu_group(), f"load a checkpoint of {self}"
+        what = f"load a checkpoint of {self}"
+        group = self._cpu_group(what)
         checkpoint = decide_on_first_rank(lambda: self._choose(step), what, group)
         if checkpoint is None:
             return None
@@ -254,23 +246,12 @@ class CheckpointFolder:
         reader = CheckpointReader(self._storage, path)
         metadata = raise_on_all_ranks(reader.read_metadata, what, group)
 
-        def read(state: dict[str, Any]) -> None:
-            with _one_process_is_fine(), errors_of_all_ranks(what):
-                load(
-                    state,
-                    storage_reader=reader,
-                    planner=DefaultLoadPlanner(
-                        flatten_state_dict=False, flatten_sharded_tensors=False
-                    ),
-                    process_group=group,
-                    no_dist=group is None,
-                )
-
         saved = SavedState(
             name=f"checkpoint {path}",
             entries=metadata.state_dict_metadata,
             num_ranks=marker.num_ranks,
-            read=read,
+            read=lambda state: read_state(state, reader, metadata, group, what),
+            group=group,
         )
         load_state(run, saved)
         return checkpoint.step
@@ -327,11 +308,3 @@ def _checker(name: str) -> int:
     next, from its machine's memory."""
     writer = _DATA_FILE.match(name)
     return int(writer[1]) % ranks.world_size() if writer else 0
-
-
-@contextlib.contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    """Without a process group torch warns that it saves and loads in one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from torchembed.checkpoints.random_state import random_state, set_random_state
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core import ranks
 from torchembed.core.collective_errors import raise_on_all_ranks
+from torchembed.core.cpu_group import CpuGroup
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import table_of
 
@@ -39,6 +39,13 @@ class SavedState(NamedTuple):
     """How many ranks saved it."""
     read: Callable[[dict[str, Any]], None]
     """Fills the tensors of a dict in place and replaces its other values; every rank calls it."""
+    group: CpuGroup
+    """All ranks that load."""
+
+    @property
+    def what(self) -> str:
+        """The loading, as "could not ..." goes on."""
+        return f"load {self.name}"
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:
@@ -60,10 +67,10 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
     return state
 
 
-def check_agreement(step: int, run: TrainingRun, group: dist.ProcessGroup | None) -> None:
+def check_agreement(step: int, run: TrainingRun, group: CpuGroup, what: str) -> None:
     """Raise ``ValueError`` where not all ranks save the same step and kinds of optimizers."""
     kinds = [type(optimizer).__name__ for optimizer in run.optimizers]
-    of_ranks = ranks.gather_objects((step, kinds), group)
+    of_ranks = group.gather((step, kinds), what)
     for rank, (its_step, its_kinds) in enumerate(of_ranks):
         if (its_step, its_kinds) != of_ranks[0]:
             raise ValueError(
@@ -84,8 +91,8 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
         ValueError: where names, shapes, dtypes or kinds differ, all of them named; nothing is
             changed then.
     """
-    what = f"load {saved.name}"
-    state = raise_on_all_ranks(lambda: _room_for(run, saved.entries), what)
+    what, group = saved.what, saved.group
+    state = raise_on_all_ranks(lambda: _room_for(run, saved.entries), what, group)
     of_optimizers = [f"optimizers.{index}" for index in range(len(run.optimizers))]
     _agree_on(
         [
@@ -104,7 +111,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
     }
     saved.read(packed)
     unpacked = raise_on_all_ranks(
-        lambda: {key: _unpacked(value) for key, value in packed.items()}, what
+        lambda: {key: _unpacked(value) for key, value in packed.items()}, what, group
     )
     optimizers = [
         (key, own, unpacked[key]) for key, own in zip(of_optimizers, run.optimizers, strict=True)
@@ -132,7 +139,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
         if same_ranks and (run.optimizers or run.others):
             set_random_state(unpacked[rank_key]["random"])
 
-    raise_on_all_ranks(apply, what)
+    raise_on_all_ranks(apply, what, group)
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
@@ -255,7 +262,7 @@ def _compare(key: str, value: Any, saved: SavedState) -> Iterator[str]:
 
 def _unexpected(state: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
     """Saved of the model, and known to no rank: the owner alone knows a table-wise table."""
-    known = {key for keys in ranks.gather_objects(list(state)) for key in keys}
+    known = {key for keys in saved.group.gather(list(state), saved.what) for key in keys}
     for key in saved.entries:
         if key.startswith("model.") and key not in known:
             yield f"{key} is not in the run"
@@ -285,7 +292,8 @@ def _compare_optimizer(
 
 def _agree_on(mismatches: list[str], saved: SavedState) -> None:
     """Raise on every rank where one has mismatches, naming those of all."""
-    found = sorted({item for of_rank in ranks.gather_objects(mismatches) for item in of_rank})
+    of_ranks = saved.group.gather(mismatches, saved.what)
+    found = sorted({item for of_rank in of_ranks for item in of_rank})
     if found:
         raise ValueError(
             f"{saved.name} is of another model or run: {'; '.join(found)}. Nothing was loaded"

@@ -1,48 +1,74 @@
-"""What the ranks tell each other beside the model: through the CPU, so that no device waits.
+"""Small collectives of all ranks, apart from the model's: through the CPU, so that no device waits.
 
 Without a process group there is one rank, and nothing is sent.
 """
 
+import datetime
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 def rank() -> int:
-    """This process's number."""
+    """This process's number in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Number of processes in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-_made: list[Any] = []
-"""The default process group that carries no CPU tensors, and the group made beside it."""
+def default_timeout() -> datetime.timedelta:
+    """Time limit of the default process group's collectives, as passed to ``init_process_group``:
+    the CPU's where the group carries CPU tensors, else the device's.
+
+    ``new_group`` does not follow it, but gives a group torch's own default unless it is passed one.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        return dist.default_pg_timeout
+    devices = [torch.device(name) for name in ("cpu", "cuda") if f"{name}:" in _backends()]
+    return group._get_backend(devices[0]).options._timeout
+
+
+def _backends() -> str:
+    """Backends of the default process group by device, such as ``cpu:gloo,cuda:nccl``."""
+    return dist.get_backend_config()
+
+
+_cpu_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""A group that carries CPU tensors for the default process group, where that one does not."""
 
 
 def make_cpu_group() -> None:
-    """Where the process group carries no CPU tensors, make one beside it that does, for what ranks
-    tell each other from now on; collective."""
-    if dist.is_initialized() and "cpu:" not in dist.get_backend_config() and _group() is None:
-        _made[:] = dist.group.WORLD, dist.new_group(backend="gloo")
+    """Where the default process group carries no CPU tensors, make a group that does, with its time
+    limit, for this module's collectives from now on; collective."""
+    if dist.is_initialized() and "cpu:" not in _backends() and _group() is None:
+        made, default = dist.new_group(backend="gloo", timeout=default_timeout()), dist.group.WORLD
+        assert isinstance(made, dist.ProcessGroup)
+        assert default is not None
+        _cpu_groups.clear()
+        _cpu_groups[default] = made
 
 
-def _group() -> Any:
-    """For CPU tensors; None for the default one."""
-    return _made[1] if _made and _made[0] is dist.group.WORLD else None
+def _group() -> dist.ProcessGroup | None:
+    """Process group for CPU tensors; None for the default one."""
+    default = dist.group.WORLD
+    return None if default is None else _cpu_groups.get(default)
 
 
 def check_cpu_backend() -> None:
     """Raise ``RuntimeError`` where the process group cannot carry CPU tensors."""
     if not dist.is_initialized() or _group() is not None:
         return
-    if "cpu:" not in (backends := dist.get_backend_config()):
+    if "cpu:" not in (backends := _backends()):
         raise RuntimeError(
             "the process group must carry CPU tensors beside the device's, got the backends "
             f"{backends}; call init_process_group(backend='cpu:gloo,cuda:nccl')"
@@ -55,7 +81,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def any_rank_each(*flags: bool) -> list[bool]:
-    """For each of ``flags`` whether it is true on some rank, by one collective of all ranks."""
+    """Each of ``flags``, true where it is on some rank; one collective of all ranks."""
     if world_size() == 1:
         return list(flags)
     numbers = torch.tensor(flags, dtype=torch.int32)
@@ -64,8 +90,11 @@ def any_rank_each(*flags: bool) -> list[bool]:
 
 
 def start_minimum(*numbers: int) -> Callable[[], tuple[int, ...]]:
-    """Begin to find out the least of each of ``numbers`` over all ranks, which calls of the result
-    say, in any thread; every rank must call it."""
+    """Start to take the minimum of each of ``numbers`` over all ranks; every rank must call it.
+
+    Returns:
+        A function that waits for the result and returns it, in any thread and as often as called.
+    """
     if world_size() == 1:
         return lambda: numbers
     least = torch.tensor(numbers, dtype=torch.int64)
@@ -88,20 +117,20 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
-def gather_objects(item: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(item: T) -> list[T]:
     """Every rank's ``item``, small and picklable, in the order of the ranks; on every rank."""
     if world_size() == 1:
         return [item]
-    items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item, group=_group() if group is None else group)
+    items = [item] * world_size()
+    dist.all_gather_object(items, item, group=_group())
     return items
 
 
-def from_first_rank(item: Any, group: dist.ProcessGroup | None = None) -> Any:
+def from_first_rank(item: T) -> T:
     """Rank 0's ``item``, small and picklable, on every rank."""
     items = [item]
     if world_size() > 1:
-        dist.broadcast_object_list(items, src=0, group=_group() if group is None else group)
+        dist.broadcast_object_list(items, src=0, group=_group())
     return items[0]
 
 
