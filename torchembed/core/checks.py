@@ -81,9 +81,10 @@ def check_scalars(**scalars: Tensor | None) -> None:
 
 def check_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
     """Raise ``ValueError`` unless every given tensor is on the device of ``first``."""
+    device = first.device
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != first.device:
+        if tensor is not None and tensor.device != device:
             raise ValueError(
-                f"{name} must be on {first.device} as {first_name} is, got {tensor.device}; "
-                f"call .to('{first.device}')"
+                f"{name} must be on {device} as {first_name} is, got {tensor.device}; "
+                f"call .to('{device}')"
             )

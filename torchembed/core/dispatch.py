@@ -64,15 +64,17 @@ Check = Callable[..., None]
 
 
 def _behind(kernel: Callable[..., Any], *checks: Check | None) -> Callable[..., Any]:
-    """``kernel`` behind those of ``checks`` that there are."""
-    wanted = [check for check in checks if check is not None]
-    if not wanted:
-        return kernel
+    """``kernel`` behind those of ``checks`` that there are, the last of them first."""
+    for check in checks:
+        if check is not None:
+            kernel = _after(check, kernel)
+    return kernel
 
+
+def _after(check: Check, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def checked(*args: Any) -> Any:
-        for check in wanted:
-            check(*args)
+        check(*args)
         return kernel(*args)
 
     return checked
@@ -125,7 +127,8 @@ def define_op(
     """
     checks = [check]
     if check_contents is not None and environment.check_operations():
-        checks.append(_while_not_capturing(check_contents))
+        # Contents are read of tensors whose shapes fit alone.
+        checks.insert(0, _while_not_capturing(check_contents))
     name = _library.define(schema)
     _library.impl(name, _behind(reference, *checks), "CompositeExplicitAutograd")
     torch.library.register_fake(f"torchembed::{name}", _behind(fake, check), lib=_library)

@@ -9,6 +9,8 @@ from torchembed.core.types import RUN_CHUNK, OptimizerKind
 _KINDS = frozenset(map(int, OptimizerKind))
 _NUM_STATES = {int(OptimizerKind.SGD): 0, int(OptimizerKind.ADAM): 2}
 
+_ONE_FOR_EACH_CHUNK = f"one for each {RUN_CHUNK} ids"
+
 
 def _check_states(
     weight: Tensor, state0: Tensor | None, state1: Tensor | None, optimizer: int
@@ -18,8 +20,7 @@ def _check_states(
     num_states = _NUM_STATES.get(optimizer, 1)
     rowwise = optimizer == OptimizerKind.ROWWISE_ADAGRAD
     shape = weight.shape[:1] if rowwise else weight.shape
-    for index, state in enumerate((state0, state1)):
-        name = f"state{index}"
+    for index, (name, state) in enumerate((("state0", state0), ("state1", state1))):
         if (state is not None) != (index < num_states):
             needed, came = ("given", "None") if state is None else ("None", "a tensor")
             kind = OptimizerKind(optimizer).name
@@ -46,7 +47,7 @@ def _check_runs(
         ("starts", starts, num_ids + 1, "one for each id, and the end"),
         ("order", order, num_ids, "one for each id"),
         ("num_runs", num_runs, 1, "a scalar in a tensor"),
-        ("chunk_runs", chunk_runs, num_ids // RUN_CHUNK, f"one for each {RUN_CHUNK} ids"),
+        ("chunk_runs", chunk_runs, num_ids // RUN_CHUNK, _ONE_FOR_EACH_CHUNK),
     )
     for name, tensor, numel, meaning in runs:
         if tensor is not unique_rows:
