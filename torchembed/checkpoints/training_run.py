@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchembed.optim.joint import separate
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRun:
@@ -24,10 +26,12 @@ class TrainingRun:
     others: Mapping[str, Stateful] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ``TypeError`` for what cannot be saved, which ``save`` would find late."""
+        """Take joint optimizers apart, and raise ``TypeError`` for what cannot be saved, which
+        ``save`` would find late."""
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {_kind(self.model)}")
         _check_optimizers(self.optimizers)
+        object.__setattr__(self, "optimizers", separate(self.optimizers))
         _check_others(self.others)
 
 

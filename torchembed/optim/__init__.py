@@ -5,6 +5,7 @@ from torchembed.optim.dense import DenseOptimizer
 from torchembed.optim.dense_optimizers import DenseAdagrad, DenseAdam, DenseSGD
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.optim.grad_scaler import GradScaler
+from torchembed.optim.joint import JointOptimizer
 from torchembed.optim.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "DenseSGD",
     "FusedOptimizer",
     "GradScaler",
+    "JointOptimizer",
     "RowwiseAdagrad",
     "clip_grad_norm_",
 ]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.optim.fused import FusedOptimizer
+from torchembed.optim.joint import JointOptimizer, separate
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -27,6 +28,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **others: Any) -> Any:
         """As torch's."""
+        if self.is_enabled() and isinstance(optimizer, JointOptimizer):
+            for part in optimizer.optimizers:
+                self.step(part, *arguments, **others)
+            return None
         result = super().step(optimizer, *arguments, **others)
         if self.is_enabled() and isinstance(optimizer, FusedOptimizer):
             flag = optimizer.overflow
@@ -35,6 +40,12 @@ class GradScaler(torch.amp.GradScaler):
             known = found.get(flag.device)
             found[flag.device] = flag if known is None else known.maximum(flag)
         return result
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As torch's, for the gradients of dense parameters."""
+        for part in separate([optimizer]):
+            if part is optimizer or not isinstance(part, FusedOptimizer):
+                super().unscale_(part)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's; collective where processes train together.

@@ -1,15 +1,49 @@
 """The fused optimizers by name. Their formulas are those of :class:`UpdateRule`."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
+from torchembed.optim.dense import DenseOptimizer
+from torchembed.optim.dense_optimizers import DenseAdagrad, DenseAdam, DenseSGD
 from torchembed.optim.fused import FusedOptimizer
+from torchembed.optim.joint import JointOptimizer, split_parameters
+
+_ONLY_OF_TABLES = ("max_gradient", "stochastic_rounding")
 
 
-class SGD(FusedOptimizer):
+class _WithDense(FusedOptimizer):
+    """An optimizer of tables whose rule dense parameters can have, too."""
+
+    dense_counterpart: ClassVar[type[DenseOptimizer]]
+
+    @classmethod
+    def with_dense(cls, params: Iterable[Any], **hyperparameters: Any) -> JointOptimizer:
+        """One optimizer of tables and dense parameters: ``Adagrad.with_dense(model.parameters(),
+        lr=0.01)`` steps tables by this class, and the rest by ``DenseAdagrad`` and the like.
+
+        Args:
+            params: of both kinds, or parameter groups of them.
+            hyperparameters: of this class; the dense rule takes those that it has.
+
+        Raises:
+            ValueError: where there is no parameter.
+        """
+        of_tables, of_dense = split_parameters(params, _ONLY_OF_TABLES)
+        if not of_tables and not of_dense:
+            raise ValueError("params must hold at least one parameter, got none")
+        rest = {n: value for n, value in hyperparameters.items() if n not in _ONLY_OF_TABLES}
+        parts: list[Any] = []
+        if of_tables:
+            parts.append(cls(of_tables, **hyperparameters))  # type: ignore[call-arg]
+        if of_dense:
+            parts.append(cls.dense_counterpart(of_dense, **rest))  # type: ignore[call-arg]
+        return JointOptimizer(parts)
+
+
+class SGD(_WithDense):
     """Stochastic gradient descent on the touched rows; without decay equal to ``torch.optim.SGD``.
 
     Args:
@@ -21,6 +55,7 @@ class SGD(FusedOptimizer):
     """
 
     kind = OptimizerKind.SGD
+    dense_counterpart = DenseSGD
 
     def __init__(
         self,
@@ -35,7 +70,7 @@ class SGD(FusedOptimizer):
         super().__init__(params, defaults, stochastic_rounding=stochastic_rounding)
 
 
-class Adagrad(FusedOptimizer):
+class Adagrad(_WithDense):
     """Adagrad with one sum an element, as ``torch.optim.Adagrad``; state ``sum``, float32.
 
     Args:
@@ -46,6 +81,7 @@ class Adagrad(FusedOptimizer):
     """
 
     kind = OptimizerKind.ADAGRAD
+    dense_counterpart = DenseAdagrad
     state_names = ("sum",)
 
     def __init__(
@@ -82,7 +118,7 @@ class RowwiseAdagrad(Adagrad):
     kind = OptimizerKind.ROWWISE_ADAGRAD
 
 
-class Adam(FusedOptimizer):
+class Adam(_WithDense):
     """Adam on the touched rows, as ``torch.optim.SparseAdam``; states ``exp_avg, exp_avg_sq``.
 
     Args:
@@ -93,6 +129,7 @@ class Adam(FusedOptimizer):
     """
 
     kind = OptimizerKind.ADAM
+    dense_counterpart = DenseAdam
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(

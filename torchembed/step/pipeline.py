@@ -13,6 +13,7 @@ from torchembed.core import ranks
 from torchembed.core.named_range import named_range
 from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.optim.joint import separate
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.step.batch_kinds import BatchKinds, Layouts
 from torchembed.step.batch_layout import num_ids_in, to_device
@@ -86,7 +87,7 @@ class TrainPipeline:
         capture: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self.model, self.loss_fn, self.optimizers = model, loss_fn, list(optimizers)
+        self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(optimizers)
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         is_cuda = self.device.type == "cuda"
         # No method: graphs should go with the pipeline, not with the next garbage collection.

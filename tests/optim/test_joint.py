@@ -1,0 +1,154 @@
+"""Tables and dense parameters under one optimizer, beside one for each."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.test_grad_scaler import Model
+from tests.tolerance import assert_same_bits
+from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    DenseAdagrad,
+    DenseAdam,
+    DenseSGD,
+    GradScaler,
+    JointOptimizer,
+    RowwiseAdagrad,
+)
+from torchembed.step.pipeline import TrainPipeline
+
+KINDS = [
+    (SGD, DenseSGD),
+    (Adagrad, DenseAdagrad),
+    (RowwiseAdagrad, DenseAdagrad),
+    (Adam, DenseAdam),
+]
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert_same_bits(ours.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize(("kind", "dense_kind"), KINDS)
+def test_it_does_what_both_do(kind: Any, dense_kind: Any, device: torch.device) -> None:
+    apart, joint = Model(device), Model(device)
+    optimizers = [kind(apart.tables.parameters(), lr=0.1), dense_kind([apart.dense.weight], lr=0.1)]
+    both = kind.with_dense(joint.parameters(), lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (*optimizers, both)]
+    for step in range(3):
+        for optimizer in (*optimizers, both):
+            optimizer.zero_grad()
+        for model in (apart, joint):
+            model.loss(step).backward()
+        for optimizer in (*optimizers, both):
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert_equal(apart, joint)
+    assert [type(part) for part in both.optimizers] == [kind, dense_kind]
+    assert all(parameter.grad is None for parameter in joint.tables.parameters())
+
+
+def test_a_state_is_loaded(device: torch.device) -> None:
+    model = Model(device)
+    optimizer = Adam.with_dense(model.parameters(), lr=0.1)
+    model.loss(0).backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    other = Model(device)
+    other.load_state_dict(model.state_dict())
+    loaded = Adam.with_dense(other.parameters(), lr=7.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(loaded, 1, 0.5)
+    loaded.load_state_dict(state)
+    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.1]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    assert numbers == list(range(len(list(model.parameters())))) == sorted(state["state"])
+    for each, of in ((model, optimizer), (other, loaded)):
+        of.zero_grad()
+        each.loss(1).backward()
+        of.step()
+    assert_equal(model, other)
+    scheduler.step()
+    assert [part.param_groups[0]["lr"] for part in loaded.optimizers] == [0.05, 0.05]
+    state["param_groups"].pop()
+    with pytest.raises(ValueError, match="param_groups of the state must be 2, got 1"):
+        loaded.load_state_dict(state)
+
+
+def test_groups_and_what_only_tables_have(device: torch.device) -> None:
+    model = Model(device)
+    groups = [
+        {"params": model.dense.parameters(), "lr": 0.5},
+        {"params": model.tables.parameters(), "max_gradient": 1.0},
+    ]
+    optimizer = SGD.with_dense(groups, lr=0.25, stochastic_rounding=False)
+    tables, dense = optimizer.param_groups
+    assert (tables["lr"], tables["max_gradient"], dense["lr"]) == (0.25, 1.0, 0.5)
+    assert "max_gradient" not in dense
+
+
+def test_one_kind_alone(device: torch.device) -> None:
+    model = Model(device)
+    assert [type(o) for o in SGD.with_dense(model.dense.parameters()).optimizers] == [DenseSGD]
+    assert [type(o) for o in SGD.with_dense(model.tables.parameters()).optimizers] == [SGD]
+    with pytest.raises(ValueError, match="params must hold at least one parameter, got none"):
+        SGD.with_dense([])
+
+
+def test_under_a_scaler(device: torch.device) -> None:
+    plain, scaled = Model(device), Model(device)
+    optimizers = [SGD.with_dense(model.parameters(), lr=0.1) for model in (plain, scaled)]
+    scaler = GradScaler(device.type, init_scale=1024.0)
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain.loss(step).backward()
+        optimizers[0].step()
+        scaler.scale(scaled.loss(step)).backward()
+        if step:
+            scaler.unscale_(optimizers[1])
+        scaler.step(optimizers[1])
+        scaler.update()
+        assert_equal(plain, scaled)
+    torchs = torch.amp.GradScaler(device.type)
+    torchs.scale(scaled.loss(0)).backward()
+    with pytest.raises(RuntimeError, match="cannot step tables and dense parameters together"):
+        torchs.step(optimizers[1])
+    optimizers[1].zero_grad()
+    scaled.loss(0).backward()
+    optimizers[1].step()
+
+
+def test_a_closure_is_called_once(device: torch.device) -> None:
+    model, calls = Model(device), []
+    optimizer = SGD.with_dense(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        calls.append(1)
+        loss = model.loss(0)
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) > 0 and calls == [1]
+
+
+def test_who_takes_optimizers_takes_it_apart(device: torch.device) -> None:
+    model = Model(device)
+    optimizer = SGD.with_dense(model.parameters(), lr=0.1)
+    assert isinstance(optimizer, JointOptimizer)
+    assert TrainingRun(model=model, optimizers=[optimizer]).optimizers == optimizer.optimizers
+    pipeline = TrainPipeline(model, None, [optimizer], capture=False)
+    assert pipeline.optimizers == optimizer.optimizers
+
+
+def test_groups_are_added_to_the_parts(device: torch.device) -> None:
+    optimizer = SGD.with_dense(Model(device).parameters())
+    with pytest.raises(TypeError, match="add_param_group is of the parts"):
+        optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
