@@ -267,6 +267,18 @@ def _num_ids(batch: SparseFeatures) -> int:
     return batch.values.numel() if batch.offsets is None else int(batch.offsets[-1])
 
 
+def with_offsets(features: SparseFeatures) -> SparseFeatures:
+    """``features`` with offsets, int64 in place of fixed hotness; the same ids and weights. Never
+    synchronizes."""
+    if features.hotness is None:
+        return features
+    # Filled on the device: a GPU would be waited for by a copy.
+    first = torch.zeros(1, dtype=torch.int64, device=features.values.device)
+    lengths = [first.new_full((features.batch_size,), count) for count in features.hotness]
+    offsets = torch.cat([first, *lengths]).cumsum(0)
+    return dataclasses.replace(features, offsets=offsets, hotness=None)
+
+
 class KeyedTensor:
     """Pooled vectors of several keys side by side: ``values [B, sum of widths]``."""
 

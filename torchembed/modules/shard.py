@@ -15,6 +15,7 @@ from torchembed.modules.collection import Collection
 from torchembed.modules.dense_use import dense_parameters, dense_use
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
+from torchembed.modules.inside_ddp import ignore_tables
 from torchembed.modules.shard_description import describe
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
@@ -356,3 +357,4 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
         dist.broadcast(tensor, src=first, group=group)
     ranks.average(replicated)
+    ignore_tables(model)

@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.core.features import SparseFeatures
+from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.configs import EmbeddingConfig
+from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.slots import SlotName, Slots, checked_rows
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.table_module import TableWeight
 from torchembed.sharding.planning.plan import Placement, TablePlan
+from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_batch
 from torchembed.sharding.transport.data_parallel import sum_over_columns
 from torchembed.sharding.transport.global_rows import global_tensor, local_part
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
@@ -131,6 +133,11 @@ class ShardedCollection(StagedCollection[B, R, V]):
         self._plans = list(plans)
         self._ranks, self._on_bad_id = ranks, on_bad_id
         self.bad_ids = BadIdReport()
+        names = ", ".join(config.name for config in configs)
+        self._tables_in_words = f"tables {names} of {type(self).__name__}"
+        self._num_lookups = 0
+        """That were agreed on with the other ranks."""
+        self._dense_owner = DenseOwner()
 
     def _assign_slots(self, device: torch.device) -> None:
         """Find out which slots travel, once this rank's tables are held."""
@@ -230,6 +237,45 @@ class ShardedCollection(StagedCollection[B, R, V]):
             hotness=batch.hotness,
             weights=batch.weights,
         )
+
+    def forward(self, features: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._dense_owner.note_forward(self, self._ranks.gradient_mean)
+        return super().forward(features)
+
+    def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
+        """``features`` with a feature for each slot and checked ids.
+
+        Raises:
+            IndexError, ValueError: for features that the collection cannot look up.
+        """
+        raise NotImplementedError
+
+    def _agreed_batch(
+        self, features: SparseFeatures
+    ) -> tuple[SparseFeatures, Sequence[int] | None]:
+        """:meth:`_batch_of`, and the samples of each rank; where hotness is not the same on all of
+        them, with offsets in its place. Collective where a table is sharded, without a GPU.
+
+        Raises:
+            IndexError, ValueError: for features that the collection cannot look up.
+            RuntimeError: where those of another rank cannot be looked up; it names the rank.
+            ValueError: where the ranks' features differ in weights.
+        """
+        if not self._sharded_slots:
+            return self._batch_of(features), None
+        batch = None
+        try:
+            batch = self._batch_of(features)
+            kind: BatchKind | Exception = BatchKind.of(batch, self._tables_in_words)
+        except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
+            kind = error
+        number, self._num_lookups = self._num_lookups, self._num_lookups + 1
+        agreed = agree_on_batch(kind, features.batch_size, self._ranks.group, number=number)
+        assert batch is not None
+        if not agreed.have_same_hotness:
+            batch = with_offsets(batch)
+        return batch, agreed.batch_sizes
 
     def _group_of_sizes(self, *, ahead: bool) -> Any:
         """The group through which a jagged batch is announced, ``ahead`` of its forward or in it:

@@ -103,33 +103,40 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return self._is_weighted
 
     def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> "_BucketizedBags":
-        batch, route = self._batch_and_route(features)
-        num_replicated = None
+        batch_sizes = None
+        if ahead:
+            # Whoever exchanges sizes ahead has agreed on the kind of batch with the other ranks.
+            batch = self._batch_of(features)
+        else:
+            batch, batch_sizes = self._agreed_batch(features)
+        route, num_replicated = self._jagged_route(batch), None
         if route is not None:
             numbers = num_ids_of_features(batch)
             route.exchange_sizes(self._group_of_sizes(ahead=ahead))
             num_ids = numbers.tolist()
             num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
-        return _BucketizedBags(batch, route, self._replicated_part(batch, num_replicated))
+        of_replicated = self._replicated_part(batch, num_replicated)
+        return _BucketizedBags(batch, route, of_replicated, batch_sizes)
 
     def _bucketize(self, features: SparseFeatures) -> "_BucketizedBags":
-        batch, route = self._batch_and_route(features)
-        return _BucketizedBags(batch, route, self._replicated_part(batch, None))
+        batch = self._batch_of(features)
+        route, of_replicated = self._jagged_route(batch), self._replicated_part(batch, None)
+        return _BucketizedBags(batch, route, of_replicated)
 
     def _needed_capacity(self, ids: "_BucketizedBags") -> Tensor | None:
         return None if ids.route is None else ids.route.needed_capacity()
 
-    def _batch_and_route(
-        self, features: SparseFeatures
-    ) -> tuple[SparseFeatures, JaggedRoute | None]:
-        """The batch with checked ids, and where its lengths vary the way of those that travel."""
+    def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
         batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        batch = self._checked(batch)
+        return self._checked(batch)
+
+    def _jagged_route(self, batch: SparseFeatures) -> JaggedRoute | None:
+        """The way of the ids that travel, where their lengths vary."""
         if not self._sharded_slots or batch.hotness is not None:
-            return batch, None
+            return None
         parts, layout, _ = self._sharded
         of_parts = select_features(batch, [part.slot for part in parts])
-        return batch, JaggedRoute(of_parts, layout, self._ranks)
+        return JaggedRoute(of_parts, layout, self._ranks)
 
     def _replicated_part(self, batch: SparseFeatures, num_ids: int | None) -> SparseFeatures | None:
         """The features of the slots whose tables every rank holds."""
@@ -138,12 +145,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return select_features(batch, self._replicated_slots, num_ids)
 
     def _route(self, ids: "_BucketizedBags", capacity: int | None) -> "_RoutedBags":
-        batch, jagged_route, of_replicated = ids
+        batch, jagged_route, of_replicated, batch_sizes = ids
         route = sharded = replicated = num_ids = None
         if self._sharded_slots:
             parts, layout, local = self._sharded
             if jagged_route is None:
-                route = FixedRoute(batch, [part.slot for part in parts], layout, self._ranks)
+                of_parts = [part.slot for part in parts]
+                route = FixedRoute(batch, of_parts, layout, self._ranks, batch_sizes)
             else:
                 jagged_route.exchange_ids(capacity)
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
@@ -248,6 +256,8 @@ class _BucketizedBags(NamedTuple):
     route: JaggedRoute | None
     replicated: SparseFeatures | None
     """A feature for each replicated slot."""
+    batch_sizes: Sequence[int] | None = None
+    """Samples of each rank, where they are known."""
 
 
 class _RoutedBags(NamedTuple):

@@ -1,12 +1,13 @@
 """``EmbeddingCollection`` over several ranks."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchembed.core.features import SparseFeatures
+from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.embedding_collection import (
     EmbeddingCollection,
@@ -64,7 +65,7 @@ class ShardedEmbeddingCollection(
         return self._configs
 
     def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> "_BucketizedSequences":
-        batch = self._checked(with_offsets(self._feature_slots.batch(features)))
+        batch = self._batch_of(features) if ahead else self._agreed_batch(features)[0]
         routes = {}
         for width, (parts, layout, _) in self._by_width.items():
             of_parts = select_features(batch, [part.slot for part in parts])
@@ -77,6 +78,10 @@ class ShardedEmbeddingCollection(
         for _, route in routes.values():
             route.exchange_sizes(self._group_of_sizes(ahead=ahead))
         return _BucketizedSequences(routes, replicated)
+
+    def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
+        batch = dataclasses.replace(self._feature_slots.batch(features), weights=None)
+        return self._checked(with_offsets(batch))
 
     def _route(self, ids: "_BucketizedSequences", capacity: int | None) -> "_RoutedSequences":
         by_width = {}
@@ -159,16 +164,3 @@ class _BucketizedSequences(NamedTuple):
 class _RoutedSequences(NamedTuple):
     by_width: dict[int, _WidthLookups]
     replicated: SizedRows | None
-
-
-def with_offsets(batch: SparseFeatures) -> SparseFeatures:
-    """``batch`` with offsets in place of fixed hotness, and without weights."""
-    offsets = batch.offsets
-    if batch.hotness is not None:
-        # Filled there: a GPU would be waited for by a copy.
-        first = torch.zeros(1, dtype=torch.int64, device=batch.values.device)
-        lengths = [first.new_full((batch.batch_size,), count) for count in batch.hotness]
-        offsets = torch.cat([first, *lengths]).cumsum(0)
-    return SparseFeatures(
-        keys=batch.keys, values=batch.values, batch_size=batch.batch_size, offsets=offsets
-    )

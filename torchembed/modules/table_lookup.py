@@ -8,6 +8,7 @@ from torch import Tensor
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.stand_ins import in_transform
 from torchembed.core.types import Pooling
+from torchembed.modules.inside_ddp import active_ddp
 from torchembed.ops.eager_lookup import bags_of_positions, eager_sequence_lookup, pool_vectors
 from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
 from torchembed.ops.row_gradients import GradientSink, WeightGradient
@@ -15,18 +16,37 @@ from torchembed.ops.sequence_lookup import sequence_lookup
 from torchembed.tables import TableGroup, group_weight
 
 
-def _takes_kernels(group: TableGroup, weight: Tensor, is_recorded: bool) -> bool:
-    """Whether kernels look up rows of ``weight``.
+def _names(group: TableGroup) -> str:
+    return ", ".join(table.spec.name for table in group.tables)
+
+
+def _takes_kernels(group: TableGroup, weight: Tensor, rows: Tensor, is_recorded: bool) -> bool:
+    """Whether kernels look up ``rows`` of ``weight``.
 
     Raises:
+        RuntimeError: where the tables have no rows yet; where an optimizer is to record gradients
+            that ranks would have to average, and do not.
         TypeError: where they do not, and an optimizer is to record gradients.
     """
+    if weight.is_meta and not rows.is_meta:
+        raise RuntimeError(
+            f"tables {_names(group)} are on the meta device and have no rows; call "
+            "shard_embeddings, or to_empty(device=...) and then reset_parameters()"
+        )
+    table = group.tables[0]
+    is_averaged = table.is_sharded or table.gradient_reduction is not None
+    if is_recorded and not is_averaged and active_ddp() is not None:
+        raise RuntimeError(
+            f"tables {_names(group)} have a fused optimizer, whose gradients "
+            "DistributedDataParallel does not average, so that the ranks' rows would differ; call "
+            "shard_embeddings, with data_parallel for tables that every rank is to hold, or use an "
+            "optimizer of torch.optim"
+        )
     if weight.dtype in FLOAT_DTYPES and not in_transform():
         return True
     if is_recorded:
-        names = ", ".join(table.spec.name for table in group.tables)
         raise TypeError(
-            f"tables {names} must be float32, float16 or bfloat16 for an optimizer of "
+            f"tables {_names(group)} must be float32, float16 or bfloat16 for an optimizer of "
             f"torchembed's, got {weight.dtype}; use one of torch.optim"
         )
     return False
@@ -51,7 +71,7 @@ def look_up(
         weight_form: form of the gradient of the weight.
     """
     weight, is_recorded = group_weight(group)
-    if not _takes_kernels(group, weight, is_recorded):
+    if not _takes_kernels(group, weight, rows, is_recorded):
         vectors = eager_sequence_lookup(weight, rows, sparse=_is_sparse(weight_form))
         return vectors if output_dtype is None else vectors.to(output_dtype)
     return sequence_lookup(
@@ -90,7 +110,7 @@ def look_up_pooled(
         pooling, sink, output_dtype, weight_form: as of that and :func:`look_up`.
     """
     weight, is_recorded = group_weight(group)
-    if _takes_kernels(group, weight, is_recorded):
+    if _takes_kernels(group, weight, rows, is_recorded):
         return pooled_lookup(
             weight,
             rows,

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchembed.core.trees import Tree, layout_of
 from torchembed.modules.staged_collection import StagedCollection
-from torchembed.step.batch_layout import has_fixed_shape, jagged_layout
+from torchembed.step.batch_layout import has_fixed_shape, jagged_layout, lengths_digest
 
 
 class BatchKinds(NamedTuple):
@@ -27,6 +27,7 @@ class Layouts:
         self._all_wait = any(collection.always_waits_for_sizes for collection in collections)
         self._static: Hashable = None
         self._jagged: Hashable = None
+        self._static_digest = self._jagged_digest = 0
 
     def kinds_of(self, batch: Tree) -> BatchKinds:
         """The kinds of ``batch``, which sets the layout where it is the first of its kind."""
@@ -34,8 +35,15 @@ class Layouts:
             return BatchKinds(static=True, jagged=False)
         if has_fixed_shape(batch) and not self._all_wait:
             layout = layout_of(batch)
-            self._static = layout if self._static is None else self._static
+            if self._static is None:
+                self._static, self._static_digest = layout, lengths_digest(batch)
             return BatchKinds(static=layout is not None and layout == self._static, jagged=False)
         layout = jagged_layout(batch)
-        self._jagged = layout if self._jagged is None else self._jagged
+        if self._jagged is None:
+            self._jagged, self._jagged_digest = layout, lengths_digest(batch)
         return BatchKinds(static=False, jagged=layout is not None and layout == self._jagged)
+
+    def lengths_digest(self, kinds: BatchKinds) -> int:
+        """:func:`~torchembed.step.batch_layout.lengths_digest` of batches of ``kinds``, which must
+        be the same on all ranks for a step of these kinds."""
+        return self._static_digest if kinds.static else self._jagged_digest

@@ -182,7 +182,9 @@ class TrainPipeline:
         if not self._engines.captures:
             return ReadBatch(data, number, _NO_KIND, lambda: Agreement(_NO_KIND, 0))
         kinds = self._layouts.kinds_of(data)
-        least = ranks.start_minimum(*kinds, -num_ids_in(data) if kinds.jagged else 0)
+        num_ids = num_ids_in(data) if kinds.jagged else 0
+        digest = self._layouts.lengths_digest(kinds)
+        least = ranks.start_minimum(*kinds, -num_ids, digest, -digest)
         batch = ReadBatch(data, number, kinds, functools.partial(_agreement, least))
         self._engines.prefetch(batch)
         return batch
@@ -269,8 +271,11 @@ _NO_KIND = BatchKinds(static=False, jagged=False)
 
 def _agreement(least: Callable[[], tuple[int, ...]]) -> Agreement:
     """What all ranks have in common, of the least of each of their numbers."""
-    static, jagged, negated_num_ids = least()
-    return Agreement(BatchKinds(static=bool(static), jagged=bool(jagged)), -negated_num_ids)
+    static, jagged, negated_num_ids, digest, negated_digest = least()
+    # Captured steps exchange ids as if every rank's features had one hotness and kind of weights.
+    is_alike = digest == -negated_digest
+    kinds = BatchKinds(static=bool(static) and is_alike, jagged=bool(jagged) and is_alike)
+    return Agreement(kinds, -negated_num_ids)
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

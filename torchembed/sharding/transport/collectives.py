@@ -44,32 +44,42 @@ def exchange_sizes(sizes: Tensor, group: Any) -> list[list[int]]:
 
 def gather_size(size: int, group: Any) -> list[int]:
     """``size`` of every rank, through the CPU unless within :func:`known_sizes`."""
-    return _gathering.get()(size, group)
+    return [of_rank for (of_rank,) in gather_numbers((size,), group)]
 
 
-def _ask(size: int, group: Any) -> list[int]:
-    sizes = list(torch.empty(dist.get_world_size(group), 1, dtype=torch.int64))
-    dist.all_gather(sizes, torch.tensor([size]), group=group)
-    return torch.cat(sizes).tolist()
+def gather_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
+    """The 64-bit integers ``numbers`` of every rank, as many on each, by rank; through the CPU
+    unless within :func:`known_sizes`."""
+    return _gathering.get()(tuple(numbers), group)
 
 
-_gathering: ContextVar[Callable[[int, Any], list[int]]] = ContextVar("gathering", default=_ask)
+def _ask(numbers: tuple[int, ...], group: Any) -> list[list[int]]:
+    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    of_ranks = mine.new_empty(dist.get_world_size(group), len(numbers))
+    dist.all_gather(list(of_ranks), mine, group=group)
+    return of_ranks.tolist()
+
+
+_Gather = Callable[[tuple[int, ...], Any], list[list[int]]]
+
+_gathering: ContextVar[_Gather] = ContextVar("gathering", default=_ask)
 
 
 class GatheredSize(NamedTuple):
-    """What :func:`gather_size` was asked, and gave."""
+    """What :func:`gather_size` or :func:`gather_numbers` was asked, and gave."""
 
-    own: int
-    of_ranks: list[int]
+    own: tuple[int, ...]
+    of_ranks: list[list[int]]
 
 
 @contextlib.contextmanager
 def noted_sizes() -> Iterator[list[GatheredSize]]:
-    """What :func:`gather_size` gives meanwhile in this thread, in its order."""
+    """What :func:`gather_size` and :func:`gather_numbers` give meanwhile in this thread, in its
+    order."""
     noted: list[GatheredSize] = []
 
-    def ask(size: int, group: Any) -> list[int]:
-        noted.append(GatheredSize(size, _ask(size, group)))
+    def ask(numbers: tuple[int, ...], group: Any) -> list[list[int]]:
+        noted.append(GatheredSize(numbers, _ask(numbers, group)))
         return noted[-1].of_ranks
 
     with _gathering_by(ask):
@@ -78,27 +88,34 @@ def noted_sizes() -> Iterator[list[GatheredSize]]:
 
 @contextlib.contextmanager
 def known_sizes(noted: Sequence[GatheredSize]) -> Iterator[None]:
-    """Meanwhile :func:`gather_size` gives in this thread what was ``noted``, and no rank waits for
-    another one; for what asks for the same sizes in the same order, on every rank.
+    """Meanwhile :func:`gather_size` and :func:`gather_numbers` give in this thread what was
+    ``noted``, and no rank waits for another one; for what asks for the same sizes in the same
+    order, on every rank.
 
     Raises:
-        RuntimeError: in :func:`gather_size`, where it is asked for others.
+        RuntimeError: in these functions, where they are asked for others.
     """
     left = iter(noted)
 
-    def give(size: int, group: Any) -> list[int]:
+    def give(numbers: tuple[int, ...], group: Any) -> list[list[int]]:
         known = next(left, None)
-        if known is None or known.own != size:
-            there = "none is left" if known is None else f"{known.own} comes next"
-            raise RuntimeError(f"sizes must be asked for as before, got {size}, where {there}")
+        if known is None or known.own != numbers:
+            there = "none is left" if known is None else f"{_listed(known.own)} comes next"
+            raise RuntimeError(
+                f"sizes must be asked for as before, got {_listed(numbers)}, where {there}"
+            )
         return known.of_ranks
 
     with _gathering_by(give):
         yield
 
 
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 @contextlib.contextmanager
-def _gathering_by(gather: Callable[[int, Any], list[int]]) -> Iterator[None]:
+def _gathering_by(gather: _Gather) -> Iterator[None]:
     before = _gathering.set(gather)
     try:
         yield

@@ -80,6 +80,7 @@ class GradientMean:
         dtype: in which gradients are summed; their own where None. They keep theirs.
         push: takes the means by push; the group's all-reduce does where it is None.
         bucket_bytes: a bucket takes no more parameters once it has as many.
+        held: kept as long as the means are; what ``group`` was borrowed by.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class GradientMean:
         dtype: torch.dtype | None = None,
         push: PushedMean | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        held: object = None,
     ) -> None:
+        self._held = held
         self._parameters = list(parameters)
         self._places: dict[Tensor, int] = {p: place for place, p in enumerate(self._parameters)}
         self._order = self._parameters[::-1]
@@ -107,6 +110,7 @@ class GradientMean:
         self._numbers: list[_Numbers] = []
         self._carriers: list[_Bucket] = []
         """Of the buckets with one of which numbers travel, the last ones, two at most."""
+        self._left_out: set[nn.Parameter] = set()
         self._finishing: Callable[[], Any] = _nothing
         """Gives what is to be called at the end of the backward; None where that failed."""
         # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
@@ -122,8 +126,16 @@ class GradientMean:
         # A parameter that is pickled leaves the other ranks behind.
         return _nothing, ()
 
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From the next backward on, average the gradients of all but ``parameters``, which
+        somebody else does; the same on all ranks."""
+        self._left_out = set(parameters)
+
+    def _is_averaged(self, parameter: Tensor) -> bool:
+        return parameter not in self._left_out and _is_averaged(parameter)
+
     def _on_gradient(self, parameter: Tensor) -> None:
-        if not _is_averaged(parameter):
+        if not self._is_averaged(parameter):
             return  # the engine also calls where it has no gradient
         self._begin()
         if not self._buckets:
@@ -177,7 +189,7 @@ class GradientMean:
         """Anew for each backward: what trains, and what optimizers have laid out, may change."""
         open_buckets: dict[torch.dtype, _Bucket] = {}
         for parameter in self._order:
-            if not parameter.requires_grad or not _is_averaged(parameter):
+            if not parameter.requires_grad or not self._is_averaged(parameter):
                 continue
             bucket = open_buckets.get(parameter.dtype)
             if bucket is None or bucket.num_bytes >= self._bucket_bytes:

@@ -1,7 +1,6 @@
 """The ranks that share a model's tables: their mesh, and the meshes of some of them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torchembed.sharding.transport.data_parallel import max_over, row_gradient_m
 from torchembed.sharding.transport.gradient_mean import GradientMean
 from torchembed.sharding.transport.peer_access import check_peer_access
 from torchembed.sharding.transport.pushed_mean import PushedMean
+from torchembed.sharding.transport.rank_groups import borrow_groups, group_of_some
 from torchembed.sharding.wire import BUCKET_BYTES, WirePrecision, WireTransport
 from torchembed.tables.group import RankMaximum
 
@@ -56,20 +56,17 @@ def _mesh_of(processes: Sequence[int], mesh: DeviceMesh) -> DeviceMesh | None:
             f"mesh must hold all {dist.get_world_size()} processes where it has two dimensions or "
             f"some of its ranks only share a table, got {mesh.size()}; start these by themselves"
         )
-    group = dist.group.WORLD
-    if len(processes) < dist.get_world_size():
-        group = dist.new_group(list(processes))
-    if dist.get_rank() not in processes:
-        return None
-    assert isinstance(group, dist.ProcessGroup)
-    return DeviceMesh.from_group(group, mesh.device_type)
+    everyone = len(processes) == dist.get_world_size()
+    group = dist.group.WORLD if everyone else group_of_some(processes)
+    return None if group is None else DeviceMesh.from_group(group, mesh.device_type)
 
 
 class Ranks:
     """Every rank that shares a model's tables, as one of them sees it.
 
     Making one is collective: where a divided table is held by some of the ranks, these get a
-    process group of their own, as do the ranks that hold any table where some hold none.
+    process group of their own, as do the ranks that hold any table where some hold none. Groups are
+    made once, and used by further shardings over the same ranks.
 
     Attributes:
         mesh: one-dimensional; the ranks of plans are places in it.
@@ -101,15 +98,9 @@ class Ranks:
         """
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
-        # A mesh of some processes is made by these alone.
-        is_part = mesh.size() < dist.get_world_size()
         members = mesh.mesh.tolist()
-        self.gradient_group = dist.new_group(
-            members, backend=_backend_of(self.group), use_local_synchronization=is_part
-        )
-        self.sizes_group = dist.new_group(
-            members, backend="gloo", use_local_synchronization=is_part
-        )
+        self._groups = borrow_groups(mesh)
+        self.gradient_group, self.sizes_group = self._groups.gradients, self._groups.sizes
         self.rank = mesh.get_local_rank()
         self.push: PushDomain | None = None
         self.gradient_mean: GradientMean | None = None
@@ -143,6 +134,7 @@ class Ranks:
             dtype=self.wire.dense,
             push=push,
             bucket_bytes=bucket_bytes,
+            held=self._groups,
         )
 
     def _gradient_mean_of_now(self) -> GradientMean:
@@ -167,12 +159,6 @@ class Ranks:
         mesh = self._meshes.get(_ranks_of(plan), self.mesh)
         assert mesh is not None
         return mesh
-
-
-def _backend_of(group: Any) -> str | None:
-    """The backends of ``group`` where they are not the default's."""
-    backends = dist.get_backend_config(group)
-    return None if backends == dist.get_backend_config() else backends
 
 
 def _refuse_maximum(_: Tensor) -> None:

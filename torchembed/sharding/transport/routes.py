@@ -132,17 +132,24 @@ class FixedRoute(Route):
     Args:
         features: of which each part is one.
         of_parts: the number of each part's feature.
+        batch_sizes: samples of each rank; asked for where None. The hotness is the same on all.
     """
 
     def __init__(
-        self, features: SparseFeatures, of_parts: Sequence[int], layout: Layout, ranks: Ranks
+        self,
+        features: SparseFeatures,
+        of_parts: Sequence[int],
+        layout: Layout,
+        ranks: Ranks,
+        batch_sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__(layout, ranks)
         group, rank = ranks.group, ranks.rank
         assert features.hotness is not None
         num_samples = features.batch_size
         hotness = [features.hotness[number] for number in of_parts]
-        self.batch_sizes = gather_size(num_samples, group)
+        known = gather_size(num_samples, group) if batch_sizes is None else batch_sizes
+        self.batch_sizes = list(known)
         mine = layout.blocks[rank]
         counts = [count * num_samples for count in hotness]
         send = [sum(counts[block.part] for block in blocks) for blocks in layout.blocks]
@@ -255,7 +262,8 @@ class JaggedRoute(Route):
             self._send = self._receive = [capacity] * num_ranks
         num_blocks = [len(blocks) for blocks in layout.blocks]
         lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
-        lengths = lengths[layout.bucket_rows(lengths.device)].flatten()
+        # In one dtype, whatever that of the ranks' offsets.
+        lengths = lengths[layout.bucket_rows(lengths.device)].flatten().int()
         mine = num_blocks[self._rank]
         received_sizes = [mine * size for size in self.batch_sizes]
         sent_sizes = [count * num_samples for count in num_blocks]
