@@ -55,13 +55,14 @@ class _DigestWriter(io.RawIOBase):
 class Storage(FileSystemBase):
     """A folder, and what ``torch.distributed.checkpoint`` needs to write and read files in it.
 
-    ``written`` holds the digest of each file that this process wrote, by path.
+    ``written`` holds the digest of each file that this process wrote, by path. ``is_local`` is true
+    on file systems of the operating system, network ones too.
     """
 
     def __init__(self, url: str | Path) -> None:
         self.url = str(url)
         self._fs, self.root = _open_filesystem(url)
-        self._is_local = "file" in _protocols(self._fs)
+        self.is_local = "file" in _protocols(self._fs)
         self.written: dict[str, FileDigest] = {}
 
     def path(self, *names: str) -> str:
@@ -125,7 +126,7 @@ class Storage(FileSystemBase):
                     raise writer.error from None
                 raise
             writer.close()
-            if self._is_local:
+            if self.is_local:
                 stream.flush()
                 os.fsync(stream.fileno())
         self.written[path] = writer.digest
