@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchembed import shard_embeddings
+from torchembed.core.process_exit import exit_process_with_parent
 from torchembed.modules.shard import table_specs
 from torchembed.optim import FusedOptimizer
 from torchembed.sharding import Placement
@@ -41,6 +42,8 @@ def joined_ranks() -> Iterator[torch.device]:
     if not dist.is_torchelastic_launched():
         yield device
         return
+    # torchrun, once killed, cannot end its ranks, which would train on beside the resumed run.
+    exit_process_with_parent()
     dist.init_process_group("cpu:gloo,cuda:nccl" if num_gpus else "gloo")
     yield device
     # Not after an error: it would wait for ranks that are gone, and torchrun ends all of them.

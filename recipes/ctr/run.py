@@ -105,6 +105,7 @@ def run_seed(
     state = dataclasses.replace(trained, others={"history": history, "early_stop": early_stop})
     best = CheckpointFolder(output / "checkpoint", keep=1)
     newest = CheckpointFolder(output / "newest", keep=1)
+    newest.claim()
     newest.load(state)
     output.mkdir(exist_ok=True)
     epochs = range(len(history.held_out), config.max_epochs)

@@ -63,6 +63,7 @@ class TrainLoop:
                 **{f"schedulers.{i}": scheduler for i, scheduler in enumerate(self.schedulers)},
             },
         )
+        self.checkpoints.claim()
         self._saved_step = self.checkpoints.load(self.state)
         self._check_optimizers()
 

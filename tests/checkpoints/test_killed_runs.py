@@ -39,7 +39,7 @@ def losses_of(log: Path, rank: int) -> Iterator[tuple[int, str]]:
 
 
 def partial_saves(folder: Path) -> list[Path]:
-    found = folder.iterdir() if folder.exists() else ()
+    found = folder.glob("step-*") if folder.exists() else ()
     return [path for path in found if not (path / "complete.json").exists()]
 
 

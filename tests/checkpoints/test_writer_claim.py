@@ -8,6 +8,7 @@ import re
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Self
 
 import fsspec
 import pytest
@@ -56,7 +57,7 @@ class OtherRun:
         self.process.start()
         theirs.close()
 
-    def __enter__(self) -> "OtherRun":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,7 +75,7 @@ class OtherRun:
 
 
 def test_a_second_process_is_refused_by_name_while_the_first_lives(tmp_path: Path) -> None:
-    with OtherRun(tmp_path) as first, OtherRun(tmp_path) as second:
+    with OtherRun(tmp_path) as first, OtherRun(tmp_path) as second, OtherRun(tmp_path) as third:
         assert first.does("save") == ""
         for order in ("claim", "save"):
             assert re.fullmatch(
@@ -86,7 +87,7 @@ def test_a_second_process_is_refused_by_name_while_the_first_lives(tmp_path: Pat
         first.kill()
         assert second.does("claim") == ""
         assert second.does("save") == ""
-        assert "one run at a time" in OtherRun(tmp_path).does("save")
+        assert "one run at a time" in third.does("save")
         assert second.does("close") == ""
         CheckpointFolder(tmp_path).save(3, new_run())
         assert "one run at a time" not in second.does("save")
@@ -136,15 +137,16 @@ def test_without_locks_the_last_run_to_claim_has_the_folder(tmp_path: Path) -> N
     folder.save(1, new_run())
     other = {**ours, "token": "0", "process": 77, "host": "elsewhere"}
     files.pipe(f"{url}/writer.json", json.dumps(other).encode())
-    for action in (folder.claim, lambda: folder.save(2, new_run())):
-        with pytest.raises(RuntimeError, match="and process 77 on host elsewhere, since .* does"):
-            action()
+    with pytest.raises(RuntimeError, match=r"and process 77 on host elsewhere, since .* does"):
+        folder.claim()
+    with pytest.raises(RuntimeError, match=r"and process 77 on host elsewhere, since .* does"):
+        folder.save(2, new_run())
     assert folder.steps() == [1]
     resumed = CheckpointFolder(url)
     with pytest.raises(RuntimeError, match="process 77"):
         resumed.claim()  # of the same process, which has lost the folder
-    del folder, resumed, action
-    gc.collect()
+    for lost in (folder, resumed):
+        lost.close()
     resumed = CheckpointFolder(url)
     resumed.claim()
     resumed.save(2, new_run())
@@ -170,6 +172,8 @@ def test_a_save_that_another_run_overtakes_is_not_completed(tmp_path: Path) -> N
             return Intruder(url)
 
     folder = CheckpointFolder(url)
-    with pytest.raises(RuntimeError, match="one run at a time may save in .*, and another process"):
+    with pytest.raises(
+        RuntimeError, match=r"one run at a time may save in .*, and another process"
+    ):
         folder.save(1, TrainingRun(model=Disturbed(1, 1)))
     assert folder.steps() == []

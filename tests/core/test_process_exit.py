@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.packaging.source_tree import ROOT
 
 PROGRAM = """
@@ -40,3 +42,36 @@ def test_a_process_that_hangs_while_it_closes_is_ended() -> None:
     assert "TimeoutError: the GPU hangs" in run.stderr
     # Without it the process would wait for ever.
     assert "Timeout (0:00:01)!" in run.stderr
+
+
+PARENT = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-W", "ignore", "-c", sys.argv[1]], stdin=subprocess.DEVNULL)
+os.close(1)
+sys.stdin.read()
+"""
+CHILD = """
+import signal
+from torchembed.core.process_exit import exit_process_with_parent
+exit_process_with_parent()
+print("follows its parent", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose kernel tells of parents")
+def test_a_process_ends_with_its_killed_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "follows its parent\n"
+    finally:
+        parent.kill()
+    # Only once the child is gone too has the pipe that it writes to an end.
+    assert parent.communicate(timeout=240)[0] == ""

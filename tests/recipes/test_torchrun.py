@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.recipes import made_data
+from torchembed.training import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +41,37 @@ def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
     assert 0 <= result["test_auc"] <= 1
     assert len(list(Path(result["checkpoint"]).glob("*/*.distcp"))) == 2
     assert "seed 1:" in run.stderr
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, *start, "-m", "recipes.train", "dlrm_dcnv2"),
+            *("--output", str(tmp_path / "out"), "--click-log.num-train", "2200"),
+            *("--click-log.num-held-out", "300", "--epochs", "1000", "--batch-size", "128"),
+            *("--embedding-dim", "4", "--dense-arch", "8", "4", "--over-arch", "8", "1"),
+            *("--num-cross-layers", "1", "--low-rank", "2", "--evaluate-every", "4"),
+            *("--checkpoint-every", "2"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert any("step 4:" in line for line in process.stderr)
+    finally:
+        process.kill()
+    # The ranks write to the same pipe: its end says that they are gone.
+    process.communicate(timeout=240)
+    steps = CheckpointFolder(tmp_path / "out" / "checkpoint").steps()
+    run = torchrun(
+        "dlrm_dcnv2", "--resume", str(tmp_path / "out"), "--max-steps", str(steps[-1] + 4)
+    )
+    assert run.returncode == 0, run.stderr
+    assert f"step {steps[-1]}: goes on from its checkpoint" in run.stderr
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from torchembed.checkpoints.export import export_safetensors, import_tables, who
 from torchembed.checkpoints.folder import CheckpointFolder
 from torchembed.checkpoints.tensor_file import open_safetensors
 from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.core.process_exit import exit_process_with_parent
 from torchembed.core.program_agreement import check_ranks_agree, source_files
 from torchembed.step.pipeline import TrainPipeline
 from torchembed.step.stages import StepResult
@@ -39,6 +40,7 @@ __all__ = [
     "average_buffers",
     "check_ranks_agree",
     "evaluate",
+    "exit_process_with_parent",
     "export_safetensors",
     "import_tables",
     "in_step",
