@@ -98,7 +98,7 @@ class CheckpointFolder:
 
     def _take(self) -> None:
         if self._claim is None:
-            self._claim = claim_of(self._storage)
+            self._claim = claim_of(self._storage, self)
         self._claim.take()
 
     def close(self) -> None:
@@ -106,6 +106,8 @@ class CheckpointFolder:
         try:
             self.wait()
         finally:
+            if self._claim is not None:
+                self._claim.leave(self)
             self._claim = None
             group, self._group = self._group, None
             if group is not None:

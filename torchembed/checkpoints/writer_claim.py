@@ -34,6 +34,8 @@ class WriterClaim:
         self._token = secrets.token_hex(8)
         self._is_taken = False
         self._unlock: weakref.finalize | None = None
+        self.holders: weakref.WeakSet[object] = weakref.WeakSet()
+        """Objects of this process that save in the folder."""
 
     def take(self) -> None:
         """Claim the folder, or make sure that the claim still holds.
@@ -45,7 +47,7 @@ class WriterClaim:
         if self._is_taken and written is not None:
             self.check()
             return
-        self.release()
+        self._release()
         self._storage.mkdir(self._storage.root)
         if self._storage.is_local:
             self._lock()
@@ -65,8 +67,13 @@ class WriterClaim:
         if written is None or written.get("token") != self._token:
             raise self._refusal(written)
 
-    def release(self) -> None:
-        """Let other processes claim the folder."""
+    def leave(self, holder: object) -> None:
+        """Let other processes claim the folder, unless other objects of this process hold it."""
+        self.holders.discard(holder)
+        if not self.holders:
+            self._release()
+
+    def _release(self) -> None:
         self._is_taken = False
         if self._unlock is not None:
             self._unlock()
@@ -123,19 +130,20 @@ class WriterClaim:
 _claims: weakref.WeakValueDictionary[str, WriterClaim] = weakref.WeakValueDictionary()
 
 
-def claim_of(storage: Storage) -> WriterClaim:
-    """The claim of this process on a folder; held until nobody in the process refers to it."""
+def claim_of(storage: Storage, holder: object) -> WriterClaim:
+    """The claim of this process on a folder, until its last ``holder`` leaves it or is gone."""
     name = os.path.realpath(storage.root) if storage.is_local else storage.url
     claim = _claims.get(name)
     if claim is None:
         claim = _claims[name] = WriterClaim(storage)
+    claim.holders.add(holder)
     return claim
 
 
 def _forget_claims() -> None:
     """In a forked process: the lock is the parent's, and must not outlive it in a child."""
     for claim in list(_claims.values()):
-        claim.release()
+        claim._release()
     _claims.clear()
 
 

@@ -30,7 +30,10 @@ def raise_on_all_ranks(action: Callable[[], T], what: str, group: CpuGroup | Non
     messages = ranks.gather_objects(message) if group is None else group.gather(message, what)
     failures = {rank: message for rank, message in enumerate(messages) if message is not None}
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # which holds this frame, and so what the action refers to
     if failures:
         raise failure_elsewhere(failures, what)
     return result  # type: ignore[return-value]
