@@ -18,13 +18,13 @@ import torchembed
 from tests.ranks import run_on_ranks
 from tests.training.models import KEYS, NUM_ROWS, TinyModel
 from torchembed.checkpoints import export
-from torchembed.checkpoints.pieces import Pieces
+from torchembed.checkpoints.model_shards import ModelShards
 from torchembed.core import ranks
 from torchembed.training import export_safetensors, import_tables, open_safetensors, whole_tables
 
 F0, F1 = (f"tables.embedding_bags.{key}.weight" for key in KEYS)
 PLACEMENTS = ("table_wise", "column_wise", "row_wise", "data_parallel")
-SMALL_BLOCK_BYTES = 100
+SMALL_CHUNK_BYTES = 100
 """Six rows of a table."""
 
 
@@ -62,7 +62,7 @@ class Divided(nn.Module):
 
 
 def cases(folder: Path) -> dict[str, Any]:
-    export.BLOCK_BYTES = SMALL_BLOCK_BYTES
+    export.CHUNK_BYTES = SMALL_CHUNK_BYTES
     results: dict[str, Any] = {"tables": {}, "errors": {}}
     sources = {F0: np.load(folder / "f0.npy", mmap_mode="r"), F1: pretrained()[F1]}
     for placement in PLACEMENTS:
@@ -73,7 +73,7 @@ def cases(folder: Path) -> dict[str, Any]:
         export_safetensors(model, folder / placement, max_file_bytes=700)
         import_tables(model, sources)
         export_safetensors(model, folder / f"{placement} imported")
-    divided = Pieces(Divided())
+    divided = ModelShards(Divided())
     results["divided"] = [
         None if rows is None else rows.tolist()
         for name in divided.tensors

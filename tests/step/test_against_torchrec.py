@@ -16,7 +16,7 @@ from bench.data import dlrm_dcnv2 as mlperf
 from bench.data.dlrm_dcnv2 import DenseSizes
 from tests.ranks import run_on_ranks
 from torchembed import EmbeddingBagConfig, SparseFeatures, optim, shard_embeddings
-from torchembed.checkpoints.pieces import Pieces
+from torchembed.checkpoints.model_shards import ModelShards
 from torchembed.data import Batch, skewed_ids
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
@@ -135,12 +135,12 @@ def train_ours(shape: Shape, name: str, device: torch.device) -> tuple[Trained, 
     of_tables = [p for p in model.parameters() if table_of(p) is not None]
     dense = mlperf.dense_parameters(model)
     optimizers = our_optimizers(name, of_tables, dense)
-    pieces = Pieces(model)
+    shards = ModelShards(model)
     names = {key: f"embedding_bag_collection.embedding_bags.{key}.weight" for key in shape.keys}
 
     def weights(losses: Sequence[Tensor]) -> Trained:
         rows = [
-            pieces.rows_on_first_rank(names[config.name], 0, config.num_embeddings)
+            shards.rows_on_first_rank(names[config.name], 0, config.num_embeddings)
             for config in shape.configs()
         ]
         return as_trained(losses, rows, dense)

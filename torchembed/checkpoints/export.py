@@ -1,4 +1,4 @@
-"""Tables out of a model, whole, for other programs; and rows from elsewhere into its tables."""
+"""Export of whole tables for other programs, and import of pretrained rows."""
 
 import contextlib
 import functools
@@ -11,28 +11,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchembed.checkpoints.pieces import Pieces, WholeTensor
+from torchembed.checkpoints.model_shards import ModelShards, WholeTensor
 from torchembed.checkpoints.tensor_file import INDEX, bytes_of, header_of
 from torchembed.core import ranks
 from torchembed.core.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.tables import RowChunk, Table, row_chunks, table_of, write_rows
 
-BLOCK_BYTES = 1 << 26
-"""Of rows that travel, are written or are converted at once."""
+CHUNK_BYTES = 1 << 26
+"""Size of the chunks in which rows are sent, written and converted."""
 
 
 def whole_tables(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Each embedding table of ``model``: its name in ``state_dict`` and its whole weight.
+    """Gather the embedding tables of ``model`` one by one: the name in ``state_dict``, and the
+    whole weight.
 
     The weight ``[R, D]`` is a copy on rank 0's CPU, fit for ``nn.EmbeddingBag.from_pretrained``;
-    other ranks get None. Tables come one by one, so that beside its own rows rank 0 holds the
-    current one, and the others nothing of size. Sharded or not; every rank must take all of them.
+    other ranks get None. In addition to its own rows, rank 0 needs memory for one whole table at a
+    time, and the others for a chunk of rows. The model may be sharded or not. Every rank must
+    iterate to the end.
     """
-    pieces = Pieces(model)
-    for name, whole in pieces.tensors.items():
+    shards = ModelShards(model)
+    for name, whole in shards.tensors.items():
         if not whole.is_table:
             continue
         weight = torch.empty(whole.shape, dtype=whole.dtype) if ranks.rank() == 0 else None
-        for first_row, rows in pieces.blocks(name, BLOCK_BYTES):
+        for first_row, rows in shards.chunks(name, CHUNK_BYTES):
             if weight is not None and rows is not None:
                 weight[first_row : first_row + len(rows)] = rows
         yield name, weight
@@ -47,7 +50,7 @@ def export_safetensors(
     would be larger than ``max_file_bytes``, ``model-00001-of-00003.safetensors`` and so on with
     ``model.safetensors.index.json``. Rows stream to rank 0, which writes them as they come, so a
     table may be larger than its memory; a table is never divided between files. The folder appears
-    once all is written. Sharded or not; collective.
+    once all is written. The model may be sharded or not. Collective.
 
     Args:
         path: a local folder that is not there yet.
@@ -60,7 +63,7 @@ def export_safetensors(
     path, what = Path(path), f"export the model to {path}"
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be positive, got {max_file_bytes}")
-    pieces = Pieces(model)
+    shards = ModelShards(model)
     partial = path.with_name(f"{path.name}.partial")
 
     def begin() -> None:
@@ -70,14 +73,14 @@ def export_safetensors(
         partial.mkdir(parents=True)
 
     decide_on_first_rank(begin, what)
-    files = _files(pieces.tensors, max_file_bytes)
+    files = _files(shards.tensors, max_file_bytes)
     for name, tensors in files.items():
-        _write_file(pieces, partial / name, tensors, what)
+        _write_file(shards, partial / name, tensors, what)
 
     def end() -> None:
         if len(files) > 1:
             weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
-            total = sum(whole.num_bytes for whole in pieces.tensors.values())
+            total = sum(whole.num_bytes for whole in shards.tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX).write_text(json.dumps(index, indent=2))
         partial.rename(path)
@@ -88,7 +91,7 @@ def export_safetensors(
 def _files(
     tensors: Mapping[str, WholeTensor], max_file_bytes: int
 ) -> dict[str, dict[str, WholeTensor]]:
-    """The tensors of each file, in order."""
+    """Divide tensors into files of about ``max_file_bytes``: by file name, its tensors in order."""
     files: list[dict[str, WholeTensor]] = [{}]
     num_bytes = 0
     for name, whole in tensors.items():
@@ -107,7 +110,9 @@ def _files(
     }
 
 
-def _write_file(pieces: Pieces, path: Path, tensors: Mapping[str, WholeTensor], what: str) -> None:
+def _write_file(
+    shards: ModelShards, path: Path, tensors: Mapping[str, WholeTensor], what: str
+) -> None:
     header = raise_on_all_ranks(
         lambda: header_of({n: (w.shape, w.dtype) for n, w in tensors.items()}), what
     )
@@ -120,7 +125,7 @@ def _write_file(pieces: Pieces, path: Path, tensors: Mapping[str, WholeTensor], 
     with contextlib.nullcontext() if file is None else file:
         raise_on_all_ranks(lambda: write(header), what)
         for name in tensors:
-            for _, rows in pieces.blocks(name, BLOCK_BYTES):
+            for _, rows in shards.chunks(name, CHUNK_BYTES):
                 raise_on_all_ranks(functools.partial(write, rows), what)
         raise_on_all_ranks(lambda: None if file is None else file.flush(), what)
 
@@ -131,8 +136,8 @@ def import_tables(model: nn.Module, sources: Mapping[str, Tensor | np.ndarray]) 
 
     Each rank reads only the rows and columns that it holds, some megabytes at a time, so a source
     may be larger than memory: a ``numpy.memmap``, or what
-    :func:`~torchembed.training.open_safetensors` gives. Optimizer state stays as it is. Sharded or
-    not; every rank must call it, with sources of the same content.
+    :func:`~torchembed.training.open_safetensors` gives. Optimizer state stays as it is. The model
+    may be sharded or not. Every rank must call it, with sources of the same content.
 
     Args:
         sources: by the table's name in ``state_dict``, rows ``[R, D]`` of any floating dtype; they
@@ -143,31 +148,33 @@ def import_tables(model: nn.Module, sources: Mapping[str, Tensor | np.ndarray]) 
             on every rank; nothing is changed then. Also for a number that is not finite, or not in
             the table's dtype; the rows before it may have been copied then.
     """
-    pieces, what = Pieces(model), "import tables"
-    raise_on_all_ranks(lambda: _check_sources(pieces, sources), what)
+    what = "import tables"
+    shards = ModelShards(model)
+    raise_on_all_ranks(lambda: _check_sources(shards, sources), what)
 
     def copy_rows() -> None:
-        for name, offsets, rows in pieces.local():
-            if name not in sources:
+        for name, parameter in model.named_parameters():
+            table = table_of(parameter)
+            if table is None or name not in sources:
                 continue
-            (first_row, first_column), (num_rows, num_columns) = offsets, rows.shape
-            columns = slice(first_column, first_column + num_columns)
-            step = max(BLOCK_BYTES // (rows.element_size() * max(num_columns, 1)), 1)
-            for start in range(0, num_rows, step):
-                end = min(start + step, num_rows)
-                block = sources[name][first_row + start : first_row + end, columns]
-                # A copy, since torch warns of arrays that cannot be written to.
-                if not isinstance(block, Tensor):
-                    block = torch.from_numpy(np.array(block))
-                converted = block.to(rows.dtype)
-                _check_finite(name, first_row + start, converted)
-                rows[start:end].copy_(converted)
+            for chunk in row_chunks(table, CHUNK_BYTES, with_states=False):
+                rows = _source_rows(sources[name], table, chunk.keys).to(chunk.rows.dtype)
+                _check_finite(name, chunk.keys, rows)
+                write_rows(table, RowChunk(chunk.keys, rows, states={}))
 
     raise_on_all_ranks(copy_rows, what)
 
 
-def _check_sources(pieces: Pieces, sources: Mapping[str, Tensor | np.ndarray]) -> None:
-    tables = {name: whole for name, whole in pieces.tensors.items() if whole.is_table}
+def _source_rows(source: Tensor | np.ndarray, table: Table, keys: Tensor) -> Tensor:
+    """Rows of a table's ``source`` by consecutive ``keys``, the columns that are held here."""
+    columns = slice(table.first_column, table.first_column + table.num_columns)
+    rows = source[int(keys[0]) : int(keys[-1]) + 1, columns]
+    # A copy, since torch warns of arrays that cannot be written to.
+    return rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
+
+
+def _check_sources(shards: ModelShards, sources: Mapping[str, Tensor | np.ndarray]) -> None:
+    tables = {name: whole for name, whole in shards.tensors.items() if whole.is_table}
     for name, source in sources.items():
         if name not in tables:
             raise ValueError(f"sources must be named as the tables are, {list(tables)}; got {name}")
@@ -185,11 +192,11 @@ def _check_sources(pieces: Pieces, sources: Mapping[str, Tensor | np.ndarray]) -
             raise ValueError(f"source of {name} must have a floating dtype, got {source.dtype}")
 
 
-def _check_finite(name: str, first_row: int, rows: Tensor) -> None:
-    """Raise ``ValueError`` with the first of ``rows [r, c]`` of a source that is not all finite.
+def _check_finite(name: str, keys: Tensor, rows: Tensor) -> None:
+    """Raise ``ValueError`` with the first of ``rows [n, D]`` of a source that is not all finite.
 
     Args:
-        first_row: the number of the first of them in the source.
+        keys: int64 ``[n]``, the rows' numbers in the source.
     """
     is_finite = rows.isfinite().all(dim=1)
     if not is_finite.all():
@@ -197,5 +204,5 @@ def _check_finite(name: str, first_row: int, rows: Tensor) -> None:
         bad = rows[row][~rows[row].isfinite()][0].item()
         raise ValueError(
             f"source of {name} must hold finite numbers in {rows.dtype}, got {bad} in row "
-            f"{first_row + row} (from 0); repair or remove such rows"
+            f"{keys[row]} (from 0); repair or remove such rows"
         )

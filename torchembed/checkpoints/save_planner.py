@@ -1,4 +1,4 @@
-"""How a state is divided into what is written, and later read, at once."""
+"""The division of a state into the chunks that are written, and later read, at once."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,8 +10,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from torchembed.tables import row_ranges
+
 CHUNK_BYTES = 1 << 26
-"""A chunk is copied whole from a device, and read whole by a rank that needs some of it."""
+"""Limit of a chunk, which is copied whole from a device, and read whole where part of it is needed.
+"""
 
 
 class ChunkedSavePlanner(DefaultSavePlanner):
@@ -37,15 +40,15 @@ class ChunkedSavePlanner(DefaultSavePlanner):
             return
         num_rows, *row = data.chunk.sizes
         row_bytes = torch.Size(row).numel() * data.properties.dtype.itemsize
-        step = max(CHUNK_BYTES // max(row_bytes, 1), 1)
-        if num_rows <= step:
+        parts = list(row_ranges(num_rows, row_bytes, CHUNK_BYTES))
+        if len(parts) <= 1:
             yield item
             return
         first, *others = data.chunk.offsets
-        for start in range(0, num_rows, step):
-            rows = slice(start, min(start + step, num_rows))
-            offsets = torch.Size([first + start, *others])
-            chunk = ChunkStorageMetadata(offsets, torch.Size([rows.stop - start, *row]))
+        for numbers in parts:
+            rows = slice(numbers.start, numbers.stop)
+            offsets = torch.Size([first + numbers.start, *others])
+            chunk = ChunkStorageMetadata(offsets, torch.Size([len(numbers), *row]))
             part = WriteItem(
                 index=MetadataIndex(item.index.fqn, offsets),
                 type=WriteItemType.SHARD,

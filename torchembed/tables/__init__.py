@@ -19,6 +19,7 @@ from torchembed.tables.initializers import (
     Uniform,
     shifted_row_key,
 )
+from torchembed.tables.row_stream import RowChunk, read_rows, row_chunks, row_ranges, write_rows
 from torchembed.tables.table_set import TableSet
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Initializer",
     "Normal",
     "RecordedGradients",
+    "RowChunk",
     "Table",
     "TableGroup",
     "TableOwner",
@@ -37,6 +39,10 @@ __all__ = [
     "Uniform",
     "WeightHolder",
     "group_weight",
+    "read_rows",
+    "row_chunks",
+    "row_ranges",
     "shifted_row_key",
     "table_of",
+    "write_rows",
 ]

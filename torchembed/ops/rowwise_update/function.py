@@ -38,9 +38,15 @@ class UpdateRule:
     max_gradient: float = 0.0
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the optimizer-state tensors that the rule needs, those of torch's optimizers."""
+        names = {OptimizerKind.SGD: (), OptimizerKind.ADAM: ("exp_avg", "exp_avg_sq")}
+        return names.get(self.kind, ("sum",))
+
+    @property
     def num_states(self) -> int:
-        """Optimizer-state tensors that the rule needs."""
-        return {OptimizerKind.SGD: 0, OptimizerKind.ADAM: 2}.get(self.kind, 1)
+        """Number of optimizer-state tensors that the rule needs."""
+        return len(self.state_names)
 
     def state_shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
         """Shape of each float32 state tensor of a table of ``num_rows`` by ``dim``."""
