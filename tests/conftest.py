@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
 
 # Before torch is imported: one thread each, and matrix products that repeat their bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,7 +11,8 @@ import hypothesis
 import pytest
 import torch
 
-from tests import lanes
+from tests.support import lanes
+from tests.support.sizes import Sizes
 from torchembed import _native
 
 # How long examples take, and to make them, is a matter of what else the machine does.
@@ -20,19 +20,6 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
-
-
-class Sizes(NamedTuple):
-    """How large random cases are: small where an interpreter runs the kernels."""
-
-    batch_size: int
-    num_parallel_ids: int
-    """So many that CPU kernels divide them between three threads."""
-    num_rows: int
-    max_length: int
-    dims: tuple[int, ...]
-    num_examples: int
-    """Examples that a property test draws."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

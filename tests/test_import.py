@@ -3,7 +3,7 @@
 import json
 import sys
 
-from tests.packaging.source_tree import ROOT, run_python_or_fail
+from tests.support.source_tree import ROOT, run_python_or_fail
 
 LATER_ROOMS = ("triton_kernels", "data", "models", "training", "integrations", "doctor")
 """Imported by the programs that use them."""

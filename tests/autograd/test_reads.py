@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.values import normal
+from tests.support.values import normal
 from torchembed.autograd.reads import ReadsOf
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.modules import MLP, LowRankCross

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import FileSystemReader
 
 import torchembed
-from tests.training.models import TinyModel, make_batches, make_optimizers
+from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
 from torchembed.checkpoints import save_planner
 from torchembed.optim import DenseAdam
 from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline, evaluate, train

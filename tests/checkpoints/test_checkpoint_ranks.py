@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.checkpoints.killed_run import DataPosition
-from tests.ranks import run_on_ranks
-from tests.training.models import (
+from tests.support.killed_run import DataPosition
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import (
     KEYS,
     TinyModel,
     linear_loss,

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.training.models import KEYS, NUM_ROWS, TinyModel
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import KEYS, NUM_ROWS, TinyModel
 from torchembed.checkpoints import export
 from torchembed.checkpoints.model_shards import ModelShards
 from torchembed.core import ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints.killed_run import Launcher
+from tests.support.killed_run import Launcher
 from torchembed.training import CheckpointFolder
 
 NUM_RANKS, NUM_STEPS, SAVE_EVERY = 2, 75, 3

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import (
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import (
     NUM_STEPS,
     Case,
     assert_equal_rows,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.packaging.source_tree import run_python_or_fail
+from tests.support.source_tree import run_python_or_fail
 from torchembed import _native
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.packaging.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 PROGRAM = """
 import ctypes

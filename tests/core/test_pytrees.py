@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.tables.three_tables import NAMES, features, make
-from tests.tolerance import assert_same_bits
+from tests.support.three_tables import NAMES, features, make
+from tests.support.tolerance import assert_same_bits
 from torchembed import JaggedTensor, KeyedTensor, SparseFeatures
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import oracle
+from tests.support import oracle
 from torchembed.core.random_bits import mix64, name_key, random_bits, random_uniform, signed64
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

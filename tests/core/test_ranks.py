@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.training.models import (
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import (
     NUM_ROWS,
     TinyModel,
     linear_loss,

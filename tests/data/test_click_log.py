@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data import reading
+from tests.support import reading
 from torchembed.data import ClickLog, ClickLogConfig, Split
 from torchembed.data.click_log import rank_auc
 

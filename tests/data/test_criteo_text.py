@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data import reading
+from tests.support import reading
 from torchembed.data import CriteoText, Split
 from torchembed.data import criteo_text_rows as text
 from torchembed.data.criteo_text import text_files

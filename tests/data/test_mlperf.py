@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data import reading
+from tests.support import reading
 from torchembed.data import CAT_NAMES, MLPERF_TABLE_SIZES, MlperfDays, Split
 from torchembed.data.mapped_npz import map_npy, map_npz
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data import reading
+from tests.support import reading
 from torchembed.data import CriteoText, MlperfDays, Split, open_clicks
 
 

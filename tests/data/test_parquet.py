@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data import reading
+from tests.support import reading
 from torchembed.data import BatchSource, ParquetClicks, Split
 
 pa = pytest.importorskip("pyarrow", reason="Parquet files are read with pyarrow")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data import reading
+from tests.support import reading
 from torchembed.data import (
     BackgroundLoader,
     BatchSource,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data import reading
+from tests.support import reading
 from torchembed.data import MLPERF_HOTNESS, MlperfDays
 
 pytest.importorskip("polars", reason="the preprocessing counts ids with polars")

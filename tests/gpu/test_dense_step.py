@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import lanes
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support import lanes
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.modules import MLP, LowRankCross

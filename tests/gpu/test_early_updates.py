@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torchembed.step.weight_updates import EarlyUpdates
 
 import torchembed
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed.data import Batch
 from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update

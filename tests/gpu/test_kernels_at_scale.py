@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import lanes
-from tests.bags import MISSING
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.values import normal
+from tests.support import lanes
+from tests.support.bags import MISSING
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.values import normal
 from torchembed.core.types import OnBadId, OptimizerKind
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.linearize_ids.reference import linearize_ids_reference

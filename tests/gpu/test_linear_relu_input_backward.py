@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_as_near, assert_follows, assert_same_bits
-from tests.values import normal
+from tests.support.repeats import assert_repeats
+from tests.support.tolerance import assert_as_near, assert_follows, assert_same_bits
+from tests.support.values import normal
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.core.dispatch import CudaKernel, picked_kernels
 from torchembed.ops.linear import cuda, linear_relu_stack

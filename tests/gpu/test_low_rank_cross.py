@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_follows
-from tests.values import normal
+from tests.support.repeats import assert_repeats
+from tests.support.tolerance import assert_follows
+from tests.support.values import normal
 from torchembed.ops.cross import cuda
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch import nn
 
 import torchembed
 from tests.step.test_pipeline import LOSS, fixed_batches
-from tests.training.models import TinyModel, make_batch
+from tests.support.tiny_model import TinyModel, make_batch
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 

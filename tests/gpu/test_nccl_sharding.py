@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, assert_equal_training, train_sharded, train_unsharded
 from tests.sharding.test_sharded_training import (
     ALIKE,
     MATRIX,
@@ -14,6 +12,8 @@ from tests.sharding.test_sharded_training import (
     OTHERS,
     on_two_nodes,
 )
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, assert_equal_training, train_sharded, train_unsharded
 from torchembed.sharding import WireTransport
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
 from tests.sharding.test_push import (
     CASES,
     LATE,
@@ -16,6 +15,7 @@ from tests.sharding.test_push import (
     late_rank,
     vectors_and_gradients,
 )
+from tests.support.ranks import run_on_ranks
 from torchembed.sharding import WireTransport
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.row_updates import scalar
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support.row_updates import scalar
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, cuda
 from torchembed.ops.rowwise_update.cuda import cuda_kernel

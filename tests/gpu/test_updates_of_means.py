@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.values import normal
+from tests.support.ranks import run_on_ranks
+from tests.support.values import normal
 from torchembed.data import Batch
 from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam

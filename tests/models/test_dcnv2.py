@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.batches import clicks, collection
-from tests.tolerance import assert_follows
+from tests.support.model_batches import clicks, collection
+from tests.support.tolerance import assert_follows
 from torchembed.models import DCNv2, DCNv2Structure
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.batches import KEYS, NUM_ROWS, Clicks, clicks, collection
-from tests.tolerance import assert_follows, assert_same_bits
+from tests.support.model_batches import KEYS, NUM_ROWS, Clicks, clicks, collection
+from tests.support.tolerance import assert_follows, assert_same_bits
 from torchembed.models import DLRM, DLRM_DCNv2
 from torchembed.modules import EmbeddingBagCollection, EmbeddingBagConfig
 

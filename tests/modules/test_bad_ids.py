@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.modules.clicks import Clicks
-from tests.tolerance import assert_same_bits
+from tests.support.clicks import Clicks
+from tests.support.tolerance import assert_same_bits
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, OnBadId
 
 TABLES = [

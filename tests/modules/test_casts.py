@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.tables.three_tables import NAMES, TABLES, features, make
+from tests.support.ranks import run_on_ranks
+from tests.support.three_tables import NAMES, TABLES, features, make
 from torchembed import EmbeddingCollection, EmbeddingConfig
 
 CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {

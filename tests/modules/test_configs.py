@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.modules.clicks import import_torchrec
-from tests.tolerance import assert_same_bits
+from tests.support.clicks import import_torchrec
+from tests.support.tolerance import assert_same_bits
 from torchembed import (
     Constant,
     EmbeddingBagCollection,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tolerance import assert_follows
-from tests.values import normal
+from tests.support.tolerance import assert_follows
+from tests.support.values import normal
 from torchembed.modules.cross import Cross, LowRankCross
 
 

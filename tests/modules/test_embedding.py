@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.values import normal
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.values import normal
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NUM_ROWS, DIM = 11, 6

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.modules.clicks import Clicks, import_torchrec, pooled, random_clicks
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.values import normal
+from tests.support.clicks import Clicks, import_torchrec, pooled, random_clicks
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.values import normal
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, Pooling
 from torchembed.ops.side_by_side import side_by_side
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.modules.clicks import import_torchrec, random_clicks
+from tests.support.clicks import import_torchrec, random_clicks
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig
 
 TABLES = [

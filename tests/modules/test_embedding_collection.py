@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.modules.clicks import Clicks, import_torchrec, random_clicks
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.values import normal
+from tests.support.clicks import Clicks, import_torchrec, random_clicks
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.values import normal
 from torchembed import EmbeddingCollection, EmbeddingConfig
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,9 +11,9 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize, prune
 
 import torchembed
-from tests.tables.three_tables import NAMES, features, make
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support.three_tables import NAMES, features, make
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed import SparseFeatures
 
 IDS = torch.tensor([[0, 3, 3], [2, 4, 0]])

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import torchembed
 from tests.modules.test_embedding import FORMS, NUM_ROWS
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 
 DIM = 6
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

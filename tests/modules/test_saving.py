@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig
 from torchembed.core.own_storage import with_own_storage
 

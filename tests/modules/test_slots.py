@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import torchembed
-from tests.modules.clicks import Clicks, random_clicks
+from tests.support.clicks import Clicks, random_clicks
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from torchembed.modules.slots import select_features
 

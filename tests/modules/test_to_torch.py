@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import torchembed
-from tests.tables.three_tables import NAMES, TABLES, features
-from tests.tolerance import assert_same_bits
+from tests.support.three_tables import NAMES, TABLES, features
+from tests.support.tolerance import assert_same_bits
 from torchembed import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, Pooling
 
 IDS = torch.tensor([[0, 3, 3], [3, 4, 0]])

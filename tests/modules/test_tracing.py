@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchembed
-from tests.tables.three_tables import NAMES, assert_in_groups, features, make, weights
-from tests.tolerance import assert_same_bits
+from tests.support.three_tables import NAMES, assert_in_groups, features, make, weights
+from tests.support.tolerance import assert_same_bits
 from torchembed import SparseFeatures
 from torchembed.core.piece_order import PieceOrder
 from torchembed.core.stand_ins import KeptTensors, is_stand_in, makes_stand_ins

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests import lanes
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_follows
-from tests.tracing import compiled_once
-from tests.values import normal, not_contiguous
+from tests.support import lanes
+from tests.support.repeats import assert_repeats
+from tests.support.tolerance import assert_follows
+from tests.support.tracing import compiled_once
+from tests.support.values import normal, not_contiguous
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.test_native_library import CARRIES_MESSAGES
 from tests.ops.test_raw_operations import FITTING
-from tests.packaging.source_tree import ROOT, run_python_or_fail
+from tests.support.source_tree import ROOT, run_python_or_fail
 from torchembed import _native
 
 FROM_RUNS = "take the runs from find_runs"

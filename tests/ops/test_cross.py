@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests import lanes
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_as_near, assert_follows, assert_same_bits
-from tests.values import normal, not_contiguous
+from tests.support import lanes
+from tests.support.repeats import assert_repeats
+from tests.support.tolerance import assert_as_near, assert_follows, assert_same_bits
+from tests.support.values import normal, not_contiguous
 from torchembed.ops.cross import cross_epilogue, full_rank_cross, low_rank_cross_network
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

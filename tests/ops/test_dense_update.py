@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import lanes
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.values import normal, not_contiguous
+from tests.support import lanes
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.values import normal, not_contiguous
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.ops.dense_update.reference import dense_update_reference

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import lanes, oracle
-from tests.bags import random_rows
-from tests.conftest import Sizes
-from tests.repeats import assert_repeats
-from tests.tracing import compiled_once
-from tests.values import not_contiguous
+from tests.support import lanes, oracle
+from tests.support.bags import random_rows
+from tests.support.repeats import assert_repeats
+from tests.support.sizes import Sizes
+from tests.support.tracing import compiled_once
+from tests.support.values import not_contiguous
 from torchembed.core.types import RUN_CHUNK
 from torchembed.ops.segments import Runs, find_runs
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests import lanes
-from tests.bags import EDGE_CASES, Bags, random_jagged
-from tests.conftest import Sizes
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.values import normal, not_contiguous
+from tests.support import lanes
+from tests.support.bags import EDGE_CASES, Bags, random_jagged
+from tests.support.repeats import assert_repeats
+from tests.support.sizes import Sizes
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.values import normal, not_contiguous
 from torchembed.ops.jagged import bucketize_rows, pad_jagged, permute_features
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchembed.ops
-from tests import lanes
+from tests.support import lanes
 from torchembed.core.dispatch import picked_kernels
 
 OPS_WITH_A_NATIVE_KERNEL = (

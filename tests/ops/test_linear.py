@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests import lanes
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_as_near, assert_same_bits
-from tests.tracing import compiled_once
-from tests.values import normal, not_contiguous
+from tests.support import lanes
+from tests.support.repeats import assert_repeats
+from tests.support.tolerance import assert_as_near, assert_same_bits
+from tests.support.tracing import compiled_once
+from tests.support.values import normal, not_contiguous
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients, are_waiting
 from torchembed.modules import MLP, Cross, LowRankCross

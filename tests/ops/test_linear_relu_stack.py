@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_as_near, assert_same_bits
-from tests.tracing import compiled_once
-from tests.values import normal, not_contiguous
+from tests.support.repeats import assert_repeats
+from tests.support.tolerance import assert_as_near, assert_same_bits
+from tests.support.tracing import compiled_once
+from tests.support.values import normal, not_contiguous
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.ops.linear import linear_relu, linear_relu_stack

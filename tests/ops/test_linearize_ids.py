@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import oracle
-from tests.conftest import Sizes
-from tests.repeats import assert_repeats
-from tests.tracing import compiled_once
-from tests.values import not_contiguous
+from tests.support import oracle
+from tests.support.repeats import assert_repeats
+from tests.support.sizes import Sizes
+from tests.support.tracing import compiled_once
+from tests.support.values import not_contiguous
 from torchembed.core.types import OnBadId
 from torchembed.ops.linearize_ids import LinearRows, linearize_ids
 

@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tests import lanes
 from tests.ops.test_native_library import native, raises_runtime_error
 from tests.ops.test_raw_operations import FITTING, IDS, OFFSETS, SPREAD, WEIGHT
+from tests.support import lanes
 from torchembed import _native
 
 pytestmark = [

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from tests import lanes
-from tests.packaging.source_tree import ROOT, run_python
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support import lanes
+from tests.support.repeats import assert_repeats
+from tests.support.source_tree import ROOT, run_python
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed import _native
 from torchembed.core.types import OnBadId, OptimizerKind
 from torchembed.ops.linearize_ids import linearize_ids

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bags import EDGE_CASES, random_jagged
-from tests.conftest import Sizes
-from tests.lookups import Lookup, random_bags
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.tracing import compiled_once
-from tests.values import normal, not_contiguous
+from tests.support.bags import EDGE_CASES, random_jagged
+from tests.support.lookups import Lookup, random_bags
+from tests.support.repeats import assert_repeats
+from tests.support.sizes import Sizes
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.tracing import compiled_once
+from tests.support.values import normal, not_contiguous
 from torchembed.core.types import Pooling
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.row_gradients import WeightGradient

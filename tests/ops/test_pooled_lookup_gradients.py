@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import oracle
-from tests.bags import EDGE_CASES, bags_of
-from tests.conftest import Sizes
-from tests.lookups import Lookup, random_bags
-from tests.tolerance import assert_follows, assert_same_bits
+from tests.support import oracle
+from tests.support.bags import EDGE_CASES, bags_of
+from tests.support.lookups import Lookup, random_bags
+from tests.support.sizes import Sizes
+from tests.support.tolerance import assert_follows, assert_same_bits
 from torchembed.core.types import OptimizerKind, Pooling
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import lanes
-from tests.tolerance import assert_same_bits
+from tests.support import lanes
+from tests.support.tolerance import assert_same_bits
 from torchembed.core.types import Pooling
 from torchembed.ops import push as ops
 from torchembed.ops.pooled_lookup import pooled_lookup

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import Sizes
-from tests.row_updates import Batch, Training, positions, random_batch
-from tests.tolerance import Formula, assert_follows, assert_same_bits
+from tests.support.row_updates import Batch, Training, positions, random_batch
+from tests.support.sizes import Sizes
+from tests.support.tolerance import Formula, assert_follows, assert_same_bits
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import Sizes
-from tests.repeats import assert_repeats
-from tests.row_updates import Training, positions, random_batch, scalar
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.tracing import compiled_once
-from tests.values import normal, not_contiguous
+from tests.support.repeats import assert_repeats
+from tests.support.row_updates import Training, positions, random_batch, scalar
+from tests.support.sizes import Sizes
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.tracing import compiled_once
+from tests.support.values import normal, not_contiguous
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs

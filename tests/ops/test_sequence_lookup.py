@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import oracle
-from tests.bags import random_rows
-from tests.conftest import Sizes
-from tests.repeats import assert_repeats
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.tracing import compiled_once
-from tests.values import normal, not_contiguous
+from tests.support import oracle
+from tests.support.bags import random_rows
+from tests.support.repeats import assert_repeats
+from tests.support.sizes import Sizes
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.tracing import compiled_once
+from tests.support.values import normal, not_contiguous
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.sequence_lookup import sequence_lookup

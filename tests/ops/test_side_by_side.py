@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tolerance import assert_same_bits
-from tests.tracing import compiled_once
-from tests.values import normal
+from tests.support.tolerance import assert_same_bits
+from tests.support.tracing import compiled_once
+from tests.support.values import normal
 from torchembed.ops.side_by_side import after_reserved, side_by_side
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import lanes, oracle
-from tests.conftest import Sizes
-from tests.repeats import assert_repeats
-from tests.row_updates import scalar
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support import lanes, oracle
+from tests.support.repeats import assert_repeats
+from tests.support.row_updates import scalar
+from tests.support.sizes import Sizes
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import lanes
-from tests.tolerance import assert_same_bits
-from tests.values import normal
+from tests.support import lanes
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
 from torchembed.core.types import OnBadId, OptimizerKind, Pooling
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import torchembed.optim
-from tests import oracle
-from tests.optim.twins import (
+from tests.support import oracle
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.twins import (
     NUM_STEPS,
     assert_trains_as,
     backward,
@@ -22,7 +23,6 @@ from tests.optim.twins import (
     weight,
     weights,
 )
-from tests.tolerance import assert_follows, assert_same_bits
 
 Settings = dict[str, Any]
 SPARSE_ADAM_SETTINGS: list[Settings] = [

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import torchembed.optim
-from tests.optim.twins import (
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.twins import (
     NUM_STEPS,
     TorchTwin,
     assert_trains_as,
@@ -17,7 +18,6 @@ from tests.optim.twins import (
     make,
     weight,
 )
-from tests.tolerance import assert_follows, assert_same_bits
 from torchembed.optim import SGD, clip_grad_norm_
 
 Clip = Callable[..., Tensor]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.tolerance import assert_follows, assert_same_bits
-from tests.values import normal
+from tests.support.tolerance import assert_follows, assert_same_bits
+from tests.support.values import normal
 from torchembed import EmbeddingBag
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.modules import MLP

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.row_updates import scalar
-from tests.tolerance import assert_same_bits
+from tests.support.row_updates import scalar
+from tests.support.tolerance import assert_same_bits
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs

@@ -10,8 +10,8 @@ from torch import nn
 
 import torchembed
 import torchembed.optim
-from tests.optim.twins import NAMES, backward, make, rows, weight, weights
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
+from tests.support.twins import NAMES, backward, make, rows, weight, weights
 from torchembed.optim import SGD, Adagrad, Adam
 
 

@@ -7,8 +7,17 @@ import torch
 from torch import Tensor, nn
 
 import torchembed.optim
-from tests.optim.twins import NAMES, assert_trains_as, backward, batch, make, rows, weight, weights
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
+from tests.support.twins import (
+    NAMES,
+    assert_trains_as,
+    backward,
+    batch,
+    make,
+    rows,
+    weight,
+    weights,
+)
 from torchembed.optim import SGD, Adam
 
 

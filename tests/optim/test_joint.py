@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.optim.test_grad_scaler import Model
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.optim import (
     SGD,

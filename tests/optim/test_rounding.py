@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import torchembed
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
 from torchembed.optim import SGD
 
 NUM_ROWS, DIM, NUM_STEPS = 64, 32, 20

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.twins import NAMES, backward, make, rows, weight, weights
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
+from tests.support.twins import NAMES, backward, make, rows, weight, weights
 from torchembed.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from torchembed.optim.fused import FusedOptimizer
 

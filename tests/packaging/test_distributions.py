@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.packaging.source_tree import copy_sources, run_python, run_python_or_fail
+from tests.support.source_tree import copy_sources, run_python, run_python_or_fail
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.packaging.source_tree import ROOT, run_python
+from tests.support.source_tree import ROOT, run_python
 from torchembed import doctor
 
 FITTING = dict.fromkeys(doctor.DISTRIBUTIONS) | {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.source_tree import ROOT, run_python_or_fail
+from tests.support.source_tree import ROOT, run_python_or_fail
 
 OPTIONAL = (
     *("triton", "torchrec", "fbgemm_gpu", "torchmetrics", "matplotlib"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 PYTHON_FOLDERS = ("torchembed", "triton_kernels", "recipes", "bench", "tests")
 NAME = r"TORCHEMBED_[A-Z][A-Z_]*[A-Z]"

@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from tests.packaging.source_tree import ROOT, run_python, run_python_or_fail
+from tests.support.source_tree import ROOT, run_python, run_python_or_fail
 from torchembed.core import versions
 
 SCRIPT = "torchembed/core/versions.py"

@@ -11,7 +11,7 @@ from recipes.dlrm_dcnv2.run import check_memory
 from recipes.registry import RECIPES
 from recipes.result import Result, result_line
 from recipes.train import main, parse
-from tests.recipes import made_data
+from tests.support import made_data
 
 
 def test_data_that_is_not_there() -> None:

@@ -10,7 +10,7 @@ import torch
 from recipes.ctr import frappe, ml1m
 from recipes.ctr.rows import Rows
 from recipes.train import parse
-from tests.recipes import made_data
+from tests.support import made_data
 
 
 def assert_same_rows(got: Rows, expected: Rows) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.train import main, parse
-from tests.recipes import made_data
+from tests.support import made_data
 from torchembed.data import MLPERF_TABLE_SIZES
 
 SMALL_DLRM = [

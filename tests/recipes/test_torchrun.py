@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.recipes import made_data
+from tests.support import made_data
 from torchembed.training import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import FEATURES, SMALLEST, Case, make_model, vectors_of
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import FEATURES, SMALLEST, Case, make_model, vectors_of
 from torchembed.core.features import with_offsets
 from torchembed.modules.shard import table_specs
 

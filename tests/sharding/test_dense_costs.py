@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchembed
-from tests.sharding.planning import cost_model, make_topology
+from tests.support.planning import cost_model, make_topology
 from torchembed import optim
 from torchembed.sharding import Planner, WirePrecision
 from torchembed.sharding.planning.dense_costs import DenseUse, dense_cost

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.values import normal
+from tests.support.ranks import run_on_ranks
+from tests.support.values import normal
 from torchembed.autograd.gradient_slots import joint_spans, slot_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.modules import MLP, LowRankCross

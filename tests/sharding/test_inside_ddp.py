@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, make_batch, make_model
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, make_batch, make_model
 
 PLACEMENTS = {"a": "table_wise", "b": "row_wise", "c": "column_wise", "d": "data_parallel"}
 NUM_STEPS = 4

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.sharding.planning import make_topology, make_use
+from tests.support.planning import make_topology, make_use
 from torchembed import optim
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import Planner, WireTransport, make_plan

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tests.sharding.planning import (
+from tests.support.planning import (
     cost_model,
     every_plan,
     make_topology,

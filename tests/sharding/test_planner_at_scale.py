@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.source_tree import ROOT, run_python_or_fail
-from tests.sharding.planning import dlrm_dcnv2, make_topology, make_use
+from tests.support.planning import dlrm_dcnv2, make_topology, make_use
+from tests.support.source_tree import ROOT, run_python_or_fail
 from torchembed import optim
 from torchembed.sharding import H200, Placement, Planner, PlanReport, Topology
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sharding.planning import cost_model, make_topology, make_use
+from tests.support.planning import cost_model, make_topology, make_use
 from torchembed import optim
 from torchembed.sharding import (
     Placement,

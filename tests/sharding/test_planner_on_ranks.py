@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, make_batch, make_model, vectors_of
-from tests.sharding.planning import make_topology
+from tests.support.planning import make_topology
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
 from torchembed.modules import table_uses
 from torchembed.sharding import Planner, TableConstraint, Topology
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, made_mesh, make_batch, make_model, vectors_of
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, made_mesh, make_batch, make_model, vectors_of
 from torchembed.autograd.gradient_slots import FlatSpans
 from torchembed.sharding import WirePrecision, WireTransport, make_plan
 from torchembed.sharding.transport.channel import PushDomain

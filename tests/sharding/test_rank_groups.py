@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, make_batch, make_model, vectors_of
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
 
 CASE = Case(
     placements={"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"},

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, make_batch, make_model, vectors_of
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
 from torchembed.modules.shard import table_specs
 from torchembed.sharding import ShardingPlan, WirePrecision, make_plan
 

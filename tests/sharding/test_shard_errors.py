@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchembed
-from tests.sharding.cases import Case, make_batch, make_model
+from tests.support.sharded_cases import Case, make_batch, make_model
 
 
 @pytest.mark.parametrize("pooled", [True, False])

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, assert_equal_training, train_sharded, train_unsharded
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, assert_equal_training, train_sharded, train_unsharded
 
 # Each placement is in one of the two, beside others.
 MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_row_wise", "d": "data_parallel"}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import Case, make_batch, make_model, vectors_of
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
 from torchembed.sharding import WirePrecision
 
 NUM_RANKS = 4

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.data import dlrm_dcnv2 as mlperf
 from bench.data.dlrm_dcnv2 import DenseSizes
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from torchembed import EmbeddingBagConfig, SparseFeatures, optim, shard_embeddings
 from torchembed.checkpoints.model_shards import ModelShards
 from torchembed.data import Batch, skewed_ids

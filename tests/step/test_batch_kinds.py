@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchembed
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from torchembed.core import ranks
 from torchembed.step.batch_kinds import Layouts
 from torchembed.step.pipeline import _agreement

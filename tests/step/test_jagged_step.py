@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.step.driving import trained_jagged
 from tests.step.test_jagged_steps_on_ranks import NOT_THE_MAIN_ONE, threads_that_wait
 from tests.step.test_pipeline import (
     assert_same_state,
@@ -24,7 +23,8 @@ from tests.step.test_pipeline import (
     results_of,
     state_of,
 )
-from tests.training.models import (
+from tests.support.driving import trained_jagged
+from tests.support.tiny_model import (
     KEYS,
     NUM_ROWS,
     TinyModel,

@@ -13,16 +13,6 @@ import torch
 import torch.distributed as dist
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import (
-    Case,
-    assert_equal_rows,
-    held_rows,
-    make_batch,
-    make_model,
-    make_optimizer,
-)
-from tests.step.driving import trained_jagged
 from tests.step.test_static_steps_on_ranks import (
     BAD_STEP,
     MIXED,
@@ -31,6 +21,16 @@ from tests.step.test_static_steps_on_ranks import (
     WithLoss,
     static_batch,
     train_plainly,
+)
+from tests.support.driving import trained_jagged
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import (
+    Case,
+    assert_equal_rows,
+    held_rows,
+    make_batch,
+    make_model,
+    make_optimizer,
 )
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding.transport import routes

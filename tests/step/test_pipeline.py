@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.training.models import (
+from tests.support.tiny_model import (
     KEYS,
     NUM_ROWS,
     TinyModel,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.sharding.cases import (
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import (
     Case,
     assert_equal_rows,
     exact_loss,

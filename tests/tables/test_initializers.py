@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tolerance import assert_follows, assert_same_bits
+from tests.support.tolerance import assert_follows, assert_same_bits
 from torchembed import Constant, InPlaceFunction, Normal, Uniform
 from torchembed.core.random_bits import random_bits
 from torchembed.tables import Initializer, Table, TableSet, TableSpec, shifted_row_key

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torchembed
-from tests.tables.three_tables import assert_in_groups, features, make, train, weights
-from tests.tolerance import assert_same_bits
+from tests.support.three_tables import assert_in_groups, features, make, train, weights
+from tests.support.tolerance import assert_same_bits
 
 
 def test_frozen_tables_get_no_gradient(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from tests.conftest import Sizes
+from tests.support.sizes import Sizes
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, InPlaceFunction, SparseFeatures
 from torchembed.optim import SGD, Adagrad
 from torchembed.optim.fused import FusedOptimizer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.tables.three_tables import assert_in_groups, features, make, train, weights
-from tests.tolerance import assert_same_bits
+from tests.support.three_tables import assert_in_groups, features, make, train, weights
+from tests.support.tolerance import assert_same_bits
 from torchembed import EmbeddingBagCollection
 from torchembed.tables import table_of
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchembed
-from tests.ranks import run_on_ranks
-from tests.training.models import TinyModel, make_batches, make_optimizers
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
 from torchembed.core import ranks
 from torchembed.data import BackgroundLoader, ClickLog, ClickLogConfig
 from torchembed.training import (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from tests.training.models import TinyModel, make_batches
+from tests.support.tiny_model import TinyModel, make_batches
 from torchembed.training import evaluate
 from torchembed.training.evaluate import metrics
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.nn.functional as F
 
-from tests.training.models import TinyModel, make_batches, make_optimizers
+from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
 from torchembed.training import (
     History,
     LearningRate,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.models import TinyModel, make_optimizers
+from tests.support.tiny_model import TinyModel, make_optimizers
 from torchembed.training import LearningRate
 
 RATE = LearningRate(warmup_steps=4, decay_start_step=6, decay_steps=5, end_value=1e-3)

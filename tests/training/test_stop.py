@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.training.models import TinyModel, make_batches, make_optimizers
+from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
 from torchembed.data import Batch
 from torchembed.training import History, StopSignal, TrainPipeline, evaluate, train
 

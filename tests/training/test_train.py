@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.training.models import TinyModel, make_batches, make_optimizers
+from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
 from torchembed.training import History, Progress, TrainPipeline, in_step, train
 
 LOSS = F.binary_cross_entropy_with_logits

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import lanes
+from tests.support import lanes
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:

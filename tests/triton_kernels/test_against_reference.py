@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bags import Bags, random_fixed, random_jagged, random_rows
-from tests.tolerance import assert_same_bits
+from tests.support.bags import Bags, random_fixed, random_jagged, random_rows
+from tests.support.tolerance import assert_same_bits
 from torchembed.core.types import RUN_CHUNK, OnBadId, OptimizerKind
 from torchembed.ops.linearize_ids.reference import linearize_ids_reference
 from torchembed.ops.pooled_lookup import reference as pooled_reference

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests import lanes
+from tests.support import lanes
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.ops.push import Moves
 from torchembed.triton_kernels import (

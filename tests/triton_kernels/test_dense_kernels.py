@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from tests.values import normal
+from tests.support.values import normal
 from torchembed.core.types import OptimizerKind
 from torchembed.triton_kernels import (
     binary_cross_entropy,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
 from torchembed.core import random_bits as specification
 from torchembed.ops.rowwise_update import reference
 from torchembed.triton_kernels.random_bits import random_bits

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench.planning import costs
-from tests.sharding.planning import cost_model, dlrm_dcnv2
+from tests.support.planning import cost_model, dlrm_dcnv2
 from torchembed.sharding import H200, Placement, Planner, Topology
 from torchembed.sharding.planning.costs import Load
 from torchembed.sharding.planning.plan import place_table

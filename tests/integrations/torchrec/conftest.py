@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def small_questions(device_type: str) -> dict[str, Any]:

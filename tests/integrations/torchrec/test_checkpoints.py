@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 BEFORE, AFTER = ["table_wise", "column_wise"], ["row_wise", "table_wise"]
 """Placements of tables where a checkpoint is saved, and where it is loaded."""
@@ -18,7 +18,7 @@ BEFORE, AFTER = ["table_wise", "column_wise"], ["row_wise", "table_wise"]
 def make(whose: str, placements: list[str], *, as_dtensors: bool = False) -> Any:
     from torchrec.distributed.types import ShardingEnv
 
-    from tests.integrations.torchrec.training import make_run
+    from tests.support.torchrec_training import make_run
 
     return make_run(
         whose,

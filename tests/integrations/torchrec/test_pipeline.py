@@ -21,7 +21,7 @@ from tests.integrations.torchrec.test_training import (
     optimizer_class,
     variants,
 )
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 NUM_STEPS, LAST_SIZE = 12, 5
 """The last batch is a small one. On a GPU, steps are graphs from the fifth on."""
@@ -38,7 +38,7 @@ class Trained(NamedTuple):
 def batches(run: Any, count: int, *, is_fixed: bool, first: int = 0) -> Iterator[Any]:
     from torchrec.datasets.utils import Batch
 
-    from tests.integrations.torchrec.training import BATCH_SIZE, batch
+    from tests.support.torchrec_training import BATCH_SIZE, batch
 
     for step in range(first, first + count):
         is_last = step == first + count - 1
@@ -74,7 +74,7 @@ def train(
     **arguments: Any,
 ) -> Trained:
     """Theirs has their sharders, too."""
-    from tests.integrations.torchrec.training import make_run, weights_of
+    from tests.support.torchrec_training import make_run, weights_of
 
     settings = {**SETTINGS[optimizer], **arguments.pop("settings", {})}
     run = make_run(

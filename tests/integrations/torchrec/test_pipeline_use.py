@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def make(whose: str, optimizer: str = ADAGRAD, **arguments: Any) -> Any:
-    from tests.integrations.torchrec.training import make_run
+    from tests.support.torchrec_training import make_run
 
     placements = arguments.pop("placements", MIXED["placements"])
     settings = SETTINGS[optimizer]

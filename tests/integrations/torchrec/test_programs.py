@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 SCRIPT = str(Path(__file__).parent / "dlrm_script.py")
 

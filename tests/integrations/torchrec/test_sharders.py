@@ -28,7 +28,7 @@ def log_lines() -> Iterator[list[str]]:
 
 def sharded(whose: str = "ours", placement: str = "table_wise", **arguments: Any) -> Any:
     """The sharded collection of a model."""
-    from tests.integrations.torchrec.training import make_run
+    from tests.support.torchrec_training import make_run
 
     optimizer = arguments.pop("optimizer", torch.optim.SGD)
     device = torch.device("cpu")
@@ -118,7 +118,7 @@ def what_is_refused() -> dict[str, str]:
     """On a rank: errors' types and texts."""
     import torchrec
 
-    from tests.integrations.torchrec.training import IDS
+    from tests.support.torchrec_training import IDS
     from torchembed.integrations.torchrec.run import run
     from torchembed.integrations.torchrec.versions import check_version
 

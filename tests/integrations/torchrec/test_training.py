@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 NUM_STEPS = 6
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = "sgd", "adagrad", "rowwise_adagrad", "adam"
@@ -49,7 +49,7 @@ def train(
     with_scheduler: bool = False,
     **arguments: Any,
 ) -> Trained:
-    from tests.integrations.torchrec.training import make_run, weights_of
+    from tests.support.torchrec_training import make_run, weights_of
 
     settings = {**SETTINGS[optimizer], **arguments.pop("settings", {})}
     run = make_run(whose, device, placements, optimizer_class(optimizer), settings, **arguments)

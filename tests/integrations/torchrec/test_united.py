@@ -54,7 +54,7 @@ def answers_of(
 ) -> Case:
     """With ``apart``, tables of each placement have a learning rate of their own; with ``tracked``,
     what is looked up in those of each is shown to a tracker, and is part of the answers."""
-    from tests.integrations.torchrec import training
+    from tests.support import torchrec_training as training
 
     answers, num_exchanges = Answers([], [], []), 0
     seen: list[Any] = []
@@ -94,7 +94,7 @@ def answers_of(
 
 def everything(device_type: str) -> list[Case]:
     """On a rank."""
-    from tests.integrations.torchrec import training
+    from tests.support import torchrec_training as training
 
     rank = dist.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tests import oracle
-from tests.bags import random_rows
-from tests.tolerance import Formula, assert_follows, assert_same_bits
-from tests.values import normal
+from tests.support import oracle
+from tests.support.bags import random_rows
+from tests.support.tolerance import Formula, assert_follows, assert_same_bits
+from tests.support.values import normal
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
 
 
 def assert_repeats(function: Callable[[], Iterable[Tensor]]) -> None:

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from tests.bags import Bags
+from tests.support.bags import Bags
 
 
 def pooled_lookup(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.training.models import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
+from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
 from torchembed.core import ranks
 from torchembed.training import CheckpointFolder, TrainingRun
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests import oracle
-from tests.bags import Bags, random_fixed, random_jagged
-from tests.conftest import Sizes
-from tests.tolerance import Formula, assert_follows
-from tests.values import normal
+from tests.support import oracle
+from tests.support.bags import Bags, random_fixed, random_jagged
+from tests.support.sizes import Sizes
+from tests.support.tolerance import Formula, assert_follows
+from tests.support.values import normal
 from torchembed.core.types import Pooling
 from torchembed.ops.pooled_lookup import pooled_lookup
 

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from tests.tolerance import assert_same_bits
+from tests.support.tolerance import assert_same_bits
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from torchembed.tables import table_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.modules.clicks import Clicks, random_clicks
-from tests.tolerance import Formula, assert_follows
-from tests.values import normal
+from tests.support.clicks import Clicks, random_clicks
+from tests.support.tolerance import Formula, assert_follows
+from tests.support.values import normal
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig
 
 NAMES = ("a", "b", "c")

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.bags import random_jagged
-from tests.values import normal
+from tests.support.bags import random_jagged
+from tests.support.values import normal
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
 from torchembed.modules import EmbeddingBagCollection, EmbeddingBagConfig
