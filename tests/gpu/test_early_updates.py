@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchembed.step.weight_updates import EarlyUpdates
 
 import torchembed
 from tests.support.tolerance import assert_same_bits
@@ -12,6 +11,7 @@ from tests.support.values import normal
 from torchembed.data import Batch
 from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam
+from torchembed.step.dense_updates import EarlyUpdates
 from torchembed.step.static_engine import StaticEngine
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
