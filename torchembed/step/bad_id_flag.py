@@ -14,7 +14,7 @@ from torchembed.modules.bad_ids import IdCheck
 
 
 class BadIdFlag(NamedTuple):
-    """What the device knows of the ids of a batch."""
+    """The result of checking a batch's ids, on the device."""
 
     skip: Tensor
     """float32 ``[1]``: 1 where a rank's batch has a bad id."""
@@ -53,7 +53,7 @@ def either(one: BadIdFlag | None, other: BadIdFlag | None) -> BadIdFlag | None:
 
 
 def skip_of(flag: BadIdFlag | None) -> Tensor | None:
-    """What updates by the batch are predicated on; None where they are not."""
+    """The tensor that updates by the batch are predicated on; None where they are not."""
     return None if flag is None else flag.skip
 
 

@@ -20,7 +20,7 @@ class Capacity(NamedTuple):
     """How many ids padded steps can take."""
 
     num_ids: int
-    """Of each of a batch's sparse features."""
+    """The most ids of one ``SparseFeatures`` of a batch."""
     per_call: tuple[int, ...]
     """For each lookup call of the model, the most ids that one rank sends to another."""
 

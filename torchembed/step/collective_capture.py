@@ -7,13 +7,15 @@ from torchembed.core import ranks
 
 
 def succeeds_on_all_ranks(capture: Callable[[], None]) -> bool:
-    """Whether ``capture()`` succeeds on all ranks, each of which calls it; where it does not, a
-    warning says why train steps run eagerly from then on."""
+    """Call ``capture()`` on every rank, and return True if it succeeds on all of them.
+
+    Where it does not, a warning says why train steps run eagerly from then on. Collective.
+    """
     reason = None
     try:
         capture()
     except Exception as error:  # noqa: BLE001 - said in the warning, once all ranks know
-        # No more of it is kept: it would hold what autograd made meanwhile.
+        # Not the error itself, whose traceback would hold what autograd has made.
         reason = _reason(error)
     if not ranks.any_rank(reason is not None):
         return True

@@ -14,10 +14,10 @@ from torchembed.autograd.weight_gradients import Completion, DeferredWeightGradi
 from torchembed.optim import DenseOptimizer
 from torchembed.step.predicated_update import skipping
 from torchembed.step.step_optimizers import update
-from torchembed.step.streams import between, event_on, join, wait_for
+from torchembed.step.streams import event_on, fork_and_join, join, wait_for
 
 _MIN_ELEMENTS = 1 << 16
-"""Of a weight that is worth a kernel of its own."""
+"""The least size of a weight that is worth an update kernel of its own."""
 
 
 class DenseUpdates(Protocol):
@@ -71,12 +71,12 @@ class LateUpdates:
         update(self._optimizers, skip)
 
     def _without_pre_hooks(self) -> list[DenseOptimizer]:
-        """What such hooks do to all gradients together, the step itself waits for."""
+        """Optimizers that may update early: a pre-hook would have to see all gradients first."""
         return [o for o in self._ours if not o._optimizer_step_pre_hooks]
 
 
 class EarlyUpdates(LateUpdates):
-    """Those of torchembed's optimizers begin while backward goes on to the layers before.
+    """torchembed's optimizers begin to update while backward goes on to earlier layers.
 
     Each gradient of a weight that a layer defers is computed on a stream of its own, as soon as
     backward has come by the layer. The weight is updated, on another stream, as soon as its
@@ -91,9 +91,9 @@ class EarlyUpdates(LateUpdates):
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
         super().__init__(optimizers)
         self._are_alone: bool | None = None
-        """Whether no two gradients of a deferred weight are to be added up; None: not known yet."""
+        """True if no deferred weight has two gradients to add up; None before the first step."""
         self._ready: dict[Tensor, torch.cuda.Event] = {}
-        """By weight that may change, from when on."""
+        """For each weight that backward no longer reads, an event recorded once that is so."""
         self._gradients_stream = torch.cuda.Stream(device, priority=-2)
         self._updates_stream = torch.cuda.Stream(device, priority=-1)
 
@@ -161,7 +161,7 @@ class EarlyUpdates(LateUpdates):
         for event in begun.values():
             wait_for(event)
         for optimizer in self._without_pre_hooks():
-            # What is left, beside the others.
+            # The weights that are left, concurrently with the early ones.
             with skipping(optimizer, skip):
                 optimizer.step_early([p for g in optimizer.param_groups for p in g["params"]])
         if begun:
@@ -198,5 +198,5 @@ class UpdatesOfMeans(LateUpdates):
             yield
 
     def update(self, skip: Tensor | None) -> None:
-        with between(self._stream):
+        with fork_and_join(self._stream):
             super().update(skip)

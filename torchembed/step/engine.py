@@ -15,13 +15,13 @@ class StepEngine(Protocol):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model or an optimizer changed in a way that the engine's steps do not follow;
+        """True if the model or an optimizer changed in a way that the engine's steps do not follow;
         the pipeline then releases it and begins anew."""
         ...
 
     @property
     def is_captured(self) -> bool:
-        """Whether further steps are replays of captured ones."""
+        """True if further steps are replays of captured ones."""
         ...
 
     def prefetch(self, batch: ReadBatch) -> None:

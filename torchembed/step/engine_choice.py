@@ -43,7 +43,7 @@ class EngineChoice:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model has changed in a way that prepared or captured steps do not follow."""
+        """True if the model has changed in a way that prepared or captured steps do not follow."""
         return any(engine.is_stale for engine in self.engines)
 
     @property

@@ -21,13 +21,13 @@ from torchembed.step.lookup_calls import reusing
 from torchembed.step.loss import ComputeLoss
 from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers, update, update_early
-from torchembed.step.streams import StepStreams, beside, join, on
+from torchembed.step.streams import StepStreams, fork, join, on_stream
 from torchembed.tables import RecordedGradients, table_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepProgram:
-    """What every step of a pipeline does, whichever engine takes it.
+    """The work of every step of a pipeline, whichever engine takes it.
 
     Attributes:
         model: called by ``compute_loss``.
@@ -45,18 +45,18 @@ class StepProgram:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device is a GPU."""
+        """True if the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def admission_changes_tables(self) -> bool:
-        """Whether tables insert or evict rows as batches are admitted."""
+        """True if tables insert or evict rows as batches are admitted."""
         collections = (m for m in self.model.modules() if isinstance(m, StagedCollection))
         return any(collection.admission_changes_tables for collection in collections)
 
 
 PrepareNext = Callable[[torch.cuda.Stream | None], None]
-"""Prepares the next batch beside the step; not before the given stream has done what it holds."""
+"""Prepares the next batch concurrently with the step, after what the given stream holds."""
 
 
 class ForwardBackwardUpdate:
@@ -79,7 +79,7 @@ class ForwardBackwardUpdate:
         self._program, self._optimizers = program, optimizers
         self._streams, self._dense_updates = streams, dense_updates
         self.has_begun_update = False
-        """Whether a step has begun to change rows and parameters."""
+        """True if a step has begun to change rows and parameters."""
 
     def __call__(
         self,
@@ -90,8 +90,8 @@ class ForwardBackwardUpdate:
         """Train ``batch``, but for :meth:`update_others`.
 
         Args:
-            prepare_next: called once: beside forward where vectors were looked up ahead, else
-                beside backward.
+            prepare_next: called once: so that it runs under forward where vectors were looked up
+                ahead, else under backward.
             report_memory: pinned memory for the report.
         """
         program, streams = self._program, self._streams
@@ -103,7 +103,7 @@ class ForwardBackwardUpdate:
             with reusing(batch.calls, batch.lookups):
                 loss, output = program.compute_loss(program.model, batch.data)
         flag = either(batch.flag, reduce_checks(checks, program.group))
-        with beside(streams.ids):
+        with fork(streams.ids):
             report = None if flag is None else flag.to_host(report_memory)
         if not batch.calls and prepare_next is not None:
             prepare_next(None)
@@ -113,7 +113,7 @@ class ForwardBackwardUpdate:
                 stream.wait_stream(torch.cuda.current_stream())
         skip, backward_stream = skip_of(flag), self._backward_stream()
         with self._dense_updates.around_backward(skip):
-            with named_range("torchembed: backward"), beside(backward_stream):
+            with named_range("torchembed: backward"), fork(backward_stream):
                 loss.backward()
             self.has_begun_update = True
             recorded = self._update_rows(skip, early=True)
@@ -135,16 +135,16 @@ class ForwardBackwardUpdate:
     def _backward_stream(self) -> torch.cuda.Stream | None:
         """The stream on which to call backward; None for the current one.
 
-        The caller's stream then waits for every stream on which a leaf got its gradient, also for
-        the one of the vectors, whose leaves are tables. Deferred gradients of weights need not wait
-        for that.
+        The stream that calls backward waits at its end for every stream on which a leaf of the
+        graph got its gradient, also for the lookups', whose leaves are tables. Deferred gradients
+        of weights need not wait for those, so backward has a stream of its own.
         """
         tables = [t for p in self._program.model.parameters() if (t := table_of(p)) is not None]
         return self._streams.gradients if all(table.group.rule for table in tables) else None
 
     def _update_rows(self, skip: Tensor | None, *, early: bool) -> list[RecordedGradients]:
-        """Update rows, each table group's as soon as its gradients are there, beside what backward
-        and the other optimizers have left to do. ``early`` while some may still be on their way.
+        """Update rows, each table group's as soon as its gradients are there, on a stream of their
+        own. ``early`` while the mean over ranks of some gradients is still under way.
 
         Returns:
             What must be held until the streams have joined, or its memory would be used again.
@@ -156,6 +156,6 @@ class ForwardBackwardUpdate:
             if not early and stream is not None and torch.cuda.is_current_stream_capturing():
                 # Otherwise learning rates may be set on the former.
                 stream = self._streams.last_rows
-            with on(stream), named_range("torchembed: rows"):
+            with on_stream(stream), named_range("torchembed: rows"):
                 (update_early if early else update)(optimizers, skip)
         return recorded

@@ -20,7 +20,7 @@ class GraphRunner:
 
     @property
     def is_captured(self) -> bool:
-        """Whether all further steps are replays."""
+        """True if all further steps are replays."""
         return self.step.is_captured(0) and self.step.is_captured(1)
 
     def make_ready(self, now: ReadBatch) -> bool:

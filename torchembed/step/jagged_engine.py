@@ -30,7 +30,7 @@ from torchembed.step.stages import (
     TrainedBatch,
 )
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers
-from torchembed.step.streams import between, event_on, on, wait_for
+from torchembed.step.streams import event_on, fork_and_join, on_stream, wait_for
 from torchembed.step.worker import Worker
 
 _CLOSE_SECONDS = 10.0
@@ -72,7 +72,7 @@ class JaggedEngine:
 
     @property
     def has_observed(self) -> bool:
-        """Whether the first step has shown the lookup calls."""
+        """True if the first step has shown the lookup calls."""
         return self._assumptions is not None
 
     @property
@@ -81,7 +81,7 @@ class JaggedEngine:
 
     @property
     def can_be_padded(self) -> bool:
-        """Whether shapes follow from those of batches: all collections pool, and are called with
+        """True if shapes follow from those of batches: all collections pool, and are called with
         the batch's own features."""
         called = {call.collection for call in self.calls}
         modules = self._program.model.modules()
@@ -130,14 +130,14 @@ class JaggedEngine:
             if batch.kinds.jagged:
                 self.prefetch(batch)
         prefetched = self._prefetched[now.number]
-        # What lies before it, a pipeline was told to leave out.
+        # Batches before it were read of a source that the pipeline has left.
         self._prefetched = {n: of for n, of in self._prefetched.items() if n > now.number}
-        with between(self._stream), named_range("torchembed: step"):
+        with fork_and_join(self._stream), named_range("torchembed: step"):
             admitted = self._admitted(prefetched)
             with named_range("torchembed: look up"):
                 looked_up = self._look_up(admitted)
-            # The one point at which ids are sent: behind this step's vectors, which are not
-            # delayed, and beside its dense part.
+            # The one point at which ids are sent: after this step's vectors, which they do not
+            # delay, and concurrently with its dense part.
             following = self._following(upcoming)
             if following is not None:
                 with named_range("torchembed: prepare"):
@@ -153,7 +153,7 @@ class JaggedEngine:
         """Train the first batch as it is."""
         optimizers = StepOptimizers(self._program.optimizers)
         assumptions = Assumptions(self._program.model, optimizers, self._program.device)
-        with between(self._stream):
+        with fork_and_join(self._stream):
             batch = to_device(now.data, self._program.device)
             with observed_calls(self._program.model, batch) as calls:
                 trained = self._eager.train(LookedUpBatch(batch), now.data)
@@ -180,7 +180,7 @@ class JaggedEngine:
 
     def _admit(self, bucketized: BucketizedBatch) -> AdmittedBatch:
         pairs = list(zip(self.calls, bucketized.lookups, strict=True))
-        with on(self._ids_stream), torch.no_grad():
+        with on_stream(self._ids_stream), torch.no_grad():
             wait_for(bucketized.ready)
             with deferred_id_checks() as more:
                 routed = [call.collection.route(of_call) for call, of_call in pairs]
@@ -213,10 +213,17 @@ def _bucketize(
     device: torch.device,
     stream: torch.cuda.Stream | None,
 ) -> BucketizedBatch | None:
-    """What the thread does for a batch, which is there once ``given`` is recorded."""
+    """Copy a batch to the device and exchange the sizes of its ids; runs in the worker thread.
+
+    Args:
+        batch: readable once ``given`` is recorded.
+
+    Returns:
+        None where the ranks' batches are of different kinds.
+    """
     if not batch.agree().kinds.jagged:
         return None
-    with on(stream), deferred_id_checks() as checks:
+    with on_stream(stream), deferred_id_checks() as checks:
         wait_for(given)
         data = to_device(batch.data, device)
         lookups = [call.collection.exchange_sizes(call.features_of(data)) for call in calls]

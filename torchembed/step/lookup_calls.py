@@ -21,12 +21,12 @@ class LookupCall(NamedTuple):
     """For each tensor of ``features`` its number among the batch's."""
 
     def features_of(self, batch: Tree) -> SparseFeatures:
-        """What the collection is called with for another batch of the layout."""
+        """The features that the collection is called with for another batch of the layout."""
         of_batch, numbers = tensors_in(with_sparse_features(batch)), iter(self.tensors)
         return map_tensors(lambda _: of_batch[next(numbers)], self.features)
 
     def is_same(self, other: "LookupCall") -> bool:
-        """Whether both look up the same."""
+        """True if both look up the same."""
         is_same = self.collection is other.collection
         return is_same and is_same_batch(self.features, other.features)
 

@@ -1,4 +1,4 @@
-"""From a model and a batch to a loss."""
+"""The loss of a model for a batch."""
 
 from collections.abc import Callable
 from typing import Any

@@ -32,7 +32,7 @@ from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import ReadBatch, TrainedBatch
 from torchembed.step.static_step import StaticStep
-from torchembed.step.streams import event_on, on, wait_for
+from torchembed.step.streams import event_on, on_stream, wait_for
 
 _HEADROOM = 1.25
 """The capacity is so many times what a batch needs that outgrows it, so that few captures serve
@@ -45,9 +45,11 @@ class _Prefetched:
     """A batch on its way to its buffer."""
 
     is_bucketized: "Future[bool]"
-    """Whether it came there, once the host has done its part; False where there is no capacity."""
+    """Result: True if the batch is in its buffer and its ids are bucketized; False where it is not
+    of this kind on every rank, or exceeds the capacity."""
     needs: "Future[list[int] | None]"
-    """The capacity that it needs for each lookup call; None where it did not come there."""
+    """Result: the capacity that the batch needs for each lookup call; None where it is not in its
+    buffer."""
 
 
 class PaddedEngine:
@@ -74,7 +76,7 @@ class PaddedEngine:
         self._runner: GraphRunner | None = None
         self._prefetched: dict[int, _Prefetched] = {}
         self._has_trained = False
-        """Whether the model has trained in such a step."""
+        """True if the model has trained in such a step."""
 
     @property
     def capacity(self) -> Capacity:
@@ -150,7 +152,7 @@ class PaddedEngine:
         return dataclasses.replace(outcome, result=outcome.result._replace(batch=batch))
 
     def _fits(self, batch: ReadBatch) -> bool:
-        """Whether steps can take the batch, the same on all ranks; waits until that is known."""
+        """True if steps can take the batch, the same on all ranks; waits until that is known."""
         prefetched = self._prefetched.get(batch.number)
         if prefetched is None:
             return False
@@ -183,7 +185,7 @@ class PaddedEngine:
         assert fits
 
     def _is_bucketized(self, runner: GraphRunner, following: ReadBatch) -> bool:
-        """Whether the step can prepare the batch; then the current stream waits until it can."""
+        """True if the step can prepare the batch; then the current stream waits until it can."""
         prefetched = self._prefetched.get(following.number)
         if prefetched is None or prefetched.is_bucketized.exception() is not None:
             return False
@@ -219,7 +221,7 @@ def _bucketize(
     """
     if not _fits_buffer(batch, num_ids):
         return False
-    with on(stream):
+    with on_stream(stream):
         wait_for(given)
         step.buffers.fill(batch.buffer, with_sparse_features(batch.data))
         assert step.bucketized is not None
@@ -238,7 +240,7 @@ def _needs(
 
 
 def _fits_buffer(batch: ReadBatch, num_ids: int) -> bool:
-    """Whether buffers for ``num_ids`` can take every rank's batch; waits for the ranks to read."""
+    """True if buffers for ``num_ids`` can take every rank's batch; waits for the ranks to read."""
     agreement = batch.agree()
     return agreement.kinds.jagged and agreement.num_ids <= num_ids
 
@@ -250,7 +252,7 @@ def _measure(
     stream: torch.cuda.Stream | None,
 ) -> list[int]:
     """The capacity that a batch in memory of its own needs for each call."""
-    with on(stream):
+    with on_stream(stream):
         found = bucketize(calls, to_device(source, device), device)
         assert found.needed is not None
         return _agreed(calls, HostNumbers(found.needed).tolist())

@@ -26,30 +26,34 @@ from torchembed.step.stages import Agreement, ReadBatch, StepResult
 from torchembed.step.steps_in_flight import StepsInFlight
 
 _STEPS_AHEAD = 2
-"""So many steps the host may be ahead of the device."""
+"""The most steps that the host is ahead of the device."""
 _RELEASE_SECONDS = 2.0
-"""For the steps under way to end, where graphs are to be destroyed."""
+"""How long to wait for the steps under way before graphs are destroyed."""
 
 
 class TrainPipeline:
-    """Trains a model batch by batch; on GPUs each step is one CUDA graph, collectives inside.
+    """Trains a model batch by batch; on a GPU each step is one CUDA graph, collectives inside.
 
     The graph holds the lookup, the dense part and its gradients as the model's own code makes
-    them, the rows' and the dense updates, and beside them all of the next batch that its ids alone
-    decide: their exchange, check, sorting and runs. The host launches it and begins the copy of the
-    batch after that, on a stream of its own; it never waits for the step under way. The first steps
-    run without a graph (they train as well, and compile what there is to compile).
+    them, the updates of rows and of dense weights, and, on streams of its own, the part of the next
+    batch that its ids alone decide: their exchange, check, sorting and runs. The host launches the
+    graph and begins the copy of the batch after that; it never waits for the step under way. The
+    first steps run without a graph: they train as well, and compile what there is to compile.
 
-    What can be captured must not wait for the GPU nor depend on values on the host: batches with
-    fixed hotness, of one layout, that of the first of them. Where lengths vary (jagged
-    ``SparseFeatures``, a ``KeyedJaggedTensor``), and all that the model needs of ids are pooled
-    vectors, captured steps have room for a quarter more ids than the first batch has; a thread of
-    its own finds out ahead whether a batch fits, and one that does not has them captured anew with
-    more. Where a vector for each id is needed, that thread finds out sizes alone, and steps are not
-    captured; the host waits for no GPU there, either. Other batches (a smaller last one) run
-    eagerly, on all ranks where it is so on one, as all do on the CPU. Where capture fails, a
-    warning says why, and such steps are eager from then on. Use it in a ``with``, or :meth:`close`
-    it, before the process group is destroyed.
+    A captured step must not wait for the GPU nor depend on values on the host. Four engines train
+    what that leaves:
+
+    - static: batches of fixed hotness and of one layout, that of the first of them, in a graph;
+    - padded: batches whose lengths vary (jagged ``SparseFeatures``, a ``KeyedJaggedTensor``), of a
+      model that needs pooled vectors only, in a graph with a capacity for a quarter more ids than
+      the first batch has. A thread finds out ahead whether a batch fits, and a step with a larger
+      capacity is captured for one that does not;
+    - jagged: such batches of a model that needs a vector for each id, without a graph. The thread
+      finds out sizes, and the main thread waits for no GPU;
+    - eager: other batches (a smaller last one), on all ranks where it is so on one.
+
+    Where capture fails, a warning says why, and such steps are eager from then on. Use the pipeline
+    in a ``with``, or :meth:`close` it, before the process group is destroyed.
 
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
     ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
@@ -270,7 +274,7 @@ _NO_KIND = BatchKinds(static=False, jagged=False)
 
 
 def _agreement(least: Callable[[], tuple[int, ...]]) -> Agreement:
-    """What all ranks have in common, of the least of each of their numbers."""
+    """The agreement of all ranks, from the minimum over ranks of each of their numbers."""
     static, jagged, negated_num_ids, digest, negated_digest = least()
     # Captured steps exchange ids as if every rank's features had one hotness and kind of weights.
     is_alike = digest == -negated_digest
@@ -288,6 +292,6 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _push_domains_of(model: nn.Module) -> list[PushDomain]:
-    """Where the GPUs that train ``model`` store into each other's memory."""
+    """The memory that the GPUs that train ``model`` store into, each into the others'."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
     return list(dict.fromkeys(m.ranks.push for m in sharded if m.ranks.push is not None))

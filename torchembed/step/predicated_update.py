@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def follows_replays(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a replay of a captured ``optimizer.step()`` does what a call would.
+    """True if a replay of a captured ``optimizer.step()`` does what a call would.
 
     torchembed's optimizers do, and torch's where every parameter group has ``capturable=True`` and
     a tensor on its parameters' device for its ``lr``, which schedulers then change in place. One on
@@ -54,8 +54,8 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def skipping(optimizer: Any, skip: Tensor | None) -> Iterator[None]:
-    """Steps of one of torchembed's optimizers change nothing meanwhile where ``skip`` is not
-    zero."""
+    """A context in which steps of one of torchembed's optimizers change nothing where ``skip`` is
+    not zero."""
     optimizer.skip = skip
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is done for the next batch while this one is trained: all that its ids alone decide."""
+"""The preparation of the next batch while this one is trained: all that its ids alone decide."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class Prefetch:
 
     @property
     def is_complete(self) -> bool:
-        """Whether both buffers' batches were prepared as far as their ids allow."""
+        """True if both buffers' batches were prepared as far as their ids allow."""
         return not self.calls or None not in self.admitted
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class Prefetch:
         return lookups
 
     def _is_trained(self, buffer: int, flag: BadIdFlag | None) -> Tensor | None:
-        """Whether the buffer's batch will be trained: copied there since it was last admitted, and
+        """True if the buffer's batch will be trained: copied there since it was last admitted, and
         without a bad id; None where no table asks."""
         if self.buffers.is_fresh is None:
             return None

@@ -20,7 +20,7 @@ from torchembed.step.lookup_calls import LookupCall
 
 
 class Agreement(NamedTuple):
-    """What all ranks have in common about their batches of one number."""
+    """The kind and size of the batches that all ranks have read as number n."""
 
     kinds: BatchKinds
     """The kinds of step that can train the batch of every rank."""
@@ -82,19 +82,19 @@ class LookedUpBatch:
     lookups: Sequence[LookedUp] = ()
     """One for each of ``calls``."""
     flag: BadIdFlag | None = None
-    """Whether an id of ``calls`` is bad."""
+    """Set where an id of ``calls`` is bad."""
     checks: list[IdCheck] = dataclasses.field(default_factory=list)
 
 
 class StepResult(NamedTuple):
-    """What a step gives, on the device and detached from autograd."""
+    """The result of a step, on the device and detached from autograd."""
 
     loss: Tensor
     """``[]``, this rank's."""
     output: Tree
     """The model's, a tree of tensors: logits, where there is a loss function."""
     batch: Tree
-    """What was trained; jagged sparse features are as they were given, wherever that is."""
+    """The batch that was trained; jagged sparse features are the caller's own, on his device."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,12 +103,12 @@ class TrainedBatch:
 
     result: StepResult
     flag: BadIdFlag | None
-    """What the updates were predicated on."""
+    """The flag that the updates were predicated on."""
     report: Tensor | None
     """:meth:`~torchembed.step.bad_id_flag.BadIdFlag.to_host`; there once the step is done."""
     checks: list[IdCheck]
     source: Tree = None
-    """What the device may still read until the step is done."""
+    """Memory that the device may read until the step is done."""
     done: torch.cuda.Event | None = None
     """Recorded once the device has done the step; None: once it has done what the current stream
     holds now."""

@@ -23,7 +23,7 @@ from torchembed.step.lookup_calls import LookupCall, observed_calls
 from torchembed.step.prefetch import Prefetch
 from torchembed.step.stages import LookedUpBatch, TrainedBatch
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers, prepare_replay
-from torchembed.step.streams import StepStreams, beside, between, join
+from torchembed.step.streams import StepStreams, fork, fork_and_join, join
 
 
 class StaticStep:
@@ -78,12 +78,12 @@ class StaticStep:
 
     @property
     def is_stale(self) -> bool:
-        """Whether what its steps take for granted has changed."""
+        """True if the model or an optimizer changed in a way that steps do not follow."""
         return self._assumptions.are_stale
 
     @property
     def has_begun_update(self) -> bool:
-        """Whether a step has begun to change rows and parameters."""
+        """True if a step has begun to change rows and parameters."""
         return self._train.has_begun_update
 
     def prepare(self, buffer: int) -> None:
@@ -93,7 +93,7 @@ class StaticStep:
 
     @property
     def can_capture(self) -> bool:
-        """Whether a step has run as it is that a captured one repeats."""
+        """True if a step that a captured one can repeat has run as it is."""
         return self._sizes is not None
 
     def capture(self, buffer: int) -> None:
@@ -114,16 +114,16 @@ class StaticStep:
 
     @property
     def _has_captured(self) -> bool:
-        """Whether a captured step reads and writes what is prepared where it is now."""
+        """True if a captured step reads and writes what is prepared where it is now."""
         return self._has_fixed_shapes and any(map(self.is_captured, (0, 1)))
 
     @property
     def _has_fixed_shapes(self) -> bool:
-        """Whether shapes follow from the layout; on a CPU, those of jagged batches do not."""
+        """True if shapes follow from the layout; on a CPU, those of jagged batches do not."""
         return self._program.is_cuda or self.bucketized is None
 
     def is_captured(self, buffer: int) -> bool:
-        """Whether :meth:`run` replays a captured step."""
+        """True if :meth:`run` replays a captured step."""
         return self._captured[buffer] is not None
 
     def release(self) -> None:
@@ -150,7 +150,7 @@ class StaticStep:
             for parameter, grad in self._gradients[buffer]:
                 parameter.grad = grad
         else:
-            with between(self._streams.step), noted_sizes() as sizes:
+            with fork_and_join(self._streams.step), noted_sizes() as sizes:
                 self._step(buffer)
             if self._prefetch.is_complete:
                 self._sizes = sizes
@@ -165,7 +165,7 @@ class StaticStep:
 
     def _step(self, buffer: int) -> None:
         def prepare_next(after: torch.cuda.Stream | None) -> None:
-            with beside(self._streams.ids), named_range("torchembed: prepare"):
+            with fork(self._streams.ids), named_range("torchembed: prepare"):
                 join(after)
                 self._prefetch.prepare(1 - buffer, in_place=self._has_captured)
 
@@ -184,7 +184,7 @@ class StaticStep:
         calls, admitted = self._prefetch.calls, self._prefetch.admitted[buffer]
         if not calls or admitted is None:
             return LookedUpBatch(self._prefetch.batches[buffer])
-        with beside(self._streams.vectors), named_range("torchembed: look up"):
+        with fork(self._streams.vectors), named_range("torchembed: look up"):
             lookups = [
                 call.collection.look_up(of_call)
                 for call, of_call in zip(calls, admitted.lookups, strict=True)

@@ -34,12 +34,12 @@ class StepOptimizers:
         self.others = [o for o in optimizers if not follows_replays(o)]
 
     def zero_grad(self) -> None:
-        """As a loop by hand does before forward."""
+        """Clear all gradients, as a training loop does before forward."""
         for optimizer in self.all:
             optimizer.zero_grad()
 
     def take_gradients_of_others(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Of captured gradients those that steps after each replay need; the rest makes room."""
+        """Take the captured gradients that steps after each replay need, and free the others."""
         groups = [group for optimizer in self.others for group in optimizer.param_groups]
         kept = [parameter for group in groups for parameter in group["params"]]
         gradients = [(parameter, parameter.grad) for parameter in kept]
@@ -47,8 +47,8 @@ class StepOptimizers:
         return gradients
 
     def memory(self, *, is_cuda: bool) -> list[int]:
-        """Where the states of torch's own captured optimizers are, since loading moves them, and
-        the learning rates that captured steps read."""
+        """The addresses of what captured steps read and loading may replace: the states of torch's
+        own captured optimizers, and learning rates that are tensors."""
         states = [
             state
             for optimizer in self.captured
@@ -82,7 +82,7 @@ def prepare_replay(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 class Assumptions:
-    """What steps that were prepared or captured take for granted of a model and its optimizers."""
+    """The state of a model and its optimizers that prepared or captured steps rely on."""
 
     def __init__(self, model: nn.Module, optimizers: StepOptimizers, device: torch.device) -> None:
         modules = [module for module in model.modules() if isinstance(module, TableModule)]
@@ -102,12 +102,12 @@ class Assumptions:
         return forms, addresses, are_trained, [module.training for module in self._modules]
 
     def note_capture(self) -> None:
-        """From now on optimizers' states stay where they are."""
+        """Note that a capture reads the optimizers' states where they are now."""
         self._memory_before = self._optimizers.memory(is_cuda=self._is_cuda)
 
     @property
     def are_stale(self) -> bool:
-        """Whether tables were regrouped since, parameters frozen or given other memory, modules set
+        """True if tables were regrouped since, parameters frozen or given other memory, modules set
         to training or evaluation, or states or learning rates that a capture knows replaced."""
         before = self._memory_before
         moved = before is not None and before != self._optimizers.memory(is_cuda=self._is_cuda)

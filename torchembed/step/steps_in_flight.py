@@ -15,7 +15,7 @@ from torchembed.step.stages import TrainedBatch
 
 _POLL_SECONDS = 2e-5
 _GRACE_SECONDS = 10.0
-"""For a program to say why it ends."""
+"""The time that a program has to say why it ends."""
 
 
 class StepsInFlight:
@@ -90,13 +90,13 @@ class StepsInFlight:
             raise
 
     def finish_within(self, seconds: float) -> bool:
-        """Whether all of them do."""
+        """True if all steps end within ``seconds``."""
         deadline = time.monotonic() + seconds
         return all(_wait(step.done, deadline) for step in self._steps)
 
 
 def _wait(done: torch.cuda.Event | None, deadline: float) -> bool:
-    """Whether ``done`` comes before the ``deadline`` of the monotonic clock; on a CPU, where there
+    """True if ``done`` comes before the ``deadline`` of the monotonic clock; on a CPU, where there
     is no event, every step is done."""
     while done is not None and not done.query():
         if time.monotonic() > deadline:

@@ -1,18 +1,20 @@
-"""Streams of a GPU, on which a step runs or has some of its work beside the rest; on the CPU, where
-there are none, each of these does nothing."""
+"""The CUDA streams of a step, and how work forks to them and joins again.
+
+On a CPU, which has no streams, each function here does nothing.
+"""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 
 class StepStreams(NamedTuple):
-    """Those of a step; None on the CPU.
+    """The streams of a step, each None on a CPU.
 
-    Where several have kernels to run, what others wait for goes first, and the rows' update last:
-    nothing waits for it, and alone it fills the GPU.
+    Priorities decide among streams that have kernels to run: what other work waits for goes first,
+    and the update of rows last, since nothing waits for it and it fills the GPU by itself.
     """
 
     step: torch.cuda.Stream | None = None
@@ -20,14 +22,14 @@ class StepStreams(NamedTuple):
     ids: torch.cuda.Stream | None = None
     rows: torch.cuda.Stream | None = None
     gradients: torch.cuda.Stream | None = None
-    """Where backward is called; like those that follow, of several ranks only."""
+    """Backward is called here; this stream and the next two are there on several ranks only."""
     last_rows: torch.cuda.Stream | None = None
-    """What is left of rows once backward is done is little, and goes before the dense update."""
+    """Rows whose gradients come last: few, and updated before the dense weights."""
     dense: torch.cuda.Stream | None = None
 
     @classmethod
     def on(cls, device: torch.device, *, of_several_ranks: bool) -> "StepStreams":
-        """New ones."""
+        """New streams on ``device``."""
         if device.type != "cuda":
             return cls()
         stream = torch.cuda.Stream
@@ -46,39 +48,41 @@ class StepStreams(NamedTuple):
         )
 
 
-def on(stream: torch.cuda.Stream | None) -> Any:
-    """What is inside runs on ``stream``."""
+def on_stream(
+    stream: torch.cuda.Stream | None,
+) -> contextlib.AbstractContextManager[object]:
+    """A context whose work runs on ``stream``."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 @contextlib.contextmanager
-def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is inside runs on ``stream``, after what the current one has got, and beside what that
-    one gets then."""
+def fork(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """A context whose work runs on ``stream``: after what the current stream holds on entering, and
+    concurrently with what the current stream gets later."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with on(stream):
+    with on_stream(stream):
         yield
 
 
 @contextlib.contextmanager
-def between(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is inside runs on ``stream``, after what the current one has got, and before what that
-    one gets then."""
-    with beside(stream):
+def fork_and_join(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """A context whose work runs on ``stream``: after what the current stream holds on entering, and
+    before what it gets after leaving."""
+    with fork(stream):
         yield
     join(stream)
 
 
 def join(*streams: torch.cuda.Stream | None) -> None:
-    """Let the current stream wait for others."""
+    """Let the current stream wait for what ``streams`` hold."""
     for stream in streams:
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
 
 
 def event_on(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """What comes once ``stream`` has done what it has got so far."""
+    """An event recorded on ``stream`` after what it holds; None on a CPU."""
     if stream is None:
         return None
     event = torch.cuda.Event()
