@@ -247,9 +247,23 @@ def test_settings_out_of_range_are_refused(
     assert all(group.rule is None for group in module._table_set.groups)
 
 
-def test_no_tables_are_refused() -> None:
-    with pytest.raises(ValueError, match="empty parameter list"):
-        SGD([])
+@pytest.mark.parametrize("params", [[], iter(()), [{"params": []}]])
+def test_no_tables_are_stepped_like_some(params: Any) -> None:
+    """As on a rank that holds none."""
+    optimizer, module = SGD(params, lr=0.1), torch.nn.Linear(2, 1)
+    dense = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
+    optimizer.step()
+    scaler.scale(module(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.step(dense)
+    scaler.update()
+    state = optimizer.state_dict()
+    assert state["state"] == {}
+    optimizer.load_state_dict(state)
+    optimizer.add_param_group({"params": list(make("cpu").parameters())})
+    assert len(optimizer.recorded()) == 0
 
 
 def test_an_optimizer_is_not_copied() -> None:

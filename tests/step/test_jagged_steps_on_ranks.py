@@ -167,7 +167,7 @@ def fail_on_one_rank() -> tuple[str, str]:
     case = CASES[0]
     model = make_model(case, "meta")
     torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
-    own = FailsOnTheSecondRank([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    own = FailsOnTheSecondRank([{"params": []}], lr=1.0)
     optimizers, with_loss = [make_optimizer(case, model), own], WithLoss(model)
     pipeline = TrainPipeline(with_loss, None, optimizers, device="cpu", capture=True)
     batches = iter([static_batch(case, dist.get_rank(), step, NO_RANK) for step in range(2)])

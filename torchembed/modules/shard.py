@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchembed.core.agreement import check_agreement
 from torchembed.modules.collection import Collection
 from torchembed.modules.dense_use import dense_parameters, dense_use
+from torchembed.modules.earlier_optimizers import check_no_optimizer_has
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.inside_ddp import ignore_tables
@@ -105,6 +106,7 @@ def plan_embeddings(
     """
     planner = planner or Planner()
     if mesh is not None:
+        _check_mesh(mesh)
         planner = _with_topology(planner, mesh, flat_mesh(mesh))
         _check_topology(planner, mesh)
     return _planned(model, planner, wire, transport)
@@ -146,6 +148,19 @@ def _check_topology(planner: Planner, mesh: DeviceMesh) -> None:
         )
 
 
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {mesh!r}; make one by "
+            "init_device_mesh(device_type, (world_size,)), after init_process_group()"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "mesh has no process group; call torch.distributed.init_process_group() before, and "
+            "start the ranks by torchrun"
+        )
+
+
 def _device(mesh: DeviceMesh) -> torch.device:
     """This rank's device."""
     if mesh.device_type == "cuda":
@@ -173,7 +188,8 @@ def shard_embeddings(
     their number. A rank without samples contributes zeros. Every rank runs forward and backward
     equally often; batches may differ in size and be empty.
 
-    Make the optimizers afterwards: parameters of tables are new. Collective: every rank of the mesh
+    Make the optimizers afterwards: parameters of tables are new, and an optimizer that has the old
+    ones is refused. Collective: every rank of the mesh
     calls it, with the same model, plan, wire and transport; where they differ, all ranks raise and
     say in what, before anything is changed. What the tightest rank's memory will be used for is
     logged by the first, at the level of ``INFO``, before it is allocated.
@@ -196,12 +212,15 @@ def shard_embeddings(
         ``model``.
 
     Raises:
+        TypeError: where ``mesh`` is none.
+        RuntimeError: where there is no process group.
         ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
             where planning fails on some of them only; where the tables do not fit into memory, as
             far as is known: of a plan without a planner rows, the dense part and, with
             ``optimizer``, its state are; where GPUs cannot store into each other's memory and
             should.
     """
+    _check_mesh(mesh)
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
     problem, checked, report, description = None, None, None, []
     if plan == "auto":
@@ -259,6 +278,8 @@ def _checked_plan(
     if isinstance(model, Collection):
         raise ValueError("model must contain collections, not be one; wrap it in a module")
     specs, report = table_specs(model), None
+    parameters = dict(model.named_parameters())
+    check_no_optimizer_has({name: parameters[f"{name}.weight"] for name in specs})
     if isinstance(plan, str):
         raise ValueError(
             f'plan must be "auto", a Planner, a ShardingPlan or placements by table, got {plan!r}'

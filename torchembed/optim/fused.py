@@ -24,6 +24,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     before a step accumulate; ``zero_grad`` discards. Copies of the module start without an
     optimizer.
 
+    A rank that holds no table passes no parameters, and may step as the others do.
+
     ``param_groups`` holds the usual hyperparameters, so learning-rate schedulers work; a tensor
     ``lr`` on the tables' device is read there. ``state_dict`` holds one entry of state for each
     table.
@@ -57,6 +59,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_hyperparameters(defaults)
         self._key: object | None = None
+        if not isinstance(params, Tensor):
+            # A rank may hold no table, and steps with the others all the same.
+            params = list(params) or [{"params": []}]
         super().__init__(params, defaults)
         self._key = object()
         """Names this optimizer in its tables' update keys."""

@@ -14,6 +14,7 @@ from torchembed.core.named_range import named_range
 from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.optim.joint import separate
+from torchembed.optim.trained_parameters import check_optimizers_train
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.step.batch_kinds import BatchKinds, Layouts
 from torchembed.step.batch_layout import num_ids_in, to_device
@@ -70,7 +71,8 @@ class TrainPipeline:
             ``[B, 1]``; where ``loss_fn`` is None, ``model(batch)``, gives its loss, or a tuple of
             the loss and what else there is, as TorchRec's models for training do.
         loss_fn: ``(logits [B], labels [B])`` to their mean loss.
-        optimizers: of all parameters; captured steps update in an order of their own.
+        optimizers: of all parameters that require a gradient, and of no others; captured steps
+            update in an order of their own.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
         capture: True for steps that are captured as graphs where they can be; on a CPU, which has
@@ -78,6 +80,10 @@ class TrainPipeline:
             GPU and False on a CPU, where preparing ahead gains nothing.
         timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
             each other, before they give the other ranks up; NCCL does not watch what is in a graph.
+
+    Raises:
+        ValueError: where a parameter that requires a gradient has no optimizer, or an optimizer one
+            that is not the model's.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class TrainPipeline:
         timeout_seconds: float = 600.0,
     ) -> None:
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(optimizers)
+        check_optimizers_train(model, self.optimizers)
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         is_cuda = self.device.type == "cuda"
         # No method: graphs should go with the pipeline, not with the next garbage collection.

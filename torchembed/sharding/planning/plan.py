@@ -53,6 +53,17 @@ class TablePlan:
     """In the order of ranks; without those that would be empty."""
 
 
+def _count(entries: Mapping[str, object], name: str) -> int:
+    number = entries[name]
+    if not isinstance(number, int):
+        raise TypeError(f"{name} must be an integer, got {number!r}")
+    return number
+
+
+def _shard(entries: Mapping[str, object]) -> Shard:
+    return Shard(**{field.name: _count(entries, field.name) for field in dataclasses.fields(Shard)})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
     """Where the tables of a model are; ``print`` it for a table, ``to_json`` it to keep it."""
@@ -108,17 +119,28 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """The plan that :meth:`to_json` wrote."""
-        data = json.loads(text)
-        tables = tuple(
-            TablePlan(
-                table=table["table"],
-                placement=Placement(table["placement"]),
-                shards=tuple(Shard(**shard) for shard in table["shards"]),
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: where ``text`` is none; says what is wrong in it.
+        """
+        try:
+            data = json.loads(text)
+            tables = tuple(
+                TablePlan(
+                    table=str(table["table"]),
+                    placement=Placement(table["placement"]),
+                    shards=tuple(_shard(shard) for shard in table["shards"]),
+                )
+                for table in data["tables"]
             )
-            for table in data["tables"]
-        )
-        return cls(num_ranks=data["num_ranks"], tables=tables, num_nodes=data["num_nodes"])
+            num_ranks, num_nodes = _count(data, "num_ranks"), _count(data, "num_nodes")
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                f"text must be a plan as ShardingPlan.to_json() writes it, but {what}"
+            ) from error
+        return cls(num_ranks=num_ranks, tables=tables, num_nodes=num_nodes)
 
     def __str__(self) -> str:
         rows = [("table", "placement", "ranks", "rows a rank")]

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchembed.core import ranks
+
 
 class RankGroups:
     """Two process groups of a mesh's ranks, of one sharded model as long as this object lives.
@@ -85,7 +87,12 @@ def borrow_groups(mesh: DeviceMesh) -> RankGroups:
 def _new_group(processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
     """A group of ``processes``, this one among them; these make it together, or all there are."""
     is_part = len(processes) < dist.get_world_size()
-    group = dist.new_group(list(processes), backend=backend, use_local_synchronization=is_part)
+    group = dist.new_group(
+        list(processes),
+        timeout=ranks.default_timeout(),
+        backend=backend,
+        use_local_synchronization=is_part,
+    )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -106,6 +113,6 @@ def group_of_some(processes: Sequence[int]) -> dist.ProcessGroup | None:
     models share it."""
     parts, key = _registry().parts, tuple(processes)
     if key not in parts:
-        group = dist.new_group(list(processes))
+        group = dist.new_group(list(processes), timeout=ranks.default_timeout())
         parts[key] = group if isinstance(group, dist.ProcessGroup) else None
     return parts[key]
