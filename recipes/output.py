@@ -36,6 +36,7 @@ def prepare_output(
     result = ranks.from_first_rank(prepare() if ranks.rank() == 0 else None)
     if isinstance(result, OSError):
         raise result
+    assert result is not None  # the first rank made a folder or failed
     return result
 
 
