@@ -8,7 +8,8 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Of torch's generators for the CPU and this rank's CUDA device, Python's and numpy's."""
+    """The states of torch's generators for the CPU and this rank's CUDA device, of Python's and of
+    numpy's."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -20,7 +21,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on from what :func:`random_state` gave; CUDA's is left out where one side has none."""
+    """Set the generators to what :func:`random_state` returned; CUDA's where both have one."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002 - likewise

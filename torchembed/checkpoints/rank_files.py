@@ -36,14 +36,14 @@ from torchembed.checkpoints.tensor_file import bytes_of
 T = TypeVar("T")
 
 NUM_THREADS = 4
-"""Of a rank: enough that checksums and copies do not hold up a disk of some GB/s."""
+"""Threads of a rank: enough that checksums and copies do not hold up a disk of some GB/s."""
 
 
 class CheckpointWriter(FileSystemWriter):
     """Writes a rank's items to at most ``NUM_THREADS`` files, in a thread each.
 
-    Beside the state it holds nothing of a tensor on the CPU that is contiguous, and of others a
-    chunk in each thread.
+    Contiguous tensors on the CPU are written without a copy; of other tensors each thread copies a
+    chunk at a time.
     """
 
     def __init__(self, files: FileSystemBase, path: str) -> None:
@@ -74,7 +74,7 @@ class CheckpointWriter(FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     stream.write(data.getbuffer())
                 else:
-                    torch.save(_alone(data), cast(Any, stream))
+                    torch.save(_with_own_storage(data), cast(Any, stream))
                 num_bytes = stream.tell() - start
                 info = _StorageInfo(name, start, num_bytes)
                 results.append(WriteResult(item.index, num_bytes, info))
@@ -108,7 +108,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def in_threads(action: Callable[[T], None], items: Sequence[T]) -> None:
-    """``action(item)`` of each item, ``NUM_THREADS`` at once; raises the first error.
+    """Run ``action(item)`` for each item in up to ``NUM_THREADS`` threads; raise the first error.
 
     Threads of ``concurrent.futures`` may not begin once the program has come to its end, where an
     asynchronous save may still be under way.
@@ -137,8 +137,8 @@ def in_threads(action: Callable[[T], None], items: Sequence[T]) -> None:
 
 
 def _parts(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """``items`` in lists of about as many bytes: as many as there are threads, but where that would
-    be less than a chunk each."""
+    """Divide ``items`` into lists of about equal size in bytes: one for each thread, or fewer where
+    they would have less than a chunk each."""
     sizes = {item.index: _num_bytes(item) for item in items}
     num_parts = -(-sum(sizes.values()) // save_planner.CHUNK_BYTES)
     parts: list[list[WriteItem]] = [[] for _ in range(min(max(num_parts, 1), NUM_THREADS))]
@@ -155,8 +155,8 @@ def _num_bytes(item: WriteItem) -> int:
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """``tensor`` on the CPU, in a storage without anything else, which would be saved with it."""
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """``tensor`` on the CPU, in a storage of its own size: ``torch.save`` writes whole storages."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)  # threads have streams of their own
     on_cpu = tensor.detach().cpu().contiguous()

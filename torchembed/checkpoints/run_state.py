@@ -1,8 +1,8 @@
 """The state of a training run as named tensors, and back.
 
-A checkpoint holds whole tensors under their names in the model, in pieces that each rank writes and
-reads for itself: of a sharded table, the rank's own rows. So it does not depend on how tables were
-sharded, and other programs that read such checkpoints see ordinary tensors.
+A checkpoint holds whole tensors under their names in the model. Each rank writes and reads its own
+shard of them, for a sharded table its own rows. So a checkpoint does not depend on how tables were
+sharded, and other programs that read it see ordinary tensors.
 """
 
 import copy
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from torchembed.checkpoints.random_state import random_state, set_random_state
@@ -33,10 +33,10 @@ class SavedState(NamedTuple):
 
     name: str
     """For errors."""
-    entries: Mapping[str, Any]
-    """What ``torch.distributed.checkpoint`` says of each tensor and object, by name."""
+    entries: Mapping[str, STORAGE_TYPES]
+    """Metadata of ``torch.distributed.checkpoint`` for each tensor and object, by name."""
     num_ranks: int
-    """How many ranks saved it."""
+    """Number of ranks that saved it."""
     read: Callable[[dict[str, Any]], None]
     """Fills the tensors of a dict in place and replaces its other values; every rank calls it."""
     group: CpuGroup
@@ -49,9 +49,9 @@ class SavedState(NamedTuple):
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:
-    """This rank's part of the run's state; parameters and optimizer state by reference.
+    """This rank's part of the run's state, with that of its random generators.
 
-    Beside the run's own, it holds the state of this rank's random generators.
+    Parameters and optimizer state are the run's own tensors, not copies.
     """
     state = _model_state(run.model)
     for index, optimizer in enumerate(run.optimizers):
@@ -92,7 +92,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
             changed then.
     """
     what, group = saved.what, saved.group
-    state = raise_on_all_ranks(lambda: _room_for(run, saved.entries), what, group)
+    state = raise_on_all_ranks(lambda: _load_targets(run, saved.entries), what, group)
     of_optimizers = [f"optimizers.{index}" for index in range(len(run.optimizers))]
     _agree_on(
         [
@@ -105,10 +105,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
     )
     same_ranks = saved.num_ranks == ranks.world_size()
     rank_key = f"ranks.{ranks.rank() if same_ranks else 0}"
-    packed = {
-        key: torch.empty(saved.entries[key].size, dtype=torch.uint8)
-        for key in [*of_optimizers, rank_key]
-    }
+    packed = {key: _empty_packed(saved.entries[key]) for key in [*of_optimizers, rank_key]}
     saved.read(packed)
     unpacked = raise_on_all_ranks(
         lambda: {key: _unpacked(value) for key, value in packed.items()}, what, group
@@ -153,15 +150,21 @@ def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Every parameter and buffer, by reference."""
+    """Every parameter and buffer by its name in a checkpoint; not copies."""
     return {f"model.{name}": value for name, value in model.state_dict().items()}
 
 
-def _packed(state: Any) -> Tensor:
-    """uint8: ``state``, pickled as it now is."""
+def _packed(state: object) -> Tensor:
+    """``state``, pickled as it now is, as a uint8 tensor."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _empty_packed(entry: STORAGE_TYPES) -> Tensor:
+    """Memory to read a packed state into."""
+    assert isinstance(entry, TensorStorageMetadata)
+    return torch.empty(entry.size, dtype=torch.uint8)
 
 
 def _unpacked(tensor: Tensor) -> Any:
@@ -193,7 +196,8 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str
 ) -> dict[str, Any]:
-    """What there is by now, by reference: most optimizers make state at their first step."""
+    """The optimizer's state tensors that exist, not copied, by name; most optimizers make them at
+    their first step."""
     state = {}
     entries = optimizer.state_dict()["state"]
     for number, (name, parameter) in enumerate(_named_parameters(model, optimizer)):
@@ -205,47 +209,55 @@ def _optimizer_state(
     return state
 
 
-def _has_rows(optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: Tensor) -> bool:
-    """Whether state ``name`` of a table has a row for each row of the table."""
+def _has_rows(
+    optimizer: torch.optim.Optimizer, name: str, value: object, parameter: Tensor
+) -> bool:
+    """True where state ``name`` of a table has a row for each row of the table."""
     if isinstance(optimizer, FusedOptimizer):
         return name in optimizer.state_names
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def _room_for(run: TrainingRun, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``saved`` this rank reads in place, and room for the rest of what it reads."""
-    room = _model_state(run.model)
+def _load_targets(run: TrainingRun, saved: Mapping[str, STORAGE_TYPES]) -> dict[str, Any]:
+    """Values by name that reading ``saved`` fills or replaces on this rank: the run's own tensors,
+    and new ones for optimizer state that was saved and is not there yet."""
+    targets = _model_state(run.model)
     for index, optimizer in enumerate(run.optimizers):
-        room |= _room_for_optimizer(run.model, optimizer, f"optimizers.{index}", saved)
-    return room
+        targets |= _optimizer_targets(run.model, optimizer, f"optimizers.{index}", saved)
+    return targets
 
 
-def _room_for_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, saved: Mapping[str, Any]
+def _optimizer_targets(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    prefix: str,
+    saved: Mapping[str, STORAGE_TYPES],
 ) -> dict[str, Any]:
-    """The state that there is, to be filled in place, and room for what else is saved of this
-    rank's parameters. State that torch's optimizers make at their first step need not be saved."""
+    """The optimizer's own state tensors, and new ones for what else was saved of this rank's
+    parameters. State that torch's optimizers make at their first step may be missing in ``saved``.
+    """
     is_fused = isinstance(optimizer, FusedOptimizer)
     state = _optimizer_state(model, optimizer, prefix)
-    room = {key: value for key, value in state.items() if is_fused or key in saved}
+    targets = {key: value for key, value in state.items() if is_fused or key in saved}
     for name, parameter in _named_parameters(model, optimizer):
         table = table_of(parameter)
         whole = parameter if table is None else table.as_global(parameter.detach())
         start = f"{prefix}.state.{name}."
         for key, entry in saved.items():
-            if key in room or not key.startswith(start):
+            if key in targets or not key.startswith(start):
                 continue
-            room[key] = None
+            targets[key] = None
             if isinstance(entry, TensorStorageMetadata):
                 dtype = entry.properties.dtype
-                room[key] = torch.empty(entry.size, dtype=dtype)
+                targets[key] = torch.empty(entry.size, dtype=dtype)
                 if table is not None and entry.size == whole.shape:
-                    room[key] = table.as_global(torch.empty_like(parameter.detach(), dtype=dtype))
-    return room
+                    local = torch.empty_like(parameter.detach(), dtype=dtype)
+                    targets[key] = table.as_global(local)
+    return targets
 
 
-def _compare(key: str, value: Any, saved: SavedState) -> Iterator[str]:
-    """What is wrong with loading ``key`` into ``value``."""
+def _compare(key: str, value: object, saved: SavedState) -> Iterator[str]:
+    """Reasons why ``key`` cannot be loaded into ``value``."""
     if key not in saved.entries:
         yield f"{key} was not saved"
         return
@@ -260,8 +272,9 @@ def _compare(key: str, value: Any, saved: SavedState) -> Iterator[str]:
         yield f"{key} has dtype {entry.properties.dtype}, and {value.dtype} in the run"
 
 
-def _unexpected(state: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
-    """Saved of the model, and known to no rank: the owner alone knows a table-wise table."""
+def _unexpected(state: Mapping[str, object], saved: SavedState) -> Iterator[str]:
+    """Entries of the model that were saved and that no rank has; one rank alone has a table-wise
+    table."""
     known = {key for keys in saved.group.gather(list(state), saved.what) for key in keys}
     for key in saved.entries:
         if key.startswith("model.") and key not in known:

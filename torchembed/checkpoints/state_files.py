@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from torchembed.checkpoints.save_planner import ChunkedSavePlanner
 from torchembed.core import ranks
@@ -48,7 +48,7 @@ def write_state(state: dict[str, Any], writer: StorageWriter, group: CpuGroup, w
     divided = raise_on_all_ranks(divide, what, group)
     mine = group.scatter_from_first_rank(None if divided is None else divided[0], what)
 
-    def write() -> Any:
+    def write() -> list[WriteResult]:
         return writer.write_data(planner.finish_plan(mine), planner).wait()
 
     results = group.gather_on_first_rank(raise_on_all_ranks(write, what, group), what)

@@ -11,18 +11,18 @@ from typing import IO, Any, NamedTuple
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 CHUNK_BYTES = 1 << 24
-"""Read at once for a checksum."""
+"""Size of the reads from which a checksum is computed."""
 
 
 class FileDigest(NamedTuple):
-    """What tells a file from one that was cut off or changed."""
+    """Size and checksum of a file, which differ where it was cut off or changed."""
 
     num_bytes: int
     crc32: int
 
 
 class _DigestWriter(io.RawIOBase):
-    """Passes on what is written, and digests it along the way."""
+    """Stream that passes on what is written to it and computes its digest."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -53,7 +53,7 @@ class _DigestWriter(io.RawIOBase):
 
 
 class Storage(FileSystemBase):
-    """A folder, and what ``torch.distributed.checkpoint`` needs to write and read files in it.
+    """A folder, local or remote, in the form in which ``torch.distributed.checkpoint`` uses it.
 
     ``written`` holds the digest of each file that this process wrote, by path. ``is_local`` is true
     on file systems of the operating system, network ones too.
@@ -66,11 +66,11 @@ class Storage(FileSystemBase):
         self.written: dict[str, FileDigest] = {}
 
     def path(self, *names: str) -> str:
-        """Of a file or folder below the root."""
+        """Path of a file or folder below the root."""
         return "/".join((self.root.rstrip("/"), *names))
 
     def names(self) -> list[str]:
-        """Of what lies in the root; empty where there is no root yet.
+        """Names of the files and folders in the root; none where the root does not exist yet.
 
         Raises:
             NotADirectoryError: where the root is a file.
@@ -96,7 +96,7 @@ class Storage(FileSystemBase):
             stream.write(data)
 
     def digest(self, path: str) -> FileDigest:
-        """Of the whole file as it now is, which is read for it."""
+        """Digest of a file as it now is; reads the whole file."""
         num_bytes, crc32 = 0, 0
         with self._fs.open(path, "rb") as stream:
             while chunk := stream.read(CHUNK_BYTES):
@@ -105,7 +105,7 @@ class Storage(FileSystemBase):
         return FileDigest(num_bytes, crc32)
 
     def remove(self, path: str) -> None:
-        """The file or folder with all in it, if it is there."""
+        """Remove a file, or a folder with all its content, if it exists."""
         self._fs.invalidate_cache()
         if self._fs.exists(path):
             self._fs.rm(path, recursive=True)
@@ -135,7 +135,7 @@ class Storage(FileSystemBase):
         return f"{os.fspath(path)}/{suffix}"
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Atomic: object stores copy, and show a copy only once it is whole."""
+        """Move a file in one atomic step; object stores copy it, and show only whole copies."""
         path, new_path = os.fspath(path), os.fspath(new_path)
         self._fs.mv(path, new_path)
         self.written[new_path] = self.written.pop(path)

@@ -1,4 +1,4 @@
-"""Files of the safetensors format, written and read by pieces.
+"""Files of the safetensors format, written and read in chunks.
 
 The ``safetensors`` package wants whole tensors in memory. The format, as
 https://huggingface.co/docs/safetensors says it: the length of the header, 8 bytes, little-endian;
@@ -11,7 +11,6 @@ import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +33,16 @@ INDEX = "model.safetensors.index.json"
 
 
 def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
-    """What stands before the bytes of ``tensors``, which follow in this order."""
+    """Bytes of a file before the data of ``tensors``, which follows in this order.
+
+    Args:
+        tensors: shape and dtype by name.
+
+    Raises:
+        ValueError: for a dtype that the format does not have.
+    """
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in tensors.items():
         if dtype not in codes:
@@ -49,15 +55,15 @@ def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> byt
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a CPU tensor, row-major; shares memory with a contiguous one."""
+    """Bytes of a CPU tensor's elements, row-major; a view of the memory of a contiguous tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def open_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of a folder of them, by name.
+    """Map the tensors of a safetensors file, or of a folder of such files, by name.
 
-    They are mapped from the files: what is not looked at is not read, so a file may be larger than
-    memory. Writing to them changes memory alone.
+    Data is read when it is accessed, so a file may be larger than memory. Writing to the tensors
+    does not change the files.
 
     Args:
         path: a ``.safetensors`` file, or a folder with such files and, where a model is divided
