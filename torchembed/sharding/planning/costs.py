@@ -1,16 +1,16 @@
-"""What a placed table costs: bytes that memory and wires move in a step, bytes held, seconds.
+"""The cost of a placed table: bytes through memory and links in a step, bytes held, seconds.
 
 Letters: ``B`` samples of each rank, ``W`` ranks, ``h`` lookups a sample of a table, ``F`` features
 that use it. A row that several ids share comes from memory once and then from the cache, and is
-updated once; how many different rows there are follows from how many a rank's batch has, and is the
-same share of each rank's rows: frequent ids are taken to be scattered over the table.
+updated once. The number of different rows follows from that of one rank's batch, and is the same
+share of every rank's rows: frequent ids are assumed to be scattered over the table.
 """
 
 import dataclasses
 import enum
 import math
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,45 +24,52 @@ from torchembed.sharding.wire import WirePrecision, WireTransport
 from torchembed.tables import TableSpec
 
 ID_BYTES, LENGTH_BYTES = 4, 8
-"""On the way; tables of more than 2**31 rows, whose ids take 8 bytes, are as good as none."""
+"""Bytes of an id and of a bag's length in an exchange. Tables of more than 2**31 rows, whose ids
+take 8 bytes, are too rare to be told apart."""
 ID_COPIES = 4
-"""Buffers as long as a rank's ids: as received, as rows, sorted, and their order."""
+"""Buffers as long as a rank's ids: received ids, rows, sorted rows, and the sorting permutation."""
 ROW_ACCESS_BYTES = 48
-"""What reading or writing a row, its state or its gradient costs beside its bytes, wherever in
-memory it lies: narrow rows cost more by the byte. With it lookups and updates reach a copy's
-bandwidth. It, the next one and the numbers of kernels are fitted to what `bench.planning.costs`
-compares."""
+"""Overhead, in bytes, of reading or writing a row, its state or its gradient at random: it makes
+narrow rows cost more by the byte. With it counted, lookups and updates reach the bandwidth of a
+copy. This constant, the next one and the numbers of kernels are fitted to the measurements that
+`bench.planning.costs` compares."""
 CACHED_ROW_BYTE = 0.17
-"""How much a byte counts of a row that the cache holds, since an id before has looked it up."""
+"""Weight of a byte that is read from the cache, because an earlier id has looked up the same
+row."""
 DENSE_PASSES = 6
-"""Of a replicated table's dense gradient through memory: zeroed, summed (read and written), packed,
-divided, read by the update."""
+"""Passes of a replicated table's dense gradient through memory: zeroed, summed (read and written),
+packed, divided, read by the update."""
 DENSE_COPIES = 3
-"""Of it in memory at a time: as summed, packed with the touched rows' marks, divided."""
+"""Copies of that gradient in memory at a time: summed, packed with the marks of touched rows,
+divided.
+"""
 
 CHANNEL_COPIES = 8
-"""At most, of what arrives by push: in two halves of a channel, whose size is a power of two; of
-lookups ahead of forward, and of those in it, as the first step's are."""
+"""Copies, at most, of the vectors that arrive by push: a channel has two halves, its size is
+rounded up to a power of two, and lookups ahead of forward have another channel than those inside
+it."""
 
 LOOKUP_KERNELS, UPDATE_KERNELS = 0.8, 3
-"""So many times what a kernel takes beside its bytes, for each group of a rank's tables that are
-looked up and updated in one call; those that are replicated on several ranks are a group."""
+"""Kernel launches, in units of `kernel_seconds`, for each group of a rank's tables that are looked
+up and updated in one call; replicated tables form a group of their own."""
 ALL_REDUCE_EXCHANGES = 1.5
-"""So many times what an exchange takes beside its bytes."""
+"""Latency of an all-reduce, in units of an exchange's."""
 
 STACK_PASSES = 2
-"""Of what several shards' rows add to the same vectors through memory where these come home, beside
-what every vector costs: stacked and read again."""
+"""Extra passes through memory of pooled vectors that several shards contribute to, on the rank of
+the sample: stacked, and read again."""
 
 SQUARE_BYTES = 4
-"""Of a row's sum of squares, which row-wise Adagrad adds up where columns are on several ranks."""
+"""Bytes of a row's sum of squares, which row-wise Adagrad adds up where columns are on several
+ranks."""
 SQUARE_PASSES = 4
-"""Of those of all these ranks through memory: gathered, stacked (read and written), added."""
+"""Passes of all those ranks' squares through memory: gathered, stacked (read and written),
+added."""
 SUM_PASSES = 7
-"""Of its summed gradients then: written, squared (read and written), added, divided (read and
-written), read by the update."""
+"""Passes of the summed gradients in that case: written, squared (read and written), added, divided
+(read and written), read by the update."""
 SUM_COPIES = 3
-"""Of them in memory at a time: as summed, squared, divided."""
+"""Copies of those gradients in memory at a time: summed, squared, divided."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,44 +78,46 @@ class TableUse:
 
     spec: TableSpec
     features: tuple[str, ...]
-    """That are looked up in it."""
+    """Features that are looked up in the table."""
     pooled: bool = True
-    """False: one vector for each id."""
+    """False where each id gets a vector of its own."""
     output_dtype: torch.dtype = torch.float32
 
     def table_group(self, num_columns: int) -> Hashable:
-        """What a rank's shards have in common that it looks up and updates in one call."""
+        """Key that is equal for the shards which a rank looks up and updates in one call."""
         return num_columns, self.spec.dtype, self.pooled
 
 
 class Load(enum.IntEnum):
-    """What a shard costs the rank that holds it; the columns of load arrays."""
+    """Columns of load arrays: the costs of a shard to the rank that holds it."""
 
     LOOKUP = 0
-    """Bytes through memory in forward, those from the cache by their weight."""
+    """Bytes through memory in forward; cached ones are weighted by `CACHED_ROW_BYTE`."""
     UPDATE = 1
-    """Bytes through memory in backward and in the optimizer's step, likewise."""
+    """Bytes through memory in backward and in the optimizer's step, weighted likewise."""
     IDS = 2
-    """Bytes of ids that each rank sends it."""
+    """Bytes of ids that each rank sends to it."""
     VECTORS = 3
-    """Bytes of vectors that it sends each rank."""
+    """Bytes of vectors that it sends to each rank."""
     GRADIENTS = 4
-    """Bytes of gradients, and of their squares where those are exchanged, that each rank sends it.
-    """
+    """Bytes of gradients, and of their squares where exchanged, that each rank sends to it."""
     HELD = 5
     """Bytes of rows, their optimizer state, and buffers."""
 
 
 WIRES = slice(Load.IDS, Load.HELD)
+"""The columns of load arrays that are exchanged between ranks."""
+
+Numbers = TypeVar("Numbers", float, np.ndarray)
 
 
 class Everywhere(NamedTuple):
-    """What a table costs every rank, whoever holds it."""
+    """The costs of a table to every rank, independent of who holds it."""
 
     lookup_bytes: float = 0.0
     update_bytes: float = 0.0
     all_reduce_bytes: float = 0.0
-    """Of a replicated table's gradients."""
+    """Bytes of a replicated table's gradients."""
     held_bytes: float = 0.0
 
     def plus(self, other: "Everywhere") -> "Everywhere":
@@ -128,11 +137,11 @@ class CostModel:
     hotness: Mapping[str, float]
     """Lookups a sample of each feature; 1 where not named."""
     distinct_ids: Mapping[str, float]
-    """Different ids of each feature in a rank's batch; as of uniform ids where not named."""
+    """Different ids of each feature in a rank's batch; ids are uniform where not named."""
     transport: WireTransport = WireTransport.COLLECTIVE
 
     def _arrival_copies(self, use: TableUse) -> int:
-        """Of what arrives of a table's vectors and their gradients, in memory at a time."""
+        """Copies of a table's received vectors and gradients that are in memory at a time."""
         is_pushed = use.pooled and self.transport is WireTransport.PUSH
         return CHANNEL_COPIES if is_pushed else 1
 
@@ -141,7 +150,7 @@ class CostModel:
         return sum(self.hotness.get(feature, 1.0) for feature in use.features)
 
     def weight_bytes(self, use: TableUse, num_rows: int, num_columns: int) -> int:
-        """Rows and optimizer state of so much of a table."""
+        """Bytes of ``num_rows`` by ``num_columns`` of a table and of their optimizer state."""
         state = self.rule.state_bytes(num_rows, num_columns)
         return num_rows * num_columns * use.spec.dtype.itemsize + state
 
@@ -151,8 +160,9 @@ class CostModel:
         spec, num_ranks, num_samples = use.spec, self.topology.num_ranks, self.batch_size
         share = shard.num_rows / spec.num_rows
         bags = num_samples * len(use.features)
-        # Fixed hotness sends ids to every rank that holds rows, which picks its own; jagged ids and
-        # those of sequences, go where their rows are, with the length of each bag.
+        # With fixed hotness every rank that holds rows gets all ids and ignores those of others.
+        # Jagged ids and ids of sequences are bucketized: each goes to the one rank that holds its
+        # row, together with the lengths of the bags.
         is_fixed = self.fixed_hotness and use.pooled
         sent = num_samples * hotness * (1.0 if is_fixed else share)
         ids = ID_BYTES * sent + (0 if is_fixed else LENGTH_BYTES * bags)
@@ -179,9 +189,10 @@ class CostModel:
         )
 
     def everywhere(self, use: TableUse, placement: Placement, loads: np.ndarray) -> Everywhere:
-        """What the table costs every rank, with ``loads [shards, 6]`` of its shards.
+        """The costs of the table to every rank, given ``loads [shards, 6]`` of its shards.
 
-        Of a replicated table that is all; of others the ids that leave and the vectors that arrive.
+        For a replicated table these are all costs; for others those of sending ids and receiving
+        vectors.
         """
         spec, num_samples, hotness = use.spec, self.batch_size, self.lookups(use)
         vectors = num_samples * (len(use.features) if use.pooled else hotness)
@@ -228,30 +239,35 @@ class CostModel:
             drawn.append((num_ranks * num_ids, exponent))
         return expected_distinct(num_rows, drawn)
 
-    def lookup_seconds(self, num_bytes: Any, num_groups: Any = 0) -> Any:
-        """Of ``LOOKUP`` bytes in so many groups of tables; numbers or arrays."""
+    def lookup_seconds(self, num_bytes: Numbers, num_groups: Numbers | int = 0) -> Numbers:
+        """Seconds for ``LOOKUP`` bytes in ``num_groups`` calls; numbers or arrays."""
         fixed = LOOKUP_KERNELS * self.topology.kernel_seconds
         return num_bytes / self.topology.memory_bandwidth + num_groups * fixed
 
-    def update_seconds(self, num_bytes: Any, num_groups: Any = 0) -> Any:
-        """Of ``UPDATE`` bytes in so many groups of tables; numbers or arrays."""
+    def update_seconds(self, num_bytes: Numbers, num_groups: Numbers | int = 0) -> Numbers:
+        """Seconds for ``UPDATE`` bytes in ``num_groups`` calls; numbers or arrays."""
         fixed = UPDATE_KERNELS * self.topology.kernel_seconds
         return num_bytes / self.topology.memory_bandwidth + num_groups * fixed
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
-        """A reduce-scatter and an all-gather within nodes, and between them of each rank's part."""
+        """Seconds for an all-reduce of ``num_bytes`` on each rank.
+
+        Modelled as a reduce-scatter and an all-gather within each node, and between nodes as the
+        same of each rank's part.
+        """
         nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
         within = 2 * num_bytes * (per_node - 1) / per_node / self.topology.intra_node_bandwidth
         part = num_bytes / per_node
         return within + 2 * part * (nodes - 1) / nodes / self.topology.inter_node_bandwidth
 
     def wire_seconds(self, loads: np.ndarray) -> np.ndarray:
-        """float64 ``[W, 3]``: of each rank the busiest link and direction in the three exchanges.
+        """Seconds of each rank's busiest link and direction in the three exchanges, float64
+        ``[W, 3]``.
 
         Args:
-            loads: ``[W, 6]``, what each rank holds. The ids that it takes in, the vectors that it
-                sends and the gradients that it takes in are its own; in the other direction goes
-                what all others hold.
+            loads: ``[W, 6]``, the loads of the shards that each rank holds. It receives the ids and
+                gradients and sends the vectors of its own shards; in the other direction go those
+                of all other ranks' shards.
         """
         topology = self.topology
         per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
@@ -264,12 +280,13 @@ class CostModel:
         return np.maximum(within, between / topology.inter_node_bandwidth)
 
     def rank_seconds(
-        self, loads: np.ndarray, everywhere: Everywhere, num_groups: Any = 0
+        self, loads: np.ndarray, everywhere: Everywhere, num_groups: np.ndarray | int = 0
     ) -> np.ndarray:
-        """float64 ``[W]``: memory and the busiest link, one after the other.
+        """Seconds of each rank for memory and its busiest link, one after the other, float64
+        ``[W]``.
 
         Args:
-            num_groups: of each rank's tables, ``[W]``, the replicas among them.
+            num_groups: groups of each rank's tables, ``[W]``, replicas among them.
         """
         lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes, num_groups)
         update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes, num_groups)
@@ -277,7 +294,8 @@ class CostModel:
         return lookup + update + self.wire_seconds(loads).sum(axis=1) + common
 
     def holder_seconds(self, loads: np.ndarray) -> np.ndarray:
-        """float64 ``[n]``: what each of ``loads [n, 6]`` adds to a rank that is busy holding."""
+        """Seconds that each of ``loads [n, 6]`` adds to a rank whose own side is its busiest,
+        float64 ``[n]``."""
         topology = self.topology
         per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
         wire = max(
@@ -289,7 +307,8 @@ class CostModel:
         return lookup + update + wire * loads[:, WIRES].sum(axis=1)
 
     def table_loads(self, use: TableUse, plan: TablePlan) -> tuple[np.ndarray, Everywhere]:
-        """``[shards, 6]`` in the order of ``plan.shards``, zeros where replicated; and the rest."""
+        """Loads ``[shards, 6]`` in the order of ``plan.shards``, zeros where replicated, and the
+        costs to every rank."""
         loads = np.zeros((len(plan.shards), len(Load)))
         if plan.placement is not Placement.DATA_PARALLEL:
             # All shards but the last have one shape.
@@ -306,10 +325,11 @@ class CostModel:
         return loads, everywhere
 
     def _squares_loads(self, use: TableUse, plan: TablePlan) -> np.ndarray:
-        """What it adds to ``[shards, 6]`` that row-wise Adagrad takes the squares of all columns.
+        """Loads ``[shards, 6]`` that row-wise Adagrad adds, since it needs the squares of all
+        columns.
 
-        One for each lookup, since no rank waits to know how many rows differ. They come from the
-        other shards' ranks, of which every rank is taken to be one as often.
+        One square is counted for each lookup, since no rank waits to learn how many rows differ.
+        Squares come from the ranks of the other shards, assumed to be any rank equally often.
         """
         num_ranks, num_shards = self.topology.num_ranks, len(plan.shards)
         lookups = num_ranks * self.batch_size * self.lookups(use)
@@ -324,14 +344,16 @@ class CostModel:
 
 
 def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:
-    """Bytes that a number of ``use``'s vectors takes on its way: the narrower of the two."""
+    """Bytes of one element of ``use``'s vectors in an exchange: the narrower of the two dtypes."""
     out = use.output_dtype.itemsize
     return out if dtype is None else min(dtype.itemsize, out)
 
 
 def _looked_up(lookups: float, touched: float, row_bytes: int) -> float:
+    """Weighted bytes of ``lookups`` of ``touched`` different rows."""
     return (touched + CACHED_ROW_BYTE * (lookups - touched)) * _accessed(row_bytes)
 
 
 def _accessed(num_bytes: int) -> int:
+    """Bytes that a random access of ``num_bytes`` counts as."""
     return num_bytes + ROW_ACCESS_BYTES

@@ -1,4 +1,4 @@
-"""What the dense part of a step costs each rank, all of which hold it whole."""
+"""The cost of a step's dense part, which every rank holds whole."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES, CostModel
 from torchembed.sharding.wire import BUCKET_BYTES
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 0.85, 1.5
-"""So many times what a kernel takes beside its work, for each layer."""
+"""Kernel launches of each layer, in units of `kernel_seconds`."""
 TF32_SHARE, FLOAT32_SHARE = 0.32, 0.083
-"""Of the rate of 16-bit products, that of others."""
+"""Rates of TF32 and float32 matrix products, as shares of that of 16-bit ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class DenseUse:
 
     num_parameters: int
     num_layers: int
-    """Matrices, each of which every sample is multiplied with once."""
+    """Number of weight matrices, each of which every sample is multiplied with once."""
     num_weights: int
-    """Their elements."""
+    """Elements of those matrices."""
     dtype: torch.dtype
-    """In which products are computed and gradients come."""
+    """Dtype of matrix products and of gradients."""
     allows_tf32: bool = False
-    """Of float32's products."""
+    """True if float32 products may be computed in TF32."""
 
 
 class DenseCost(NamedTuple):
@@ -35,7 +35,7 @@ class DenseCost(NamedTuple):
     forward_seconds: float
     backward_seconds: float
     mean_seconds: float
-    """Of the gradients' mean over ranks."""
+    """Seconds of averaging the gradients over ranks."""
     update_seconds: float
 
 

@@ -1,4 +1,4 @@
-"""What sharding a model will take of a rank's memory, known before any of it is allocated."""
+"""The memory that sharding a model takes on a rank, known before any of it is allocated."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from torchembed.sharding.planning.plan_report import PlanReport, bytes_text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """Bytes that one rank will hold, and that its device has; ``print`` it."""
+    """Bytes that one rank will hold and that its device has free; ``print`` it."""
 
     rank: int
     row_bytes: int
-    """Of tables."""
+    """Bytes of the tables' rows."""
     state_bytes: int | None
-    """Of the tables' optimizer; None where none is known."""
+    """Bytes of the tables' optimizer state; None where the optimizer is not known."""
     buffer_bytes: int | None
     """Activations and exchange buffers of the tables; None where no batch size is known."""
     dense_bytes: int
@@ -27,12 +27,12 @@ class MemoryBudget:
 
     @property
     def needed_bytes(self) -> int:
-        """All that is known."""
+        """Sum of all known parts."""
         parts = (self.row_bytes, self.state_bytes, self.buffer_bytes, self.dense_bytes)
         return sum(part or 0 for part in parts)
 
     def check(self) -> None:
-        """Raise ``ValueError`` where it cannot fit."""
+        """Raise ``ValueError`` where the needed bytes exceed the free ones."""
         if self.needed_bytes > self.free_bytes:
             raise ValueError(
                 f"tables do not fit: {self}. Use more ranks, a plan that divides the largest "
@@ -63,8 +63,12 @@ def memory_budget(
     dense_bytes: int,
     free_bytes: int,
 ) -> MemoryBudget:
-    """Of ``rank`` under ``plan``; ``report`` where a planner knows optimizer and batches, ``rule``
-    where the optimizer is known without one."""
+    """The budget of ``rank`` under ``plan``.
+
+    Args:
+        report: from a planner, which knows the optimizer and the batches.
+        rule: the optimizer's, where it is known without a planner.
+    """
     row_bytes, state_bytes = 0, None
     mine = [(table.table, s) for table in plan.tables for s in table.shards if s.rank == rank]
     for table, shard in mine:

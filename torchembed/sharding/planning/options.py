@@ -1,4 +1,4 @@
-"""Which placements a table may have, and on which ranks."""
+"""The placements that a table may have, and on which ranks."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -9,23 +9,24 @@ from torchembed.sharding.planning.costs import CostModel, Everywhere, Load, Tabl
 from torchembed.sharding.planning.plan import Placement, TablePlan, as_placement, place_table
 
 MIN_COLUMNS = 4
-"""Of a column-wise shard, and a divisor of its columns: what one vector load takes."""
+"""Fewest columns of a column-wise shard, and a divisor of its columns: the width of a vector
+load."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConstraint:
-    """What a planner may do with one table. What is None is free."""
+    """Restrictions on the placement of one table; a field that is None restricts nothing."""
 
     placements: tuple[Placement | str, ...] | None = None
-    """Those allowed, in place of the planner's own."""
+    """Allowed placements, in place of the planner's."""
     num_shards: int | None = None
-    """Ranks that hold a part of it."""
+    """Number of ranks that hold a part of the table."""
     ranks: tuple[int, ...] | None = None
-    """That may hold rows."""
+    """Ranks that may hold rows."""
     nodes: tuple[int, ...] | None = None
-    """Likewise; with ``ranks`` a rank has to be in both."""
+    """Nodes whose ranks may hold rows; with ``ranks``, a rank has to be in both."""
     exact: TablePlan | None = None
-    """Where the table is; nothing else may be given then."""
+    """Complete placement of the table, which allows no other field."""
 
     def __post_init__(self) -> None:
         others = (self.placements, self.num_shards, self.ranks, self.nodes)
@@ -44,12 +45,12 @@ class Option:
     groups: tuple[np.ndarray, ...] = ()
     pool: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     loads: np.ndarray
-    """``[ranks of a group, 6]``, in the order of its ranks; of replicas zeros."""
+    """``[ranks of a group, 6]``, in the order of its ranks; zeros for replicas."""
     holder_seconds: np.ndarray
     """``[ranks of a group]``."""
     everywhere: Everywhere
     table_group: Hashable
-    """Of tables that each rank looks up and updates in one call with its part; None of replicas."""
+    """Key of the tables that a rank looks up and updates in one call; None for replicas."""
     exact: TablePlan | None = None
 
     @property
@@ -157,7 +158,7 @@ def _column_counts(dim: int, wished: int | None) -> list[int]:
 def _part_loads(
     use: TableUse, model: CostModel, plan: TablePlan, num_parts: int
 ) -> tuple[np.ndarray, Everywhere]:
-    """Loads of all parts, also of the last ones where they are empty."""
+    """Loads of all parts, with zeros for those at the end that hold no rows."""
     loads, everywhere = model.table_loads(use, plan)
     padded = np.zeros((num_parts, len(Load)))
     padded[: len(loads)] = loads

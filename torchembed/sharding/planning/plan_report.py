@@ -1,4 +1,4 @@
-"""What a plan costs, as tables of text and as data."""
+"""The cost of a plan, as tables of text and as data."""
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,37 +17,37 @@ from torchembed.sharding.planning.plan import Placement, ShardingPlan
 from torchembed.sharding.planning.topology import Topology
 
 MAX_RANK_LINES = 16
-"""Of more ranks the slowest, the fastest and the fullest are printed."""
+"""Number of ranks up to which all are printed; of more only the slowest, fastest and fullest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableCost:
-    """One table of a plan."""
+    """The cost of one table of a plan."""
 
     table: str
     placement: Placement
     ranks: tuple[int, ...]
     lookups: float
-    """A sample."""
+    """Lookups a sample."""
     weight_bytes: int
-    """Rows and optimizer state; of a replicated table on one rank."""
+    """Bytes of rows and optimizer state; of one replica if replicated."""
     state_bytes: int
-    """The optimizer state of it."""
+    """Bytes of the optimizer state among them."""
     busiest_bytes: int
-    """Rows and state of it on the rank that holds the most."""
+    """Bytes of rows and state on the rank that holds the most."""
     seconds: float
-    """Predicted for its busiest rank, if nothing else went over that rank's memory and links."""
+    """Predicted time on the table's busiest rank, with that rank's memory and links to itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankCost:
-    """One rank in a step."""
+    """The cost of a step on one rank."""
 
     rank: int
     weight_bytes: int
-    """Rows and optimizer state."""
+    """Bytes of rows and optimizer state."""
     buffer_bytes: int
-    """Activations and exchange buffers."""
+    """Bytes of activations and exchange buffers."""
     lookup_seconds: float
     update_seconds: float
     ids_seconds: float
@@ -61,7 +61,7 @@ class RankCost:
 
     @property
     def seconds(self) -> float:
-        """All of it, one after the other."""
+        """Sum of all parts, which follow one another."""
         return sum(getattr(self, f"{part}_seconds") for part in TIME_PARTS)
 
 
@@ -78,11 +78,12 @@ class PlanReport:
     tables: tuple[TableCost, ...]
     ranks: tuple[RankCost, ...]
     dense: DenseCost | None = None
-    """Of everything else, the same on each rank; None where only tables are known."""
+    """Cost of the dense part, the same on each rank; None where only tables are known."""
 
     @property
     def seconds(self) -> float:
-        """Predicted for the slowest rank: lookups, updates and wires, without the dense part."""
+        """Predicted time of the slowest rank: lookups, updates and exchanges, without the dense
+        part."""
         return max(rank.seconds for rank in self.ranks)
 
     @property
@@ -130,7 +131,7 @@ def report_plan(
     model: CostModel,
     dense: DenseUse | None = None,
 ) -> PlanReport:
-    """What ``plan``, however it was made, costs under ``model``."""
+    """The report of ``plan``, made by a planner or by hand, under ``model``."""
     topology = model.topology
     loads = np.zeros((topology.num_ranks, len(Load)))
     weights = np.zeros(topology.num_ranks, dtype=np.int64)
@@ -264,7 +265,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """In the largest binary unit of which there is one."""
+    """``num_bytes`` in words, in the largest binary unit that it reaches."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"

@@ -22,12 +22,12 @@ from torchembed.sharding.wire import WirePrecision, WireTransport
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planner:
-    """How to place tables; ``shard_embeddings(model, mesh, plan=Planner(...))`` does it.
+    """Places tables by predicted cost, for ``shard_embeddings(model, mesh, plan=Planner(...))``.
 
-    It minimizes the predicted time of the slowest rank in a training step: the bytes that lookups
+    Minimizes the predicted time of the slowest rank in a training step: the bytes that lookups
     and updates move through memory, then the bytes on the rank's busiest link in its busier
     direction, for ids, vectors and gradients each, and the all-reduce of replicated tables. Rows of
-    each width have kernels of their own, which take a time however little they do. No rank gets
+    each width have kernels of their own, each with a fixed overhead. No rank gets
     more rows, optimizer state, activations and exchange buffers than fit into its memory. The same
     inputs give the same plan on every rank.
     """
@@ -38,22 +38,23 @@ class Planner:
     """Lookups a sample of each feature, on average; 1 where not named."""
     distinct_ids: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Different ids of each feature in a rank's batch, on average: ``values.unique().numel()`` of
-    some batch. They say how skewed ids are, and so how many rows come from memory, and are updated,
-    on any number of ranks. As of uniform ids, the most that there can be, where not named."""
+    some batch. They tell how skewed ids are, and so how many rows are read and updated on any
+    number of ranks. Ids of a feature that is not named are taken to be uniform, which gives the
+    most rows."""
     optimizer: type[FusedOptimizer] = Adagrad
-    """That the tables will have: its state takes memory and is read and written."""
+    """Optimizer of the tables, whose state takes memory and is read and written."""
     fixed_hotness: bool = False
     """True where batches come with a hotness and no offsets: ids of a pooled row-wise table then go
     to all of its ranks, and not each to the one that holds its row."""
     autocast: torch.dtype | None = None
-    """In which the dense part computes, as of ``TrainPipeline``; its own dtype by default."""
+    """Dtype in which the dense part computes, as for ``TrainPipeline``; its own by default."""
     placements: tuple[Placement | str, ...] = tuple(Placement)
-    """Those allowed for tables whose own constraint names none."""
+    """Allowed placements of tables whose own constraint names none."""
     constraints: Mapping[str, TableConstraint] = dataclasses.field(default_factory=dict)
-    """By table, as the plan names it."""
+    """Constraint of each table, by its name in the plan."""
     max_imbalance: float = math.inf
-    """Of the slowest rank's predicted time over the mean of all ranks. A plan that keeps it goes
-    before a faster one that does not; where the search finds none, the nearest one is taken.
+    """Bound on the slowest rank's predicted time over the mean of all ranks. A plan within it is
+    preferred to a faster one beyond it; where the search finds none, the nearest one is taken.
 
     No bound by default, since a step takes as long as its slowest rank. Where one table has most of
     the lookups, it takes more work on all ranks to make them even: once its rows are divided over
@@ -61,7 +62,7 @@ class Planner:
     30 ms with the slowest rank at 2.5 times the mean, and 38 ms within 1.15 times, of which a rank
     has 34 ms to do on average instead of 12. Up to 16 the fastest plan is within 1.05 times."""
     topology: Topology | None = None
-    """Ranks, memory and bandwidths; None: those that the mesh's ranks have when planning."""
+    """Ranks, memory and bandwidths; None for those that the mesh's ranks have when planning."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -97,13 +98,13 @@ class Planner:
         Args:
             tables: as :func:`~torchembed.modules.table_uses` finds them in a model.
             topology: in place of the planner's own; one of them must be given.
-            wire: in which vectors and gradients travel; as they are by default.
-            transport: how they do; pushed ones take more memory.
-            dense: all else, whose part of a step the report then holds.
+            wire: the precision in which vectors and gradients are exchanged; their own by default.
+            transport: of vectors and gradients; push takes more memory.
+            dense: the use of all other parameters, whose cost the report then holds.
 
         Raises:
-            ValueError: for a constraint, hotness or distinct ids of what is not there, for a
-                constraint that leaves no placement, and for tables that do not fit.
+            ValueError: for a constraint, hotness or distinct ids of an unknown table or feature,
+                for a constraint that leaves no placement, and for tables that do not fit.
         """
         topology = topology or self.topology
         if topology is None:
@@ -156,10 +157,11 @@ class Planner:
 
 
 NUM_HEAVIEST = 3
+"""Tables that the error of a plan which does not fit names."""
 
 
 def _refusal(report: PlanReport) -> str:
-    """Why the best plan that was found does not fit, and what would help."""
+    """The error for a best plan that does not fit, with what would help."""
     fullest = max(report.ranks, key=lambda rank: rank.held_bytes)
     memory = report.topology.memory_bytes
     heaviest = sorted(report.tables, key=lambda table: -table.weight_bytes)[:NUM_HEAVIEST]

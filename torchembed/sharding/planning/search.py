@@ -1,6 +1,6 @@
-"""Finding an assignment of tables to ranks: a greedy one for given options, then local search.
+"""Search for an assignment of tables to ranks: greedy for given options, then local search.
 
-All of it is deterministic: the same options give the same assignment on every rank.
+The search is deterministic: the same options give the same assignment on every rank.
 """
 
 import dataclasses
@@ -15,34 +15,35 @@ from torchembed.sharding.planning.options import Option
 from torchembed.sharding.planning.plan import Placement
 
 MAX_PLACEMENTS = 60_000
-"""Tables that all descents place, over all the assignments that they try: a second or two of one
-core. Three times as many gain at most 3 %."""
-MAX_MOVES = 2000
-"""Single parts that a descent then moves."""
+"""Budget of all descents: tables placed, counted over all assignments tried. It takes one core a
+second or two; three times as many gain at most 3 %."""
+MAX_TRIES = 2000
+"""Most changes of single parts that a descent then tries."""
 NUM_STARTS = 3
-"""Descents."""
-NUM_PIECE_SIZES = 24
+"""Number of descents, from different assignments."""
+NUM_PART_SIZES = 24
+"""Limits on the largest part that greedy starts are made for."""
 NUM_PAIRED = 4
-"""Heaviest tables whose options are also changed two at a time."""
+"""Number of heaviest tables whose options are also changed two at a time."""
 NUM_PARTNERS = 8
-"""Least loaded ranks that a shard of the slowest rank may change places with."""
+"""Number of least loaded ranks that shards of the slowest rank may be exchanged with."""
 LEAST_GAIN = 1e-6
-"""A relative gain below it is rounding."""
+"""Relative gain below which a difference is taken for rounding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """An option of every table and the ranks that its parts are on."""
+    """An option for every table, and the ranks of its parts."""
 
     picks: tuple[int, ...]
     ranks: tuple[np.ndarray, ...]
     loads: np.ndarray
-    """``[W, 6 + groups of tables]``: after the loads, how many parts of each group a rank has."""
+    """``[W, 6 + groups of tables]``: each rank's loads, then its number of parts of each group."""
     everywhere: Everywhere
     seconds: np.ndarray
-    """``[W]``."""
+    """Predicted time of each rank, ``[W]``."""
     missing_bytes: float
-    """That ranks lack, all together."""
+    """Bytes beyond the ranks' memory, summed over ranks."""
 
     @property
     def imbalance(self) -> float:
@@ -51,8 +52,8 @@ class Assignment:
         return float(self.seconds.max()) / mean if mean > 0 else 1.0
 
     def is_better_than(self, other: "Assignment", max_imbalance: float) -> bool:
-        """In what fits; then in imbalance above the highest allowed; then in the slowest rank; then
-        in the others."""
+        """True if this assignment comes first by missing memory, then by imbalance beyond
+        ``max_imbalance``, then by the slowest rank's time, then by the sum of squares of all."""
         for mine, its in (
             (self.missing_bytes, other.missing_bytes),
             (max(self.imbalance - max_imbalance, 0), max(other.imbalance - max_imbalance, 0)),
@@ -65,7 +66,7 @@ class Assignment:
 
 
 class Search:
-    """Over ``options[t]`` of each table t."""
+    """A search over ``options[t]`` of each table t."""
 
     def __init__(self, model: CostModel, options: Sequence[Sequence[Option]]) -> None:
         self._model = model
@@ -113,9 +114,9 @@ class Search:
         return best
 
     def _start_picks(self) -> Iterator[tuple[int, ...]]:
-        """For pieces of at most some seconds, falling, each table's option of the least sum.
+        """Each table's option of the least total cost, for falling limits on its largest part.
 
-        Every option whose parts fit into memory is preferred to every one whose do not.
+        Options whose parts fit into memory come before those whose parts do not.
         """
         sums, largest, is_too_big = [], [], []
         for of_table in self._options:
@@ -127,7 +128,7 @@ class Search:
             ]
             is_too_big.append([num_bytes > self._memory for num_bytes in held])
         most = max((value for of_table in largest for value in of_table), default=0.0)
-        for step in range(NUM_PIECE_SIZES):
+        for step in range(NUM_PART_SIZES):
             limit = most * 2.0 ** (-step / 2)
             picks = []
             for of_table, large, big in zip(sums, largest, is_too_big, strict=True):
@@ -139,7 +140,7 @@ class Search:
             yield tuple(picks)
 
     def _mean_seconds(self, option: Option) -> float:
-        """What ``option`` would cost each rank if the parts could be spread evenly."""
+        """Seconds that ``option`` would cost each rank if its parts were spread evenly."""
         everywhere, model = option.everywhere, self._model
         memory = model.lookup_seconds(everywhere.lookup_bytes)
         memory += model.update_seconds(everywhere.update_bytes)
@@ -147,7 +148,8 @@ class Search:
         return option.holder_seconds.sum() / self._num_ranks + memory + reduce
 
     def _greedy(self, picks: Sequence[int]) -> Assignment:
-        """The options ``picks``, the largest parts first, each part on the least loaded rank."""
+        """An assignment of the options ``picks``: largest parts first, each to the least loaded
+        rank."""
         chosen = [options[pick] for options, pick in zip(self._options, picks, strict=True)]
         self._placements_left -= len(chosen)
         everywhere = Everywhere()
@@ -211,7 +213,8 @@ class Search:
         )
 
     def _improved_picks(self, best: Assignment) -> Assignment:
-        """Other options, of one table at a time, then of two of the heaviest, while that helps."""
+        """``best`` with other options of one table at a time, then of two of the heaviest, while
+        that helps."""
         while self._placements_left > 0:
             start, by_weight = best, self._by_weight(best)
             for number in by_weight:
@@ -239,7 +242,7 @@ class Search:
         return best
 
     def _by_weight(self, assignment: Assignment) -> list[int]:
-        """Tables, first those that weigh most on the slowest rank (or the fullest that is full)."""
+        """Tables by falling cost on the critical rank."""
         slowest = self._critical(assignment)
         weights = []
         for options, pick, ranks in zip(
@@ -252,17 +255,19 @@ class Search:
 
     @staticmethod
     def _critical(assignment: Assignment) -> int:
+        """The fullest rank where memory is missing, else the slowest."""
         if assignment.missing_bytes > 0:
             return int(assignment.loads[:, Load.HELD].argmax())
         return int(assignment.seconds.argmax())
 
     def _improved_ranks(self, best: Assignment) -> Assignment:
-        """Parts of the slowest rank moved to others, or exchanged for theirs, while that helps."""
-        moves_left, is_improving = MAX_MOVES, True
+        """``best`` with parts of the critical rank given to others, or exchanged for theirs, while
+        that helps."""
+        tries_left, is_improving = MAX_TRIES, True
         while is_improving:
             is_improving = False
-            for found in itertools.islice(self._neighbours(best), moves_left):
-                moves_left -= 1
+            for found in itertools.islice(self._neighbours(best), tries_left):
+                tries_left -= 1
                 if self._is_better(found, best):
                     best, is_improving = found, True
                     break
@@ -282,9 +287,9 @@ class Search:
                 continue
             for mine in movable.get(source, []):
                 for its in (None, *movable.get(partner, [])):
-                    moved = self._exchanged(assignment, mine, source, its, partner)
-                    if moved is not None:
-                        yield moved
+                    exchanged = self._exchanged(assignment, mine, source, its, partner)
+                    if exchanged is not None:
+                        yield exchanged
 
     def _exchanged(
         self,
@@ -294,8 +299,9 @@ class Search:
         its: tuple[int, int] | None,
         partner: int,
     ) -> Assignment | None:
-        """``mine`` (table, part) from rank ``source`` to ``partner``, and ``its`` back; None where
-        a table would have two parts on a rank or be on one that is not allowed."""
+        """The assignment with ``mine`` (table, part) given from rank ``source`` to ``partner``, and
+        ``its`` back; None where a table would have two parts on a rank, or be on a rank that is not
+        allowed."""
         ranks = list(assignment.ranks)
         loads = assignment.loads.copy()
         for part, new in ((mine, partner), (its, source)):
@@ -305,7 +311,8 @@ class Search:
             option = self._options[number][assignment.picks[number]]
             if new in ranks[number] or new not in option.pool:
                 return None
-            # Ranks stay in order, so that the parts of all may change where they are not alike.
+            # A table's ranks stay in increasing order, so that all its parts may change ranks:
+            # their loads are taken off and added anew.
             loads[ranks[number]] -= option.loads
             members = ranks[number].copy()
             members[index] = new
@@ -316,7 +323,7 @@ class Search:
 
 
 def _counting(option: Option, numbers: Mapping[Hashable, int]) -> Option:
-    """``option`` with a column more in its loads for each group: 1 where a part is of it."""
+    """``option`` with another column of loads for each group of tables: 1 for its own."""
     counts = np.zeros((option.num_parts, len(numbers)))
     if option.table_group is not None:
         counts[option.loads.any(axis=1), numbers[option.table_group]] = 1

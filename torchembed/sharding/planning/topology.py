@@ -1,4 +1,4 @@
-"""What a plan is made for: ranks, their memory, and how fast memory and wires are."""
+"""The machines that a plan is made for: ranks, their memory, and the speed of memory and links."""
 
 import dataclasses
 import hashlib
@@ -6,37 +6,36 @@ import math
 import socket
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 MEMORY_SHARE = 0.85
-"""Of a rank's free memory, what tables and their buffers may take: the rest is for the dense part,
-its activations, the collectives' own buffers and gaps of the allocator."""
+"""Share of a rank's free memory that tables and their buffers may take. The rest is for the dense
+part, its activations, the collectives' own buffers and gaps of the allocator."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One rank's device and its wires."""
+    """A rank's device and its links."""
 
     name: str
     memory_bytes: int
-    """That a program can have when nothing else runs."""
+    """Memory that a program can have when nothing else runs."""
     memory_bandwidth: float
     """Bytes a second of a copy, reads and writes counted."""
     intra_node_bandwidth: float
     """Bytes a second that a rank sends to ranks of its node while it receives as many."""
     inter_node_bandwidth: float
-    """The same for ranks of other nodes."""
+    """Bytes a second to ranks of other nodes, likewise."""
     kernel_seconds: float = 0.0
-    """That a kernel takes beside the bytes it moves."""
+    """Fixed overhead of a kernel."""
     exchange_seconds: float = 0.0
-    """That an exchange between ranks takes beside its bytes."""
+    """Fixed overhead of an exchange between ranks."""
     peer_seconds: float = 0.0
-    """That it takes more for each rank."""
+    """Overhead of an exchange for each rank that takes part."""
     flops: float = math.inf
-    """A second that a dense part of 16-bit products reaches."""
+    """FLOPs a second that a dense part of 16-bit products reaches."""
 
 
 # Memory: a large copy on one GPU. Intra-node: NCCL all-to-alls and all-reduces of 3 to 109 MB a GPU
@@ -75,7 +74,8 @@ CPU = Hardware(
     flops=1e12,
 )
 GPUS = (H100, H200)
-"""Those whose figures are known; another GPU is taken for the first one, with its own memory."""
+"""GPUs whose figures are known. Any other GPU is given the figures of the first, with its own
+memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Topology:
     num_nodes: int = 1
     ranks_per_node: int
     memory_bytes: int
-    """That tables and their buffers may take on each rank."""
+    """Memory that tables and their buffers may take on each rank."""
     memory_bandwidth: float
     """Bytes a second, reads and writes counted."""
     intra_node_bandwidth: float
@@ -93,13 +93,13 @@ class Topology:
     inter_node_bandwidth: float
     """Bytes a second and rank, in each direction, to ranks of other nodes."""
     kernel_seconds: float = 0.0
-    """That a kernel takes beside the bytes it moves."""
+    """Fixed overhead of a kernel."""
     exchange_seconds: float = 0.0
-    """That an exchange between ranks takes beside its bytes."""
+    """Fixed overhead of an exchange between ranks."""
     peer_seconds: float = 0.0
-    """That it takes more for each rank."""
+    """Overhead of an exchange for each rank that takes part."""
     flops: float = math.inf
-    """A second that a dense part of 16-bit products reaches."""
+    """FLOPs a second that a dense part of 16-bit products reaches."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -114,7 +114,7 @@ class Topology:
 
     @property
     def collective_seconds(self) -> float:
-        """That an exchange between all ranks takes beside its bytes."""
+        """Fixed overhead of an exchange between all ranks."""
         return self.exchange_seconds + self.num_ranks * self.peer_seconds
 
     def node_of(self, rank: int) -> int:
@@ -140,13 +140,15 @@ class Topology:
         )
 
     @classmethod
-    def of_group(cls, group: Any, device: torch.device, *, num_nodes: int = 1) -> "Topology":
+    def of_group(
+        cls, group: dist.ProcessGroup | None, device: torch.device, *, num_nodes: int = 1
+    ) -> "Topology":
         """The ranks of a process group, each of which passes its own ``device``.
 
         Collective: one all-gather of CPU tensors, so that all ranks get the same topology, that of
         the weakest one. A GPU counts with the memory that is free now, the CPU with the machine's
         available memory over its ranks; of both ``MEMORY_SHARE``. Where a single node has ranks on
-        several hosts, all its wires are those between nodes.
+        several hosts, all its links are counted as those between nodes.
 
         Raises:
             RuntimeError: on every rank where one cannot tell its memory; on that one its error.
@@ -205,7 +207,7 @@ class Topology:
 
 
 def _hardware_of(device: torch.device) -> tuple[Hardware, int]:
-    """What is known of ``device``, and its free memory in bytes."""
+    """The figures of ``device``, and its free memory in bytes."""
     free = free_bytes(device)
     if device.type != "cuda":
         return CPU, free
