@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import torchembed
-from tests.step.test_pipeline import LOSS, fixed_batches
-from tests.support.tiny_model import TinyModel, make_batch
+from tests.support.tiny_model import TinyModel, fixed_batches, make_batch
+from tests.support.tiny_training import LOSS
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 

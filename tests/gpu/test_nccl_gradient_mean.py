@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.sharding.test_gradient_mean import assert_means
+from tests.support.gradient_means import assert_means
 
 pytestmark = pytest.mark.gpu
 

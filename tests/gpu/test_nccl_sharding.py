@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from tests.sharding.test_sharded_training import (
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, assert_equal_training, train_sharded, train_unsharded
+from tests.support.sharding_matrix import (
     ALIKE,
     MATRIX,
     ON_SOME_RANKS,
     OTHERS,
     on_two_nodes,
 )
-from tests.support.ranks import run_on_ranks
-from tests.support.sharded_cases import Case, assert_equal_training, train_sharded, train_unsharded
 from torchembed.sharding import WireTransport
 
 pytestmark = pytest.mark.gpu

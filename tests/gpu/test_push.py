@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sharding.test_push import (
+from tests.support.pushing import (
     CASES,
     LATE,
     WIRES,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.modules.test_embedding import FORMS, NUM_ROWS
+from tests.support.bag_forms import FORMS, NUM_ROWS
 from tests.support.tolerance import assert_same_bits
 from tests.support.values import normal
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.test_native_library import CARRIES_MESSAGES
-from tests.ops.test_raw_operations import FITTING
+from tests.support.native_library import CARRIES_MESSAGES
+from tests.support.raw_calls import FITTING
 from tests.support.source_tree import ROOT, run_python_or_fail
 from torchembed import _native
 

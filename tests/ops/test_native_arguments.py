@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tests.ops.test_native_library import native, raises_runtime_error
-from tests.ops.test_raw_operations import FITTING, IDS, OFFSETS, SPREAD, WEIGHT
 from tests.support import lanes
+from tests.support.native_library import native, raises_runtime_error
+from tests.support.raw_calls import FITTING, IDS, OFFSETS, SPREAD, WEIGHT
 from torchembed import _native
 
 pytestmark = [

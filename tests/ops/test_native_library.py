@@ -7,9 +7,9 @@ import subprocess
 import pytest
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from tests.support import lanes
+from tests.support.native_library import CARRIES_MESSAGES, native, raises_runtime_error
 from tests.support.repeats import assert_repeats
 from tests.support.source_tree import ROOT, run_python
 from tests.support.tolerance import assert_same_bits
@@ -31,16 +31,6 @@ pytestmark = [
 
 DIMS = (1, 10, 16, 100, 200)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-native = torch.ops.torchembed_native
-
-CARRIES_MESSAGES = TorchVersion(torch.__version__) >= "2.13"
-"""Built against torch 2.11, the library raises without saying why."""
-
-
-def raises_runtime_error(message: str) -> pytest.RaisesExc[RuntimeError]:
-    """Expects an error of the library, saying ``message`` where torch lets it."""
-    return pytest.raises(RuntimeError, match=message if CARRIES_MESSAGES else None)
 
 
 def skewed_rows(num_ids: int, num_rows: int, seed: int = 0) -> Tensor:

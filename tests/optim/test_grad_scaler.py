@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchembed.optim
 from tests.support.tolerance import assert_same_bits
 from tests.support.twins import (
     NAMES,
+    TablesAndLayer,
     assert_trains_as,
     backward,
     batch,
@@ -21,21 +22,6 @@ from tests.support.twins import (
 from torchembed.optim import SGD, Adam
 
 
-class Model(nn.Module):
-    """Tables, and a dense layer over them."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.tables = make(device)
-        self.dense = nn.Linear(11, 2, bias=False, device=device)
-        with torch.no_grad():
-            self.dense.weight.copy_(torch.arange(22).view(2, 11) / 16 - 0.5)
-
-    def loss(self, step: int) -> Tensor:
-        values = self.tables(batch(step).jagged(self.dense.weight.device)).values()
-        return self.dense(values).square().sum()
-
-
 def scaler_on(device: torch.device, **settings: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device.type, init_scale=1024.0, **settings)
 
@@ -43,7 +29,7 @@ def scaler_on(device: torch.device, **settings: Any) -> torch.amp.GradScaler:
 @pytest.mark.parametrize("kind", [SGD, Adam])
 def test_a_scaled_step_is_the_unscaled_one(kind: Any, device: torch.device) -> None:
     # Bit for bit, since the scale is a power of two.
-    plain, scaled = Model(device), Model(device)
+    plain, scaled = TablesAndLayer(device), TablesAndLayer(device)
     optimizers = [
         (kind(m.tables.parameters(), lr=0.01), torch.optim.SGD(m.dense.parameters(), lr=0.01))
         for m in (plain, scaled)
@@ -65,7 +51,7 @@ def test_a_scaled_step_is_the_unscaled_one(kind: Any, device: torch.device) -> N
 
 
 def test_a_step_with_an_infinite_gradient_is_skipped(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     fused, dense = Adam(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
     scaler = scaler_on(device)
     before = rows(model.tables)
@@ -91,7 +77,7 @@ def test_a_step_with_an_infinite_gradient_is_skipped(device: torch.device) -> No
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_one_bad_table_skips_all_of_the_optimizer(bad: float, device: torch.device) -> None:
     # As with torch's optimizers; "c" is in another group than "a" and "b".
-    model = Model(device)
+    model = TablesAndLayer(device)
     fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
     scaler = scaler_on(device)
     before, dense_before = rows(model.tables), model.dense.weight.detach().clone()
@@ -111,7 +97,7 @@ def test_one_bad_table_skips_all_of_the_optimizer(bad: float, device: torch.devi
 def test_our_scale_also_follows_the_tables(
     with_dense: bool, overflows: bool, device: torch.device
 ) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
     scaler = torchembed.optim.GradScaler(device.type, init_scale=1024.0, growth_interval=1)
     before = rows(model.tables)
@@ -133,7 +119,7 @@ def test_our_scale_also_follows_the_tables(
 
 
 def test_a_forgotten_step_is_noticed(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     fused = SGD(model.tables.parameters())
     scaler = torchembed.optim.GradScaler(device.type, init_scale=1024.0)
     scaler.scale(model.loss(0)).backward()
@@ -149,7 +135,7 @@ def test_a_forgotten_step_is_noticed(device: torch.device) -> None:
 
 
 def test_a_disabled_scaler_of_ours_steps_as_without(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     fused = SGD(model.tables.parameters())
     scaler = torchembed.optim.GradScaler(device.type, enabled=False)
     before = rows(model.tables)
@@ -160,7 +146,7 @@ def test_a_disabled_scaler_of_ours_steps_as_without(device: torch.device) -> Non
 
 
 def test_unscaling_by_the_scaler_is_refused_and_loses_nothing(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
     scaler = scaler_on(device)
     before = rows(model.tables)

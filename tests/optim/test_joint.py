@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.test_grad_scaler import Model
 from tests.support.tolerance import assert_same_bits
+from tests.support.twins import TablesAndLayer
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.optim import (
     SGD,
@@ -38,7 +38,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize(("kind", "dense_kind"), KINDS)
 def test_it_does_what_both_do(kind: Any, dense_kind: Any, device: torch.device) -> None:
-    apart, joint = Model(device), Model(device)
+    apart, joint = TablesAndLayer(device), TablesAndLayer(device)
     optimizers = [kind(apart.tables.parameters(), lr=0.1), dense_kind([apart.dense.weight], lr=0.1)]
     both = kind.with_dense(joint.parameters(), lr=0.1)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (*optimizers, both)]
@@ -57,12 +57,12 @@ def test_it_does_what_both_do(kind: Any, dense_kind: Any, device: torch.device) 
 
 
 def test_a_state_is_loaded(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     optimizer = Adam.with_dense(model.parameters(), lr=0.1)
     model.loss(0).backward()
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
-    other = Model(device)
+    other = TablesAndLayer(device)
     other.load_state_dict(model.state_dict())
     loaded = Adam.with_dense(other.parameters(), lr=7.0)
     scheduler = torch.optim.lr_scheduler.StepLR(loaded, 1, 0.5)
@@ -83,7 +83,7 @@ def test_a_state_is_loaded(device: torch.device) -> None:
 
 
 def test_groups_and_what_only_tables_have(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     groups = [
         {"params": model.dense.parameters(), "lr": 0.5},
         {"params": model.tables.parameters(), "max_gradient": 1.0},
@@ -95,7 +95,7 @@ def test_groups_and_what_only_tables_have(device: torch.device) -> None:
 
 
 def test_one_kind_alone(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     assert [type(o) for o in SGD.with_dense(model.dense.parameters()).optimizers] == [DenseSGD]
     assert [type(o) for o in SGD.with_dense(model.tables.parameters()).optimizers] == [SGD]
     with pytest.raises(ValueError, match="params must hold at least one parameter, got none"):
@@ -103,7 +103,7 @@ def test_one_kind_alone(device: torch.device) -> None:
 
 
 def test_under_a_scaler(device: torch.device) -> None:
-    plain, scaled = Model(device), Model(device)
+    plain, scaled = TablesAndLayer(device), TablesAndLayer(device)
     optimizers = [SGD.with_dense(model.parameters(), lr=0.1) for model in (plain, scaled)]
     scaler = GradScaler(device.type, init_scale=1024.0)
     for step in range(2):
@@ -127,7 +127,7 @@ def test_under_a_scaler(device: torch.device) -> None:
 
 
 def test_a_closure_is_called_once(device: torch.device) -> None:
-    model, calls = Model(device), []
+    model, calls = TablesAndLayer(device), []
     optimizer = SGD.with_dense(model.parameters(), lr=0.1)
 
     def closure() -> float:
@@ -140,7 +140,7 @@ def test_a_closure_is_called_once(device: torch.device) -> None:
 
 
 def test_who_takes_optimizers_takes_it_apart(device: torch.device) -> None:
-    model = Model(device)
+    model = TablesAndLayer(device)
     optimizer = SGD.with_dense(model.parameters(), lr=0.1)
     assert isinstance(optimizer, JointOptimizer)
     assert TrainingRun(model=model, optimizers=[optimizer]).optimizers == optimizer.optimizers
@@ -149,6 +149,6 @@ def test_who_takes_optimizers_takes_it_apart(device: torch.device) -> None:
 
 
 def test_groups_are_added_to_the_parts(device: torch.device) -> None:
-    optimizer = SGD.with_dense(Model(device).parameters())
+    optimizer = SGD.with_dense(TablesAndLayer(device).parameters())
     with pytest.raises(TypeError, match="add_param_group is of the parts"):
         optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})

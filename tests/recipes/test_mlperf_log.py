@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.train import main
-from tests.recipes.test_recipes import SMALL_DLRM
+from tests.support.small_recipes import SMALL_DLRM
 
 pytest.importorskip("mlperf_logging", reason="MLPerf's log is written by mlperf-logging")
 

@@ -10,16 +10,8 @@ import pytest
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.train import main, parse
 from tests.support import made_data
+from tests.support.small_recipes import SMALL_CTR, SMALL_DLRM
 from torchembed.data import MLPERF_TABLE_SIZES
-
-SMALL_DLRM = [
-    *("--embedding-dim", "4", "--dense-arch", "8", "4", "--over-arch", "8", "1"),
-    *("--num-cross-layers", "2", "--low-rank", "2", "--max-table-rows", "50"),
-]
-SMALL_CTR = [
-    *("--embedding-dim", "4", "--layer-sizes", "8", "--batch-size", "64"),
-    *("--max-epochs", "2", "--seeds", "1", "2"),
-]
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:

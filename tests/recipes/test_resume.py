@@ -18,9 +18,9 @@ import torch.distributed as dist
 from recipes.dlrm_dcnv2.loop import TrainLoop
 from recipes.dlrm_dcnv2.run import build_model, build_optimizers, open_split
 from recipes.train import main, parse
-from tests.recipes.test_recipes import SMALL_CTR
 from tests.support import made_data
 from tests.support.ranks import run_on_ranks
+from tests.support.small_recipes import SMALL_CTR
 from torchembed.data import BackgroundLoader, Batch, Split
 from torchembed.training import CheckpointFolder, read_metrics
 

@@ -14,16 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.step.test_jagged_steps_on_ranks import NOT_THE_MAIN_ONE, threads_that_wait
-from tests.step.test_pipeline import (
-    assert_same_state,
-    by_hand,
-    losses_of,
-    make_model,
-    results_of,
-    state_of,
-)
 from tests.support.driving import trained_jagged
+from tests.support.size_waits import NOT_THE_MAIN_ONE, threads_that_wait
 from tests.support.tiny_model import (
     KEYS,
     NUM_ROWS,
@@ -32,6 +24,14 @@ from tests.support.tiny_model import (
     make_batch,
     make_optimizers,
     step_by_hand,
+)
+from tests.support.tiny_training import (
+    assert_same_state,
+    by_hand,
+    losses_of,
+    make_model,
+    results_of,
+    state_of,
 )
 from torchembed.data import Batch
 from torchembed.step.jagged_engine import JaggedEngine

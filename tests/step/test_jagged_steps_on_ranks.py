@@ -1,9 +1,7 @@
 """Jagged steps, whose sizes a thread finds out ahead, train a sharded model as plain steps an
 unsharded one; over gloo as they are, over NCCL without waiting for a GPU."""
 
-import contextlib
 import dataclasses
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,15 +11,6 @@ import torch
 import torch.distributed as dist
 
 import torchembed
-from tests.step.test_static_steps_on_ranks import (
-    BAD_STEP,
-    MIXED,
-    NO_RANK,
-    NUM_STEPS,
-    WithLoss,
-    static_batch,
-    train_plainly,
-)
 from tests.support.driving import trained_jagged
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import (
@@ -32,9 +21,17 @@ from tests.support.sharded_cases import (
     make_model,
     make_optimizer,
 )
-from torchembed.core.host_numbers import HostNumbers
-from torchembed.sharding.transport import routes
-from torchembed.step.bucketized_buffers import BucketizedBuffers, Capacity
+from tests.support.size_waits import NOT_THE_MAIN_ONE, threads_that_wait
+from tests.support.steps_on_ranks import (
+    BAD_STEP,
+    MIXED,
+    NO_RANK,
+    NUM_STEPS,
+    WithLoss,
+    static_batch,
+    train_plainly,
+)
+from torchembed.step.bucketized_buffers import Capacity
 from torchembed.step.padded_engine import PaddedEngine
 from torchembed.training import TrainPipeline
 
@@ -47,31 +44,6 @@ CASES = [
     Case(placements=MIXED, pooled=False),
     Case(placements=MIXED, pooled=False, fixed=True),
 ]
-
-
-NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
-
-
-@contextlib.contextmanager
-def threads_that_wait() -> Iterator[set[str]]:
-    """The names of the threads that meanwhile wait for sizes, a device's or other ranks'."""
-    threads: set[str] = set()
-    waiting = [
-        (HostNumbers, "tolist"),
-        (routes, "exchange_sizes"),
-        (BucketizedBuffers, "needed"),
-    ]
-    with contextlib.ExitStack() as stack:
-        for holder, name in waiting:
-            function = getattr(holder, name)
-
-            def noted(*arguments: Any, function: Any = function) -> Any:
-                threads.add(threading.current_thread().name)
-                return function(*arguments)
-
-            setattr(holder, name, noted)
-            stack.callback(setattr, holder, name, function)
-        yield threads
 
 
 ROW_WISE = Case(placements=dict.fromkeys("abcd", "row_wise"))

@@ -13,18 +13,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
 from tests.support.tiny_model import (
-    KEYS,
-    NUM_ROWS,
     TinyModel,
+    fixed_batch,
+    fixed_batches,
     linear_loss,
     make_batch,
     make_optimizers,
     step_by_hand,
+)
+from tests.support.tiny_training import (
+    LOSS,
+    assert_same_state,
+    by_hand,
+    losses_of,
+    make_model,
+    results_of,
+    state_of,
 )
 from torchembed.data import Batch
 from torchembed.modules.staged_collection import LookedUp
@@ -35,56 +43,7 @@ from torchembed.step.step_optimizers import StepOptimizers
 from torchembed.tables import table_of
 from torchembed.training import History, TrainPipeline, train
 
-LOSS = F.binary_cross_entropy_with_logits
 CPU = torch.device("cpu")
-
-
-def fixed_batch(batch_size: int, seed: int, bad: bool = False) -> Batch:
-    """Two ids a bag of the first feature, three of the second."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(NUM_ROWS, (batch_size * 5,), generator=generator)
-    if bad:
-        ids[3] = 99
-    sparse = torchembed.SparseFeatures(keys=KEYS, values=ids, batch_size=batch_size, hotness=(2, 3))
-    dense = torch.randint(-2, 3, (batch_size, 2), generator=generator).float()
-    return Batch(dense, sparse, (dense[:, 0] > 0).float())
-
-
-def fixed_batches(count: int, batch_size: int = 8, bad: Sequence[int] = ()) -> list[Batch]:
-    return [fixed_batch(batch_size, seed, bad=seed in bad) for seed in range(count)]
-
-
-def make_model(device: torch.device) -> TinyModel:
-    return TinyModel(is_deep=True).to(device)
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_same_state(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
-
-
-def by_hand(batches: Sequence[Batch], device: torch.device) -> tuple[list[float], Any]:
-    """Losses and the state after training on ``batches`` with a plain loop."""
-    model = make_model(device)
-    optimizers = make_optimizers(model)
-    losses = [step_by_hand(model, LOSS, optimizers, batch.to(device)).item() for batch in batches]
-    return losses, state_of(model)
-
-
-def losses_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> Iterator[Tensor]:
-    """The loss of each step; nothing waits for it here."""
-    iterator = iter(batches)
-    with pytest.raises(StopIteration):  # noqa: PT012 - how a pipeline says that it is done
-        while True:
-            yield pipeline.progress(iterator).loss.clone()
-
-
-def results_of(pipeline: TrainPipeline, batches: Sequence[Any]) -> list[float]:
-    return [loss.item() for loss in list(losses_of(pipeline, batches))]
 
 
 def captured_steps(

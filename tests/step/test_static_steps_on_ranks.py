@@ -3,7 +3,7 @@ one; over gloo as they are, over NCCL in CUDA graphs."""
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,19 @@ from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import (
     Case,
     assert_equal_rows,
-    exact_loss,
     held_rows,
     made_mesh,
-    make_batch,
     make_model,
     make_optimizer,
-    vectors_of,
-    whole_rows,
+)
+from tests.support.steps_on_ranks import (
+    BAD_STEP,
+    MIXED,
+    NO_RANK,
+    NUM_STEPS,
+    WithLoss,
+    static_batch,
+    train_plainly,
 )
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.data import Batch
@@ -35,9 +40,6 @@ from torchembed.sharding.transport.collectives import gather_size, known_sizes, 
 from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
 
-NUM_STEPS, BAD_STEP = 9, 4
-NO_RANK = 99
-MIXED = {"a": "column_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
 CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True),
     Case(placements=MIXED, fixed=True, optimizer="RowwiseAdagrad", reserved=8),
@@ -45,27 +47,6 @@ CASES = [
     Case(placements=dict.fromkeys("abcd", "row_wise"), fixed=True, dtype=torch.bfloat16),
     Case(placements=MIXED, fixed=True, fused=False, optimizer="SGD"),
 ]
-
-
-class WithLoss(nn.Module):
-    def __init__(self, model: nn.Module, looks_up: Sequence[str] = ("batch",)) -> None:
-        """``looks_up``: the ids of the batch, or some that forward makes of them, or both."""
-        super().__init__()
-        self.tables, self.looks_up = model.tables, looks_up
-
-    def forward(self, features: torchembed.SparseFeatures) -> Tensor:
-        derived = dataclasses.replace(features, values=features.values // 2)
-        of_kind = {"batch": features, "derived": derived}
-        losses = [exact_loss(vectors_of(self.tables(of_kind[kind]))) for kind in self.looks_up]
-        return torch.stack(losses).sum()
-
-
-def static_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
-    """Of as many samples on every step; on the bad step one rank has an id outside its table."""
-    batch = make_batch(case, rank, step, num_samples=4 - 2 * (rank % 2))
-    if (rank, step) == (bad_rank, BAD_STEP):
-        batch.values[1] = 2**20
-    return batch
 
 
 def train_in_static_steps(runs: list[tuple[Case, int]]) -> list[dict[str, Any]]:
@@ -212,28 +193,6 @@ def train_in_graphs(
     del model, with_loss, optimizer, optimizers, pipeline
     assert left_over() == []
     return results
-
-
-def train_plainly(
-    case: Case,
-    num_ranks: int,
-    bad_rank: int,
-    device: str = "cpu",
-    num_steps: int = NUM_STEPS,
-    batch_of: Callable[[Case, int, int, int], torchembed.SparseFeatures] = static_batch,
-) -> dict[str, tuple[Any, list[Any]]]:
-    """The rows after training in one process on all ranks' batches, but those of the bad step."""
-    model = make_model(case, device)
-    optimizer = make_optimizer(case, model)
-    for step in range(num_steps):
-        if step == BAD_STEP and bad_rank < num_ranks:
-            continue
-        optimizer.zero_grad()
-        batches = [batch_of(case, rank, step, NO_RANK).to(device) for rank in range(num_ranks)]
-        losses = [exact_loss(vectors_of(model.tables(batch))) for batch in batches]
-        (torch.stack(losses).sum() / num_ranks).backward()
-        optimizer.step()
-    return whole_rows(model)
 
 
 def test_static_steps_equal_plain_ones() -> None:

@@ -94,3 +94,18 @@ def step_by_hand(
     for optimizer in optimizers:
         optimizer.step()
     return loss.detach()
+
+
+def fixed_batch(batch_size: int, seed: int, bad: bool = False) -> Batch:
+    """Two ids a bag of the first feature, three of the second."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(NUM_ROWS, (batch_size * 5,), generator=generator)
+    if bad:
+        ids[3] = 99
+    sparse = torchembed.SparseFeatures(keys=KEYS, values=ids, batch_size=batch_size, hotness=(2, 3))
+    dense = torch.randint(-2, 3, (batch_size, 2), generator=generator).float()
+    return Batch(dense, sparse, (dense[:, 0] > 0).float())
+
+
+def fixed_batches(count: int, batch_size: int = 8, bad: Sequence[int] = ()) -> list[Batch]:
+    return [fixed_batch(batch_size, seed, bad=seed in bad) for seed in range(count)]

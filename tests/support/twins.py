@@ -139,3 +139,18 @@ def assert_trains_as(
     for name, parameter in weights(ours).items():
         assert not torch.equal(parameter, before[name])
         assert_follows(parameter, formula(name))
+
+
+class TablesAndLayer(nn.Module):
+    """Tables, and a dense layer over them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.tables = make(device)
+        self.dense = nn.Linear(11, 2, bias=False, device=device)
+        with torch.no_grad():
+            self.dense.weight.copy_(torch.arange(22).view(2, 11) / 16 - 0.5)
+
+    def loss(self, step: int) -> Tensor:
+        values = self.tables(batch(step).jagged(self.dense.weight.device)).values()
+        return self.dense(values).square().sum()

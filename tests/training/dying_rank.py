@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchembed
-from tests.step.test_pipeline import fixed_batch
-from tests.support.tiny_model import TinyModel, make_optimizers
+from tests.support.tiny_model import TinyModel, fixed_batch, make_optimizers
 from torchembed.data import Batch
 from torchembed.training import StopSignal, TrainPipeline, train
 

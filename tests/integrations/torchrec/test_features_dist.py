@@ -37,7 +37,7 @@ def outcome(dist_module: Any, batch: Any) -> dict[str, Any]:
     }
 
 
-def both(device_type: str) -> list[tuple[str, Any, Any]]:
+def everything(device_type: str) -> list[tuple[str, Any, Any]]:
     """On a rank: name, ours and theirs of each case."""
     from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
     from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.torchrec.test_training import (
+from tests.support.ranks import run_on_ranks
+from tests.support.torchrec_cases import (
     ADAGRAD,
     ADAM,
     MIXED,
@@ -21,10 +22,7 @@ from tests.integrations.torchrec.test_training import (
     optimizer_class,
     variants,
 )
-from tests.support.ranks import run_on_ranks
-
-NUM_STEPS, LAST_SIZE = 12, 5
-"""The last batch is a small one. On a GPU, steps are graphs from the fifth on."""
+from tests.support.torchrec_pipelines import NUM_STEPS, batches, make_pipeline
 
 
 class Trained(NamedTuple):
@@ -33,34 +31,6 @@ class Trained(NamedTuple):
     weights: Tensor
     steps: str
     """What they were on a GPU: graphs of batches with fixed hotness, padded ones, or none."""
-
-
-def batches(run: Any, count: int, *, is_fixed: bool, first: int = 0) -> Iterator[Any]:
-    from torchrec.datasets.utils import Batch
-
-    from tests.support.torchrec_training import BATCH_SIZE, batch
-
-    for step in range(first, first + count):
-        is_last = step == first + count - 1
-        yield Batch(
-            *batch(
-                step,
-                torch.device("cpu"),
-                weighted=run.weighted,
-                ids_dtype=run.ids_dtype,
-                size=LAST_SIZE if is_last else BATCH_SIZE,
-                is_fixed=is_fixed,
-            )
-        )
-
-
-def make_pipeline(whose: str, run: Any, **settings: Any) -> Any:
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
-    from torchembed.integrations.torchrec import TrainPipeline
-
-    kind: Any = TrainPipelineSparseDist if whose == "theirs" else TrainPipeline
-    return kind(run.model, run.optimizer, run.device, **settings)
 
 
 def train(

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integrations.torchrec.test_pipeline import batches, make_pipeline
-from tests.integrations.torchrec.test_sharders import log_lines
-from tests.integrations.torchrec.test_training import (
+from tests.support.torchrec_cases import (
     ADAGRAD,
     ADAM,
     MIXED,
     SETTINGS,
+    log_lines,
     optimizer_class,
 )
+from tests.support.torchrec_pipelines import batches, make_pipeline
 
 CPU = torch.device("cpu")
 
@@ -282,7 +282,7 @@ def pushing_on_the_cpu() -> str:
     return error_of(lambda: make_pipeline("ours", run, transport=WireTransport.PUSH))
 
 
-def everything() -> dict[str, Any]:
+def everything_on_the_cpu() -> dict[str, Any]:
     """On a rank."""
     found: dict[str, Any] = {}
     for name, question in {

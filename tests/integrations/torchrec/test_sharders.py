@@ -1,29 +1,15 @@
 """What is ours and what stays TorchRec's, what the log says of it, and what is refused."""
 
-import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.torchrec_cases import log_lines
+
 OURS = "torchembed.integrations.torchrec.sharded"
-
-
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchembed.integrations.torchrec")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def sharded(whose: str = "ours", placement: str = "table_wise", **arguments: Any) -> Any:
@@ -148,7 +134,7 @@ def what_is_refused() -> dict[str, str]:
     return found
 
 
-def everything() -> tuple[Any, Any, Any]:
+def everything_on_the_cpu() -> tuple[Any, Any, Any]:
     return what_falls_back(), what_is_installed(), what_is_refused()
 
 

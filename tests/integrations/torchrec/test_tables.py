@@ -197,7 +197,7 @@ def hyperparameters() -> list[str]:
     return []
 
 
-def everything() -> tuple[Any, ...]:
+def everything_on_the_cpu() -> tuple[Any, ...]:
     return against_fbgemm(), adam(), checks_of_ids(), hyperparameters()
 
 

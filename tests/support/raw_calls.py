@@ -1,0 +1,127 @@
+"""Arguments that fit, for a call of each operation without its public function."""
+
+from typing import Any
+
+import torch
+
+import torchembed.ops.dense_update
+import torchembed.ops.jagged
+import torchembed.ops.linearize_ids
+import torchembed.ops.pooled_lookup
+import torchembed.ops.rowwise_update
+import torchembed.ops.segments
+import torchembed.ops.sequence_lookup  # noqa: F401
+from torchembed.core.types import OptimizerKind
+from torchembed.ops.segments import find_runs
+
+LONG = torch.int64
+IDS = torch.tensor([0, 1, 1])
+OFFSETS = torch.tensor([0, 1, 3])
+WEIGHT = torch.ones(4, 2)
+BAGS = {"offsets": None, "hotness": [1], "num_features": 1, "batch_size": 3}
+RUNS = find_runs(IDS, 4)._asdict()
+ONE = torch.ones(1)
+FITTING: dict[str, dict[str, Any]] = {
+    "linearize_ids": {
+        "values": IDS,
+        "offsets": None,
+        "hotness": [1],
+        "first_rows": torch.tensor([0]),
+        "num_rows": torch.tensor([4]),
+        "batch_size": 3,
+        "on_bad_id": 0,
+        "rows_dtype": LONG,
+    },
+    "pooled_lookup_forward": {
+        "weight": WEIGHT,
+        "rows": IDS,
+        **BAGS,
+        "per_id_weights": None,
+        "mean": False,
+        "output_dtype": torch.float32,
+    },
+    "pooled_lookup_gradient_map": {
+        "ids_like": IDS,
+        **BAGS,
+        "per_id_weights": None,
+        "mean": True,
+    },
+    "pooled_lookup_weights_backward": {
+        "grad": torch.ones(3, 1, 2),
+        "weight": WEIGHT,
+        "rows": IDS,
+        "offsets": None,
+        "hotness": [1],
+        "mean": False,
+    },
+    "sequence_lookup_forward": {"weight": WEIGHT, "rows": IDS, "output_dtype": torch.float32},
+    "find_runs": {"rows": IDS, "num_rows": 4},
+    "rowwise_update": {
+        "weight": WEIGHT,
+        "state0": None,
+        "state1": None,
+        **RUNS,
+        "grad": torch.ones(3, 2),
+        "gradient_rows": None,
+        "scales": None,
+        "lr": ONE,
+        "step": None,
+        "grad_multiplier": None,
+        "skip": None,
+        "row_offsets": None,
+        "row_keys": None,
+        "first_columns": None,
+        "optimizer": int(OptimizerKind.SGD),
+        "eps": 0.0,
+        "beta1": 0.0,
+        "beta2": 0.0,
+        "weight_decay": 0.0,
+        "max_gradient": 0.0,
+    },
+    "dense_update": {
+        "weight": torch.ones(9),
+        "state0": None,
+        "state1": None,
+        "rounded": None,
+        "grad": torch.ones(9),
+        "lr": ONE,
+        "step": None,
+        "grad_multiplier": None,
+        "skip": None,
+        "bounds": [0, 9],
+        "optimizer": int(OptimizerKind.SGD),
+        "eps": 0.0,
+        "beta1": 0.0,
+        "beta2": 0.0,
+        "weight_decay": 0.0,
+    },
+    "permute_features_forward": {
+        "values": IDS,
+        "offsets": OFFSETS,
+        "weights": None,
+        "permutation": [1, 0],
+        "num_features": 2,
+        "batch_size": 1,
+        "num_ids": 3,
+    },
+    "permute_features_backward": {
+        "grad": torch.ones(3),
+        "offsets": OFFSETS,
+        "new_offsets": torch.tensor([0, 2, 3]),
+        "permutation": [1, 0],
+        "num_features": 2,
+        "batch_size": 1,
+        "num_values": 3,
+    },
+    "bucketize_rows": {
+        "values": IDS,
+        "offsets": OFFSETS,
+        "weights": None,
+        "boundaries": torch.tensor([[0, 1, 4]]),
+        "batch_size": 2,
+    },
+    "pad_jagged_forward": {"values": IDS, "offsets": OFFSETS, "max_length": 2, "padding": 0},
+    "pad_jagged_backward": {"grad": torch.ones(2, 2), "offsets": OFFSETS, "num_values": 3},
+}
+SPREAD = torch.zeros(3, 1).expand(3, 2)
+"""Two columns that are one in memory: reading it as if they lay side by side leaves it."""
