@@ -20,11 +20,16 @@ def assert_follows(actual: Tensor, formula: Formula) -> None:
 def assert_as_near(actual: Tensor, eager: Tensor, exact: Tensor, *, slack: float = 0.0) -> None:
     """Assert that the largest error of ``actual`` is at most twice that of ``eager``, plus one eps
     of its dtype at the size of the largest exact element, plus ``slack``."""
-    assert tuple(actual.shape) == tuple(exact.shape)
+    shapes = [tuple(tensor.shape) for tensor in (actual, eager, exact)]
+    assert len(set(shapes)) == 1, f"result, eager and exact must have one shape, got {shapes}"
+    assert actual.is_floating_point(), f"the result must be floating-point, got {actual.dtype}"
+    assert eager.dtype == actual.dtype, f"eager is {eager.dtype}, and the result {actual.dtype}"
+    assert exact.dtype == torch.float64, f"exact must be float64, got {exact.dtype}"
     if exact.numel() == 0:
         return
     result, eager, exact = (t.detach().cpu().double() for t in (actual, eager, exact))
-    assert torch.isfinite(result).all(), "the result has NaN or infinite elements"
+    for name, numbers in (("result", result), ("eager result", eager), ("exact result", exact)):
+        assert torch.isfinite(numbers).all(), f"the {name} has NaN or infinite elements"
     band = torch.finfo(actual.dtype).eps * exact.abs().max()
     allowed = 2 * (eager - exact).abs().max() + band + slack
     errors = (result - exact).abs()
@@ -32,6 +37,13 @@ def assert_as_near(actual: Tensor, eager: Tensor, exact: Tensor, *, slack: float
         f"largest error {errors.max():.3e} at flat position {int(errors.argmax())} of shape "
         f"{tuple(exact.shape)}, allowed {allowed:.3e}; {int((errors > allowed).sum())} elements off"
     )
+
+
+def relative_error(num_roundings: int, dtype: torch.dtype = torch.float32) -> float:
+    """The largest relative error after ``num_roundings`` roundings in ``dtype``, one of which takes
+    the result of another, in products, quotients and sums of numbers of one sign."""
+    unit = torch.finfo(dtype).eps / 2
+    return num_roundings * unit / (1 - num_roundings * unit)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
