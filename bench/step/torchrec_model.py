@@ -142,7 +142,8 @@ def make_torchrec_model(
     for config, value in torchrec_tables(sharded, configs):
         spec = config.spec(seed)
         for row, column, rows in local_shards(value):
-            spec.initializer.fill(rows, spec.key, row, column, spec.num_rows)
+            row_ids = range(row, row + rows.shape[0])
+            spec.initializer.fill(rows, spec.key, row_ids, column, spec.num_rows)
     with torch.no_grad():
         for parameter, given in zip(torchrec_dense(sharded), dense, strict=True):
             parameter.copy_(given)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
+from tests.support.row_indices import RecordingBagConfig, RecordingIndex
 from tests.support.tiny_model import (
     TinyModel,
     fixed_batch,
@@ -98,32 +99,45 @@ def test_captured_steps_equal_the_loop_by_hand() -> None:
 
 
 def test_each_trained_batch_is_admitted_once_and_after_its_ids_were_checked() -> None:
-    """Preparing a buffer that holds zeros, or a batch that was trained already, admits nothing."""
-    batches, admitted = fixed_batches(6, bad=(2,)), []
+    """Preparing a buffer that holds zeros, or a batch that was trained already, admits nothing.
+
+    Epochs count the batches that are admitted to be trained, whichever engine prepares them, and
+    each is released once its batch is trained.
+    """
+    batches = fixed_batches(6, bad=(2,))
     batches.insert(3, make_batch(5, 1))
-    model = make_model(CPU)
-    model.tables.admission_changes_tables = True
-    admit = model.tables.admit
-
-    def noted(routed: Any, is_trained: Tensor | None = None) -> Any:
-        assert is_trained is not None
-        if bool(is_trained):
-            admitted.append(routed.features.values.clone())
-        return admit(routed, is_trained)
-
-    model.tables.admit = noted
-    pipeline, iterator = captured_steps(model, make_optimizers(model)), iter(batches)
+    batches.insert(5, make_batch(5, 2))
+    model = TinyModel(is_deep=True, config=RecordingBagConfig)
+    assert model.tables.admission_changes_tables
+    assert not TinyModel().tables.admission_changes_tables
+    optimizers = make_optimizers(model)
+    pipeline, iterator = captured_steps(model, optimizers), iter(batches)
     for number in range(len(batches)):
         if number == 2:
             with pytest.raises(IndexError, match="value 99"):
                 pipeline.progress(iterator)
         else:
             pipeline.progress(iterator)
+    (group,) = model.tables.table_set.current_groups()
+    index = group.index
+    assert isinstance(index, RecordingIndex)
     # The model's own forward looks up the first batch of each kind, which shows its lookup calls.
-    expected = [batches[number].sparse.values for number in (1, 4, 5, 6)]
-    assert len(admitted) == len(expected)
-    for ids, of_batch in zip(admitted, expected, strict=True):
-        assert torch.equal(ids, of_batch)
+    in_forward = [a for a in index.admissions if a.epoch is None]
+    assert [a.ids for a in in_forward] == [batches[n].sparse.values.tolist() for n in (0, 3)]
+    ahead = [a for a in index.admissions if a.epoch is not None]
+    trained = [a for a in ahead if a.is_trained]
+    expected = (1, 4, 5, 6, 7)
+    assert [a.ids for a in trained] == [batches[n].sparse.values.tolist() for n in expected]
+    assert [a.epoch for a in trained] == [1, 2, 3, 4, 5]
+    # The bad batch, and buffers without a new one, are in the epoch of the batch before.
+    epoch = 0
+    for admission in ahead:
+        assert admission.epoch == epoch + admission.is_trained
+        epoch += admission.is_trained
+    assert [a.ids for a in ahead if not a.is_trained].count(batches[2].sparse.values.tolist()) == 1
+    assert len(ahead) > len(trained) + 1
+    # Of the bad batch, after its step, that of the one before.
+    assert index.released == [1, 1, 2, 3, 4, 5]
 
 
 def test_an_engine_knows_when_the_model_has_changed() -> None:

@@ -19,14 +19,18 @@ class TinyModel(nn.Module):
     It is linear, so that its gradients are exact where the loss's are, or deep, with batch norm.
     """
 
-    def __init__(self, *, is_deep: bool = False, device: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        is_deep: bool = False,
+        device: str | None = None,
+        config: type[torchembed.EmbeddingBagConfig] = torchembed.EmbeddingBagConfig,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tables = torchembed.EmbeddingBagCollection(
             [
-                torchembed.EmbeddingBagConfig(
-                    name=key, num_embeddings=NUM_ROWS + i, embedding_dim=4, feature_names=(key,)
-                )
+                config(name=key, num_embeddings=NUM_ROWS + i, embedding_dim=4, feature_names=(key,))
                 for i, key in enumerate(KEYS)
             ],
             device=device,

@@ -15,7 +15,7 @@ from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
-from torchembed.tables import Table
+from torchembed.tables import Admission, Table
 
 
 class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
@@ -100,8 +100,8 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     def _route(self, ids: SparseFeatures, capacity: int | None) -> SlotRows:
         return self._slots.route(ids)
 
-    def _admit(self, ids: SlotRows, is_trained: Tensor | None, *, finds_runs: bool) -> SlotRows:
-        return self._slots.admit(ids, is_trained, finds_runs=finds_runs)
+    def _admit(self, ids: SlotRows, admission: Admission | None, *, finds_runs: bool) -> SlotRows:
+        return self._slots.admit(ids, admission, finds_runs=finds_runs)
 
     def _look_up(self, rows: SlotRows, *, ahead: bool) -> Tensor:
         poolings = [self._configs[table].pooling for table in self._feature_slots.tables]

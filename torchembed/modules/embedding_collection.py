@@ -13,7 +13,7 @@ from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.slots import SlotRows, num_ids_of_features
 from torchembed.modules.table_lookup import look_up
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import Table
+from torchembed.tables import Admission, Table
 
 
 class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVectors"]):
@@ -73,9 +73,9 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
         return SizedRows(self._slots.route(features, num_ids), num_ids)
 
     def _admit(
-        self, ids: "SizedRows", is_trained: Tensor | None, *, finds_runs: bool
+        self, ids: "SizedRows", admission: Admission | None, *, finds_runs: bool
     ) -> "SizedRows":
-        rows = self._slots.admit(ids.rows, is_trained, finds_runs=finds_runs)
+        rows = self._slots.admit(ids.rows, admission, finds_runs=finds_runs)
         return SizedRows(rows, ids.num_ids)
 
     def _look_up(self, rows: "SizedRows", *, ahead: bool) -> "SequenceVectors":
@@ -120,7 +120,7 @@ def sequence_slots(
     """The vectors of each slot, of ``num_ids`` ids; one call for each group."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for group_rows in rows.groups:
-        entry, features, _ = group_rows
+        entry, features = group_rows.entry, group_rows.features
         vectors = look_up(
             entry.group,
             features.values,

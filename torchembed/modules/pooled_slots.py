@@ -53,7 +53,7 @@ def pooled_groups(
     ``store`` of :func:`~torchembed.ops.pooled_lookup.pooled_lookup`."""
     groups = []
     for group_rows in rows.groups:
-        entry, features, _ = group_rows
+        entry, features = group_rows.entry, group_rows.features
         hotness, offsets = features.hotness, features.offsets
         if num_empty and hotness is not None:
             hotness = (0,) * num_empty + hotness

@@ -14,9 +14,10 @@ from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.inside_ddp import DenseOwner
-from torchembed.modules.slots import SlotName, Slots, checked_rows
+from torchembed.modules.slots import SlotName, Slots, submit_bad_id
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.table_module import TableWeight
+from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.sharding.planning.plan import Placement, TablePlan
 from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_batch
 from torchembed.sharding.transport.data_parallel import sum_over_columns
@@ -220,15 +221,18 @@ class ShardedCollection(StagedCollection[B, R, V]):
         Raises:
             IndexError: under ``OnBadId.RAISE``, on the rank whose batch holds the bad id.
         """
-        rows = checked_rows(
-            batch,
+        rows, first_bad = linearize_ids(
+            batch.values,
             torch.zeros_like(self._num_rows),
             self._num_rows,
-            self._id_dtype,
-            self._on_bad_id,
-            self._slot_names,
-            self.bad_ids,
+            offsets=batch.offsets,
+            hotness=batch.hotness,
+            batch_size=batch.batch_size,
+            on_bad_id=self._on_bad_id,
+            rows_dtype=self._id_dtype,
         )
+        if self._on_bad_id is OnBadId.RAISE:
+            submit_bad_id(batch, first_bad, self._slot_names, self.bad_ids)
         return SparseFeatures(
             keys=batch.keys,
             values=rows,

@@ -27,6 +27,7 @@ from torchembed.sharding.transport.columns import Piece, place_columns
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.transport.ranks import Ranks
 from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute, Route
+from torchembed.tables import Admission
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_RoutedBags", Tensor]):
@@ -163,13 +164,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return _RoutedBags(route, sharded, replicated, sizes)
 
     def _admit(
-        self, ids: "_RoutedBags", is_trained: Tensor | None, *, finds_runs: bool
+        self, ids: "_RoutedBags", admission: Admission | None, *, finds_runs: bool
     ) -> "_RoutedBags":
         sharded, replicated = ids.sharded, ids.replicated
         if sharded is not None:
-            sharded = self._sharded.local.admit(sharded, is_trained, finds_runs=finds_runs)
+            sharded = self._sharded.local.admit(sharded, admission, finds_runs=finds_runs)
         if replicated is not None:
-            replicated = self._replicated.admit(replicated, is_trained, finds_runs=finds_runs)
+            replicated = self._replicated.admit(replicated, admission, finds_runs=finds_runs)
         return ids._replace(sharded=sharded, replicated=replicated)
 
     def _look_up(self, rows: "_RoutedBags", *, ahead: bool) -> Tensor:

@@ -25,6 +25,7 @@ from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.layout import SlotPart
 from torchembed.sharding.transport.ranks import Ranks
 from torchembed.sharding.transport.routes import JaggedRoute
+from torchembed.tables import Admission
 
 
 class ShardedEmbeddingCollection(
@@ -97,16 +98,16 @@ class ShardedEmbeddingCollection(
         return _RoutedSequences(by_width, replicated)
 
     def _admit(
-        self, ids: "_RoutedSequences", is_trained: Tensor | None, *, finds_runs: bool
+        self, ids: "_RoutedSequences", admission: Admission | None, *, finds_runs: bool
     ) -> "_RoutedSequences":
         by_width = {}
         for width, of_width in ids.by_width.items():
             local = self._by_width[width].local
-            rows = local.admit(of_width.rows, is_trained, finds_runs=finds_runs)
+            rows = local.admit(of_width.rows, admission, finds_runs=finds_runs)
             by_width[width] = of_width._replace(rows=rows)
         replicated = ids.replicated
         if replicated is not None:
-            rows = self._replicated.admit(replicated.rows, is_trained, finds_runs=finds_runs)
+            rows = self._replicated.admit(replicated.rows, admission, finds_runs=finds_runs)
             replicated = replicated._replace(rows=rows)
         return _RoutedSequences(by_width, replicated)
 

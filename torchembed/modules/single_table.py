@@ -118,8 +118,7 @@ class SingleTable(TableModule):
 
     def _rows(self, features: SparseFeatures) -> tuple[Tensor, Tensor | None]:
         """Rows of the table, -1 for the padding row, and where that was looked up."""
-        (entry,) = self._slots.by_group()
-        rows = self._slots.rows(entry, features)
+        rows = self._slots.rows(features, is_trained=self.training)
         if self.padding_idx is None:
             return rows, None
         is_padding = rows == self.padding_idx

@@ -18,11 +18,10 @@ from torchembed.core.stand_ins import KeptTensors, is_stand_in, makes_stand_ins
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.jagged import permute_features
-from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables import Table, TableGroup, TableSet
+from torchembed.tables import Admission, Table, TableGroup, TableSet
 
 
 class SlotName(NamedTuple):
@@ -45,27 +44,21 @@ class GroupSlots:
             SlotName(table.spec.name, feature, table.num_rows)
             for table, feature in zip(tables, features, strict=True)
         ]
-        device = group.weight.device
-        first = dict(zip(map(id, group.tables), group.first_rows, strict=False))
-        self._first_and_num = [first[id(t)] for t in tables], [t.num_rows for t in tables]
-        self._row_bounds = self._row_bounds_on(device)
+        self.index = group.index.for_tables([group.tables.index(table) for table in tables])
+        self.changes_on_admission = group.index.changes_on_admission
         self.reorder = PieceOrder()
         self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
         """By hotness, batch size and pooling; kept, since captured steps read them."""
 
-    def row_bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The row at which each slot's table begins, and how many it has, int64 ``[slots]``: where
-        the tables are, or on ``device`` where these are on the meta device and called with weights
-        that others give."""
-        is_meta = self._row_bounds[0].is_meta and device.type != "meta"
-        return self._row_bounds_on(device) if is_meta else self._row_bounds
 
-    def _row_bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        firsts, counts = self._first_and_num
-        return (
-            torch.tensor(firsts, dtype=torch.int64, device=device),
-            torch.tensor(counts, dtype=torch.int64, device=device),
-        )
+class Ids(NamedTuple):
+    """The ids of some slots."""
+
+    features: SparseFeatures
+    """One for each slot."""
+    is_valid: Tensor | None = None
+    """bool ``[L]``, False where a position of a bag holds no id of this rank's; None: all do, or an
+    id outside its table says so by itself."""
 
 
 class GroupRows(NamedTuple):
@@ -76,6 +69,8 @@ class GroupRows(NamedTuple):
     """A feature for each of the entry's slots; its values are rows of the group, -1 for none."""
     runs: Runs | None
     """Of equal rows, where they were found ahead for the optimizer's step."""
+    ids: Ids | None = None
+    """Kept for an index that admission changes, until then."""
 
     def gradient_map(self, pooling: Pooling, num_empty: int = 0) -> tuple[Tensor, Tensor] | None:
         """Where the positions of ``features`` have their gradients, where that was known before;
@@ -161,107 +156,122 @@ class Slots:
         """Copies and pickles find their groups anew."""
         return {**vars(self), "_known_groups": None, "_by_group": []}
 
-    def route(self, batch: SparseFeatures, num_ids: Sequence[int] | None = None) -> SlotRows:
+    def route(
+        self,
+        batch: SparseFeatures,
+        num_ids: Sequence[int] | None = None,
+        is_valid: Tensor | None = None,
+    ) -> SlotRows:
         """The rows of every slot's ids, without a change of any table.
 
         Args:
             batch: exactly one feature for each slot, in their order.
             num_ids: of each feature, where the host knows.
+            is_valid: as of :class:`Ids`; for fixed hotness.
 
         Raises:
-            IndexError: as :meth:`rows` does.
+            IndexError: for an id outside its table under ``OnBadId.RAISE``.
         """
         groups = []
         for entry in self.by_group():
             known = None if num_ids is None else sum(num_ids[slot] for slot in entry.slots)
             features = select_features(batch, entry.slots, known, entry.reorder)
-            rows = self.rows(entry, features)
-            groups.append(GroupRows(entry, dataclasses.replace(features, values=rows), None))
+            ids = Ids(features, _selected_mask(is_valid, batch, entry))
+            rows = self._routed(entry, ids)
+            kept = ids if entry.changes_on_admission else None
+            with_rows = dataclasses.replace(features, values=rows)
+            groups.append(GroupRows(entry, with_rows, None, kept))
         return SlotRows(groups, batch.batch_size, batch.values.device)
 
+    def _routed(self, entry: GroupSlots, ids: Ids) -> Tensor:
+        """Rows of ``entry.group``, ``[L]``."""
+        features = ids.features
+        rows, first_bad = entry.index.route(
+            features, self._on_bad_id, entry.group.rows_dtype, ids.is_valid
+        )
+        if self._on_bad_id is OnBadId.RAISE:
+            submit_bad_id(features, first_bad, entry.names, self.bad_ids)
+        return rows
+
     def admit(
-        self, routed: SlotRows, is_trained: Tensor | None = None, *, finds_runs: bool
+        self, routed: SlotRows, admission: Admission | None = None, *, finds_runs: bool
     ) -> SlotRows:
-        """``routed`` with its rows in the tables; a range of rows holds all of them already.
+        """``routed`` with its rows in the tables; once for each batch that is trained.
 
         Args:
-            is_trained: bool ``[1]``: False where no table may change.
+            admission: of the batch; None for one that is trained and was not prepared ahead.
             finds_runs: whether to find the runs of equal rows for fused optimizers, too.
         """
-        del is_trained  # rows of a range are always there
-        if not finds_runs:
+        if not finds_runs and all(of_group.ids is None for of_group in routed.groups):
             return routed
         groups = []
         for group_rows in routed.groups:
-            group = group_rows.entry.group
-            if group.rule is not None and group.tables[0].parameter.requires_grad:
-                runs = find_runs(group_rows.features.values, group.num_rows)
+            entry, features = group_rows.entry, group_rows.features
+            group, ids = entry.group, group_rows.ids
+            if ids is not None:
+                rows = entry.index.admit(
+                    ids.features, features.values, admission or Admission(), ids.is_valid
+                )
+                features = dataclasses.replace(features, values=rows)
+                group_rows = group_rows._replace(features=features, ids=None)
+            if finds_runs and group.rule is not None and group.tables[0].parameter.requires_grad:
+                runs = find_runs(features.values, group.num_rows)
                 group_rows = group_rows._replace(runs=runs)
             groups.append(group_rows)
         return routed._replace(groups=groups)
 
-    def rows(self, entry: GroupSlots, features: SparseFeatures) -> Tensor:
-        """Rows of ``entry.group``, ``[L]``, for ``features`` that hold exactly its slots, in order.
+    def rows(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
+        """The rows ``[L]`` of ``features``, exactly one for each slot, all of one group.
+
+        Args:
+            is_trained: whether to admit them, too.
 
         Raises:
-            IndexError: for an id outside its table under ``OnBadId.RAISE``.
+            IndexError: as :meth:`route`.
         """
-        first_rows, num_rows = entry.row_bounds(features.values.device)
-        return checked_rows(
-            features,
-            first_rows,
-            num_rows,
-            entry.group.rows_dtype,
-            self._on_bad_id,
-            entry.names,
-            self.bad_ids,
-        )
+        (entry,) = self.by_group()
+        rows = self._routed(entry, Ids(features))
+        if is_trained and entry.changes_on_admission:
+            rows = entry.index.admit(features, rows, Admission())
+        return rows
 
 
-def checked_rows(
-    features: SparseFeatures,
-    first_rows: Tensor,
-    num_rows: Tensor,
-    rows_dtype: torch.dtype,
-    on_bad_id: OnBadId,
-    names: Sequence[SlotName],
-    report: BadIdReport,
-) -> Tensor:
-    """The rows of ``features``' ids, ``[L]``; bad ids are treated as ``on_bad_id`` says.
+def _selected_mask(
+    is_valid: Tensor | None, batch: SparseFeatures, entry: GroupSlots
+) -> Tensor | None:
+    """``is_valid`` of ``batch``, of fixed hotness, at the slots of ``entry``."""
+    if is_valid is None or entry.slots == list(range(len(batch.keys))):
+        return is_valid
+    assert batch.hotness is not None
+    return entry.reorder(is_valid, [n * batch.batch_size for n in batch.hotness], entry.slots)
+
+
+def submit_bad_id(
+    features: SparseFeatures, first_bad: Tensor, names: Sequence[SlotName], report: BadIdReport
+) -> None:
+    """Have ``report`` raise where ``first_bad [1]`` is the position of an id.
 
     Raises:
-        IndexError: under ``OnBadId.RAISE``, naming table, feature, position among the feature's ids
-            and value; when, :class:`BadIdReport` says.
+        IndexError: naming table, feature, position among the feature's ids and value; when,
+            :class:`BadIdReport` says.
     """
-    rows, first_bad = linearize_ids(
-        features.values,
-        first_rows,
-        num_rows,
-        offsets=features.offsets,
-        hotness=features.hotness,
-        batch_size=features.batch_size,
-        on_bad_id=on_bad_id,
-        rows_dtype=rows_dtype,
-    )
-    if on_bad_id is OnBadId.RAISE:
-        batch_size, hotness = features.batch_size, features.hotness
+    batch_size, hotness = features.batch_size, features.hotness
 
-        def describe(position: int, value: int, slot: int = 0, first: int = 0) -> str:
-            if hotness is not None:
-                bounds = list(itertools.accumulate((h * batch_size for h in hotness), initial=0))
-                slot = bisect.bisect_right(bounds, position) - 1
-                first = bounds[slot]
-            name = names[slot]
-            return (
-                f"id out of range: table {name.table}, feature {name.feature}, position "
-                f"{position - first} of the feature's ids, value {value}; ids of this table are in "
-                f"[0, {name.num_rows}). Fix the data, enlarge the table, or pass "
-                'on_bad_id="clamp" or "zero"'
-            )
+    def describe(position: int, value: int, slot: int = 0, first: int = 0) -> str:
+        if hotness is not None:
+            bounds = list(itertools.accumulate((h * batch_size for h in hotness), initial=0))
+            slot = bisect.bisect_right(bounds, position) - 1
+            first = bounds[slot]
+        name = names[slot]
+        return (
+            f"id out of range: table {name.table}, feature {name.feature}, position "
+            f"{position - first} of the feature's ids, value {value}; ids of this table are in "
+            f"[0, {name.num_rows}). Fix the data, enlarge the table, or pass "
+            'on_bad_id="clamp" or "zero"'
+        )
 
-        bounds = None if hotness is not None else _bounds_of_features(features)
-        report.submit(features.values, first_bad, bounds, describe)
-    return rows
+    bounds = None if hotness is not None else _bounds_of_features(features)
+    report.submit(features.values, first_bad, bounds, describe)
 
 
 def num_ids_of_features(features: SparseFeatures) -> HostNumbers:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.table_module import TableModule
+from torchembed.tables import Admission
 
 B = TypeVar("B")
 """What a collection keeps of a batch's bucketized ids."""
@@ -90,9 +91,6 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     """Whether the result has one shape for all batches of as many samples."""
     always_waits_for_sizes = False
     """Whether :meth:`exchange_sizes` waits also where hotness is fixed."""
-    admission_changes_tables = False
-    """Whether :meth:`admit` may insert or evict rows, so that it must see each trained batch once
-    and no other."""
 
     reserved_columns: int = 0
     """Columns in memory before the pooled vectors; :class:`~torchembed.EmbeddingBagCollection`
@@ -166,17 +164,30 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         with torch.no_grad():
             return Routed(bucketized.features, self._route(bucketized.ids, capacity))
 
-    def admit(self, routed: Routed[R], is_trained: Tensor | None = None) -> Admitted[R]:
+    @property
+    def admission_changes_tables(self) -> bool:
+        """Whether :meth:`admit` may insert or evict rows, so that it must see each trained batch
+        once and no other."""
+        groups = self._table_set.current_groups()
+        return any(group.index.changes_on_admission for group in groups)
+
+    def admit(self, routed: Routed[R], admission: Admission | None = None) -> Admitted[R]:
         """Give the ids their rows, and find the runs of equal rows for fused optimizers.
 
         Once for each batch that is trained, after it is known whether its ids are valid.
 
         Args:
-            is_trained: bool ``[1]`` on the device: False where the batch will not be trained, and
-                no table may change; None for a batch that will.
+            admission: whether the batch will be trained, and its epoch; None for one that will, and
+                before which no other one is admitted.
         """
         with torch.no_grad():
-            return Admitted(routed.features, self._admit(routed.ids, is_trained, finds_runs=True))
+            return Admitted(routed.features, self._admit(routed.ids, admission, finds_runs=True))
+
+    def release(self, epoch: Tensor) -> None:
+        """Let tables evict the rows of batches admitted in ``epoch``, int64 ``[1]``, and before,
+        which were trained. Never waits for a GPU."""
+        for group in self._table_set.current_groups():
+            group.index.release(epoch)
 
     def prepare(self, features: Tree) -> Admitted[R]:
         """All stages of a batch that depend on its ids alone.
@@ -223,7 +234,8 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             if is_same_batch(reusable.looked_up.features, batch):
                 return self._result(features, self._vectors_of(reusable))
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
-        rows = self._admit(ids, None, finds_runs=False)
+        # As running statistics: what is only evaluated changes no table.
+        rows = self._admit(ids, None, finds_runs=False) if self.training else ids
         return self._result(features, self._look_up(rows, ahead=False))
 
     def _vectors_of(self, reusable: _Reusable[R, V]) -> V:
@@ -264,7 +276,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         """:meth:`route` of this collection."""
         raise NotImplementedError
 
-    def _admit(self, ids: R, is_trained: Tensor | None, *, finds_runs: bool) -> R:
+    def _admit(self, ids: R, admission: Admission | None, *, finds_runs: bool) -> R:
         """:meth:`admit` of this collection; ``finds_runs`` for a fused optimizer's update."""
         raise NotImplementedError
 

@@ -5,6 +5,7 @@ then rows. On a CPU, and in eager steps, all streams are None and the parts come
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torchembed.core.named_range import named_range
 from torchembed.core.trees import map_tensors
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
+from torchembed.step.admission_epochs import AdmissionEpochs
 from torchembed.step.bad_id_flag import either, reduce_checks, skip_of
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
@@ -53,6 +55,11 @@ class StepProgram:
         """True if tables insert or evict rows as batches are admitted."""
         collections = (m for m in self.model.modules() if isinstance(m, StagedCollection))
         return any(collection.admission_changes_tables for collection in collections)
+
+    @functools.cached_property
+    def epochs(self) -> AdmissionEpochs:
+        """Of the batches that all engines have tables admit."""
+        return AdmissionEpochs(self.device)
 
 
 PrepareNext = Callable[[torch.cuda.Stream | None], None]
@@ -125,6 +132,9 @@ class ForwardBackwardUpdate:
         join(streams.rows, streams.last_rows)
         del recorded
         join(streams.ids, streams.vectors if batch.calls else None)
+        if batch.epoch is not None:
+            for call in batch.calls:
+                call.collection.release(batch.epoch)
         result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch.data)
         return TrainedBatch(result, flag, report, [*batch.checks, *checks])
 

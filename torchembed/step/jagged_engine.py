@@ -32,6 +32,7 @@ from torchembed.step.stages import (
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers
 from torchembed.step.streams import event_on, fork_and_join, on_stream, wait_for
 from torchembed.step.worker import Worker
+from torchembed.tables import Admission
 
 _CLOSE_SECONDS = 10.0
 """For the sizes under way to reach all ranks; where it takes longer, one of them is gone."""
@@ -59,7 +60,7 @@ class JaggedEngine:
 
     def __init__(self, program: StepProgram) -> None:
         self._program, self._eager = program, EagerEngine(program)
-        self._admission_changes_tables = program.admission_changes_tables
+        self._epochs = program.epochs if program.admission_changes_tables else None
         self._assumptions: Assumptions | None = None
         self.calls: list[LookupCall] = []
         """Once the first step has observed them; the model may have other lookups."""
@@ -186,16 +187,15 @@ class JaggedEngine:
                 routed = [call.collection.route(of_call) for call, of_call in pairs]
             checks = [*bucketized.checks, *more]
             flag = reduce_checks(checks, self._program.group)
-            is_trained = None
-            if self._admission_changes_tables and flag is not None:
-                is_trained = flag.skip == 0
+            admission = Admission()
+            if self._epochs is not None:
+                admission = self._epochs.admission(None if flag is None else flag.skip == 0)
             admitted = [
-                call.collection.admit(of_call, is_trained)
+                call.collection.admit(of_call, admission)
                 for call, of_call in zip(self.calls, routed, strict=True)
             ]
-            return AdmittedBatch(
-                bucketized.data, admitted, flag, checks, event_on(self._ids_stream)
-            )
+            ready = event_on(self._ids_stream)
+            return AdmittedBatch(bucketized.data, admitted, flag, checks, ready, admission.epoch)
 
     def _look_up(self, admitted: AdmittedBatch) -> LookedUpBatch:
         wait_for(admitted.ready)
@@ -203,7 +203,9 @@ class JaggedEngine:
             call.collection.look_up(of_call)
             for call, of_call in zip(self.calls, admitted.lookups, strict=True)
         ]
-        return LookedUpBatch(admitted.data, self.calls, lookups, admitted.flag, admitted.checks)
+        return LookedUpBatch(
+            admitted.data, self.calls, lookups, admitted.flag, admitted.checks, admitted.epoch
+        )
 
 
 def _bucketize(

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
@@ -21,6 +20,7 @@ from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.input_buffers import InputBuffers
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import AdmittedBatch, BucketizedBatch
+from torchembed.tables import Admission
 
 
 class Prefetch:
@@ -52,6 +52,7 @@ class Prefetch:
         self.buffers = InputBuffers(
             layout, program.device, tracks_fresh=program.admission_changes_tables
         )
+        self._epochs = program.epochs if program.admission_changes_tables else None
         self.bucketized: BucketizedBuffers | None = None
         if capacity is None:
             self.batches = [map_tensors(torch.empty_like, b) for b in self.buffers.batches]
@@ -93,13 +94,17 @@ class Prefetch:
         with deferred_id_checks() as checks:
             routed = self._route(self.calls, bucketized)
         flag = either(flag, reduce_checks(checks, self._group))
-        lookups = self._admit(self.calls, routed, buffer, flag, in_place=in_place)
+        admission = self._admission(buffer, flag)
+        lookups = self._admit(self.calls, routed, buffer, admission, in_place=in_place)
         known = self.admitted[buffer]
         if known is not None and in_place:
-            _copy_tree((lookups, flag), (known.lookups, known.flag))
+            found = lookups, flag, admission.epoch
+            _copy_tree(found, (known.lookups, known.flag, known.epoch))
         else:  # in the first capture too: the second one reads what it writes
             all_checks = [*bucketized.checks, *checks]
-            self.admitted[buffer] = AdmittedBatch(self.batches[buffer], lookups, flag, all_checks)
+            self.admitted[buffer] = AdmittedBatch(
+                self.batches[buffer], lookups, flag, all_checks, epoch=admission.epoch
+            )
 
     def _bucketize(self, calls: Sequence[LookupCall], buffer: int) -> BucketizedBatch:
         if self.bucketized is not None:
@@ -123,14 +128,13 @@ class Prefetch:
         calls: Sequence[LookupCall],
         routed: Sequence[Routed],
         buffer: int,
-        flag: BadIdFlag | None,
+        admission: Admission,
         *,
         in_place: bool,
     ) -> list[Admitted]:
-        is_trained = self._is_trained(buffer, flag)
         lookups: list[Admitted] = []
         for call, of_call in zip(calls, routed, strict=True):
-            admitted = call.collection.admit(of_call, is_trained)
+            admitted = call.collection.admit(of_call, admission)
             if self._capacity is not None:
                 rows = admitted.rows
                 if not in_place:
@@ -141,15 +145,15 @@ class Prefetch:
             lookups.append(admitted)
         return lookups
 
-    def _is_trained(self, buffer: int, flag: BadIdFlag | None) -> Tensor | None:
-        """True if the buffer's batch will be trained: copied there since it was last admitted, and
-        without a bad id; None where no table asks."""
-        if self.buffers.is_fresh is None:
-            return None
+    def _admission(self, buffer: int, flag: BadIdFlag | None) -> Admission:
+        """Of the buffer's batch. It will be trained where it was copied there since it was last
+        admitted, and has no bad id; nothing is found out where no table asks."""
+        if self._epochs is None or self.buffers.is_fresh is None:
+            return Admission()
         is_fresh = self.buffers.is_fresh[buffer]
         is_trained = is_fresh.clone() if flag is None else is_fresh & (flag.skip == 0)
         is_fresh.zero_()
-        return is_trained
+        return self._epochs.admission(is_trained)
 
 
 def _copy_tree(source: Tree, target: Tree) -> None:

@@ -71,6 +71,9 @@ class AdmittedBatch:
     checks: list[IdCheck]
     ready: torch.cuda.Event | None = None
     """Recorded on a GPU once another stream may use it."""
+    epoch: Tensor | None = None
+    """int64 ``[1]``: until its release the batch's rows stay in their places; None where they do in
+    any case."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,6 +87,8 @@ class LookedUpBatch:
     flag: BadIdFlag | None = None
     """Set where an id of ``calls`` is bad."""
     checks: list[IdCheck] = dataclasses.field(default_factory=list)
+    epoch: Tensor | None = None
+    """To be released once the batch is trained."""
 
 
 class StepResult(NamedTuple):

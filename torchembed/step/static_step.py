@@ -189,4 +189,6 @@ class StaticStep:
                 call.collection.look_up(of_call)
                 for call, of_call in zip(calls, admitted.lookups, strict=True)
             ]
-        return LookedUpBatch(admitted.data, calls, lookups, admitted.flag, admitted.checks)
+        return LookedUpBatch(
+            admitted.data, calls, lookups, admitted.flag, admitted.checks, admitted.epoch
+        )

@@ -16,21 +16,39 @@ from torchembed.tables.initializers import (
     Initializer,
     InPlaceFunction,
     Normal,
+    RowIds,
     Uniform,
     shifted_row_key,
+)
+from torchembed.tables.row_index import (
+    Admission,
+    IndexedTable,
+    IndexFactory,
+    RangeFactory,
+    RangeIndex,
+    RowIndex,
+    SlotIndex,
 )
 from torchembed.tables.row_stream import RowChunk, read_rows, row_chunks, row_ranges, write_rows
 from torchembed.tables.table_set import TableSet
 
 __all__ = [
+    "Admission",
     "Constant",
     "GradientReduction",
     "GroupWeight",
     "InPlaceFunction",
+    "IndexFactory",
+    "IndexedTable",
     "Initializer",
     "Normal",
+    "RangeFactory",
+    "RangeIndex",
     "RecordedGradients",
     "RowChunk",
+    "RowIds",
+    "RowIndex",
+    "SlotIndex",
     "Table",
     "TableGroup",
     "TableOwner",

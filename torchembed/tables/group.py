@@ -11,9 +11,10 @@ from torchembed.core.own_storage import with_own_storage
 from torchembed.core.random_bits import name_key
 from torchembed.core.stand_ins import address_of
 from torchembed.core.trees import map_tensors
-from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
+from torchembed.ops.rowwise_update import RowGradients, UpdateRule
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables.initializers import Initializer, Uniform, shifted_row_key
+from torchembed.tables.initializers import Initializer, RowIds, Uniform
+from torchembed.tables.row_index import IndexedTable, IndexFactory, RangeFactory, RowIndex
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,13 @@ class TableSpec:
     dtype: torch.dtype = torch.float32
     initializer: Initializer = Uniform()
     seed: int = 0
+    index: IndexFactory = RangeFactory()
+    """Makes the index of the groups that hold the table."""
+
+    @property
+    def num_ids(self) -> int | None:
+        """Ids of the table are in ``[0, num_ids)``; None: every 64-bit integer is one."""
+        return None if self.index.takes_any_id else self.num_rows
 
     @property
     def key(self) -> int:
@@ -160,8 +168,8 @@ class TableGroup:
     Attributes:
         weight: ``[R, D]``, the rows of all tables, one after the other. The tables' parameters are
             views of it.
-        row_offsets: int64 ``[T + 1]`` on the weight's device, and as a list on the host in
-            ``first_rows``: where each table begins.
+        index: from the tables' ids to rows of the weight.
+        first_rows: where each table begins, ``[T + 1]``, on the host.
         states: optimizer state, flat like ``weight``; made by :meth:`set_rule`.
         initial_state: what every element of it starts from.
         step: float32 ``[1]``, updates done.
@@ -181,21 +189,18 @@ class TableGroup:
         self.step = torch.zeros(1, device=weight.device)
         self.pending: list[RecordedGradients] = []
         self.num_awaited = 0
-        self._locate()
-
-    def _locate(self) -> None:
-        device = self.weight.device
-        self.row_offsets = torch.tensor(self.first_rows, dtype=torch.int64, device=device)
-        keys = [
-            shifted_row_key(table.spec.key, table.first_row - first)
-            for table, first in zip(self.tables, self.first_rows, strict=False)
+        indexed = [
+            IndexedTable(t.spec.key, t.first_row, t.num_rows, t.first_column) for t in self.tables
         ]
-        columns = [table.first_column for table in self.tables]
-        self.rounding_keys = RoundingKeys(
-            self.row_offsets,
-            torch.tensor(keys, dtype=torch.int64, device=device),
-            torch.tensor(columns, dtype=torch.int64, device=device) if any(columns) else None,
-        )
+        self._set_index(self.tables[0].spec.index(indexed, weight.device))
+
+    def _set_index(self, index: RowIndex) -> None:
+        self.index = index
+        self.rounding_keys = index.rounding_keys()
+
+    def row_ids(self, table: Table) -> RowIds:
+        """For each row of ``table`` here the id that its initial values are a function of."""
+        return self.index.row_ids(self.tables.index(table))
 
     @property
     def num_rows(self) -> int:
@@ -252,7 +257,7 @@ class TableGroup:
         self.states = tuple(state.to(device) for state in self.states)
         self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
         self.pending = [map_tensors(lambda tensor: tensor.to(device), e) for e in self.pending]
-        self._locate()
+        self._set_index(self.index.to(device))
         self.point_parameters()
 
     def record(self, rows: Tensor, gradients: RowGradients, runs: Runs | None = None) -> None:

@@ -21,11 +21,16 @@ def shifted_row_key(table_key: int, rows: int) -> int:
     return signed64(table_key + rows * GOLDEN)
 
 
+RowIds = range | Tensor
+"""An id for each of ``n`` rows, int64 ``[n]`` where it is a tensor. What is drawn for a row is a
+function of its table and its id, wherever it is: its number where ids are the numbers of rows."""
+
+
 class Initializer(Protocol):
-    """Fills rows ``[first_row, first_row + n)`` of a table, columns from ``first_column`` on."""
+    """Fills rows of a table, columns from ``first_column`` on."""
 
     def fill(
-        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+        self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
         """Fill ``weight [n, columns]`` in place; the whole table has ``num_rows`` rows."""
         ...
@@ -34,7 +39,7 @@ class Initializer(Protocol):
 def _fill_from_counters(
     weight: Tensor,
     table_key: int,
-    first_row: int,
+    row_ids: RowIds,
     first_column: int,
     draw: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
@@ -45,8 +50,10 @@ def _fill_from_counters(
     rows_a_chunk = max(1, _CHUNK_ELEMENTS // max(dim, 1))
     for start in range(0, num_rows, rows_a_chunk):
         stop = min(start + rows_a_chunk, num_rows)
-        rows = torch.arange(first_row + start, first_row + stop, device=weight.device)
-        keys = random_bits(table_keys, rows).unsqueeze(1)
+        ids = row_ids[start:stop]
+        if isinstance(ids, range):
+            ids = torch.arange(ids.start, ids.stop, device=weight.device)
+        keys = random_bits(table_keys, ids).unsqueeze(1)
         weight[start:stop] = draw(keys, columns).to(weight.dtype)
 
 
@@ -58,7 +65,7 @@ class Uniform:
     high: float | None = None
 
     def fill(
-        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+        self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
         bound = 1.0 / math.sqrt(max(num_rows, 1))
         low = -bound if self.low is None else self.low
@@ -66,7 +73,7 @@ class Uniform:
         _fill_from_counters(
             weight,
             table_key,
-            first_row,
+            row_ids,
             first_column,
             lambda keys, columns: low + (high - low) * random_uniform(keys, columns),
         )
@@ -80,14 +87,14 @@ class Normal:
     std: float = 1.0
 
     def fill(
-        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+        self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
         def draw(keys: Tensor, columns: Tensor) -> Tensor:
             radius = (-2.0 * torch.log1p(-random_uniform(keys, 2 * columns))).sqrt()
             angle = 2.0 * math.pi * random_uniform(keys, 2 * columns + 1)
             return self.mean + self.std * radius * torch.cos(angle)
 
-        _fill_from_counters(weight, table_key, first_row, first_column, draw)
+        _fill_from_counters(weight, table_key, row_ids, first_column, draw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +104,7 @@ class Constant:
     value: float = 0.0
 
     def fill(
-        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+        self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
         weight.fill_(self.value)
 
@@ -112,7 +119,7 @@ class InPlaceFunction:
     function: Callable[[Tensor], Tensor | None]
 
     def fill(
-        self, weight: Tensor, table_key: int, first_row: int, first_column: int, num_rows: int
+        self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
         result = self.function(weight)
         if result is not None and result is not weight:

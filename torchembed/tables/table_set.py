@@ -20,9 +20,9 @@ from torchembed.tables.group import Table, TableGroup
 class TableSet:
     """The tables of one module and the groups that they form.
 
-    Tables share a group where the number of columns held here, dtype, device, ``lookup_keys`` (what
-    their lookups must have in common), the optimizer that updates them and ``requires_grad`` are
-    equal.
+    Tables share a group where the number of columns held here, kind of index, dtype, device,
+    ``lookup_keys`` (what their lookups must have in common), the optimizer that updates them and
+    ``requires_grad`` are equal.
     """
 
     def __init__(
@@ -76,7 +76,13 @@ class TableSet:
     def _partition(self, key: Callable[[Table], Hashable]) -> dict[Hashable, list[Table]]:
         groups: dict[Hashable, list[Table]] = {}
         for table, lookup_key in zip(self.tables, self.lookup_keys, strict=True):
-            full_key = (table.num_columns, lookup_key, table.gradient_reduction, key(table))
+            full_key = (
+                table.num_columns,
+                table.spec.index,
+                lookup_key,
+                table.gradient_reduction,
+                key(table),
+            )
             groups.setdefault(full_key, []).append(table)
         return groups
 
@@ -93,7 +99,7 @@ class TableSet:
                 spec.initializer.fill(
                     table.parameter.data,
                     spec.key,
-                    table.first_row,
+                    table.group.row_ids(table),
                     table.first_column,
                     spec.num_rows,
                 )

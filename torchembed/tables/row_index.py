@@ -1,0 +1,243 @@
+"""Row indices: from the ids of a group's tables to rows of the group's flat weight."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.types import OnBadId
+from torchembed.ops.linearize_ids import LinearRows, linearize_ids
+from torchembed.ops.rowwise_update import RoundingKeys
+from torchembed.tables.initializers import RowIds, shifted_row_key
+
+
+class IndexedTable(NamedTuple):
+    """One table of a group, in the words of its index."""
+
+    key: int
+    """64-bit key of the table's initial rows and of its rounding."""
+    first_row: int
+    """Number, in the whole table, of the first row that this rank holds."""
+    num_rows: int
+    """Rows that this rank holds."""
+    first_column: int
+    """Number, in the whole table, of the first column that this rank holds."""
+
+
+class Admission(NamedTuple):
+    """The batch whose rows are admitted."""
+
+    is_trained: Tensor | None = None
+    """bool ``[1]`` on the device: False where the batch will not be trained, so that no table may
+    change; None for a batch that will."""
+    epoch: Tensor | None = None
+    """int64 ``[1]`` on the device: how many batches were admitted to be trained so far, this one
+    included. Its rows stay in their places until :meth:`RowIndex.release` of this epoch or a later
+    one. None in a forward that was not prepared ahead."""
+
+
+class SlotIndex(Protocol):
+    """The index of a group as a sequence of slots uses it: each looks one table up."""
+
+    def route(
+        self,
+        features: SparseFeatures,
+        on_bad_id: OnBadId,
+        rows_dtype: torch.dtype,
+        is_valid: Tensor | None = None,
+    ) -> LinearRows:
+        """The row of each id; pure and repeatable, also on ids that nobody trains.
+
+        Args:
+            features: one for each slot, in order.
+            on_bad_id: what becomes of ids that are outside their table.
+            rows_dtype: int32 or int64.
+            is_valid: bool ``[L]``, False where there is no id to look up; None: all positions of
+                bags hold one. It says nothing of an id's value.
+
+        Returns:
+            Rows of the group, -1 for no row; and the first position of a bad id.
+        """
+        ...
+
+    def admit(
+        self,
+        features: SparseFeatures,
+        rows: Tensor,
+        admission: Admission,
+        is_valid: Tensor | None = None,
+    ) -> Tensor:
+        """The rows ``[L]`` of a batch's ids, in their places from now on.
+
+        May insert the ids of a batch that is trained, and evict others, but no row of a batch that
+        was admitted and not released yet. Never waits for a GPU.
+
+        Args:
+            features, is_valid: as :meth:`route` took them.
+            rows: as it gave them.
+        """
+        ...
+
+
+class RowIndex(Protocol):
+    """Turns the ids of a group's tables into rows of its flat weight; the group owns it.
+
+    Ids reach rows in two steps: routing is pure, and may be repeated; admission changes tables, and
+    comes once for each batch that is trained, after its ids were checked. Where
+    ``changes_on_admission`` is False, admission changes nothing, and is left out.
+    """
+
+    changes_on_admission: bool
+
+    def for_tables(self, tables: Sequence[int]) -> SlotIndex:
+        """The index for slots that look up ``tables``, numbers within the group, one for each
+        slot."""
+        ...
+
+    def release(self, epoch: Tensor) -> None:
+        """Let the rows of batches admitted in ``epoch``, int64 ``[1]``, and before go: they were
+        trained. Never waits for a GPU."""
+        ...
+
+    def row_ids(self, table: int) -> RowIds:
+        """For each row of a table of the group the id that its initial values and its rounding are
+        functions of."""
+        ...
+
+    def rounding_keys(self) -> RoundingKeys:
+        """The keys of :meth:`row_ids` as row updates take them, on the index's device."""
+        ...
+
+    def to(self, device: torch.device) -> "RowIndex":
+        """The same index on another device."""
+        ...
+
+
+class IndexFactory(Protocol):
+    """Makes the index of a new group; tables of one group have equal factories."""
+
+    @property
+    def takes_any_id(self) -> bool:
+        """True where each 64-bit integer is an id; False where ids are the numbers of rows."""
+        ...
+
+    def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> RowIndex:
+        """The index of ``tables``, whose rows follow one another in the group."""
+        ...
+
+
+class RangeIndex:
+    """Id i of a table is its i-th row here: row ``first + i`` of the group.
+
+    Args:
+        tables: of the group, in order.
+        device: where ids come.
+    """
+
+    changes_on_admission = False
+
+    def __init__(self, tables: Sequence[IndexedTable], device: torch.device) -> None:
+        self._tables, self._device = list(tables), device
+        self._first_rows = [0]
+        for table in tables:
+            self._first_rows.append(self._first_rows[-1] + table.num_rows)
+
+    def for_tables(self, tables: Sequence[int]) -> "RangeSlots":
+        firsts = [self._first_rows[number] for number in tables]
+        counts = [self._tables[number].num_rows for number in tables]
+        return RangeSlots(firsts, counts, self._device)
+
+    def release(self, epoch: Tensor) -> None:
+        """Nothing is ever evicted."""
+
+    def row_ids(self, table: int) -> range:
+        held = self._tables[table]
+        return range(held.first_row, held.first_row + held.num_rows)
+
+    def rounding_keys(self) -> RoundingKeys:
+        keys = [
+            shifted_row_key(table.key, table.first_row - first)
+            for table, first in zip(self._tables, self._first_rows, strict=False)
+        ]
+        columns = [table.first_column for table in self._tables]
+        return RoundingKeys(
+            self._int64(self._first_rows),
+            self._int64(keys),
+            self._int64(columns) if any(columns) else None,
+        )
+
+    def _int64(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    def to(self, device: torch.device) -> "RangeIndex":
+        return RangeIndex(self._tables, device)
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeFactory:
+    """Makes :class:`RangeIndex`."""
+
+    takes_any_id = False
+
+    def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> RangeIndex:
+        return RangeIndex(tables, device)
+
+
+class RangeSlots:
+    """Slots whose tables are ranges of the group's rows.
+
+    Args:
+        first_rows: where each slot's table begins.
+        num_rows: how many rows it has.
+        device: where ids come.
+    """
+
+    def __init__(
+        self, first_rows: Sequence[int], num_rows: Sequence[int], device: torch.device
+    ) -> None:
+        self._first_and_num = list(first_rows), list(num_rows)
+        self._bounds = self._bounds_on(device)
+
+    def route(
+        self,
+        features: SparseFeatures,
+        on_bad_id: OnBadId,
+        rows_dtype: torch.dtype,
+        is_valid: Tensor | None = None,
+    ) -> LinearRows:
+        assert is_valid is None  # an id outside a range says by itself that it has no row
+        first_rows, num_rows = self._bounds
+        device = features.values.device
+        if first_rows.is_meta and device.type != "meta":
+            # Tables on the meta device, called with weights that others give.
+            first_rows, num_rows = self._bounds_on(device)
+        return linearize_ids(
+            features.values,
+            first_rows,
+            num_rows,
+            offsets=features.offsets,
+            hotness=features.hotness,
+            batch_size=features.batch_size,
+            on_bad_id=on_bad_id,
+            rows_dtype=rows_dtype,
+        )
+
+    def admit(
+        self,
+        features: SparseFeatures,
+        rows: Tensor,
+        admission: Admission,
+        is_valid: Tensor | None = None,
+    ) -> Tensor:
+        """``rows``: a range holds all of them already."""
+        return rows
+
+    def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        firsts, counts = self._first_and_num
+        return (
+            torch.tensor(firsts, dtype=torch.int64, device=device),
+            torch.tensor(counts, dtype=torch.int64, device=device),
+        )
