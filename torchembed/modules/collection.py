@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.types import OnBadId
-from torchembed.modules.bad_ids import check_offsets
+from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
 from torchembed.modules.configs import EmbeddingConfig, as_config
 from torchembed.modules.slots import Slots, select_features
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
+from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
 from torchembed.modules.table_module import TableWeight, as_on_bad_id
 from torchembed.tables import Table
 
@@ -104,6 +105,24 @@ class Collection(StagedCollection[B, R, V]):
     def device(self) -> torch.device:
         """Where the tables are."""
         return self._tables[0].parameter.device
+
+    def _stateless(self, features: Any) -> tuple[V, BadIds]:
+        """The vectors and the bad ids of a batch; changes nothing, and threads may call it at once.
+
+        Raises:
+            ValueError, TypeError: for a batch that does not fit.
+        """
+        batch = as_sparse_features(features)
+        with torch.no_grad(), deferred_id_checks():
+            rows = self._route(self._exchange_sizes(batch, ahead=False), None)
+            vectors = self._look_up(rows, ahead=False)
+            num_ids: dict[str, int] = {}
+            slots = self._feature_slots
+            for feature, table in zip(slots.features, slots.tables, strict=True):
+                of_table = self._tables[table].spec.num_ids
+                if of_table is not None:
+                    num_ids[feature] = min(of_table, num_ids.get(feature, of_table))
+            return vectors, find_bad_ids(batch, [num_ids.get(key) for key in batch.keys])
 
     def to_torch(self) -> nn.ModuleDict:
         """A module of torch for each table, by its name, with a copy of its weight:

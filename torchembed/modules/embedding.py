@@ -10,6 +10,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.single_table import SingleTable
+from torchembed.modules.stateless_lookup import Lookup
 from torchembed.modules.table_lookup import look_up_pooled
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
 
@@ -111,7 +112,27 @@ class EmbeddingBag(SingleTable):
             ``[B, D]``, dtype of ``weight``.
         """
         features = self._bags(input, offsets, per_sample_weights)
-        rows, is_padding = self._rows(features)
+        return self._result(features, is_trained=self.training)
+
+    def lookup(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Lookup[Tensor]:
+        """What ``forward`` gives, and which ids were bad, which raise nothing: for servers.
+
+        Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
+        may call it at once. Bad ids are looked up as the module treats them, under
+        ``on_bad_id="raise"`` as under ``"zero"``.
+
+        Raises:
+            ValueError, TypeError: for an input that does not fit.
+        """
+        return self._stateless(self._bags(input, offsets, per_sample_weights))
+
+    def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
+        rows, is_padding = self._rows(features, is_trained=is_trained)
         if self.mode == "max":
             return self._maxima(features, rows)
         # As torch's, the mean does not count ids of the padding row; it is divided here then.
@@ -134,7 +155,9 @@ class EmbeddingBag(SingleTable):
             counted = torch.nn.functional.pad((~is_padding).cumsum(0), (1, 0))
             ends = features.offsets
             if ends is None:
-                ends = torch.arange(features.batch_size + 1, device=rows.device) * input.shape[1]
+                assert features.hotness is not None
+                bags = torch.arange(features.batch_size + 1, device=rows.device)
+                ends = bags * features.hotness[0]
             pooled = pooled / counted[ends.long()].diff().clamp_min(1).unsqueeze(1)
         return pooled.to(dtype)
 
@@ -258,14 +281,35 @@ class Embedding(SingleTable):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ``input [...]``, as ``[..., D]``, dtype of ``weight``."""
-        checks.check_dtype("input", input, checks.ID_DTYPES, "call .long()")
-        features = SparseFeatures(
-            keys=("input",), values=input.reshape(-1), batch_size=input.numel(), hotness=(1,)
-        )
-        rows, is_padding = self._rows(features)
+        vectors = self._result(_one_bag_each(input), is_trained=self.training)
+        return vectors.view(*input.shape, self.embedding_dim)
+
+    def lookup(self, input: Tensor) -> Lookup[Tensor]:
+        """What ``forward`` gives, and which ids were bad, which raise nothing: for servers.
+
+        Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
+        may call it at once. Bad ids are looked up as the module treats them, under
+        ``on_bad_id="raise"`` as under ``"zero"``.
+
+        Raises:
+            ValueError, TypeError: for an input that does not fit.
+        """
+        found = self._stateless(_one_bag_each(input))
+        return found._replace(vectors=found.vectors.view(*input.shape, self.embedding_dim))
+
+    def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
+        rows, is_padding = self._rows(features, is_trained=is_trained)
         vectors = self._vectors(rows)
         if is_padding is not None:
             # The padding row is looked up like others, but gets no gradient.
             padding = self.weight.detach()[self.padding_idx]
             vectors = torch.where(is_padding.unsqueeze(1), padding, vectors)
-        return vectors.view(*input.shape, self.embedding_dim)
+        return vectors
+
+
+def _one_bag_each(input: Tensor) -> SparseFeatures:
+    """A bag for each id of ``input``."""
+    checks.check_dtype("input", input, checks.ID_DTYPES, "call .long()")
+    return SparseFeatures(
+        keys=("input",), values=input.reshape(-1), batch_size=input.numel(), hotness=(1,)
+    )

@@ -13,6 +13,7 @@ from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
 from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.slots import SlotRows
+from torchembed.modules.stateless_lookup import Lookup
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
 from torchembed.tables import Admission, Table
@@ -93,6 +94,19 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     def is_weighted(self) -> bool:
         """True where ids have weights."""
         return self._is_weighted
+
+    def lookup(self, features: Any) -> Lookup[KeyedTensor]:
+        """What ``forward`` gives, and which ids were bad, which raise nothing: for servers.
+
+        Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
+        may call it at once. Bad ids are looked up as the module treats them, under
+        ``on_bad_id="raise"`` as under ``"zero"``.
+
+        Raises:
+            ValueError, TypeError: for a batch that does not fit.
+        """
+        vectors, bad_ids = self._stateless(features)
+        return Lookup(self._result(features, vectors), bad_ids)
 
     def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> SparseFeatures:
         return weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)

@@ -11,6 +11,7 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.slots import SlotRows, num_ids_of_features
+from torchembed.modules.stateless_lookup import Lookup
 from torchembed.modules.table_lookup import look_up
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Admission, Table
@@ -63,6 +64,19 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs, in order."""
         return self._configs
+
+    def lookup(self, features: Any) -> Lookup[dict[str, Any]]:
+        """What ``forward`` gives, and which ids were bad, which raise nothing: for servers.
+
+        Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
+        may call it at once. Bad ids are looked up as the module treats them, under
+        ``on_bad_id="raise"`` as under ``"zero"``.
+
+        Raises:
+            ValueError, TypeError: for a batch that does not fit.
+        """
+        vectors, bad_ids = self._stateless(features)
+        return Lookup(self._result(features, vectors), bad_ids)
 
     def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> "SizedFeatures":
         batch = self._feature_slots.batch(features)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId
+from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.slots import Slots
+from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
 from torchembed.modules.table_lookup import look_up
 from torchembed.modules.table_module import TableModule, as_on_bad_id
 from torchembed.ops.row_gradients import WeightGradient
@@ -116,13 +118,24 @@ class SingleTable(TableModule):
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""
         self._slots.bad_ids.check(wait=True)
 
-    def _rows(self, features: SparseFeatures) -> tuple[Tensor, Tensor | None]:
+    def _rows(self, features: SparseFeatures, *, is_trained: bool) -> tuple[Tensor, Tensor | None]:
         """Rows of the table, -1 for the padding row, and where that was looked up."""
-        rows = self._slots.rows(features, is_trained=self.training)
+        rows = self._slots.rows(features, is_trained=is_trained)
         if self.padding_idx is None:
             return rows, None
         is_padding = rows == self.padding_idx
         return rows.masked_fill(is_padding, -1), is_padding
+
+    def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
+        """What ``forward`` returns for ``features``; ``is_trained`` where it admits their rows."""
+        raise NotImplementedError
+
+    def _stateless(self, features: SparseFeatures) -> Lookup[Tensor]:
+        """The vectors and the bad ids of a batch; changes nothing, and threads may call it at
+        once."""
+        with torch.no_grad(), deferred_id_checks():
+            vectors = self._result(features, is_trained=False)
+            return Lookup(vectors, find_bad_ids(features, [self._table.spec.num_ids]))
 
     def _vectors(self, rows: Tensor) -> Tensor:
         """``[L, D]``, in the dtype of the weight; zeros for rows of -1."""

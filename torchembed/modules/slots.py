@@ -128,8 +128,9 @@ class Slots:
         self._tables = list(tables)
         self._feature_names = list(feature_names)
         self._on_bad_id = on_bad_id
-        self._known_groups: list[TableGroup] | None = None
-        self._by_group: list[GroupSlots] = []
+        self._known: tuple[list[TableGroup] | None, list[GroupSlots]] = None, []
+        """The entries, and what they were found for: one object, since threads may look up at
+        once."""
         self.bad_ids = BadIdReport()
 
     def by_group(self) -> list[GroupSlots]:
@@ -137,10 +138,10 @@ class Slots:
         groups = self._table_set.current_groups()
         if makes_stand_ins():
             return self._entries(groups)
-        if self._known_groups is not groups:
-            self._by_group = self._entries(groups)
-            self._known_groups = groups
-        return self._by_group
+        known = self._known
+        if known[0] is not groups:
+            self._known = known = groups, self._entries(groups)
+        return known[1]
 
     def _entries(self, groups: list[TableGroup]) -> list[GroupSlots]:
         entries = []
@@ -154,7 +155,7 @@ class Slots:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles find their groups anew."""
-        return {**vars(self), "_known_groups": None, "_by_group": []}
+        return {**vars(self), "_known": (None, [])}
 
     def route(
         self,

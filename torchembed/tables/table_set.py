@@ -1,6 +1,7 @@
 """The tables of one module, sorted into groups that follow what becomes of the parameters."""
 
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torchembed.core.stand_ins import (
     making_real_tensors,
 )
 from torchembed.tables.group import Table, TableGroup
+
+_forming = threading.RLock()
 
 
 class TableSet:
@@ -125,7 +128,13 @@ class TableSet:
         self._form_real_groups()
 
     def _form_real_groups(self) -> None:
-        """:meth:`form_groups`, which a fake call may not give fake weights."""
+        """:meth:`form_groups`, which a fake call may not give fake weights; of several threads that
+        look up at once, one does it."""
+        with _forming:
+            if self._formed_for != self._parameters_now():
+                self._form_groups_outside_fake_calls()
+
+    def _form_groups_outside_fake_calls(self) -> None:
         if makes_stand_ins() and not any(is_stand_in(table.parameter) for table in self.tables):
             with making_real_tensors():
                 self.form_groups()
