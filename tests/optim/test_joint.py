@@ -152,3 +152,15 @@ def test_groups_are_added_to_the_parts(device: torch.device) -> None:
     optimizer = SGD.with_dense(TablesAndLayer(device).parameters())
     with pytest.raises(TypeError, match="add_param_group is of the parts"):
         optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
+
+
+def test_a_scheduler_knows_that_the_parts_were_stepped(device: torch.device) -> None:
+    """Torch warns, an error here, of a scheduler that is stepped before its optimizer."""
+    model = TablesAndLayer(device)
+    optimizer = SGD.with_dense(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    model.loss(0).backward()
+    for part in optimizer.optimizers:
+        part.step()
+    scheduler.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {0.05}

@@ -1,5 +1,7 @@
 """Tables and dense parameters under one optimizer."""
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,10 @@ class JointOptimizer(torch.optim.Optimizer):
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__(groups, {})
         self.optimizers = list(optimizers)
+        # Whoever steps the parts one by one: torch's schedulers ask whether this one was stepped.
+        note = functools.partial(_note_step, weakref.ref(self))
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(note)
         self._share_groups()
         # Torch's scaler then leaves scaled gradients to step, which refuses them.
         self._step_supports_amp_scaling = True
@@ -123,6 +129,12 @@ class JointOptimizer(torch.optim.Optimizer):
             firsts.append(first)
             first += sum(len(group["params"]) for group in part.param_groups)
         return firsts
+
+
+def _note_step(joint: "weakref.ref[JointOptimizer]", *_: object) -> None:
+    """After a step of a part, as torch's schedulers note a step of the whole."""
+    if (optimizer := joint()) is not None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def separate(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
