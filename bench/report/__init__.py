@@ -1,1 +1,1 @@
-"""Results as files, and the tables that README.md shows of them."""
+"""Results as files, and the tables of them in ``docs/performance.md``."""

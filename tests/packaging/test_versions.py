@@ -44,8 +44,8 @@ def test_unknown_torch_has_no_pairing() -> None:
     assert versions.pairing_of("2.1.0") is None
 
 
-def test_readme_shows_the_table() -> None:
-    assert versions.readme_table() in (ROOT / "README.md").read_text()
+def test_the_page_shows_the_table() -> None:
+    assert versions.pairings_table() in (ROOT / "docs/torchrec.md").read_text()
 
 
 def test_dependencies_are_the_oldest_of_the_table() -> None:

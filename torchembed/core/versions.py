@@ -1,4 +1,4 @@
-"""The versions that belong together: one table for the set-up, the README and the doctor.
+"""The versions that belong together: one table for the set-up, the doctor and the pages.
 
 Needs the standard library alone, so it also runs as a script before anything is installed:
 ``python torchembed/core/versions.py --requirements cpu``.
@@ -94,8 +94,8 @@ def missing_modules(target: str) -> list[str]:
     return [name for name in NEEDED_MODULES[target] if importlib.util.find_spec(name) is None]
 
 
-def readme_table() -> str:
-    """The table as it stands in README.md."""
+def pairings_table() -> str:
+    """The table in Markdown, as ``docs/torchrec.md`` shows it."""
     lines = [
         "| torch | triton | fbgemm-gpu | torchrec |",
         "| --- | --- | --- | --- |",
@@ -127,12 +127,12 @@ def main(arguments: list[str]) -> int:
     group.add_argument("--requirements", choices=FBGEMM_DISTRIBUTION, help="pinned requirements")
     group.add_argument("--requirements-without-dependencies", action="store_true")
     group.add_argument("--missing", choices=NEEDED_MODULES, help="modules that are not installed")
-    group.add_argument("--table", action="store_true", help="the table of README.md")
+    group.add_argument("--table", action="store_true", help="the table in Markdown")
     asked = parser.parse_args(arguments)
     if asked.missing:
         return _print_missing(asked.missing)
     if asked.table:
-        return _print_lines([readme_table()])
+        return _print_lines([pairings_table()])
     if asked.requirements:
         return _print_lines(requirements(asked.requirements))
     return _print_lines(requirements_without_dependencies())

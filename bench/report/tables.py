@@ -1,6 +1,6 @@
-"""Writes the tables of ``bench/results/*.json`` into ``README.md``.
+"""Writes the tables of ``bench/results/*.json`` into ``docs/performance.md``, and one into README.
 
-``python -m bench.report.readme_table``. What is between the two markers there is replaced; a test
+``python -m bench.report.tables``. The text between the two markers of each page is replaced; a test
 holds that it agrees with the files.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- written by bench.report.readme_table -->", "<!-- end of what it writes -->"
+BEGIN, END = "<!-- written by bench.report.tables -->", "<!-- end of what it writes -->"
 Row = dict[str, Any]
 
 _PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
@@ -25,16 +25,7 @@ _DROP_INS = {
 
 def tables(results: Path) -> str:
     """The tables of all files of a folder, as Markdown."""
-    rows: dict[str, list[Row]] = {}
-    for file in sorted(results.glob("*.json")):
-        result = json.loads(file.read_text())
-        for row in result["rows"]:
-            about = {
-                "gpu": result["hardware"]["gpu"],
-                "file": file.name,
-                "commit": result["commit"],
-            }
-            rows.setdefault(row["bench"], []).append(about | row)
+    rows = _rows_by_bench(results)
     makers = [
         ("train_step", _train_step),
         ("train_step", _drop_ins),
@@ -45,16 +36,59 @@ def tables(results: Path) -> str:
     return "\n".join(filter(None, written))
 
 
-def with_tables(readme: str, written: str) -> str:
-    """``readme`` with ``written`` between the markers.
+def headline(results: Path) -> str:
+    """The table of README: steps of the usual batch, beside TorchRec's in the same run."""
+    usual = {"batch_per_gpu": 8192, "ids": "uniform", "optimizer": "adagrad", "max_rows": 8_000_000}
+    found = _by(_rows_by_bench(results)["train_step"], ("file", "num_gpus", "gpu"), **usual)
+    lines, used = [], []
+    for (_, num_gpus, gpu), systems in found.items():
+        ours, theirs = (systems.get(name, {}) for name in ("torchembed", "torchrec"))
+        if "ms_median" not in ours or "ms_median" not in theirs:
+            continue
+        in_tf32 = systems.get("torchembed_tf32", {})
+        times = [f"{row['ms_median']:.2f}" if row else "" for row in (ours, in_tf32, theirs)]
+        ratio = theirs["ms_median"] / ours["ms_median"]
+        lines.append([f"{num_gpus} {gpu}", *times, f"{ratio:.1f}"])
+        used.append(ours)
+    precision = _only(row["precision"] for row in used)
+    return _text(
+        "A step of MLPerf's DLRM-DCNv2, 8192 samples on each GPU, tables cut to 8 M rows, uniform "
+        f"ids, Adagrad, in milliseconds; times faster is TorchRec's tf32 over our {precision} in "
+        f"the same run ({_files(used)}):",
+        ["GPUs", f"torchembed, {precision}", "torchembed, tf32", "TorchRec, tf32", "times faster"],
+        lines,
+    )
+
+
+PAGES = {ROOT / "README.md": headline, ROOT / "docs/performance.md": tables}
+"""Each page that is written, and what gives its text."""
+
+
+def _rows_by_bench(results: Path) -> dict[str, list[Row]]:
+    """All rows of the files of a folder, each with its file, commit and GPU."""
+    rows: dict[str, list[Row]] = {}
+    for file in sorted(results.glob("*.json")):
+        result = json.loads(file.read_text())
+        about = {
+            "gpu": result["hardware"]["gpu"],
+            "file": file.name,
+            "commit": result["commit"],
+        }
+        for row in result["rows"]:
+            rows.setdefault(row["bench"], []).append(about | row)
+    return rows
+
+
+def with_tables(page: str, written: str) -> str:
+    """``page`` with ``written`` between the markers.
 
     Raises:
         ValueError: where it has no markers.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"README.md must hold the lines {BEGIN} and {END}; add them")
+        raise ValueError(f"the page must hold the lines {BEGIN} and {END}; add them")
     return f"{before}{BEGIN}\n\n{written}\n{END}{after}"
 
 
@@ -232,8 +266,8 @@ def _text(sentence: str, head: Sequence[str], lines: Sequence[Sequence[str]]) ->
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text(), tables(ROOT / "bench/results")))
+    for page, text_of in PAGES.items():
+        page.write_text(with_tables(page.read_text(), text_of(ROOT / "bench/results")))
 
 
 if __name__ == "__main__":

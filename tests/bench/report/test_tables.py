@@ -1,4 +1,4 @@
-"""The README's figures are those of the files of results."""
+"""The figures on the pages are those of the files of results."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from bench.report import readme_table
+from bench.report import tables as program
 
 
-def test_the_readme_agrees_with_the_results() -> None:
-    readme = (readme_table.ROOT / "README.md").read_text()
-    written = readme_table.tables(readme_table.ROOT / "bench/results")
-    assert readme_table.with_tables(readme, written) == readme, (
-        "run python -m bench.report.readme_table"
+@pytest.mark.parametrize("page", program.PAGES, ids=lambda page: page.name)
+def test_the_page_agrees_with_the_results(page: Path) -> None:
+    written = program.PAGES[page](program.ROOT / "bench/results")
+    assert program.with_tables(page.read_text(), written) == page.read_text(), (
+        "run python -m bench.report.tables"
     )
 
 
@@ -52,7 +52,7 @@ def test_steps_and_kernels(tmp_path: Path) -> None:
     for name, rows in {"b": steps, "a": kernels}.items():
         result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| ")]
+    lines = [x for x in program.tables(tmp_path).splitlines() if x.startswith("| ")]
     times = "0.50 (0.40 to 0.75) |  | 10.00 (9.90 to 10.25) | 8.00 (7.90 to 8.25) | 16.0 | 0.52"
     tf32 = "6.00 (5.90 to 6.25) | 18.00 (17.90 to 18.25) |  | 3.0 | "
     assert lines[2:] == [
@@ -72,13 +72,13 @@ def test_figures_of_two_runs_are_not_compared(tmp_path: Path) -> None:
     for name, rows in of_files.items():
         result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    lines = [x for x in readme_table.tables(tmp_path).splitlines() if x.startswith("| 8")]
+    lines = [x for x in program.tables(tmp_path).splitlines() if x.startswith("| 8")]
     times = "1.00 (0.90 to 1.25) |  | 10.00 (9.90 to 10.25) |  | 10.0 | "
     assert lines == [
         "| 8 H200, 512 each, zipf, adagrad, push | 0.50 (0.40 to 0.75) |  |  |  |  |  |",
         f"| 8 H200, 512 each, zipf, adagrad | {times} |",
     ]
-    assert "`bench/results/a.json` of 0123456, `bench" in readme_table.tables(tmp_path)
+    assert "`bench/results/a.json` of 0123456, `bench" in program.tables(tmp_path)
 
 
 def test_one_sentence_speaks_of_one_gpu(tmp_path: Path) -> None:
@@ -87,9 +87,23 @@ def test_one_sentence_speaks_of_one_gpu(tmp_path: Path) -> None:
         result = {"hardware": {"gpu": gpu}, "commit": "0123456789", "rows": rows}
         (tmp_path / f"{gpu}.json").write_text(json.dumps(result))
     with pytest.raises(ValueError, match="must hold one of NVIDIA H100, NVIDIA H200 in a table"):
-        readme_table.tables(tmp_path)
+        program.tables(tmp_path)
 
 
-def test_a_readme_needs_markers() -> None:
-    with pytest.raises(ValueError, match=r"README\.md must hold the lines <!-- written"):
-        readme_table.with_tables("# torchembed\n", "")
+def test_a_page_needs_markers() -> None:
+    with pytest.raises(ValueError, match="the page must hold the lines <!-- written"):
+        program.with_tables("# torchembed\n", "")
+
+
+def test_the_headline_leaves_out_what_was_not_compared(tmp_path: Path) -> None:
+    usual = {"batch_per_gpu": 8192, "ids": "uniform", "max_rows": 8_000_000}
+    of_files = {
+        "a": [step("torchembed", 2.0, **usual), step("torchrec", 9.0, **usual)],
+        "b": [step("torchembed", 1.0, **usual)],
+        "c": [step("torchembed", 1.0, **usual), step("torchrec", None, **usual)],
+    }
+    for name, rows in of_files.items():
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    lines = [x for x in program.headline(tmp_path).splitlines() if x.startswith("| 8")]
+    assert lines == ["| 8 H200 | 2.00 |  | 9.00 | 4.5 |"]
