@@ -213,7 +213,7 @@ def _is_forward(kernel: str) -> bool:
 
 
 def _is_update(kernel: str) -> bool:
-    """Whether a kernel of FBGEMM's backward reads the gradient."""
+    """True where a kernel of FBGEMM's backward reads the gradient."""
     return "per_row" in kernel
 
 

@@ -94,7 +94,7 @@ class Bench:
             self._measure_setting(self._setting(size, ids))
 
     def _is_over(self) -> bool:
-        """Whether the first rank's time is up."""
+        """True where the first rank's time is up."""
         over = torch.tensor(time.perf_counter() > self._end, dtype=torch.int32)
         dist.broadcast(over, 0)
         return bool(over)

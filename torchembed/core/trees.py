@@ -1,4 +1,8 @@
-"""The tensors of nested tuples, lists, dicts and dataclasses."""
+"""Trees: nested tuples, lists, dicts and dataclasses. The only code that walks them.
+
+A tree's leaves are its tensors, or whatever a predicate says: :mod:`torchembed.step.batch_layout`
+takes sparse features as leaves.
+"""
 
 import dataclasses
 import functools
@@ -10,78 +14,98 @@ from torch import Tensor
 T = TypeVar("T")
 
 Tree: TypeAlias = Any
-"""Tensors in nested tuples, named ones too, lists, dicts and dataclasses; whatever else is in it is
+"""Tensors in nested tuples, named ones too, lists, dicts and dataclasses; anything else in it is
 kept as it is. Python's types cannot say that, and users bring trees of their own."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
-def _is_plain(tree: tuple[Any, ...] | list[Any]) -> bool:
-    """Whether there are plain values only in it, as in names and counts: for every step's sake
-    these are not looked at one by one."""
+def _is_plain(tree: tuple[Tree, ...] | list[Tree]) -> bool:
+    """True where a sequence holds plain values only, as names and counts do. Every step walks its
+    batches, so such sequences are recognized in one pass of C code."""
     return _PLAIN.issuperset(map(type, tree))
 
 
 @functools.cache
-def field_names(kind: type, *, made_of: bool = True) -> tuple[str, ...] | None:
-    """The fields of a dataclass, of which one is ``made_of`` or all; None for other types."""
+def _field_names(kind: type, *, init_only: bool = True) -> tuple[str, ...] | None:
+    """The names of a dataclass's fields; None for types that are no dataclass."""
     if not dataclasses.is_dataclass(kind):
         return None
-    return tuple(f.name for f in dataclasses.fields(kind) if f.init or not made_of)
+    return tuple(f.name for f in dataclasses.fields(kind) if f.init or not init_only)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
-    """``tree`` with ``function(tensor)`` in place of each tensor, which it is called for in order.
+def is_tensor(node: object) -> bool:
+    """True where ``node`` is a leaf of a tree of tensors."""
+    return isinstance(node, Tensor)
 
-    A tree is nested of tuples, named ones too, lists, dicts and dataclasses. Anything else in it is
-    kept as it is.
+
+def map_leaves(
+    function: Callable[[Any], Tree], tree: Tree, is_leaf: Callable[[object], bool]
+) -> Tree:
+    """``tree`` with ``function(leaf)`` in place of each leaf, for which it is called in order.
+
+    Args:
+        function: may return anything.
+        tree: nested tuples, named ones too, lists, dicts and dataclasses. Anything else in it that
+            is no leaf is kept as it is.
+        is_leaf: whether a node is a leaf; a leaf may be a tree itself, which is not entered. Not
+            asked about plain values.
     """
-    return _map(function, tree)
-
-
-def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
+    if is_leaf(tree):
         return function(tree)
-    if isinstance(tree, tuple):
-        parts = [_map(function, part) for part in tree]
+    if isinstance(tree, (tuple, list)):
+        if _is_plain(tree):
+            return tree if isinstance(tree, tuple) else list(tree)
+        parts = [map_leaves(function, part, is_leaf) for part in tree]
+        if isinstance(tree, list):
+            return parts
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if isinstance(tree, list):
-        return [_map(function, part) for part in tree]
     if isinstance(tree, dict):
-        return {key: _map(function, part) for key, part in tree.items()}
-    names = field_names(type(tree))
+        return {key: map_leaves(function, part, is_leaf) for key, part in tree.items()}
+    kind = type(tree)
+    names = None if kind in _PLAIN else _field_names(kind)
     if names is None:
         return tree
-    return dataclasses.replace(
-        tree, **{name: _map(function, getattr(tree, name)) for name in names}
-    )
+    parts = {name: map_leaves(function, getattr(tree, name), is_leaf) for name in names}
+    return dataclasses.replace(tree, **parts)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of ``tree``, in the order of :func:`map_tensors`."""
-    found: list[Tensor] = []
-    _collect(tree, found)
+def leaves_in(tree: Tree, is_leaf: Callable[[object], bool]) -> list[Any]:
+    """The leaves of ``tree``, in the order of :func:`map_leaves`."""
+    found: list[Any] = []
+    _collect(tree, is_leaf, found)
     return found
 
 
-def _collect(tree: Any, found: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
+def _collect(tree: Tree, is_leaf: Callable[[object], bool], found: list[Any]) -> None:
+    if is_leaf(tree):
         found.append(tree)
     elif isinstance(tree, (tuple, list)):
         if not _is_plain(tree):
             for part in tree:
-                _collect(part, found)
+                _collect(part, is_leaf, found)
     elif isinstance(tree, dict):
         for part in tree.values():
-            _collect(part, found)
+            _collect(part, is_leaf, found)
     elif type(tree) not in _PLAIN:
-        for name in field_names(type(tree)) or ():
-            _collect(getattr(tree, name), found)
+        for name in _field_names(type(tree)) or ():
+            _collect(getattr(tree, name), is_leaf, found)
 
 
-def layout_of(tree: Any) -> Hashable:
-    """Equal for trees that differ in the contents of their tensors alone; None where something in
-    ``tree`` is neither part of a tree, as :func:`map_tensors` says, nor a plain value."""
+def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
+    """``tree`` with ``function(tensor)`` in place of each tensor, as :func:`map_leaves` does."""
+    return map_leaves(function, tree, is_tensor)
+
+
+def tensors_in(tree: Tree) -> list[Tensor]:
+    """The tensors of ``tree``, in the order of :func:`map_tensors`."""
+    return leaves_in(tree, is_tensor)
+
+
+def layout_of(tree: Tree) -> Hashable:
+    """A key that is equal for trees that differ in the contents of their tensors alone; None where
+    ``tree`` holds something that is neither part of a tree, as :func:`map_leaves` says, nor a plain
+    value."""
     try:
         return _layout(tree)
     except _OpaqueError:
@@ -89,10 +113,10 @@ def layout_of(tree: Any) -> Hashable:
 
 
 class _OpaqueError(Exception):
-    pass
+    """Raised at a node that is no part of a tree."""
 
 
-def _layout(tree: Any) -> Hashable:
+def _layout(tree: Tree) -> Hashable:
     if isinstance(tree, Tensor):
         return Tensor, tree.shape, tree.dtype
     kind = type(tree)
@@ -102,7 +126,7 @@ def _layout(tree: Any) -> Hashable:
         return kind, tuple(tree if _is_plain(tree) else [_layout(part) for part in tree])
     if isinstance(tree, dict):
         return dict, tuple((key, _layout(part)) for key, part in tree.items())
-    names = field_names(kind, made_of=False)
+    names = _field_names(kind, init_only=False)
     if names is None:
         raise _OpaqueError
     return kind, *[_layout(getattr(tree, name)) for name in names]

@@ -1,121 +1,136 @@
-"""Batches of any kind: what is alike in them, and their way to a device."""
+"""Layouts of batches, what engines choose steps by, and batches on their way to a device.
+
+A batch is a tree of any kind. Its parts are sparse features, ``SparseFeatures`` or TorchRec's
+``KeyedJaggedTensor``, and dense tensors, which are in none of these.
+"""
 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features, torchrec_class
-from torchembed.core.trees import field_names, layout_of, tensors_in
+from torchembed.core.trees import Tree, layout_of, leaves_in, map_leaves
+
+S = TypeVar("S", bound="Tensor | Features")
 
 
-def map_parts(
-    of_features: Callable[[Any], Any], of_tensor: Callable[[Tensor], Any], batch: Any
-) -> Any:
-    """``batch``, a tree, with a function's value in place of each ``SparseFeatures`` or
-    ``KeyedJaggedTensor`` in it, and another's in place of each tensor that is in none of these."""
-    if _is_features(batch):
-        return of_features(batch)
-    if isinstance(batch, Tensor):
-        return of_tensor(batch)
-    if isinstance(batch, (tuple, list)):
-        parts = [map_parts(of_features, of_tensor, part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, dict):
-        return {key: map_parts(of_features, of_tensor, part) for key, part in batch.items()}
-    names = field_names(type(batch))
-    if names is None:
-        return batch
-    parts = {name: map_parts(of_features, of_tensor, getattr(batch, name)) for name in names}
-    return dataclasses.replace(batch, **parts)
+class KeyedJagged(Protocol):
+    """The methods of TorchRec's ``KeyedJaggedTensor`` that layouts ask."""
+
+    def keys(self) -> list[str]: ...
+
+    def values(self) -> Tensor: ...
+
+    def weights_or_none(self) -> Tensor | None: ...
+
+    def stride(self) -> int: ...
 
 
-def _is_features(node: Any) -> bool:
-    """Also TorchRec's, where collections take it."""
+Features: TypeAlias = SparseFeatures | KeyedJagged
+"""Sparse features of a batch."""
+
+
+def _is_part(node: object) -> bool:
+    return isinstance(node, Tensor) or _is_features(node)
+
+
+def _is_features(node: Tree) -> bool:
+    """True where ``node`` is sparse features that collections take."""
     kind = torchrec_class(node, "KeyedJaggedTensor")
     if kind is None or not isinstance(node, kind):
         return isinstance(node, SparseFeatures)
     return not node.variable_stride_per_key() and node.inverse_indices_or_none() is None
 
 
-def with_sparse_features(batch: Any) -> Any:
-    """``batch``, whose ``KeyedJaggedTensor``s became ``SparseFeatures`` of the same tensors."""
-    return map_parts(as_sparse_features, _same, batch)
+def map_parts(
+    of_features: Callable[[Any], Tree], of_tensor: Callable[[Tensor], Tree], batch: Tree
+) -> Tree:
+    """``batch`` with ``of_features(part)`` in place of each of its sparse features, and
+    ``of_tensor(part)`` in place of each dense tensor."""
+
+    def function(part: Tensor | Features) -> Tree:
+        return of_tensor(part) if isinstance(part, Tensor) else of_features(part)
+
+    return map_leaves(function, batch, _is_part)
 
 
-def dense_tensors(batch: Any) -> list[Tensor]:
-    """The tensors of ``batch`` that are not of its sparse features."""
-    return tensors_in(map_parts(_nothing, _same, batch))
+def sparse_features(batch: Tree) -> list[Features]:
+    """The sparse features of ``batch``, in its order."""
+    return [part for part in leaves_in(batch, _is_part) if not isinstance(part, Tensor)]
 
 
-def with_dense_tensors(batch: Any, tensors: Iterable[Tensor]) -> Any:
+def dense_tensors(batch: Tree) -> list[Tensor]:
+    """The dense tensors of ``batch``, in its order."""
+    return [part for part in leaves_in(batch, _is_part) if isinstance(part, Tensor)]
+
+
+def with_sparse_features(batch: Tree) -> Tree:
+    """``batch`` with ``SparseFeatures`` of the same tensors in place of ``KeyedJaggedTensor``s."""
+    return map_leaves(as_sparse_features, batch, _is_features)
+
+
+def with_dense_tensors(batch: Tree, tensors: Iterable[Tensor]) -> Tree:
     """``batch`` with ``tensors`` in place of its :func:`dense_tensors`."""
     given = iter(tensors)
     return map_parts(_same, lambda _: next(given), batch)
 
 
-def with_room(batch: Any, num_ids: int) -> Any:
-    """``batch`` with sparse features that have room for ``num_ids`` ids each, where lengths vary;
-    a layout, without contents."""
+def with_capacity(batch: Tree, num_ids: int) -> Tree:
+    """A layout: ``batch`` with room for ``num_ids`` ids in each of its sparse features whose
+    lengths vary; ids and weights are on the meta device."""
 
     def widened(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.new_empty(num_ids, device="meta")
 
-    def with_room_for_ids(features: Any) -> SparseFeatures:
-        features = as_sparse_features(features)
-        if features.hotness is not None:
-            return features
-        values, weights = widened(features.values), widened(features.weights)
-        return dataclasses.replace(features, values=values, weights=weights)
+    def with_room_for_ids(features: Features) -> SparseFeatures:
+        sparse = as_sparse_features(features)
+        if sparse.hotness is not None:
+            return sparse
+        values, weights = widened(sparse.values), widened(sparse.weights)
+        return dataclasses.replace(sparse, values=values, weights=weights)
 
-    return map_parts(with_room_for_ids, _same, batch)
-
-
-def without_ids(batch: Any) -> Any:
-    """``batch`` with its sparse features on the meta device."""
-
-    def to_meta(features: Any) -> Any:
-        return features.to(torch.device("meta"))
-
-    return map_parts(to_meta, _same, batch)
+    return map_leaves(with_room_for_ids, batch, _is_features)
 
 
-def num_ids_in(batch: Any) -> int:
-    """The most ids that sparse features in ``batch`` hold, of those whose lengths vary."""
-    numbers = [0]
-
-    def count(features: Any) -> None:
-        if not isinstance(features, SparseFeatures):
-            numbers.append(features.values().numel())
-        elif features.hotness is None:
-            numbers.append(features.values.numel())
-
-    map_parts(count, _nothing, batch)
-    return max(numbers)
+def without_ids(batch: Tree) -> Tree:
+    """``batch`` with its sparse features on the meta device, where they have shapes alone."""
+    meta = torch.device("meta")
+    return map_leaves(lambda features: features.to(meta), batch, _is_features)
 
 
-def has_fixed_shape(batch: Any) -> bool:
-    """Whether batches of the layout of ``batch`` have their shapes in common, and samples: bags of
-    fixed hotness, no empty tensors."""
+def num_ids_in(batch: Tree) -> int:
+    """The most ids that one of the batch's sparse features holds, of those whose lengths vary."""
+    values = (
+        features.values if isinstance(features, SparseFeatures) else features.values()
+        for features in sparse_features(batch)
+        if not isinstance(features, SparseFeatures) or features.hotness is None
+    )
+    return max((ids.numel() for ids in values), default=0)
+
+
+def has_fixed_shape(batch: Tree) -> bool:
+    """True where the shapes of a batch follow from its layout: it has samples, its bags a fixed
+    hotness, and none of its tensors is empty."""
     shapes = _shapes(batch)
     return _has_samples(batch, shapes) and all(shape.hotness is not None for shape in shapes)
 
 
-def jagged_layout(batch: Any) -> Hashable:
-    """Equal for batches that differ in contents and in the lengths of bags alone; None where there
-    are no sparse features with samples, or things that are no part of a tree."""
+def jagged_layout(batch: Tree) -> Hashable:
+    """A key that is equal for batches that differ in contents and in the lengths of bags alone;
+    None where there are no sparse features with samples, or things that are no part of a tree."""
     shapes = _shapes(batch)
     if not shapes or not _has_samples(batch, shapes):
         return None
-    return layout_of(map_parts(_shape_of, _same, batch))
+    return layout_of(map_leaves(_shape_of, batch, _is_features))
 
 
-def lengths_digest(batch: Any) -> int:
-    """A 62-bit number, the same in every process, of what decides how the ids of ``batch`` travel
-    between ranks: for each of its sparse features keys with their hotness, in any order, and the
+def lengths_digest(batch: Tree) -> int:
+    """A 62-bit number, the same in every process, of what decides how the batch's ids are
+    exchanged: for each of its sparse features the keys with their hotness, in any order, and the
     dtype of weights."""
     kinds = []
     for shape in _shapes(batch):
@@ -126,7 +141,7 @@ def lengths_digest(batch: Any) -> int:
 
 
 class _Shape(NamedTuple):
-    """What sparse features are made of, but for lengths."""
+    """All about sparse features but lengths and contents."""
 
     kind: str
     keys: tuple[str, ...]
@@ -136,10 +151,10 @@ class _Shape(NamedTuple):
     is_cuda: bool
 
 
-def _shape_of(features: Any) -> _Shape:
-    """Without the offsets of TorchRec's features, which take time to find out on the host."""
+def _shape_of(features: Features) -> _Shape:
     kind = type(features).__name__
     if not isinstance(features, SparseFeatures):
+        # Without TorchRec's offsets, which the host would have to compute from lengths.
         dtypes = _names(features.values(), features.weights_or_none())
         is_cuda = features.values().is_cuda
         return _Shape(kind, tuple(features.keys()), features.stride(), None, dtypes, is_cuda)
@@ -152,39 +167,28 @@ def _names(*tensors: Tensor | None) -> tuple[str, ...]:
     return tuple("none" if tensor is None else str(tensor.dtype) for tensor in tensors)
 
 
-def _shapes(batch: Any) -> list[_Shape]:
-    """Of all sparse features in ``batch``."""
-    found: list[_Shape] = []
-    map_parts(lambda features: found.append(_shape_of(features)), _nothing, batch)
-    return found
+def _shapes(batch: Tree) -> list[_Shape]:
+    return list(map(_shape_of, sparse_features(batch)))
 
 
-def is_on_gpu(batch: Any) -> bool:
-    """Whether a part of ``batch`` is."""
-    shapes, tensors = _shapes(batch), dense_tensors(batch)
-    return any(part.is_cuda for part in (*shapes, *tensors))
+def is_on_gpu(batch: Tree) -> bool:
+    """True where a part of ``batch`` is on a GPU."""
+    parts = leaves_in(batch, _is_part)
+    return any((p if isinstance(p, Tensor) else _shape_of(p)).is_cuda for p in parts)
 
 
-def _has_samples(batch: Any, shapes: list[_Shape]) -> bool:
+def _has_samples(batch: Tree, shapes: list[_Shape]) -> bool:
     has_dense = all(tensor.numel() > 0 for tensor in dense_tensors(batch))
     return has_dense and all(shape.batch_size > 0 for shape in shapes)
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Tree, device: torch.device) -> Tree:
     """``batch`` on ``device``, by its own ``to`` or as a tree of tensors and sparse features;
     copies from pinned memory do not block."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device, non_blocking=True)
-
-    def move(part: Any) -> Any:
-        return part.to(device, non_blocking=True)
-
-    return map_parts(move, move, batch)
+    return map_leaves(lambda part: part.to(device, non_blocking=True), batch, _is_part)
 
 
-def _same(part: Any) -> Any:
+def _same(part: S) -> S:
     return part
-
-
-def _nothing(_: Any) -> None:
-    return None

@@ -11,8 +11,8 @@ from torchembed.modules.staged_collection import Admitted, Routed
 from torchembed.step.bad_id_flag import BadIdFlag, either, reduce_checks
 from torchembed.step.batch_layout import (
     dense_tensors,
+    with_capacity,
     with_dense_tensors,
-    with_room,
     without_ids,
 )
 from torchembed.step.bucketized_buffers import BucketizedBuffers, Capacity
@@ -48,7 +48,7 @@ class Prefetch:
         capacity: Capacity | None = None,
     ) -> None:
         self._capacity, self._group = capacity, program.group
-        layout = example if capacity is None else with_room(example, capacity.num_ids)
+        layout = example if capacity is None else with_capacity(example, capacity.num_ids)
         self.buffers = InputBuffers(
             layout, program.device, tracks_fresh=program.admission_changes_tables
         )

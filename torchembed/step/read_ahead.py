@@ -1,33 +1,34 @@
-"""Batches that are read before the step that trains them."""
+"""A queue of batches that are read before the step that trains them."""
 
 import collections
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchembed.core import ranks
+from torchembed.core.trees import Tree
 from torchembed.step.stages import ReadBatch
 
 _STALL_SECONDS = 1e-4
-"""A batch that is ready comes faster."""
+"""A read that takes longer counts as a stall."""
 
 
 class InputStalls(NamedTuple):
-    """Waits for batches that were not ready."""
+    """Number and duration of waits for batches that were not ready."""
 
     count: int
     seconds: float
 
 
 class ReadAhead:
-    """Batches of one source that were not trained yet, in their order."""
+    """Batches that were read from one source and not trained yet, in order."""
 
     def __init__(self) -> None:
         self.stalls = InputStalls(0, 0.0)
         self._batches: collections.deque[ReadBatch] = collections.deque()
-        self._source: Iterator[Any] | None = None
+        self._source: Iterator[Tree] | None = None
         self._error: Exception | None = None
-        """What reading the batch after them raised."""
+        """Raised by reading the batch after them."""
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -35,13 +36,13 @@ class ReadAhead:
     def __iter__(self) -> Iterator[ReadBatch]:
         return iter(self._batches)
 
-    def follow(self, source: Iterator[Any]) -> None:
-        """Read from ``source`` from now on; what another one gave is left out."""
+    def follow(self, source: Iterator[Tree]) -> None:
+        """Read from ``source`` from now on; untrained batches of another source are dropped."""
         if source is not self._source:
             self._forget()
             self._source = source
 
-    def fill(self, count: int, take_in: Callable[[Any], ReadBatch]) -> None:
+    def fill(self, count: int, take_in: Callable[[Tree], ReadBatch]) -> None:
         """Read until there are ``count`` batches, or no more; :meth:`check` raises errors."""
         while len(self._batches) < count and self._error is None:
             try:
@@ -52,8 +53,8 @@ class ReadAhead:
             except Exception as error:  # noqa: BLE001 - raised once the step before has its result
                 self._error = error
 
-    def _next(self) -> Any:
-        """The next of the source, None after the last one; a wait for it is counted."""
+    def _next(self) -> Tree:
+        """Read the next item, None after the last one; a slow read is counted as a stall."""
         assert self._source is not None
         start = time.perf_counter()
         item = next(self._source, None)
@@ -63,8 +64,8 @@ class ReadAhead:
         return item
 
     def check(self) -> None:
-        """Raise what reading raised, where its turn has come: after the batches before it, but on
-        one of several ranks at once, since the others may wait for this one to read."""
+        """Raise an error of reading: after the batches before it are trained; but at once where
+        there are several ranks, since the others may wait for this one's batch."""
         if self._error is not None and (ranks.world_size() > 1 or not self._batches):
             error = self._error
             self._forget()

@@ -41,7 +41,7 @@ class EarlyStop:
 
     @property
     def has_reached_target(self) -> bool:
-        """Whether the best AUC is the target or better."""
+        """True where the best AUC is the target or better."""
         best, target = self.best_auc, self.target_auc
         return best is not None and target is not None and best >= target
 

@@ -39,7 +39,7 @@ class Epochs:
 
     @property
     def is_done(self) -> bool:
-        """Whether every rank has gone through all epochs."""
+        """True where every rank has gone through all epochs."""
         return self.epoch >= self.num_epochs
 
     def __iter__(self) -> Self:

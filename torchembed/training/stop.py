@@ -21,9 +21,9 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.is_requested = False
-        """Whether this rank was asked to stop."""
+        """True where this rank was asked to stop."""
         self.is_agreed = False
-        """Whether all ranks know: there is no further batch."""
+        """True where all ranks know: there is no further batch."""
         self._replaced: dict[signal.Signals, Any] = {}
 
     def request(self) -> None:

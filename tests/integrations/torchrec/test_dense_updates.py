@@ -47,14 +47,14 @@ def _everything_of(parameters: list[nn.Parameter], optimizer: torch.optim.Optimi
 def trained(name: str, device: torch.device) -> tuple[list[Any], list[Any]]:
     """By torch and by us: values and states, after a change of the learning rate, a step that is
     skipped, and states that were loaded."""
-    from torchembed.integrations.torchrec.dense_parameters import Leaf
+    from torchembed.integrations.torchrec.dense_parameters import AliasedParameter
     from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
 
     torch.manual_seed(4)
     first = [nn.Parameter(torch.randn(s, device=device)) for s in ((5, 3), (3,), (7,))]
     theirs, mine = copy.deepcopy(first), copy.deepcopy(first)
     optimizer, own = OPTIMIZERS[name](theirs), OPTIMIZERS[name](mine)
-    leaves = [Leaf(parameter, nn.Parameter(parameter.detach())) for parameter in mine]
+    leaves = [AliasedParameter(parameter, nn.Parameter(parameter.detach())) for parameter in mine]
     assert plain_optimizers(own) == [own]
     updates = DenseUpdates([own], leaves)
     known = None
@@ -64,15 +64,15 @@ def trained(name: str, device: torch.device) -> tuple[list[Any], list[Any]]:
                 of_either.param_groups[0]["lr"] = 0.02
         if step == 4:
             own.load_state_dict(copy.deepcopy(own.state_dict()))
-        for leaf, parameter, grad in zip(leaves, theirs, _gradients(step, device), strict=True):
-            leaf.own.grad, parameter.grad = grad, None if grad is None else grad.clone()
+        for pair, parameter, grad in zip(leaves, theirs, _gradients(step, device), strict=True):
+            pair.alias.grad, parameter.grad = grad, None if grad is None else grad.clone()
         granted = updates.begin()
         assert known is None or (granted == known) == (step != 4 or name == "sgd")
         known = granted
-        before = [leaf.own.detach().clone() for leaf in leaves]
+        before = [pair.alias.detach().clone() for pair in leaves]
         updates.skip = torch.ones(1, device=device)
         updates.step()
-        assert all(torch.equal(leaf.own, b) for leaf, b in zip(leaves, before, strict=True))
+        assert all(torch.equal(pair.alias, b) for pair, b in zip(leaves, before, strict=True))
         updates.skip = None
         updates.step()
         updates.end()

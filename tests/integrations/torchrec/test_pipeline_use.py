@@ -125,7 +125,7 @@ def spare_ids() -> tuple[list[int], int]:
     """Rows of ids of which the last two are in no bag and in no table, and how many are bad."""
     from torchembed.core.features import SparseFeatures
 
-    (collection,) = make_pipeline("ours", make("ours"))._steps._model.adopted
+    (collection,) = make_pipeline("ours", make("ours"))._steps._model.views
     checked = collection._checked(
         SparseFeatures(
             keys=tuple(collection._feature_slots.names),
@@ -254,7 +254,7 @@ def wires() -> list[Any]:
     )
     from torchrec.distributed.types import CommOp
 
-    from torchembed.integrations.torchrec.wires import wire_of
+    from torchembed.integrations.torchrec.wire_precision import wire_precision
 
     def registry(forward: CommType, backward: CommType) -> Any:
         settings = QCommsConfig(forward_precision=forward, backward_precision=backward)
@@ -270,9 +270,9 @@ def wires() -> list[Any]:
         {name: registry(CommType.FP8, CommType.FP8)[name]},
         {**half, name: mixed[name]},
     ]
-    found = map(wire_of, registries)
+    found = map(wire_precision, registries)
     # Plain, since the process that asks imports no TorchRec.
-    return [wire if isinstance(wire, str) else tuple(wire) for wire in found]
+    return [wire if isinstance(wire, str) else (wire.forward, wire.backward) for wire in found]
 
 
 def pushing_on_the_cpu() -> str:
@@ -391,7 +391,7 @@ def test_wires_are_torchrecs_where_we_have_them(ranks: list[dict[str, Any]]) -> 
         (None, None),
         (torch.float16, torch.bfloat16),
         (None, torch.float16),
-        "vectors that travel as fp8",
+        "vectors that are sent as fp8",
         "quantized communication of several kinds",
     ]
 

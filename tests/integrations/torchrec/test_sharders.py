@@ -183,7 +183,7 @@ def test_install_replaces_the_two_sharders_and_nothing_within_other_modules(
         "installed, our clipping": bags,
         "uninstalled": bags,
     }
-    only = "since only EmbeddingBagCollection and EmbeddingCollection are ours"
+    only = "since torchembed shards EmbeddingBagCollection and EmbeddingCollection only"
     processed = f"FeatureProcessedEmbeddingBagCollection (0) is sharded by TorchRec itself, {only}"
     assert {name: len(each) for name, each in lines.items() if each} == {
         "default sharders": 1,

@@ -1,9 +1,10 @@
-"""TorchRec's models over our tables: ``DistributedModelParallel(model, get_default_sharders())``.
+"""Sharders of TorchRec models over torchembed's tables, and a pipeline to train them.
+
 
 Plans, planners, pipelines, metrics, optimizers and checkpoints stay TorchRec's.
 """
 
-# First, so that a version that does not fit is named before anything of it fails.
+# First, so that an unsupported version is named before something in it fails.
 from torchembed.integrations.torchrec.versions import check_version  # isort: skip
 from torchembed.integrations.torchrec.install import install, uninstall
 from torchembed.integrations.torchrec.pipeline import TrainPipeline

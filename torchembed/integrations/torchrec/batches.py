@@ -1,8 +1,8 @@
-"""TorchRec's batches as our pipeline takes them, and back."""
+"""Conversion between TorchRec's batches and those that torchembed's pipeline takes."""
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -10,13 +10,20 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
-from torchembed.core.trees import layout_of
-from torchembed.step.batch_layout import map_parts, with_sparse_features
+from torchembed.core.trees import T, Tree, layout_of, map_tensors
+from torchembed.step.batch_layout import map_parts, sparse_features, with_sparse_features
+
+Hotness: TypeAlias = tuple[int, ...]
+"""Number of ids in every bag of each key."""
+ReadItem: TypeAlias = tuple[Tree]
+"""A batch alone in a tuple, so that the pipeline moves its tensors and not a method of its own."""
+RestoredFeatures: TypeAlias = dict[int, tuple[KeyedJaggedTensor, SparseFeatures]]
+"""By ``id``, each ``KeyedJaggedTensor`` of a batch and the ``SparseFeatures`` it was made of."""
 
 
-def fixed_hotness(features: KeyedJaggedTensor) -> tuple[int, ...] | None:
-    """How many ids every bag of each key has; None where bags differ, or lie on a GPU, which would
-    be waited for."""
+def fixed_hotness(features: KeyedJaggedTensor) -> Hotness | None:
+    """The hotness of ``features``; None where bags of a key differ, and where lengths are on a GPU,
+    for which the host would wait."""
     lengths = features.lengths()
     if lengths.is_cuda or not features.stride():
         return None
@@ -28,8 +35,8 @@ def fixed_hotness(features: KeyedJaggedTensor) -> tuple[int, ...] | None:
     return hotness if sum(hotness) * features.stride() == features.values().numel() else None
 
 
-def unfit(batch: Any) -> str | None:
-    """Why our pipeline cannot take ``batch`` apart; None where it can."""
+def unsupported_batch(batch: Tree) -> str | None:
+    """Reason why torchembed's pipeline cannot take ``batch``; None where it can."""
     if layout_of(with_sparse_features(batch)) is not None:
         return None
     return (
@@ -39,37 +46,38 @@ def unfit(batch: Any) -> str | None:
 
 
 class BatchReader:
-    """Reads batches and brings them into the form in which all ranks train them, in a thread.
+    """Reads batches in a background thread and converts them to the form that all ranks train.
 
-    Each of the ``KeyedJaggedTensor``s becomes ``SparseFeatures``: of fixed hotness where every bag
-    of a key has as many ids, on all ranks and in all of the batch, else with offsets.
+    Each ``KeyedJaggedTensor`` becomes ``SparseFeatures``: with a fixed hotness where all bags of a
+    key have the same number of ids, in all features of the batch and on all ranks; else with
+    offsets.
 
     Args:
-        group: the ranks, through the CPU, of these batches' agreement alone; None for one rank.
-        device: where batches go; for a GPU they are brought into pinned memory.
+        group: a CPU group of the ranks that nothing else uses; None for one rank.
+        device: the device of the steps; for a GPU batches are copied to pinned memory.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._known: tuple[tuple[int, ...], ...] | None = None
-        """The hotness of the first batch that had a fixed one: graphs are for that."""
+        self._known: tuple[Hotness, ...] | None = None
+        """Hotness of the first batch that had a fixed one; steps are captured for that one."""
 
-    def read(self, batches: Iterator[Any]) -> tuple[Any]:
-        """The next batch, alone in a tuple: what moves it is the pipeline, not its own methods.
+    def read(self, batches: Iterator[Tree]) -> ReadItem:
+        """Read and convert the next batch. Collective.
 
         Raises:
             StopIteration: after the last one.
-            RuntimeError: where other ranks have more batches than this one, or fail to read.
-            TypeError: for what :func:`unfit` finds unfit.
+            RuntimeError: where another rank has ended, or failed to read.
+            TypeError: for a batch that :func:`unsupported_batch` gives a reason against.
         """
         if self._device.type == "cuda":
-            # Of this thread, which would take the first one.
+            # The current device belongs to the thread; a new one would pin for the first GPU.
             torch.cuda.set_device(self._device)
         batch, error, hotness = None, None, None
         try:
-            # None is the end too, as TorchRec's pipelines have it.
+            # A batch that is None ends the iteration, as in TorchRec's pipelines.
             batch = next(batches, None)
-            reason = None if batch is None else unfit(batch)
+            reason = None if batch is None else unsupported_batch(batch)
             if reason is not None:
                 raise TypeError(f"the model's batches must stay alike, but {reason}")
             hotness = self._hotness(batch)
@@ -91,36 +99,33 @@ class BatchReader:
             self._known = hotness
         return (self._converted(batch, hotness if is_fixed and hotness == self._known else None),)
 
-    def _hotness(self, batch: Any) -> tuple[tuple[int, ...], ...] | None:
-        """Of all features of ``batch``."""
-        found: list[tuple[int, ...] | None] = []
-
-        def look(features: Any) -> None:
-            is_ours = isinstance(features, SparseFeatures)
-            found.append(features.hotness if is_ours else fixed_hotness(features))
-
-        map_parts(look, lambda _: None, batch)
+    def _hotness(self, batch: Tree) -> tuple[Hotness, ...] | None:
+        """The hotness of each of the batch's features; None where one of them has none."""
+        found = [
+            features.hotness if isinstance(features, SparseFeatures) else fixed_hotness(features)
+            for features in cast("list[SparseFeatures | KeyedJaggedTensor]", sparse_features(batch))
+        ]
         fixed = tuple(hotness for hotness in found if hotness is not None)
         return fixed if fixed and len(fixed) == len(found) else None
 
     def _agree(
-        self, error: Exception | None, batch: Any, hotness: tuple[tuple[int, ...], ...] | None
+        self, error: Exception | None, batch: Tree, hotness: tuple[Hotness, ...] | None
     ) -> tuple[bool, bool, bool]:
-        """Whether all ranks have read, have a batch, and have the same fixed hotness."""
+        """Three flags: all ranks have read; all have a batch; all have the same fixed hotness."""
         flags = [error is None, batch is not None, hotness is not None]
         if self._group is None:
             return flags[0], flags[1], flags[2]
         code = zlib.crc32(repr(hotness).encode())
-        # The least of a number and of its negative are each other's where it is the same on all.
+        # One minimum over code and -code gives its least and greatest value over the ranks.
         numbers = torch.tensor([*flags, code, -code], dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group)
         read, has, fixed, least, most = numbers.tolist()
         return bool(read), bool(has), bool(fixed) and least == -most
 
-    def _converted(self, batch: Any, hotness: tuple[tuple[int, ...], ...] | None) -> Any:
+    def _converted(self, batch: Tree, hotness: tuple[Hotness, ...] | None) -> Tree:
         of_features = iter(hotness or ())
 
-        def convert(features: Any) -> SparseFeatures:
+        def convert(features: SparseFeatures | KeyedJaggedTensor) -> SparseFeatures:
             if hotness is None or isinstance(features, SparseFeatures):
                 return self._pinned(as_sparse_features(features))
             made = SparseFeatures(
@@ -134,30 +139,32 @@ class BatchReader:
 
         return map_parts(convert, self._pinned, batch)
 
-    def _pinned(self, part: Any) -> Any:
+    def _pinned(self, tree: T) -> T:
         if self._device.type != "cuda":
-            return part
-        if isinstance(part, SparseFeatures):
-            return part._map(self._pinned)
-        return part if part.is_cuda or part.is_pinned() else part.pin_memory()
+            return tree
+        return map_tensors(_pinned_tensor, tree)
 
 
-class TorchrecForm:
-    """Batches in TorchRec's form again, made of the very tensors that the pipeline has."""
+def _pinned_tensor(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
+
+
+class TorchrecBatchForm:
+    """Restores TorchRec's form of batches, over the same tensors."""
 
     def __init__(self) -> None:
-        self._lengths: dict[Any, Tensor] = {}
+        self._lengths: dict[tuple[Hotness, int, torch.device], Tensor] = {}
 
-    def restored(self, batch: Any) -> tuple[Any, dict[int, tuple[KeyedJaggedTensor, Any]]]:
-        """``batch`` with ``KeyedJaggedTensor``s, and by their ``id`` what each was made of."""
-        made: dict[int, tuple[KeyedJaggedTensor, Any]] = {}
+    def restore(self, batch: Tree) -> tuple[Tree, RestoredFeatures]:
+        """``batch`` with a ``KeyedJaggedTensor`` in place of each ``SparseFeatures``, and these."""
+        restored: RestoredFeatures = {}
 
-        def restore(features: SparseFeatures) -> KeyedJaggedTensor:
+        def to_keyed(features: SparseFeatures) -> KeyedJaggedTensor:
             keyed = self._keyed(features)
-            made[id(keyed)] = keyed, features
+            restored[id(keyed)] = keyed, features
             return keyed
 
-        return map_parts(restore, lambda tensor: tensor, batch), made
+        return map_parts(to_keyed, lambda tensor: tensor, batch), restored
 
     def _keyed(self, features: SparseFeatures) -> KeyedJaggedTensor:
         keys, size = list(features.keys), features.batch_size
@@ -172,7 +179,7 @@ class TorchrecForm:
         form = features.hotness, size, features.values.device
         if form not in self._lengths:
             counts = torch.tensor(features.hotness, dtype=torch.int32)
-            # Kept, since captured steps read them.
+            # Kept as long as captured steps may read it.
             self._lengths[form] = counts.repeat_interleave(size).to(form[2])
         return KeyedJaggedTensor(
             keys=keys,

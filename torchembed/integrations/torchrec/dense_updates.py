@@ -1,10 +1,10 @@
-"""Steps of torch's plainer optimizers on dense parameters as operations that a graph may hold.
+"""Steps of torch's SGD, Adagrad and Adam on dense parameters, as operations for CUDA graphs.
 
-Parameters and states stay the optimizer's own tensors; learning rates are read from it before each
-step, and steps counted in it after each.
+Parameters and states stay the optimizer's own tensors; the learning rate is read from it before
+each step, and the step counted in it afterwards.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from torchembed.core.types import OptimizerKind
-from torchembed.integrations.torchrec.dense_parameters import Leaf
+from torchembed.integrations.torchrec.dense_parameters import AliasedParameter
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.hyperparameters import rule_numbers
 
@@ -30,12 +30,12 @@ _OTHER_RULES = (
     *("momentum", "nesterov", "maximize", "amsgrad", "lr_decay", "decoupled_weight_decay"),
     *("capturable", "differentiable", "fused"),
 )
-"""Settings of which each makes a rule that is not ours."""
+"""Settings that change the rule to one that :class:`DenseRule` does not have."""
 
 
-def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Those within TorchRec's ``optimizer`` whose steps are the formulas of
-    :class:`~torchembed.ops.dense_update.DenseRule`, and nothing more."""
+def plain_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers within ``optimizer``, which may be one of TorchRec's wrappers, whose steps
+    compute a formula of :class:`~torchembed.ops.dense_update.DenseRule` and do nothing else."""
     if getattr(optimizer, "_optimizer_step_pre_hooks", None):
         return []
     if type(optimizer) is CombinedOptimizer:
@@ -49,53 +49,57 @@ def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 class DenseUpdates:
-    """Steps the parameter groups of ``optimizers`` by the gradients of ``leaves``.
+    """Steps the parameter groups of ``optimizers`` by the gradients of aliases.
 
-    It has the parts of an optimizer of ours that a pipeline uses.
+    It has the parts of a torchembed optimizer that torchembed's pipeline uses. A group is taken as
+    a whole, where all of its parameters are aliased, float32 and contiguous.
 
     Attributes:
-        leaves: those that it updates.
+        aliased: the aliased parameters of the groups that are taken.
     """
 
     skip: Tensor | None = None
     """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing."""
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], leaves: Sequence[Leaf]) -> None:
-        by_parameter = {leaf.parameter: leaf for leaf in leaves}
+    def __init__(
+        self, optimizers: Iterable[torch.optim.Optimizer], aliased: Sequence[AliasedParameter]
+    ) -> None:
+        by_parameter = {pair.parameter: pair for pair in aliased}
         self._groups = [
             _Group(optimizer, group, [by_parameter[p] for p in group["params"]])
             for optimizer in optimizers
             for group in optimizer.param_groups
             if all(p in by_parameter and _is_plain(p) for p in group["params"])
         ]
-        self.leaves = [leaf for group in self._groups for leaf in group.leaves]
+        self.aliased = [pair for group in self._groups for pair in group.aliased]
         self.param_groups = [
-            {"params": [leaf.own for leaf in group.leaves], "lr": group.lr}
+            {"params": [pair.alias for pair in group.aliased], "lr": group.lr}
             for group in self._groups
         ]
-        self.state: dict[Tensor, Any] = {}
+        self.state: dict[Tensor, dict[str, object]] = {}
 
     def zero_grad(self) -> None:
-        """Left to who steps the user's optimizer."""
+        """Do nothing: :class:`AliasedOptimizer` drops the gradients."""
 
-    def begin(self) -> Any:
-        """Before a step: count on from where the optimizers are, and say what a graph takes for
-        granted of them."""
+    def begin(self) -> list[Hashable]:
+        """Before a step: set step counts from the optimizers. Returns what a captured step assumes
+        of each group: its rule, and the addresses of its states."""
         return [group.begin() for group in self._groups]
 
     def before_replay(self) -> None:
-        """Show learning rates of now to graphs that hold :meth:`step`."""
+        """Copy the current learning rates to the device, where captured steps read them."""
         for group in self._groups:
-            group.show_lr()
+            group.copy_lr()
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update all parameters that have a gradient."""
         for group in self._groups:
-            group.show_lr()
+            group.copy_lr()
             group.update(self.skip)
 
     def end(self) -> None:
-        """After a step: count it, as the optimizers do."""
+        """After a step: count it in the optimizers' own states."""
         for group in self._groups:
             group.end()
 
@@ -105,85 +109,87 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _flat(state: Tensor) -> Tensor:
-    """Of what TorchRec's tables give, too, which is of another class."""
+    """A flat view of ``state``, as a plain tensor where it is one of TorchRec's subclass."""
     return state.detach().as_subclass(Tensor).view(-1)
 
 
 class _Group:
-    """A parameter group of one of torch's optimizers."""
+    """A parameter group of one of torch's optimizers, with its numbers on the device."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], leaves: list[Leaf]
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        aliased: list[AliasedParameter],
     ) -> None:
-        self._optimizer, self._group, self.leaves = optimizer, group, leaves
+        self._optimizer, self._group, self.aliased = optimizer, group, aliased
         self._names, self._kind = _STATE_NAMES[type(optimizer)], _KINDS[type(optimizer)]
-        device = leaves[0].own.device
+        device = aliased[0].alias.device
         self.lr = torch.zeros(1, device=device)
         self._known_lr = 0.0
-        self._steps = torch.zeros(len(leaves), device="cpu")
-        """What the optimizer counts for each leaf, in this memory from the first step on."""
+        self._steps = torch.zeros(len(aliased), device="cpu")
+        """What the optimizer counts for each pair, in this memory from the first step on."""
         self._counts = self._steps.unbind()
-        self._counted = [True] * len(leaves), torch.ones(len(leaves), device="cpu")
-        """Which leaves the last step counted, also as numbers."""
+        self._counted = [True] * len(aliased), torch.ones(len(aliased), device="cpu")
+        """Which parameters the last step counted, also as 0 and 1."""
         self._known_steps = self._steps.clone()
-        """What is on the device."""
-        self._on_device = torch.zeros(len(leaves), device=device)
+        """Host copy of ``_on_device``."""
+        self._on_device = torch.zeros(len(aliased), device=device)
 
-    def show_lr(self) -> None:
-        """Bring the learning rate to the device where it has changed."""
+    def copy_lr(self) -> None:
+        """Copy the learning rate to the device where it has changed."""
         lr = float(self._group["lr"])
         if lr != self._known_lr:
             self.lr.fill_(lr)
             self._known_lr = lr
 
-    def _states(self, leaf: Leaf) -> dict[str, Tensor]:
-        """As the optimizer would make them in its first step."""
-        state = self._optimizer.state[leaf.parameter]
+    def _states(self, pair: AliasedParameter) -> dict[str, Tensor]:
+        """The parameter's states; missing ones are made as the optimizer's first step would."""
+        state = self._optimizer.state[pair.parameter]
         if self._names and not state:
-            like = leaf.own.detach()
+            like = pair.alias.detach()
             state["step"] = torch.tensor(0.0)
             state.update({name: torch.zeros_like(like) for name in self._names})
         return state
 
-    def begin(self) -> Any:
+    def begin(self) -> Hashable:
         if not self._names:
             return self._rule()
-        states = [self._states(leaf) for leaf in self.leaves]
+        states = [self._states(pair) for pair in self.aliased]
         for state, mine in zip(states, self._counts, strict=True):
             if state["step"] is not mine:
-                # One addition counts all.
                 state["step"] = mine.copy_(state["step"])
         if not torch.equal(self._steps, self._known_steps):
             self._on_device.copy_(self._steps)
             self._known_steps.copy_(self._steps)
-        return self._rule(), [state[name].data_ptr() for state in states for name in self._names]
+        return self._rule(), *(state[name].data_ptr() for state in states for name in self._names)
 
     def _rule(self) -> DenseRule:
         return DenseRule(kind=self._kind, **rule_numbers(self._group))
 
     def update(self, skip: Tensor | None) -> None:
-        rule, of_leaves = self._rule(), self._on_device.split(1)
-        trained = [n for n, leaf in enumerate(self.leaves) if leaf.own.grad is not None]
+        rule, steps = self._rule(), self._on_device.split(1)
+        trained = [n for n, pair in enumerate(self.aliased) if pair.alias.grad is not None]
         if self._kind is OptimizerKind.ADAM and trained:
             one = 1.0 if skip is None else (skip == 0).float().reshape(())
-            torch._foreach_add_([of_leaves[n] for n in trained], one)  # type: ignore[attr-defined]
+            torch._foreach_add_([steps[n] for n in trained], one)  # type: ignore[attr-defined]
         for number in trained:
-            leaf = self.leaves[number]
-            states = self._states(leaf)
-            assert leaf.own.grad is not None
+            pair = self.aliased[number]
+            states = self._states(pair)
+            assert pair.alias.grad is not None
             dense_update(
-                leaf.own.detach().view(-1),
+                pair.alias.detach().view(-1),
                 tuple(_flat(states[name]) for name in self._names),
-                leaf.own.grad.reshape(-1),
+                pair.alias.grad.reshape(-1),
                 rule,
                 self.lr,
-                step=of_leaves[number],
+                step=steps[number],
                 skip=skip,
             )
 
     def end(self) -> None:
         if self._names:
-            are_trained = [leaf.own.grad is not None for leaf in self.leaves]
+            are_trained = [pair.alias.grad is not None for pair in self.aliased]
             if are_trained != self._counted[0]:
                 self._counted = are_trained, torch.tensor(are_trained, device="cpu").float()
             self._steps += self._counted[1]

@@ -1,12 +1,11 @@
-"""Ids to the ranks whose tables look them up, with one wait of the host for a batch.
+"""Exchanges ids with the ranks whose tables look them up; the host waits once for a batch.
 
 TorchRec's ``KJTAllToAll`` makes the host wait for the device to copy numbers there, and to read
-lengths before the exchange and after it. Here the sizes that both sides need come back through
-pinned memory behind one event, and what follows from batch sizes alone is made once.
+lengths before the exchange and after it. Here the splits that both sides need come back through
+pinned memory behind one event, and tensors that depend on batch sizes alone are cached.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,11 @@ from torchembed.integrations.torchrec.versions import exchange_order
 
 
 class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Sends each rank its features, whole; for table-wise and column-wise placements.
+    """Sends each feature, whole, to its rank; for table-wise and column-wise shardings.
 
     Args:
-        pg: the ranks.
-        features_per_rank: how many of the features, which come in the order of ranks, each gets.
+        pg: process group of the ranks.
+        features_per_rank: number of features each rank gets; features come ordered by rank.
     """
 
     def __init__(self, pg: dist.ProcessGroup, features_per_rank: Sequence[int]) -> None:
@@ -35,26 +34,28 @@ class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._sizes: tuple[int, Tensor, Tensor] | None = None
         self._order: tuple[list[int], Tensor | None] | None = None
 
-    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable["Tensors"]:
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         batch_size = sparse_features.stride()
         if self.pg.size() == 1:
-            return NoWait(Tensors(self, sparse_features, [], [], [batch_size]))
+            return NoWait(TensorsAwaitable(self, sparse_features, [], [], [batch_size]))
         begins, _ = self.size_tensors(batch_size, sparse_features.device())
         counts = sparse_features.offsets()[begins].diff().to(torch.int64)
-        return Sizes(self, batch_size, counts.unsqueeze(1), lambda _: sparse_features)
+        return SplitsAwaitable(self, batch_size, counts.unsqueeze(1), lambda _: sparse_features)
 
     def size_tensors(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each rank's bags begin, int64 ``[W + 1]``, and the batch size, int64 ``[W]``."""
+        """First bag of each rank, int64 ``[W + 1]``, and the batch size for each, int64 ``[W]``."""
         if self._sizes is None or self._sizes[0] != batch_size:
             counts = torch.tensor([0, *self.features_per_rank])
             sizes = torch.full_like(counts[1:], batch_size)
-            # Copied with a wait of the host, so that any stream may read them from now on.
+            # A copy that blocks the host, so that any stream may read the cached tensors later.
             begins = (counts.cumsum(0) * batch_size).to(device)
             self._sizes = batch_size, begins, sizes.to(device)
         return self._sizes[1:]
 
     def order(self, batch_sizes: list[int], device: torch.device) -> Tensor | None:
-        """The permutation from rank by rank to feature by feature."""
+        """The permutation of received bags from rank-major to feature-major order."""
         if self._order is None or self._order[0] != batch_sizes:
             num_features = self.features_per_rank[self.pg.rank()]
             num_ranks = len(batch_sizes)
@@ -64,26 +65,31 @@ class FeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
 
 class RowFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Divides each bag by the ranges of rows that ranks hold, as ``divided`` does, and sends every
-    rank its parts as :class:`FeaturesDist` does; for row-wise placements.
+    """Bucketizes each bag by the row ranges of ranks and sends every rank its buckets; for row-wise
+    shardings.
 
     Args:
-        pg: the ranks.
-        divided: TorchRec's, whose exchange is replaced.
+        pg: process group of the ranks.
+        bucketizer: TorchRec's distribution, which bucketizes; its exchange is replaced by a
+            :class:`FeaturesDist`.
     """
 
-    def __init__(self, pg: dist.ProcessGroup, divided: RwSparseFeaturesDist) -> None:
+    def __init__(self, pg: dist.ProcessGroup, bucketizer: RwSparseFeaturesDist) -> None:
         super().__init__()
-        divided._dist = FeaturesDist(pg, [divided._num_features] * pg.size())  # type: ignore[assignment]
-        # Not named as TorchRec names it, since its pipelines replace what has that name.
-        self.divided = divided
+        exchange = FeaturesDist(pg, [bucketizer._num_features] * pg.size())
+        bucketizer._dist = exchange  # type: ignore[assignment]
+        # TorchRec's pipelines replace any attribute called _dist, so this one is called otherwise.
+        self.bucketizer = bucketizer
 
-    def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
-        return self.divided(sparse_features)
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        return self.bucketizer(sparse_features)
 
 
-def permuted(features: KeyedJaggedTensor, order: list[int], tensor: Any) -> KeyedJaggedTensor:
-    """``features.permute(order, tensor)``, which would read their lengths, of all features once."""
+def permuted(features: KeyedJaggedTensor, order: list[int], tensor: Tensor) -> KeyedJaggedTensor:
+    """Equals ``features.permute(order, tensor)`` for an ``order`` of all features, each once, but
+    does not read their lengths, for which the host would wait."""
     values = features.values()
     lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
         tensor,
@@ -101,14 +107,15 @@ def permuted(features: KeyedJaggedTensor, order: list[int], tensor: Any) -> Keye
     )
 
 
-class Sizes(Awaitable["Tensors"]):
-    """The exchange of how many ids go where.
+class SplitsAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """Exchange of the splits: how many ids, and how many samples, each rank sends to each.
 
     Args:
-        owner: whose features they are.
-        batch_size: of this rank.
-        counts: int64 ``[W, pieces]``, ids of each piece for each rank.
-        features: gives them in the order of ranks, from ``counts`` on the host.
+        owner: the distribution that exchanges.
+        batch_size: samples of this rank.
+        counts: int64 ``[W, splits]``, ids of each split for each rank; a rank gets one split for
+            each sharding.
+        features: given ``counts`` on the host, returns the features ordered by receiving rank.
     """
 
     def __init__(
@@ -124,19 +131,20 @@ class Sizes(Awaitable["Tensors"]):
         totals = counts.squeeze(1) if counts.shape[1] == 1 else counts.sum(1)
         sent = torch.stack([totals, batch_sizes], dim=1)
         received = torch.empty_like(sent)
-        work: Any = dist.all_to_all_single(received, sent, group=owner.pg, async_op=True)
+        work = dist.all_to_all_single(received, sent, group=owner.pg, async_op=True)
+        assert work is not None
         self._event: torch.cuda.Event | None = None
         if not sent.is_cuda:
             self._work, self._numbers = work, (received, counts)
             return
-        work.wait()  # the stream's wait, not the host's
+        work.wait()  # makes the stream wait, not the host
         numbers = torch.cat([received, counts], dim=1)
         self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._on_host.copy_(numbers, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def _wait_impl(self) -> "Tensors":
+    def _wait_impl(self) -> "TensorsAwaitable":
         if self._event is not None:
             self._event.synchronize()
             numbers = self._on_host.tolist()
@@ -144,7 +152,7 @@ class Sizes(Awaitable["Tensors"]):
             self._work.wait()
             numbers = torch.cat(self._numbers, dim=1).tolist()
         counts = [of_rank[2:] for of_rank in numbers]
-        return Tensors(
+        return TensorsAwaitable(
             self._owner,
             self._features(counts),
             [sum(of_rank) for of_rank in counts],
@@ -153,8 +161,8 @@ class Sizes(Awaitable["Tensors"]):
         )
 
 
-class Tensors(KJTAllToAllTensorsAwaitable):
-    """The exchange of lengths, ids and weights. TorchRec reads the attributes of its class."""
+class TensorsAwaitable(KJTAllToAllTensorsAwaitable):
+    """Exchange of lengths, ids and weights; has the attributes of its class that TorchRec reads."""
 
     def __init__(
         self,
@@ -174,7 +182,7 @@ class Tensors(KJTAllToAllTensorsAwaitable):
         self._input_splits, self._output_splits = {"values": sent}, {"values": received}
         self._input_tensors: list[Tensor] = []
         self._output_tensors: list[Tensor] = []
-        self._awaitables: list[Any] = []
+        self._awaitables: list[dist.Work] = []
         if self._workers == 1:
             return
         first = sum(owner.features_per_rank[: pg.rank()])
@@ -192,9 +200,9 @@ class Tensors(KJTAllToAllTensorsAwaitable):
         self, pg: dist.ProcessGroup, tensor: Tensor, sent: list[int], received: list[int]
     ) -> None:
         output = torch.empty(sum(received), dtype=tensor.dtype, device=tensor.device)
-        self._awaitables.append(
-            dist.all_to_all_single(output, tensor, received, sent, group=pg, async_op=True)
-        )
+        work = dist.all_to_all_single(output, tensor, received, sent, group=pg, async_op=True)
+        assert work is not None
+        self._awaitables.append(work)
         self._input_tensors.append(tensor)
         self._output_tensors.append(output)
 

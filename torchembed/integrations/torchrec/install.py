@@ -1,25 +1,26 @@
-"""Our sharding wherever TorchRec's two sharders are used, without a changed line."""
+"""Replaces TorchRec's two sharders of collections within a process, without a changed line."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ModuleSharder
 
 from torchembed.integrations.torchrec import sharders
 
-_replaced: dict[type, Callable[..., Any]] = {}
-"""The sharders whose ``shard`` is not TorchRec's now, and what it was."""
+_replaced: dict[type, sharders.Shard] = {}
+"""TorchRec's own ``shard`` of each sharder class in which it is replaced now."""
 
 
 def install() -> None:
-    """Let TorchRec's ``EmbeddingBagCollectionSharder`` and ``EmbeddingCollectionSharder`` shard
-    over our tables, those that exist already included.
+    """Make TorchRec's ``EmbeddingBagCollectionSharder`` and ``EmbeddingCollectionSharder`` shard
+    over torchembed's tables, existing instances included.
 
-    TorchRec's other default sharders keep their modules whole; the log says so where one is used.
-    A second call does nothing.
+    TorchRec's other default sharders shard their modules, with the collections in them, as before;
+    the log says so where one is used. A second call does nothing.
     """
     if _replaced:
         return
@@ -27,31 +28,33 @@ def install() -> None:
     _replace(EmbeddingCollectionSharder, sharders.EmbeddingCollectionSharder.shard)
     for sharder in sharding_plan.get_default_sharders():
         if type(sharder) not in _replaced:
-            _keep_whole(type(sharder))
+            _warn_of_use(type(sharder))
 
 
 def uninstall() -> None:
-    """Give TorchRec its sharders back. What is sharded stays as it is."""
+    """Restore TorchRec's sharders. Modules that are sharded already stay as they are."""
     for kind, shard in _replaced.items():
         kind.shard = shard  # type: ignore[attr-defined]
     _replaced.clear()
 
 
-def _replace(kind: Any, ours: Callable[..., Any]) -> None:
+def _replace(kind: type[ModuleSharder], ours: sharders.Shard) -> None:
+    """Make ``kind`` shard by ``ours``, but for collections within a module of TorchRec's."""
     theirs = _replaced[kind] = kind.shard
 
     @functools.wraps(theirs)
-    def shard(self: Any, *args: Any, **named: Any) -> Any:
+    def shard(self: ModuleSharder, *args: Any, **named: Any) -> nn.Module:
         return (theirs if sharders.within_torchrec.get() else ours)(self, *args, **named)
 
-    kind.shard = shard
+    kind.shard = shard  # type: ignore[method-assign]
 
 
-def _keep_whole(kind: Any) -> None:
+def _warn_of_use(kind: type[ModuleSharder]) -> None:
+    """Make ``kind`` log that it is used."""
     theirs = _replaced[kind] = kind.shard
 
     @functools.wraps(theirs)
-    def shard(self: Any, *args: Any, **named: Any) -> Any:
-        return sharders.announcing(functools.partial(theirs, self))(*args, **named)
+    def shard(self: ModuleSharder, *args: Any, **named: Any) -> nn.Module:
+        return sharders.with_fallback_warning(functools.partial(theirs, self))(*args, **named)
 
-    kind.shard = shard
+    kind.shard = shard  # type: ignore[method-assign]

@@ -1,14 +1,15 @@
-"""TorchRec's four embedding kernels over our tables."""
+"""TorchRec's four embedding kernels over torchembed's tables."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias, TypedDict, cast
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.batched_embedding_kernel import (
     BaseBatchedEmbedding,
     BaseBatchedEmbeddingBag,
@@ -25,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import Pooling
 from torchembed.integrations.torchrec.settings import output_dtype, update_settings
-from torchembed.integrations.torchrec.shared_rows import Rows
+from torchembed.integrations.torchrec.table_memory import TableMemory
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
 from torchembed.tables import Table, TableSpec
@@ -37,11 +38,21 @@ _POOLINGS = {
 }
 
 
-def _tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Table]:
-    """What ``config`` says that this rank holds."""
+class _TableArguments(TypedDict):
+    """Arguments that fused and dense tables have in common."""
+
+    tables: Sequence[Table]
+    feature_tables: Sequence[int]
+    pooling: Pooling | None
+    precision: SparseType
+    output_dtype: torch.dtype
+
+
+def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Table]:
+    """This rank's shards of the tables of ``config``."""
     tables = []
     for table in config.embedding_tables:
-        metadata: Any = table.local_metadata
+        metadata: ShardMetadata | None = table.local_metadata
         row, column = (0, 0) if metadata is None else metadata.shard_offsets
         spec = TableSpec(
             name=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim, dtype=dtype
@@ -58,130 +69,178 @@ def _tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Table]:
     return tables
 
 
-def _shape(
+def _table_arguments(
     config: GroupedEmbeddingConfig, pooling: PoolingMode, feature_tables: Sequence[int]
-) -> dict[str, Any]:
-    """What fused and dense tables are both made from."""
+) -> _TableArguments:
     precision: SparseType = data_type_to_sparse_type(config.data_type)
     return {
-        "tables": _tables(config, precision.as_dtype()),
+        "tables": _local_tables(config, precision.as_dtype()),
         "feature_tables": feature_tables,
         "pooling": _POOLINGS[pooling],
         "precision": precision,
-        "output_dtype": output_dtype(config.fused_params or {}),
+        "output_dtype": output_dtype(config),
     }
 
 
 def _make_fused(
-    kernel: Any,
+    kernel: "FusedBags | FusedSequences",
     pg: dist.ProcessGroup | None,
-    device: torch.device,
+    device: torch.device | None,
     pooling: PoolingMode,
-    memory: Rows | None = None,
+    memory: TableMemory | None = None,
 ) -> None:
-    """The rest of a fused kernel's ``__init__``, where TorchRec's would make FBGEMM's tables."""
+    """Finish a fused kernel's ``__init__``, where TorchRec's own would make FBGEMM's tables."""
     config = kernel.config
-    settings = update_settings(config.fused_params or {})
-    tables: Any = FusedTables(
-        **_shape(config, pooling, kernel._feature_table_map),
-        device=device,
-        settings=settings,
+    tables = FusedTables(
+        **_table_arguments(config, pooling, kernel._feature_table_map),
+        device=device or torch.device("cpu"),
+        settings=update_settings(config),
         memory=memory,
     )
-    kernel._emb_module = tables
-    kernel._optim = EmbeddingFusedOptimizer(config, tables, pg)
+    kernel._emb_module = tables  # type: ignore[assignment]
+    kernel._optim = EmbeddingFusedOptimizer(config, tables, pg)  # type: ignore[arg-type]
     kernel.init_parameters()
 
 
-def _make_dense(kernel: Any, device: torch.device, pooling: PoolingMode) -> None:
-    """As :func:`_make_fused`, of a kernel whose tables have ordinary gradients."""
+def _make_dense(
+    kernel: "DenseBags | DenseSequences", device: torch.device | None, pooling: PoolingMode
+) -> None:
+    """Finish a dense kernel's ``__init__``, as :func:`_make_fused` does a fused one's."""
     config = kernel.config
-    tables: Any = DenseTables(**_shape(config, pooling, kernel._feature_table_map), device=device)
+    tables = DenseTables(
+        **_table_arguments(config, pooling, kernel._feature_table_map),
+        device=device or torch.device("cpu"),
+    )
     counts = kernel.table_name_to_count.copy()
-    kernel._emb_module = tables
-    kernel._param_per_table = dict(dense_parameters_by_table(tables, counts, config))
+    kernel._emb_module = tables  # type: ignore[assignment]
+    by_table = dense_parameters_by_table(tables, counts, config)  # type: ignore[arg-type]
+    kernel._param_per_table = dict(by_table)
     kernel.init_parameters()
 
 
-def tables_of_all(configs: Sequence[GroupedEmbeddingConfig], device: torch.device) -> FusedTables:
-    """The tables of kernels that differ in their tables alone, of summed vectors."""
+def combined_tables(configs: Sequence[GroupedEmbeddingConfig], device: torch.device) -> FusedTables:
+    """Make the tables of several kernels, all with sum pooling, that differ in nothing else."""
     tables = [table for config in configs for table in config.embedding_tables]
     merged = dataclasses.replace(configs[0], embedding_tables=tables)
     feature_tables = [n for n, table in enumerate(tables) for _ in range(table.num_features())]
     return FusedTables(
-        **_shape(merged, PoolingMode.SUM, feature_tables),
+        **_table_arguments(merged, PoolingMode.SUM, feature_tables),
         device=device,
-        settings=update_settings(merged.fused_params or {}),
+        settings=update_settings(merged),
     )
 
 
-def look_up(tables: Any, features: KeyedJaggedTensor, *, weighted: bool) -> Tensor:
-    """The vectors of ``features`` from a kernel's tables."""
+def look_up(
+    tables: FusedTables | DenseTables, features: KeyedJaggedTensor, *, weighted: bool
+) -> Tensor:
+    """The vectors of ``features``, ``[B, columns]`` or, without pooling, ``[L, D]``.
+
+    Args:
+        weighted: whether the weights of ``features``, if floating point, multiply the vectors.
+    """
     weights = features.weights_or_none() if weighted else None
     if weights is not None:
         # TorchRec keeps other things in weights that are no floating point numbers.
         weights = weights.float() if weights.is_floating_point() else None
     ids, offsets = features.values(), features.offsets()
-    # FBGEMM's check of ids wants one type; ours takes either.
+    # FBGEMM's check of ids requires one dtype for both; torchembed's operations take any two.
     return tables(ids, offsets.to(ids.dtype), weights)
 
 
 class FusedBags(BatchedFusedEmbeddingBag):
-    """Pooled vectors; backward updates the tables."""
+    """Kernel of pooled vectors whose backward updates the tables."""
 
     def __init__(
         self,
         config: GroupedEmbeddingConfig,
         pg: dist.ProcessGroup | None,
-        device: torch.device,
+        device: torch.device | None,
         sharding_type: ShardingType | None = None,
-        memory: Rows | None = None,
+        memory: TableMemory | None = None,
     ) -> None:
+        # BatchedFusedEmbeddingBag's own __init__ would allocate FBGEMM's tables.
         BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
         _make_fused(self, pg, device, self._pooling, memory)
 
-    def forward(self, features: KeyedJaggedTensor, *_: Any) -> Tensor:
-        return look_up(self._emb_module, features, weighted=True)
+    @property
+    def tables(self) -> FusedTables:
+        """The tables that the kernel looks up in."""
+        return cast("FusedTables", self._emb_module)
+
+    def forward(self, features: KeyedJaggedTensor, *_: object) -> Tensor:
+        return look_up(self.tables, features, weighted=True)
 
 
 class DenseBags(BatchedDenseEmbeddingBag):
-    """Pooled vectors; the tables have ordinary gradients."""
+    """Kernel of pooled vectors whose tables get ordinary gradients."""
 
     def __init__(
         self,
         config: GroupedEmbeddingConfig,
         pg: dist.ProcessGroup | None,
-        device: torch.device,
+        device: torch.device | None,
         sharding_type: ShardingType | None = None,
     ) -> None:
         BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
         _make_dense(self, device, self._pooling)
 
-    def forward(self, features: KeyedJaggedTensor, *_: Any) -> Tensor:
-        return look_up(self._emb_module, features, weighted=True)
+    @property
+    def tables(self) -> DenseTables:
+        """The tables that the kernel looks up in."""
+        return cast("DenseTables", self._emb_module)
+
+    def parameter_of(self, table: str) -> Tensor:
+        """The parameter that TorchRec's optimizers know for ``table``."""
+        return self._param_per_table[table]
+
+    def forward(self, features: KeyedJaggedTensor, *_: object) -> Tensor:
+        return look_up(self.tables, features, weighted=True)
 
 
 class FusedSequences(BatchedFusedEmbedding):
-    """A vector for each id; backward updates the tables."""
+    """Kernel of a vector for each id whose backward updates the tables."""
 
     def __init__(
-        self, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None, device: torch.device
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
     ) -> None:
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         _make_fused(self, pg, device, PoolingMode.NONE)
 
+    @property
+    def tables(self) -> FusedTables:
+        """The tables that the kernel looks up in."""
+        return cast("FusedTables", self._emb_module)
+
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return look_up(self._emb_module, features, weighted=False)
+        return look_up(self.tables, features, weighted=False)
 
 
 class DenseSequences(BatchedDenseEmbedding):
-    """A vector for each id; the tables have ordinary gradients."""
+    """Kernel of a vector for each id whose tables get ordinary gradients."""
 
     def __init__(
-        self, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None, device: torch.device
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
     ) -> None:
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         _make_dense(self, device, PoolingMode.NONE)
 
+    @property
+    def tables(self) -> DenseTables:
+        """The tables that the kernel looks up in."""
+        return cast("DenseTables", self._emb_module)
+
+    def parameter_of(self, table: str) -> Tensor:
+        """The parameter that TorchRec's optimizers know for ``table``."""
+        return self._param_per_table[table]
+
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return look_up(self._emb_module, features, weighted=False)
+        return look_up(self.tables, features, weighted=False)
+
+
+Kernel: TypeAlias = FusedBags | DenseBags | FusedSequences | DenseSequences

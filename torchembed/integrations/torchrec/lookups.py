@@ -1,20 +1,21 @@
-"""TorchRec's lookups with our kernels in them."""
+"""TorchRec's lookups with torchembed's kernels in them."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
-from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.integrations.torchrec.kernels import (
@@ -23,36 +24,55 @@ from torchembed.integrations.torchrec.kernels import (
     FusedBags,
     FusedSequences,
 )
-from torchembed.integrations.torchrec.shared_rows import Rows
-from torchembed.integrations.torchrec.versions import lookup_arguments
+from torchembed.integrations.torchrec.table_memory import TableMemory
+from torchembed.integrations.torchrec.versions import LookupArguments, Sharding, lookup_arguments
 
 _SHARDING_TYPES = {
     RwPooledEmbeddingSharding: ShardingType.ROW_WISE,
     TwRwPooledEmbeddingSharding: ShardingType.TABLE_ROW_WISE,
 }
-"""Of the shardings whose ranks hold parts of a bag, so that a mean is taken after the exchange."""
+"""Shardings whose ranks hold parts of a bag, so that a mean is taken after the exchange."""
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """Pooled vectors of the tables of one sharding on this rank.
+    """Pooled vectors of this rank's tables of one sharding.
 
     Args:
-        memory: gives what the tables of each fused kernel are kept in, one after the other; None
-            for memory of their own.
+        memory: yields the memory of each fused kernel's tables, kernel by kernel; None for kernels
+            that allocate their own.
+        arguments: what TorchRec's sharding passes to its lookup.
+        scale_weight_gradients: as TorchRec's lookup has it.
+        sharding_type: row-wise types, whose means are taken after the exchange; None for others.
     """
 
-    def __init__(self, memory: Iterator[Rows] | None, **arguments: Any) -> None:
-        # Before what makes the kernels.
+    def __init__(
+        self,
+        memory: Iterator[TableMemory] | None,
+        arguments: LookupArguments,
+        *,
+        scale_weight_gradients: bool,
+        sharding_type: ShardingType | None,
+    ) -> None:
+        # Set first: the parent's __init__ makes the kernels, which take from it.
         self._memory = memory
-        super().__init__(**arguments)
+        super().__init__(
+            **arguments._asdict(),
+            scale_weight_gradients=scale_weight_gradients,
+            sharding_type=sharding_type,
+        )
+
+    @property
+    def kernels(self) -> list[FusedBags | DenseBags]:
+        """The kernel of each group of tables."""
+        return cast("list[FusedBags | DenseBags]", list(self._emb_modules))
 
     def _create_embedding_kernel(
         self,
         config: GroupedEmbeddingConfig,
-        device: Any,
-        pg: Any,
+        device: torch.device | None,
+        pg: dist.ProcessGroup | None,
         sharding_type: ShardingType | None,
-        env: Any,
+        env: ShardingEnv | None,
     ) -> BaseEmbedding:
         if config.compute_kernel is EmbeddingComputeKernel.DENSE:
             return DenseBags(config, pg, device, sharding_type)
@@ -60,7 +80,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         return FusedBags(config, pg, device, sharding_type, memory)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        # Dividing the features between kernels, TorchRec reads their lengths.
+        # Splitting the features between kernels, TorchRec's forward reads their lengths.
         is_plain = self.optim_state_tracker_fn is None and len(self._emb_modules) == 1
         if is_plain and not self.grouped_configs[0].is_weighted:
             return self._emb_modules[0](sparse_features)
@@ -68,28 +88,37 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 
 
 class SequenceLookup(GroupedEmbeddingsLookup):
-    """A vector for each id, of the tables of one sharding on this rank."""
+    """A vector for each id, from this rank's tables of one sharding."""
+
+    @property
+    def kernels(self) -> list[FusedSequences | DenseSequences]:
+        """The kernel of each group of tables."""
+        return cast("list[FusedSequences | DenseSequences]", list(self._emb_modules))
 
     def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        env: ShardingEnv | None = None,
     ) -> BaseEmbedding:
         is_dense = config.compute_kernel is EmbeddingComputeKernel.DENSE
         return (DenseSequences if is_dense else FusedSequences)(config, pg, device)
 
 
-def pooled_lookup_of(
-    sharding: EmbeddingSharding[Any, Any, Any, Any], memory: Iterator[Rows] | None = None
+def make_pooled_lookup(
+    sharding: Sharding, memory: Iterator[TableMemory] | None = None
 ) -> PooledLookup:
-    """What stands where ``sharding.create_lookup()`` would; see :class:`PooledLookup`."""
+    """Make the lookup that replaces ``sharding.create_lookup()``'s; see :class:`PooledLookup`."""
     return PooledLookup(
         memory,
-        **lookup_arguments(sharding)._asdict(),
+        lookup_arguments(sharding),
         # The mean over ranks of data-parallel tables is DDP's, not the exchange's.
         scale_weight_gradients=not isinstance(sharding, DpPooledEmbeddingSharding),
         sharding_type=_SHARDING_TYPES.get(type(sharding)),
     )
 
 
-def sequence_lookup_of(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> SequenceLookup:
-    """What stands where ``sharding.create_lookup()`` would."""
+def make_sequence_lookup(sharding: Sharding) -> SequenceLookup:
+    """Make the lookup that replaces ``sharding.create_lookup()``'s."""
     return SequenceLookup(**lookup_arguments(sharding)._asdict())

@@ -1,56 +1,66 @@
-"""Pooled vectors to the ranks whose samples they are, and gradients back: one exchange each way.
+"""Exchanges pooled vectors with the ranks whose samples they are, and gradients on the way back.
 
-TorchRec has one for each kind of placement, and cuts and joins what it sends rank by rank. Here a
-block of all columns that a rank looked up goes to each rank, and one pass over what came puts
-columns in order and sums what several ranks have parts of. Its order is made once.
+TorchRec has an exchange for each sharding type, and splits and concatenates its buffers rank by
+rank. Here one exchange each way sends a block of all columns that a rank looked up to each rank.
+One pass over the received blocks puts columns in order and sums partial vectors; its permutation is
+cached.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable, CommOp, QuantizedCommCodecs
 
 from torchembed.integrations.torchrec.settings import output_dtype
-from torchembed.integrations.torchrec.versions import grouped_configs
-from torchembed.integrations.torchrec.wires import Wire, wire_of
+from torchembed.integrations.torchrec.versions import (
+    BaseTwEmbeddingSharding,
+    Sharding,
+    grouped_configs,
+    process_group,
+)
+from torchembed.integrations.torchrec.wire_precision import wire_precision
+from torchembed.sharding.wire import WirePrecision
 
-_LEAST_UNIT = 4
-"""Columns that move together; with fewer, their order would take as much memory as they do."""
+_MIN_UNIT = 4
+"""Fewest columns to permute as one unit; below, the permutation is as large as the vectors."""
 
 _Place = tuple[int, int]
-"""A rank, and the number of a unit in each of its rows."""
+"""A rank, and the index of a unit in the rows of its block."""
 
 
-class _Order(NamedTuple):
-    """For results of ``batch_size`` samples."""
+class _Permutation(NamedTuple):
+    """Indices between received blocks and results of ``batch_size`` samples."""
 
     batch_size: int
     received: Tensor
-    """The units received that make up those of the results, in turn."""
+    """int64: for the units of the results in order, the received units that are summed to each."""
     ends: Tensor | None
-    """Where those of one unit of the results begin and end, if any is a sum of several."""
+    """int64: offsets into ``received`` of each unit of the results; None where each is of one."""
     sent: Tensor
-    """For each unit of gradients to be sent, which one of the results' it is."""
+    """int64: for each unit of gradients to be sent, the unit of the results that it belongs to."""
 
 
 class OutputsDist:
-    """Sends each rank its samples' vectors; called on what the lookups gave.
+    """Sends each rank its samples' pooled vectors, from the vectors that the lookups returned.
+
+    A *unit* is a number of adjacent columns that are permuted as one.
 
     Args:
-        pg: the ranks.
-        unit: how many columns move together.
-        widths: units in each row of each rank's block.
-        sources: for each unit of a result, the places that it is the sum of.
-        dtype: of the vectors.
-        codecs: TorchRec's, which round vectors and gradients to 16 bits for the way; None without.
+        pg: process group of the ranks.
+        unit: columns of a unit.
+        widths: for each rank, the units in a row of its block.
+        sources: for each unit of a result, the places whose sum it is.
+        dtype: dtype of the vectors.
+        codecs: TorchRec's codecs, which round vectors and gradients to 16 bits for the exchange;
+            None for an exchange in ``dtype``.
     """
 
     def __init__(
@@ -65,20 +75,25 @@ class OutputsDist:
         self.pg, self.rank, self.num_ranks = pg, pg.rank(), pg.size()
         self.unit, self.widths, self.sources = unit, list(widths), sources
         self.dtype, self.codecs = dtype, codecs
-        self._order: _Order | None = None
+        self._permutation: _Permutation | None = None
 
     def __call__(self, vectors: Sequence[Tensor], batch_sizes: Sequence[int]) -> "_Vectors":
-        """Of ``[sum of batch_sizes, columns]`` from each lookup, or from all at once, results
-        ``[B, columns]``."""
+        """Begin the exchange of ``vectors``; the awaited result is ``[B, columns]``.
+
+        Args:
+            vectors: ``[sum of batch_sizes, columns]`` of each lookup, or one of all lookups.
+            batch_sizes: samples of each rank.
+        """
         exchange = _Exchange(self, batch_sizes)
         return _Vectors(exchange, _Send.apply(exchange, *vectors))
 
-    def order(self, batch_size: int, device: torch.device) -> _Order:
-        if self._order is None or self._order.batch_size != batch_size:
-            self._order = self._make_order(batch_size, device)
-        return self._order
+    def permutation(self, batch_size: int, device: torch.device) -> _Permutation:
+        """The permutation for results of ``batch_size`` samples; the last one is cached."""
+        if self._permutation is None or self._permutation.batch_size != batch_size:
+            self._permutation = self._make_permutation(batch_size, device)
+        return self._permutation
 
-    def _make_order(self, batch_size: int, device: torch.device) -> _Order:
+    def _make_permutation(self, batch_size: int, device: torch.device) -> _Permutation:
         starts = [0, *itertools.accumulate(self.widths)]
         places = [place for summed in self.sources for place in summed]
         samples = torch.arange(batch_size).unsqueeze(1)
@@ -94,8 +109,8 @@ class OutputsDist:
             for rank, width in enumerate(self.widths)
             if width
         ]
-        # Copied with a wait of the host, so that any stream may read them from now on.
-        return _Order(
+        # Copies that block the host, so that any stream may read the cached tensors later.
+        return _Permutation(
             batch_size,
             received.flatten().to(device),
             None if ends is None else ends.to(device),
@@ -104,7 +119,7 @@ class OutputsDist:
 
 
 class _Exchange:
-    """Vectors on their way, then their gradients."""
+    """State of one batch's exchange: first of its vectors, later of their gradients."""
 
     def __init__(self, owner: OutputsDist, batch_sizes: Sequence[int]) -> None:
         self.owner = owner
@@ -112,7 +127,7 @@ class _Exchange:
         width = owner.unit * owner.widths[owner.rank]
         self._looked_up = [width * samples for samples in batch_sizes]
         self._results = [owner.unit * self.batch_size * width for width in owner.widths]
-        self._work: Any = None
+        self._work: dist.Work | None = None
         self._received: Tensor | None = None
 
     def send_vectors(self, vectors: Tensor) -> None:
@@ -129,27 +144,39 @@ class _Exchange:
         self._received = output
 
     def receive(self) -> Tensor:
-        self._work.wait()  # on a GPU the stream's wait, not the host's
+        """Wait for the received tensor; on a GPU the current stream waits, not the host."""
+        assert self._work is not None
+        self._work.wait()
         received, self._received, self._work = self._received, None, None
         assert received is not None
         if received.is_cuda:
-            # Some pipelines take vectors on another stream than they look them up on.
+            # Some pipelines await vectors on another stream than the one that allocated them.
             received.record_stream(torch.cuda.current_stream(received.device))
         return received
 
 
+class _SendContext(Protocol):
+    exchange: _Exchange
+    columns: list[int]
+
+
+class _ReceiveContext(Protocol):
+    exchange: _Exchange
+
+
 class _Send(torch.autograd.Function):
-    """Gives nothing but an edge of the graph, from the gradients' return to the lookups."""
+    """Sends vectors; its empty result connects the received vectors to the lookups in autograd's
+    graph, so that backward receives the gradients here."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, *vectors: Tensor) -> Tensor:
+    def forward(ctx: _SendContext, exchange: _Exchange, *vectors: Tensor) -> Tensor:
         ctx.exchange = exchange
         ctx.columns = [part.shape[1] for part in vectors]
         some = [part for part in vectors if part.shape[1]]
         if len(some) == 1:
             (block,) = some
         else:
-            # Of a rank without tables, TorchRec's lookup gives another type.
+            # TorchRec's lookup returns float32 on a rank without tables, whatever the dtype.
             block = torch.cat(some, dim=1) if some else vectors[0].to(exchange.owner.dtype)
         edge, codecs = block.new_empty(0), exchange.owner.codecs
         if codecs is not None:
@@ -158,7 +185,7 @@ class _Send(torch.autograd.Function):
         return edge
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: _SendContext, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         exchange, columns = ctx.exchange, ctx.columns
         gradients, codecs = exchange.receive(), exchange.owner.codecs
         if codecs is not None:
@@ -170,11 +197,13 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
+    """Receives vectors and puts their columns in order; backward sends their gradients."""
+
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, _: Tensor) -> Tensor:
+    def forward(ctx: _ReceiveContext, exchange: _Exchange, _: Tensor) -> Tensor:
         ctx.exchange, owner = exchange, exchange.owner
         units = exchange.receive().view(-1, owner.unit)
-        order = owner.order(exchange.batch_size, units.device)
+        order = owner.permutation(exchange.batch_size, units.device)
         if order.ends is None:
             result = units.index_select(0, order.received)
         else:
@@ -186,9 +215,12 @@ class _Receive(torch.autograd.Function):
         return result.view(exchange.batch_size, owner.unit * len(owner.sources))
 
     @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: _ReceiveContext, gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         exchange, owner = ctx.exchange, ctx.exchange.owner
-        edge, order = gradients.new_empty(0), owner.order(exchange.batch_size, gradients.device)
+        edge = gradients.new_empty(0)
+        order = owner.permutation(exchange.batch_size, gradients.device)
         if owner.codecs is not None:
             gradients = owner.codecs.backward.encode(gradients)
         units = gradients.reshape(-1, owner.unit).index_select(0, order.sent)
@@ -197,7 +229,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Vectors(Awaitable[Tensor]):
-    """Results of all columns, ``[B, columns]``."""
+    """Awaits the vectors of this rank's samples, ``[B, columns]``."""
 
     def __init__(self, exchange: _Exchange, edge: Tensor) -> None:
         super().__init__()
@@ -207,35 +239,40 @@ class _Vectors(Awaitable[Tensor]):
         return _Receive.apply(self._exchange, self._edge)
 
 
-def outputs_dist_of(shardings: Sequence[Any], dists: Sequence[Any]) -> OutputsDist | None:
-    """What stands where the ``dists`` of all ``shardings`` of a module would, or None where it
-    cannot: where some placement has another exchange, or rounds vectors in another way."""
+def make_outputs_dist(
+    shardings: Sequence[Sharding], dists: Sequence[nn.Module]
+) -> OutputsDist | None:
+    """Make the distribution that replaces the output ``dists`` of a module's ``shardings``.
+
+    None where a sharding is neither row-wise, table-wise nor column-wise, or where shardings differ
+    in dtype or codecs.
+    """
     if not dists or any(
         type(theirs) not in (TwPooledEmbeddingDist, RwPooledEmbeddingDist) for theirs in dists
     ):
         return None
-    pgs = {sharding._pg for sharding in shardings}
-    dtypes = {output_dtype(c.fused_params or {}) for c in grouped_configs(shardings)}
+    pgs = set(map(process_group, shardings))
+    dtypes = set(map(output_dtype, grouped_configs(shardings)))
     codecs = list(map(_codecs_of, shardings, dists))
-    wires = {wire_of({} if each is None else {"": each}) for each in codecs}
+    wires = {wire_precision({} if each is None else {"": each}) for each in codecs}
     if any(len(found) != 1 for found in (pgs, dtypes, wires, set(map(_loss_scales, codecs)))):
         return None
     (pg,), (dtype,), (wire,) = pgs, dtypes, wires
-    is_rounded = wire != Wire(None, None)
+    is_rounded = wire != WirePrecision()
     if is_rounded and (isinstance(wire, str) or dtype is not torch.float32):
         return None
-    # Of each feature of a row-wise placement, every rank has a part.
+    # Of each feature of a row-wise sharding, every rank looks up a partial vector.
     is_partial = [type(theirs) is RwPooledEmbeddingDist for theirs in dists]
     dims: list[list[list[int]]] = [
-        [sharding.embedding_dims()] * pg.size()
-        if partial
-        else sharding._emb_dim_per_rank_per_feature()
-        for sharding, partial in zip(shardings, is_partial, strict=True)
+        sharding._emb_dim_per_rank_per_feature()
+        if isinstance(sharding, BaseTwEmbeddingSharding)
+        else [sharding.embedding_dims()] * pg.size()
+        for sharding in shardings
     ]
     unit = math.gcd(*(dim for by_rank in dims for of_rank in by_rank for dim in of_rank))
-    if pg.size() == 1 or unit < _LEAST_UNIT:
+    if pg.size() == 1 or unit < _MIN_UNIT:
         return None
-    # Column-wise, a table's columns come from several ranks.
+    # A column-wise table's columns come from several ranks, in another order than its own.
     orders = [getattr(sharding, "_embedding_order", None) for sharding in shardings]
     widths, sources = _layout(dims, is_partial, orders, unit)
     return OutputsDist(pg, unit, widths, sources, dtype, codecs[0] if is_rounded else None)
@@ -247,19 +284,20 @@ def _layout(
     orders: Sequence[Sequence[int] | None],
     unit: int,
 ) -> tuple[list[int], list[tuple[_Place, ...]]]:
-    """``widths`` and ``sources`` of an :class:`OutputsDist`.
+    """Compute ``widths`` and ``sources`` of an :class:`OutputsDist`.
 
     Args:
-        dims: of each feature on each rank, by placement.
-        is_partial: whether all ranks look up the same features, whose vectors are to be summed.
-        orders: of the features in the results; None for rank by rank.
-        unit: what divides all ``dims``.
+        dims: for each sharding, rank and feature of it, the columns.
+        is_partial: for each sharding, whether all ranks look up the same features, whose vectors
+            are summed.
+        orders: for each sharding, the order of its features in the results; None for rank by rank.
+        unit: a divisor of all ``dims``.
     """
     widths = [0] * len(dims[0])
     sources: list[tuple[_Place, ...]] = []
     for by_rank, partial, order in zip(dims, is_partial, orders, strict=True):
         placed: list[list[list[_Place]]] = []
-        """For each rank and feature of it, where its units are."""
+        """For each rank and feature of it, the places of its units."""
         for rank, of_rank in enumerate(by_rank):
             placed.append([])
             for dim in of_rank:
@@ -275,8 +313,8 @@ def _layout(
     return widths, sources
 
 
-def _codecs_of(sharding: Any, theirs: Any) -> QuantizedCommCodecs | None:
-    """Of the exchange ``theirs``."""
+def _codecs_of(sharding: Sharding, theirs: nn.Module) -> QuantizedCommCodecs | None:
+    """The codecs with which TorchRec's distribution ``theirs`` would exchange."""
     by_row = type(theirs) is RwPooledEmbeddingDist
     ops = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
     return (sharding.qcomm_codecs_registry or {}).get(ops[by_row].name)

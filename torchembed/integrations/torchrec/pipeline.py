@@ -1,4 +1,4 @@
-"""``TrainPipeline``: our pipeline with the call of TorchRec's."""
+"""``TrainPipeline``: torchembed's pipeline with the interface of TorchRec's."""
 
 import inspect
 import itertools
@@ -12,60 +12,62 @@ from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchembed.core import ranks
-from torchembed.integrations.torchrec.batches import unfit
-from torchembed.integrations.torchrec.model_parts import parts_of, unfit_model
+from torchembed.core.trees import Tree
+from torchembed.integrations.torchrec.batches import unsupported_batch
 from torchembed.integrations.torchrec.pipeline_steps import PipelineSteps
+from torchembed.integrations.torchrec.unwrapped_model import unsupported_model, unwrap
 from torchembed.sharding.wire import WireTransport
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 
 
 class TrainPipeline:
-    """Trains a sharded TorchRec model with the call of ``TrainPipelineSparseDist``, and the same
-    numbers, by :class:`torchembed.training.TrainPipeline`.
+    """Trains a sharded TorchRec model by :class:`torchembed.training.TrainPipeline`, with the
+    interface and the numbers of ``TrainPipelineSparseDist``.
 
-    For models whose collections our sharders have sharded. Where ours cannot (modules that TorchRec
-    shards itself, tables under Adam, batches that are no trees of tensors and
-    ``KeyedJaggedTensor``s, ...) ``TrainPipelineSparseDist`` trains, and a line in the log says so,
-    and why.
+    For models whose collections torchembed's sharders have sharded. What it does not support
+    (modules that TorchRec shards itself, tables under Adam, batches that are no trees of tensors
+    and ``KeyedJaggedTensor``s, ...) ``TrainPipelineSparseDist`` trains; the log then says so and
+    why.
 
-    A step is one CUDA graph, collectives inside. Where every bag of a key has as many ids on all
-    ranks, which a thread finds out, it is for exactly these; where lengths vary, there is room for
-    more. Other batches, as a smaller last one, are trained eagerly, and models that look up
-    sequences without graphs. The thread reads the user's iterator, two batches more than the steps
-    need, and pins what is not pinned.
+    A step is one CUDA graph, collectives included. Where every bag of a key has the same number of
+    ids on all ranks, which a thread finds out, it is captured for that number; where lengths vary,
+    with a capacity above the first batch's. Other batches, as a smaller last one, are trained
+    eagerly, and models that look up sequences without graphs. The thread reads the user's iterator
+    two batches further ahead than the steps need, and copies batches to pinned memory.
 
     Gradients of dense parameters are averaged as the ``DistributedDataParallel`` in the model
     would; where it has none, they stay each rank's. ``SGD``, ``Adagrad`` and ``Adam`` of torch,
-    without further settings, are updated in the graph, with the optimizer's own states; other
-    optimizers step after it.
+    without further settings, update in the graph, with the optimizer's own states; other optimizers
+    step after it.
 
-    Between steps the model is as it was: ``state_dict``, optimizers and schedulers, evaluation of
-    the model itself. In evaluation mode ``progress`` gives the output and trains nothing. An id
-    outside its table counts as FBGEMM's ``bounds_check_mode`` says; how many there were, the log
-    says once the batches end. A step under ``FATAL`` with one changes nothing, and a later call
-    raises an ``IndexError``.
+    Between steps the model can be used as before: ``state_dict``, optimizers and schedulers,
+    evaluation by the model itself. In evaluation mode ``progress`` returns the output and trains
+    nothing. An id outside its table is treated as FBGEMM's ``bounds_check_mode`` says, and the log
+    gives their number once the batches end. Under ``FATAL`` a step with such an id changes nothing,
+    and a later call raises an ``IndexError``.
 
-    Collective: every rank makes it, and calls it for equally many batches. Use it in a ``with``, or
-    :meth:`close` it, before the process group is destroyed.
+    Collective: every rank makes it, and calls it for the same number of batches. Use it in a
+    ``with``, or :meth:`close` it, before the process group is destroyed.
 
     Args:
-        model: a ``DistributedModelParallel`` or what it holds; called as ``model(batch)``, gives
-            the loss and an output.
+        model: a ``DistributedModelParallel`` or the module in it; ``model(batch)`` returns the loss
+            and an output.
         optimizer: TorchRec's or torch's, stepped as TorchRec's pipeline does.
-        device: where batches go.
+        device: the device of the steps, which batches are copied to.
         execute_all_batches: False leaves the last two batches out, as TorchRec's does.
         transport: ``WireTransport.PUSH`` is faster on the GPUs of one node.
-        fuses_layers: False has ``nn.Linear`` and TorchRec's ``LowRankCrossNet`` computed by torch's
-            operations and not by ours, which take fewer passes but have no second derivative.
+        fuses_layers: whether ``nn.Linear`` and TorchRec's ``LowRankCrossNet`` are computed by
+            torchembed's operations, which take fewer passes but have no second derivative.
         timeout_seconds: how long the host waits for a step of a GPU.
-        torchrec_settings: of ``TrainPipelineSparseDist`` alone, which then trains.
+        torchrec_settings: further arguments of ``TrainPipelineSparseDist``; where one is not its
+            default, that pipeline trains.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         device: torch.device,
         execute_all_batches: bool = True,
         *,
@@ -77,11 +79,12 @@ class TrainPipeline:
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._executes_all = execute_all_batches
         self._torchrec_settings = torchrec_settings
-        self._theirs: Any = None
-        self._given: Iterator[Any] | None = None
-        self._batches: Iterator[Any] | None = None
-        parts = parts_of(model)
-        reason = unfit_model(parts)
+        self._theirs: TrainPipelineSparseDist[Any, Any] | None = None
+        """TorchRec's pipeline, where that one trains."""
+        self._given: Iterator[Tree] | None = None
+        self._batches: Iterator[Tree] = iter(())
+        unwrapped = unwrap(model)
+        reason = unsupported_model(unwrapped)
         others = _settings_that_count(torchrec_settings)
         if others:
             reason = f"it is given {', '.join(others)}"
@@ -89,7 +92,7 @@ class TrainPipeline:
             self._fall_back(reason)
             return
         self._steps = PipelineSteps(
-            parts,
+            unwrapped,
             optimizer,
             self._device,
             transport=transport,
@@ -97,15 +100,15 @@ class TrainPipeline:
             timeout_seconds=timeout_seconds,
         )
 
-    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+    def progress(self, dataloader_iter: Iterator[Tree]) -> Tree:
         """Train the next batch.
 
         Args:
-            dataloader_iter: each call is given the same one. What was read of one before is trained
-                before what another one gives.
+            dataloader_iter: the batches, the same iterator in each call. Batches that were read
+                from another one before are trained first.
 
         Returns:
-            The model's output for the batch: what comes with the loss.
+            The model's output for the batch, without the loss.
 
         Raises:
             StopIteration: after the last batch.
@@ -125,18 +128,19 @@ class TrainPipeline:
         self._optimizer.zero_grad()
         return steps.next_output()
 
-    def _follow(self, batches: Iterator[Any]) -> None:
+    def _follow(self, batches: Iterator[Tree]) -> None:
+        """Read from ``batches`` from now on; fall back where the first batch is not supported."""
         self._batches = batches
         if self._given is None and self._theirs is None:
             first = next(batches, None)
             self._batches = itertools.chain([] if first is None else [first], batches)
-            reason = None if first is None else unfit(first)
+            reason = None if first is None else unsupported_batch(first)
             if reason is not None:
                 self._steps.close()
                 self._fall_back(reason)
         if self._theirs is None:
             self._steps.follow(self._batches)
-        # Only now: where the first batch could not be read, the next call begins anew.
+        # Set last: where the first batch could not be read, the next call tries again.
         self._given = batches
 
     def _fall_back(self, reason: str) -> None:
@@ -151,12 +155,12 @@ class TrainPipeline:
         )
 
     def detach(self) -> nn.Module:
-        """The model, to be used by itself until the next :meth:`progress`; ours has changed nothing
-        of it."""
+        """The model, for use by itself until the next :meth:`progress`; TorchRec's pipeline, where
+        that one trains, first undoes its own changes to it."""
         return self._model if self._theirs is None else self._theirs.detach()
 
     def close(self) -> None:
-        """Wait for the steps so far, and destroy graphs; leaving a ``with`` does it too.
+        """Wait for the steps so far and destroy graphs, as leaving a ``with`` does.
 
         Raises:
             IndexError, TimeoutError: as :meth:`progress`.
@@ -177,7 +181,7 @@ class TrainPipeline:
             self._steps.exit(kind, error, trace)
 
 
-def _settings_that_count(settings: Mapping[str, Any]) -> list[str]:
-    """The names of those that are not TorchRec's defaults."""
+def _settings_that_count(settings: Mapping[str, object]) -> list[str]:
+    """Names of the ``settings`` that are not TorchRec's defaults."""
     known = inspect.signature(TrainPipelineSparseDist.__init__).parameters
     return [name for name, v in settings.items() if name not in known or v != known[name].default]

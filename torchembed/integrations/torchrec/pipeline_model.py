@@ -1,76 +1,81 @@
-"""A TorchRec model as our pipeline trains it: its collections replaced by ours in each forward."""
+"""The model that torchembed's pipeline trains: a TorchRec model whose collections are replaced by
+views during each forward."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchembed.integrations.torchrec.adopted import adopted, kernels_of
-from torchembed.integrations.torchrec.batches import TorchrecForm
-from torchembed.integrations.torchrec.dense_parameters import DenseParameters, Leaf
+from torchembed.core.trees import Tree
+from torchembed.integrations.torchrec.batches import ReadItem, RestoredFeatures, TorchrecBatchForm
+from torchembed.integrations.torchrec.collection_views import collection_view
+from torchembed.integrations.torchrec.dense_parameters import AliasedParameter, DenseParameters
 from torchembed.integrations.torchrec.fused_layers import fused_forwards
-from torchembed.integrations.torchrec.model_parts import Parts
-from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
+from torchembed.integrations.torchrec.kernels import DenseBags, DenseSequences
 from torchembed.integrations.torchrec.tables_optimizer import TablesOptimizer
+from torchembed.integrations.torchrec.unwrapped_model import UnwrappedModel
 from torchembed.sharding.transport.ranks import Ranks
-from torchembed.tables import Table
 
 
 class PipelineModel(nn.Module):
-    """Called with a batch of :class:`BatchReader`, gives the loss and the output of the model.
+    """Returns the model's loss and output for a batch of :class:`BatchReader`.
 
-    It is no part of the user's model, in which nothing is changed between forwards.
+    The user's model does not contain it, and nothing in it is changed between forwards.
 
     Args:
-        parts: of the user's model.
-        ranks: all of them.
-        fuses_layers: whether layers are computed by our operations where we have them.
+        model: the user's.
+        ranks: all ranks.
+        fuses_layers: whether layers are computed by torchembed's fused operations where it has any.
+
+    Attributes:
+        views: torchembed's collections over the tables of the model's.
+        table_optimizers: for each fused kernel, the optimizer of its tables.
+        dense: aliases of the dense parameters.
     """
 
-    def __init__(self, parts: Parts, ranks: Ranks, *, fuses_layers: bool) -> None:
+    def __init__(self, model: UnwrappedModel, ranks: Ranks, *, fuses_layers: bool) -> None:
         super().__init__()
-        self.inner = parts.inner
-        self.adopted = [adopted(sharded, ranks) for _, sharded in parts.collections]
-        self.collections = nn.ModuleList(self.adopted)
-        self._sharded = [sharded for _, sharded in parts.collections]
+        self.inner = model.inner
+        self._sharded = [sharded for _, sharded in model.collections]
+        self.views = [collection_view(sharded, ranks) for sharded in self._sharded]
+        # Registered, so that the pipeline finds the collections among the modules.
+        self.collections = nn.ModuleList(self.views)
         self._layers = fused_forwards(self.inner) if fuses_layers else []
-        self._form = TorchrecForm()
-        self.optimizers_of_tables: list[TablesOptimizer] = []
-        replicated: list[Leaf] = []
-        for kernel in (kernel for sharded in self._sharded for kernel in kernels_of(sharded)):
-            tables = kernel._emb_module
-            if isinstance(tables, FusedTables):
-                self.optimizers_of_tables.append(TablesOptimizer(tables))
+        self._form = TorchrecBatchForm()
+        self.table_optimizers: list[TablesOptimizer] = []
+        replicated: list[AliasedParameter] = []
+        for kernel in (kernel for sharded in self._sharded for kernel in sharded.kernels):
+            if isinstance(kernel, (DenseBags, DenseSequences)):
+                replicated += _aliased_tables(kernel)
             else:
-                replicated += _leaves(kernel, tables)
+                self.table_optimizers.append(TablesOptimizer(kernel.tables))
         averaged: list[Tensor] = []
         if ranks.mesh.size() > 1:
-            averaged += [leaf.parameter for leaf in replicated]
-            averaged += parts.averaged_parameters()
-        self.dense = DenseParameters(parts.dense_parameters(), replicated, averaged, ranks)
+            averaged += [pair.parameter for pair in replicated]
+            averaged += model.averaged_parameters()
+        self.dense = DenseParameters(model.dense_parameters(), replicated, averaged, ranks)
 
-    def forward(self, item: tuple[Any]) -> tuple[Tensor, Any]:
-        batch, made = self._form.restored(item[0])
-        by_name = self.dense.by_name
-        with self._ours_in_place(made):
+    def forward(self, item: ReadItem) -> tuple[Tensor, Tree]:
+        batch, restored = self._form.restore(item[0])
+        with self._replaced_forwards(restored):
             losses, output = torch.func.functional_call(
-                self.inner, by_name, (batch,), tie_weights=False
+                self.inner, self.dense.aliases_by_name, (batch,), tie_weights=False
             )
         return torch.sum(losses, dim=0), output
 
-    def restored(self, item: tuple[Any]) -> Any:
-        """The batch, in the user's form."""
-        return self._form.restored(item[0])[0]
+    def batch_of(self, item: ReadItem) -> Tree:
+        """The batch of ``item`` in the user's form."""
+        return self._form.restore(item[0])[0]
 
     @contextlib.contextmanager
-    def _ours_in_place(self, made: dict[int, tuple[Any, Any]]) -> Iterator[None]:
-        """Meanwhile calls of TorchRec's collections are calls of ours, with what the features that
-        they are given were ``made`` of, and layers are ours."""
-        replaced: list[tuple[nn.Module, Any]] = [*self._layers]
-        for sharded, ours in zip(self._sharded, self.adopted, strict=True):
-            replaced.append((sharded, _Forward(ours, made)))
+    def _replaced_forwards(self, restored: RestoredFeatures) -> Iterator[None]:
+        """Replace the forwards of TorchRec's collections by those of their views, which take the
+        features that were ``restored``, and the forwards of layers by fused ones."""
+        replaced: list[tuple[nn.Module, Callable[..., Tree]]] = [*self._layers]
+        for sharded, view in zip(self._sharded, self.views, strict=True):
+            replaced.append((sharded, _ViewForward(view, restored)))
         before = [vars(module).get("forward") for module, _ in replaced]
         for module, forward in replaced:
             module.forward = forward
@@ -83,19 +88,24 @@ class PipelineModel(nn.Module):
                     module.forward = forward
 
 
-class _Forward(NamedTuple):
-    """What is called in the place of a collection's forward."""
+class _ViewForward(NamedTuple):
+    """Forward of a collection that is replaced by a view."""
 
-    ours: nn.Module
-    made: dict[int, tuple[Any, Any]]
+    view: nn.Module
+    restored: RestoredFeatures
 
-    def __call__(self, features: Any) -> Any:
-        _, known = self.made.get(id(features), (None, features))
-        return self.ours(known)
+    def __call__(self, features: Tree) -> Tree:
+        # The view recognizes a batch that was looked up ahead by its own tensors, so it takes what
+        # the KeyedJaggedTensor was made of.
+        _, original = self.restored.get(id(features), (None, features))
+        return self.view(original)
 
 
-def _leaves(kernel: Any, tables: DenseTables) -> Sequence[Leaf]:
-    held: list[Table] = [table for group in tables.groups for table in group.tables]
-    for table in held:
-        table.parameter.requires_grad_(tables.weights.requires_grad)
-    return [Leaf(kernel._param_per_table[table.spec.name], table.parameter) for table in held]
+def _aliased_tables(kernel: DenseBags | DenseSequences) -> list[AliasedParameter]:
+    """Pairs of the parameters that TorchRec's optimizers know and the tables' own."""
+    tables = [table for group in kernel.tables.groups for table in group.tables]
+    for table in tables:
+        table.parameter.requires_grad_(kernel.tables.weights.requires_grad)
+    return [
+        AliasedParameter(kernel.parameter_of(table.spec.name), table.parameter) for table in tables
+    ]

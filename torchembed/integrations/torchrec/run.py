@@ -1,4 +1,4 @@
-"""Runs a script of TorchRec's with our sharding installed.
+"""Runs a TorchRec script with torchembed's sharders installed.
 
 ``torchrun ... -m torchembed.integrations.torchrec.run script.py arguments`` is
 ``torchrun ... script.py arguments`` after :func:`install`; ``-m module`` runs a module.
@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> None:
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        # As the interpreter does, so that the script finds the modules beside it.
+        # The interpreter does this too, so that a script can import modules of its folder.
         sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
         runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -1,21 +1,24 @@
-"""TorchRec's settings in our terms, and which of them we have."""
+"""Translates TorchRec's and FBGEMM's settings, and says which collections torchembed supports."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchembed.core.types import OptimizerKind
 from torchembed.integrations.torchrec.tables import UpdateSettings
-from torchembed.integrations.torchrec.versions import table_feature
+from torchembed.integrations.torchrec.versions import unsupported_table_setting
 from torchembed.ops.rowwise_update import UpdateRule
+
+FusedParams: TypeAlias = dict[str, Any]
+"""Keyword arguments of FBGEMM's tables, as TorchRec collects them."""
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: OptimizerKind.SGD,
@@ -44,14 +47,14 @@ _USED = frozenset(
 )
 _NOTHING_TO_DO = frozenset(
     (
-        # Of FBGEMM's caches, which tables in device memory have none of.
+        # FBGEMM's caches: tables in device memory have none.
         *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory"),
         *("cache_precision", "enforce_hbm", "prefetch_pipeline", "multipass_prefetch_config"),
         *("uvm_non_rowwise_momentum", "uvm_host_mapped", "gather_uvm_cache_stats"),
         *("record_cache_metrics", "table_names"),
-        # Of optimizers that are refused by name.
+        # Arguments of optimizers that are refused by name.
         *("momentum", "eta"),
-        # The kernels see to it.
+        # torchembed's kernels choose these types themselves.
         *("embedding_table_index_type", "embedding_table_offset_type"),
     )
 )
@@ -61,16 +64,17 @@ _ONLY_AS = {
     "enable_raw_embedding_streaming": False,
     "use_experimental_tbe": False,
 }
-"""Settings that we have in this value alone."""
+"""Settings that are supported with this value alone."""
 
 
-def output_dtype(fused_params: dict[str, Any]) -> torch.dtype:
-    """Of the looked up vectors."""
-    return fused_params.get("output_dtype", SparseType.FP32).as_dtype()
+def output_dtype(config: GroupedEmbeddingConfig) -> torch.dtype:
+    """The dtype of the vectors that a kernel with ``config`` looks up."""
+    return (config.fused_params or {}).get("output_dtype", SparseType.FP32).as_dtype()
 
 
-def update_settings(fused_params: dict[str, Any]) -> UpdateSettings:
-    """FBGEMM's arguments in our terms, with its defaults."""
+def update_settings(config: GroupedEmbeddingConfig) -> UpdateSettings:
+    """Translate the FBGEMM arguments in ``config``, with FBGEMM's defaults."""
+    fused_params = config.fused_params or {}
     kind = OPTIMIZERS[fused_params.get("optimizer", EmbOptimType.EXACT_SGD)]
     rule = UpdateRule(
         kind=kind,
@@ -87,9 +91,9 @@ def update_settings(fused_params: dict[str, Any]) -> UpdateSettings:
     )
 
 
-def _decays(fused_params: dict[str, Any]) -> bool:
-    """Whether FBGEMM heeds ``weight_decay``: SGD and Adagrad do not, row-wise Adagrad where a mode
-    is given, Adam always."""
+def _decays(fused_params: FusedParams) -> bool:
+    """True where FBGEMM applies ``weight_decay``: SGD and Adagrad never do, row-wise Adagrad where
+    a mode is given, Adam always."""
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if not fused_params.get("weight_decay"):
         return False
@@ -99,7 +103,7 @@ def _decays(fused_params: dict[str, Any]) -> bool:
     )
 
 
-def _unsupported_fused_params(fused_params: dict[str, Any], on_cpu: bool) -> str | None:
+def _unsupported_fused_params(fused_params: FusedParams, on_cpu: bool) -> str | None:
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if optimizer not in OPTIMIZERS:
         return f"its optimizer is {optimizer}"
@@ -115,23 +119,26 @@ def _unsupported_fused_params(fused_params: dict[str, Any], on_cpu: bool) -> str
         return "FBGEMM forgets weight_decay on the CPU"
     for name, value in fused_params.items():
         if name in _USED or name in _NOTHING_TO_DO or name == "max_gradient":
-            continue  # max_gradient counts under gradient_clipping alone
+            continue  # FBGEMM reads max_gradient only under gradient_clipping
         if name not in _ONLY_AS or value != _ONLY_AS[name]:
             return f"its fused_params have {name} = {value}"
     return None
 
 
-def unsupported(
+def unsupported_collection(
     params: dict[str, ParameterSharding],
     infos: Iterable[EmbeddingShardingInfo],
     env: ShardingEnv,
     device: torch.device | None,
 ) -> str | None:
-    """Why a collection cannot be ours, or None where it can. The same on every rank.
+    """Reason why a collection cannot be sharded over torchembed's tables, the same on every rank;
+    None where it can.
 
     Args:
         params: the plan of its tables.
-        infos: what TorchRec makes of its tables, plan and optimizers.
+        infos: TorchRec's record of each table's config, plan and optimizer.
+        env: the ranks to shard it over.
+        device: the device to shard it to.
     """
     if type(env) is not ShardingEnv:
         return f"2-D parallelism ({type(env).__name__}) places it"
@@ -150,11 +157,11 @@ def unsupported(
         if config.data_type not in _DATA_TYPES:
             return f"table {config.name} has data type {config.data_type}"
         if config.is_weighted and config.pooling is PoolingType.MEAN:
-            # FBGEMM's gradients of rows and weights are not those of its mean.
+            # FBGEMM's gradients of rows and of per-id weights do not match its own mean.
             return f"table {config.name} has a mean of weighted vectors"
-        feature = table_feature(config)
-        if feature is not None:
-            return f"table {config.name} has {feature}"
+        setting = unsupported_table_setting(config)
+        if setting is not None:
+            return f"table {config.name} has {setting}"
         reason = _unsupported_fused_params(
             info.fused_params or {}, on_cpu=device is not None and device.type == "cpu"
         )

@@ -1,11 +1,15 @@
-"""TorchRec's sharded collections with our lookups in them."""
+"""TorchRec's sharded collections with torchembed's lookups and exchanges in them."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm_ops import get_use_sync_collectives
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+)
 from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection as TorchrecShardedEmbeddingCollection,
 )
@@ -14,26 +18,49 @@ from torchrec.distributed.embedding_sharding import (
     KJTListSplitsAwaitable,
 )
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionAwaitable,
+    EmbeddingBagCollectionContext,
+)
 from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection as TorchrecShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from torchembed.integrations.torchrec.features_dist import FeaturesDist, RowFeaturesDist, permuted
-from torchembed.integrations.torchrec.lookups import pooled_lookup_of, sequence_lookup_of
-from torchembed.integrations.torchrec.outputs_dist import OutputsDist, outputs_dist_of
-from torchembed.integrations.torchrec.united_features_dist import (
-    UnitedFeaturesDist,
-    united_features_dist_of,
+from torchrec.distributed.sharding.tw_sharding import (
+    BaseTwEmbeddingSharding,
+    TwSparseFeaturesDist,
 )
-from torchembed.integrations.torchrec.united_lookup import UnitedLookup, may_unite
-from torchembed.integrations.torchrec.versions import frees_features_early, is_tracked
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchembed.integrations.torchrec.combined_features_dist import (
+    CombinedFeaturesDist,
+    make_combined_features_dist,
+)
+from torchembed.integrations.torchrec.combined_lookup import CombinedLookup, can_combine
+from torchembed.integrations.torchrec.description import DescribedCollection
+from torchembed.integrations.torchrec.features_dist import FeaturesDist, RowFeaturesDist, permuted
+from torchembed.integrations.torchrec.lookups import (
+    PooledLookup,
+    SequenceLookup,
+    make_pooled_lookup,
+    make_sequence_lookup,
+)
+from torchembed.integrations.torchrec.outputs_dist import OutputsDist, make_outputs_dist
+from torchembed.integrations.torchrec.versions import (
+    Sharding,
+    frees_features_early,
+    is_tracked,
+    process_group,
+)
 
 
-def _refuse_variable_batches(features: Any) -> None:
+def _check_batch_size(features: KeyedJaggedTensor) -> None:
+    """
+    Raises:
+        NotImplementedError: where keys have batch sizes of their own.
+    """
     if getattr(features, "variable_stride_per_key", bool)():
         raise NotImplementedError(
             "features must have one batch size for all keys (no variable batch per feature); shard "
@@ -41,36 +68,72 @@ def _refuse_variable_batches(features: Any) -> None:
         )
 
 
-def _replace_whole(shardings: Iterable[Any], input_dists: list[nn.Module]) -> None:
-    """Put our exchange of whole features in the place of TorchRec's."""
+def _without_ddp(lookups: Iterable[nn.Module]) -> list[nn.Module]:
+    return [ddp.module if isinstance(ddp, DistributedDataParallel) else ddp for ddp in lookups]
+
+
+def _replace_table_wise(shardings: Iterable[Sharding], input_dists: list[nn.Module]) -> None:
+    """Replace TorchRec's distributions of whole features by :class:`FeaturesDist`, in place."""
     for number, sharding in enumerate(shardings):
         if type(input_dists[number]) is TwSparseFeaturesDist:
-            input_dists[number] = FeaturesDist(sharding._pg, sharding.features_per_rank())
+            assert isinstance(sharding, BaseTwEmbeddingSharding)
+            pg, counts = process_group(sharding), sharding.features_per_rank()
+            input_dists[number] = FeaturesDist(pg, counts)
 
 
-class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
-    """TorchRec's, over our tables."""
+class ShardedEmbeddingBagCollection(DescribedCollection, TorchrecShardedEmbeddingBagCollection):
+    """TorchRec's ``ShardedEmbeddingBagCollection`` over torchembed's tables."""
+
+    @property
+    def sharding_env(self) -> ShardingEnv:
+        return self._env
+
+    @property
+    def type_shardings(self) -> list[Sharding]:
+        return cast("list[Sharding]", self._embedding_shardings)
+
+    @property
+    def lookups(self) -> Sequence[PooledLookup]:
+        return cast("list[PooledLookup]", _without_ddp(self._lookups))
+
+    @property
+    def table_configs(self) -> list[EmbeddingBagConfig]:
+        return self._embedding_bag_configs
+
+    @property
+    def table_shardings(self) -> dict[str, ParameterSharding]:
+        return self.module_sharding_plan
+
+    @property
+    def takes_weights(self) -> bool:
+        """True where the weights of ids multiply their vectors."""
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's tables."""
+        return torch.device(self._device or "cpu")
 
     def _create_lookups(self) -> None:
-        self._united: UnitedLookup | None = None
-        if may_unite(self._embedding_shardings):
-            self._united = UnitedLookup(self._embedding_shardings)
-            self._lookups.extend(self._united.lookups)
+        self._combined: CombinedLookup | None = None
+        if can_combine(self.type_shardings):
+            self._combined = CombinedLookup(self.type_shardings)
+            self._lookups.extend(self._combined.lookups)
         else:
-            self._lookups.extend(map(pooled_lookup_of, self._embedding_shardings))
+            self._lookups.extend(map(make_pooled_lookup, self.type_shardings))
 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         super()._create_input_dist(input_feature_names)
-        self._united_dist: UnitedFeaturesDist | None = None
-        if self._united is not None and self._outputs_dist is not None:
-            self._united_dist = united_features_dist_of(
-                self._embedding_shardings, input_feature_names, self._united.device
+        self._combined_dist: CombinedFeaturesDist | None = None
+        if self._combined is not None and self._outputs_dist is not None:
+            self._combined_dist = make_combined_features_dist(
+                self.type_shardings, input_feature_names, self._combined.device
             )
-        _replace_whole(self._embedding_shardings, self._input_dists)
-        shardings: list[Any] = self._embedding_shardings
+        shardings = self.type_shardings
+        _replace_table_wise(shardings, self._input_dists)
         for number, (sharding, theirs) in enumerate(zip(shardings, self._input_dists, strict=True)):
             if type(theirs) is RwSparseFeaturesDist:
-                self._input_dists[number] = RowFeaturesDist(sharding._pg, theirs)
+                self._input_dists[number] = RowFeaturesDist(process_group(sharding), theirs)
 
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
@@ -83,64 +146,76 @@ class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
     def _replace_output_dists(self) -> None:
         self._outputs_dist: OutputsDist | None = None
         if not self._has_mean_pooling_callback:
-            self._outputs_dist = outputs_dist_of(self._embedding_shardings, self._output_dists)
+            self._outputs_dist = make_outputs_dist(self.type_shardings, self._output_dists)
 
-    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:  # noqa: A002
+    def compute_and_output_dist(
+        self,
+        ctx: EmbeddingBagCollectionContext,
+        input: KJTList,  # noqa: A002 - TorchRec's name
+    ) -> LazyAwaitable[KeyedTensor]:
         if self._outputs_dist is None or not self._is_plain():
-            return super().compute_and_output_dist(ctx, self._divided(input))
-        if self._united is not None and len(input) == 1 and self._united.is_one():
-            vectors = [self._united(input[0])]
+            return super().compute_and_output_dist(ctx, self._per_lookup(input))
+        if self._combined is not None and len(input) == 1 and self._combined.is_uniform():
+            vectors = [self._combined(input[0])]
         else:
-            parts = zip(self._lookups, self._divided(input), strict=True)
-            vectors = [lookup(part) for lookup, part in parts]
-        batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank
+            vectors = [
+                lookup(features)
+                for lookup, features in zip(self._lookups, self._per_lookup(input), strict=True)
+            ]
+        context = ctx.sharding_contexts[0]
+        assert context is not None  # None for tables that this module does not shard
+        batch_sizes = context.batch_size_per_rank
         return EmbeddingBagCollectionAwaitable(
             awaitables=[self._outputs_dist(vectors, batch_sizes)],
             embedding_dims=self._embedding_dims,
             embedding_names=self._embedding_names,
         )
 
-    def _divided(self, parts: KJTList) -> KJTList:
-        """The features of each lookup, which may have been sent together."""
-        if len(parts) == len(self._lookups):
-            return parts
-        lookups: list[Any] = self._lookups
-        counts = [sum(lookup._feature_splits) for lookup in lookups]
-        return KJTList(parts[0].split(counts))
+    def _per_lookup(self, received: KJTList) -> KJTList:
+        """The features of each lookup, which may have been received as one."""
+        if len(received) == len(self._lookups):
+            return received
+        counts = [sum(lookup._feature_splits) for lookup in self.lookups]
+        return KJTList(received[0].split(counts))
 
     def _is_plain(self) -> bool:
-        """Whether no tracker of a user's looks on, and no compiler."""
+        """True where neither a tracker watches lookups nor a compiler traces collectives."""
         return not get_use_sync_collectives() and not is_tracked(self)
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        _refuse_variable_batches(features)
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        _check_batch_size(features)
         if self._has_uninitialized_input_dist or not self._is_sent_at_once(features):
             return super().input_dist(ctx, features)
         ctx.variable_batch_per_feature = False
         ctx.inverse_indices = None
         context = EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key())
-        # Of all placements, whose batches are the same.
+        # One context serves all shardings, since their batches are the same.
         ctx.sharding_contexts.extend([context] * len(self._lookups))
         with torch.no_grad():
-            sizes = self._send(features)
-        return KJTListSplitsAwaitable([sizes], ctx, self._module_fqn, self._sharding_types)
+            splits = self._exchange_splits(features)
+        return KJTListSplitsAwaitable([splits], ctx, self._module_fqn, self._sharding_types)
 
-    def _send(self, features: KeyedJaggedTensor) -> Any:
-        if self._united_dist is not None:
-            return self._united_dist(features)
+    def _exchange_splits(
+        self, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        if self._combined_dist is not None:
+            return self._combined_dist(features)
         if self._has_features_permute:
-            features = permuted(features, self._features_order, self._features_order_tensor)
+            order = cast("Tensor", self._features_order_tensor)
+            features = permuted(features, self._features_order, order)
         (features_dist,) = self._input_dists
         return features_dist(features)
 
-    def _is_sent_at_once(self, features: Any) -> bool:
-        """Whether all of the features go through one of our exchanges, each once.
+    def _is_sent_at_once(self, features: object) -> bool:
+        """True where one of torchembed's exchanges takes all of the features, each once.
 
-        Otherwise TorchRec divides them between several, for which it reads their lengths.
+        Otherwise TorchRec splits them between several exchanges, for which it reads their lengths.
         """
         if not isinstance(features, KeyedJaggedTensor) or frees_features_early(self):
             return False
-        if self._united_dist is not None:
+        if self._combined_dist is not None:
             return True
         order = self._features_order
         return (
@@ -152,17 +227,50 @@ class ShardedEmbeddingBagCollection(TorchrecShardedEmbeddingBagCollection):
         )
 
 
-class ShardedEmbeddingCollection(TorchrecShardedEmbeddingCollection):
-    """TorchRec's, over our tables."""
+class ShardedEmbeddingCollection(DescribedCollection, TorchrecShardedEmbeddingCollection):
+    """TorchRec's ``ShardedEmbeddingCollection`` over torchembed's tables."""
+
+    @property
+    def sharding_env(self) -> ShardingEnv:
+        return self._env
+
+    @property
+    def type_shardings(self) -> list[Sharding]:
+        return cast("list[Sharding]", list(self._sharding_type_to_sharding.values()))
+
+    @property
+    def lookups(self) -> Sequence[SequenceLookup]:
+        return cast("list[SequenceLookup]", _without_ddp(self._lookups))
+
+    @property
+    def table_configs(self) -> list[EmbeddingConfig]:
+        return self._embedding_configs
+
+    @property
+    def table_shardings(self) -> dict[str, ParameterSharding]:
+        return self.module_sharding_plan
+
+    @property
+    def returns_indices(self) -> bool:
+        """True where results hold the ids that their vectors belong to."""
+        return self._need_indices
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's tables."""
+        return torch.device(self._device or "cpu")
 
     def _create_lookups(self) -> None:
-        self._lookups.extend(map(sequence_lookup_of, self._sharding_type_to_sharding.values()))
+        self._lookups.extend(map(make_sequence_lookup, self.type_shardings))
 
-    def _create_input_dist(self, *arguments: Any, **named: Any) -> None:
-        super()._create_input_dist(*arguments, **named)
-        # Row-wise ones stay TorchRec's, which looks for its class to put vectors back in order.
-        _replace_whole(self._sharding_type_to_sharding.values(), self._input_dists)
+    def _create_input_dist(self, input_feature_names: list[str], **context: Any) -> None:
+        # Some versions pass their context too.
+        super()._create_input_dist(input_feature_names, **context)
+        # Row-wise distributions stay TorchRec's: it looks for their class to restore the order.
+        _replace_table_wise(self.type_shardings, self._input_dists)
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        _refuse_variable_batches(features)
+    def input_dist(
+        self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        _check_batch_size(features)
         return super().input_dist(ctx, features)

@@ -1,11 +1,11 @@
-"""Sharders for ``DistributedModelParallel``, and what TorchRec keeps for itself."""
+"""Sharders for ``DistributedModelParallel``, and the fallback to TorchRec's own."""
 
 import contextvars
 import functools
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,30 +13,39 @@ from torchrec.distributed import sharding_plan
 from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder as TorchrecEmbeddingCollectionSharder,
 )
+from torchrec.distributed.embedding import (
+    ShardedEmbeddingCollection as TorchrecShardedEmbeddingCollection,
+)
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder as TorchrecEmbeddingBagCollectionSharder,
+)
+from torchrec.distributed.embeddingbag import (
+    ShardedEmbeddingBagCollection as TorchrecShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from torchembed.integrations.torchrec.settings import unsupported
+from torchembed.integrations.torchrec.settings import unsupported_collection
 from torchembed.integrations.torchrec.sharded import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )
 
+Shard: TypeAlias = Callable[..., nn.Module]
+"""``ModuleSharder.shard`` of any sharder."""
+
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 
 within_torchrec = contextvars.ContextVar("within_torchrec", default=False)
-"""True while TorchRec shards a module as a whole, the collections in it included."""
+"""True while a sharder of TorchRec's own shards a module and the collections within it."""
 
-# Taken on import, since install() replaces them.
+# Read on import, since install() replaces the attributes.
 _torchrec_shard_bags = TorchrecEmbeddingBagCollectionSharder.shard
 _torchrec_shard_sequences = TorchrecEmbeddingCollectionSharder.shard
 
 
-def announce_fallback(env: ShardingEnv, module: nn.Module, name: str | None, reason: str) -> None:
-    """Say on one rank that TorchRec shards ``module``, and why."""
+def warn_of_fallback(env: ShardingEnv, module: nn.Module, name: str | None, reason: str) -> None:
+    """Log on rank 0 that TorchRec shards ``module``, and the ``reason``."""
     if env.rank == 0:
         place = f" ({name})" if name else ""
         _logger.warning(
@@ -45,10 +54,11 @@ def announce_fallback(env: ShardingEnv, module: nn.Module, name: str | None, rea
 
 
 class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
-    """Shards ``EmbeddingBagCollection`` over our tables, with TorchRec's plans and checkpoints.
+    """Shards ``EmbeddingBagCollection`` over torchembed's tables, with TorchRec's plans and
+    checkpoints.
 
-    Arguments are those of TorchRec's class of that name. A collection that has what we have not is
-    sharded by that one, as a whole; a line in the log says so, and why.
+    Arguments are those of TorchRec's class of that name, which shards whole collections that
+    torchembed does not support; the log then says so and why.
     """
 
     def shard(
@@ -58,13 +68,13 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> Any:
+    ) -> TorchrecShardedEmbeddingBagCollection:
         groups = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
             module, params, "embedding_bags.", self.fused_params
         )
-        reason = unsupported(params, itertools.chain(*groups.values()), env, device)
+        reason = unsupported_collection(params, itertools.chain(*groups.values()), env, device)
         if reason is not None:
-            announce_fallback(env, module, module_fqn, reason)
+            warn_of_fallback(env, module, module_fqn, reason)
             return _torchrec_shard_bags(self, module, params, env, device, module_fqn)
         return ShardedEmbeddingBagCollection(
             module=module,
@@ -83,7 +93,7 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
 
 
 class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
-    """Shards ``EmbeddingCollection``; otherwise as :class:`EmbeddingBagCollectionSharder`."""
+    """Shards ``EmbeddingCollection`` as :class:`EmbeddingBagCollectionSharder` shards bags."""
 
     def shard(
         self,
@@ -92,13 +102,13 @@ class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> Any:
+    ) -> TorchrecShardedEmbeddingCollection:
         groups = ShardedEmbeddingCollection.create_grouped_sharding_infos(
             module, params, self.fused_params
         )
-        reason = unsupported(params, itertools.chain(*groups.values()), env, device)
+        reason = unsupported_collection(params, itertools.chain(*groups.values()), env, device)
         if reason is not None:
-            announce_fallback(env, module, module_fqn, reason)
+            warn_of_fallback(env, module, module_fqn, reason)
             return _torchrec_shard_sequences(self, module, params, env, device, module_fqn)
         return ShardedEmbeddingCollection(
             module,
@@ -116,40 +126,40 @@ class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
         return ShardedEmbeddingCollection
 
 
-def announcing(shard: Callable[..., Any]) -> Callable[..., Any]:
-    """``shard`` of another sharder of TorchRec's, bound, which says that it was used, once for a
-    module and all that is in it."""
+def with_fallback_warning(shard: Shard) -> Shard:
+    """Wrap the bound ``shard`` of one of TorchRec's other sharders: it logs, once for a module and
+    the modules within, that TorchRec shards it."""
 
     @functools.wraps(shard)
-    def announced(
+    def wrapped(
         module: nn.Module,
-        params: Any,
+        params: dict[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> Any:
+    ) -> nn.Module:
         if within_torchrec.get():
             return shard(module, params, env, device, module_fqn)
-        reason = "only EmbeddingBagCollection and EmbeddingCollection are ours"
-        announce_fallback(env, module, module_fqn, reason)
+        reason = "torchembed shards EmbeddingBagCollection and EmbeddingCollection only"
+        warn_of_fallback(env, module, module_fqn, reason)
         token = within_torchrec.set(True)
         try:
             return shard(module, params, env, device, module_fqn)
         finally:
             within_torchrec.reset(token)
 
-    return announced
+    return wrapped
 
 
 def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
-    """TorchRec's default sharders, ours in the place of two of them."""
-    ours: dict[Any, Any] = {
+    """TorchRec's default sharders, with torchembed's in place of the two that it has."""
+    ours: dict[type[nn.Module], ModuleSharder] = {
         EmbeddingBagCollection: EmbeddingBagCollectionSharder(),
         EmbeddingCollection: EmbeddingCollectionSharder(),
     }
     sharders = []
     for sharder in sharding_plan.get_default_sharders():
         if sharder.module_type not in ours:
-            sharder.shard = announcing(sharder.shard)  # type: ignore[method-assign]
+            sharder.shard = with_fallback_warning(sharder.shard)  # type: ignore[method-assign]
         sharders.append(ours.get(sharder.module_type, sharder))
     return sharders

@@ -1,15 +1,14 @@
-"""Our tables where TorchRec's kernels hold FBGEMM's: the part of its interface that TorchRec uses.
+"""torchembed's tables behind the part of FBGEMM's interface that TorchRec's kernels use.
 
 ``embedding_specs``, ``weights_precision``, ``weights_dev``, ``weights_host``,
 ``weights_physical_offsets``, ``split_embedding_weights``, ``get_optimizer_state``,
-``set_learning_rate`` and their like are FBGEMM's names and forms.
+``set_learning_rate`` and the like have FBGEMM's names and signatures.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, OptimizerKind, Pooling
-from torchembed.integrations.torchrec.layout import Layout
-from torchembed.integrations.torchrec.shared_rows import HyperParameters, Rows
+from torchembed.integrations.torchrec.flat_tables import FlatTables
+from torchembed.integrations.torchrec.table_memory import HyperParameters, TableMemory
 from torchembed.modules.slots import select_features
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
@@ -43,7 +42,7 @@ STATE_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
-    """How the rows of some tables change in backward, and how their ids are checked."""
+    """Settings of row updates in backward, and of the check of ids, for the tables of a kernel."""
 
     rule: UpdateRule
     learning_rate: float
@@ -52,17 +51,17 @@ class UpdateSettings:
 
 
 class BatchedTables(nn.Module):
-    """The tables of one of TorchRec's kernels, looked up in one call for each width.
+    """The tables of one of TorchRec's kernels; each width is looked up in one call.
 
     Args:
-        tables, feature_tables: see :class:`Layout`.
-        flat: all rows, in the order of the layout.
+        tables, feature_tables: see :class:`FlatTables`.
+        flat: memory of all rows; :class:`FlatTables` says in which order.
         pooling: None for a vector for each id.
-        precision: of the rows, as FBGEMM names it.
-        output_dtype: of the vectors.
+        precision: FBGEMM's name for the dtype of the rows.
+        output_dtype: dtype of the vectors.
 
     Attributes:
-        groups: the tables of each width.
+        groups: a table group for each width.
     """
 
     def __init__(
@@ -76,15 +75,15 @@ class BatchedTables(nn.Module):
     ) -> None:
         super().__init__()
         self._tables = list(tables)
-        self._layout = Layout(tables, feature_tables, flat.detach())
-        self.groups = self._layout.groups
+        self._flat = FlatTables(tables, feature_tables, flat.detach())
+        self.groups = self._flat.groups
         self._pooling = pooling
         self._output_dtype = output_dtype
         self.weights_precision = precision
-        self.weights_physical_offsets = self._layout.offsets
+        self.weights_physical_offsets = self._flat.offsets
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """The rows of each table, ``[num_rows, num_columns]``, views."""
+        """Views of the rows of each table, ``[num_rows, num_columns]``."""
         split: list[Tensor] = [torch.empty(0)] * len(self._tables)
         for group in self.groups:
             for table in group.tables:
@@ -99,21 +98,27 @@ class BatchedTables(nn.Module):
         offsets: Tensor,
         per_id_weights: Tensor | None,
     ) -> Tensor:
-        """``[B, sum of the features' columns]``, or ``[L, D]`` without pooling."""
-        layout = self._layout
-        num_features = layout.num_features
+        """Look up ``[B, sum of the features' columns]``, or ``[L, D]`` without pooling.
+
+        Args:
+            weights: the rows of each group, as autograd is to see them.
+            sink_of: for a group and the rows looked up in it, makes what takes their gradients;
+                None for ordinary gradients.
+        """
+        flat = self._flat
+        num_features = flat.num_features
         batch_size = (offsets.numel() - 1) // num_features
         rows, _ = linearize_ids(
             ids,
-            layout.first_rows,
-            layout.num_rows,
+            flat.first_rows,
+            flat.num_rows,
             offsets=offsets,
             batch_size=batch_size,
             on_bad_id=OnBadId.ZERO,
-            rows_dtype=layout.rows_dtype,
+            rows_dtype=flat.rows_dtype,
         )
         if self._pooling is None:
-            (weight,), (group,) = weights, layout.groups
+            (weight,), (group,) = weights, flat.groups
             sink = sink_of(group, rows)
             return sequence_lookup(weight, rows, output_dtype=self._output_dtype, sink=sink)
         pool = functools.partial(
@@ -129,7 +134,7 @@ class BatchedTables(nn.Module):
                 offsets=offsets,
                 num_features=num_features,
                 per_id_weights=per_id_weights,
-                sink=sink_of(layout.groups[0], rows),
+                sink=sink_of(flat.groups[0], rows),
             )
             return pooled.flatten(1)
         features = SparseFeatures(
@@ -140,7 +145,7 @@ class BatchedTables(nn.Module):
             weights=per_id_weights,
         )
         columns: list[Tensor] = [rows] * num_features
-        for weight, group, numbers in zip(weights, layout.groups, layout.features, strict=True):
+        for weight, group, numbers in zip(weights, flat.groups, flat.features, strict=True):
             selected = select_features(features, numbers)
             pooled = pool(
                 weight,
@@ -155,27 +160,27 @@ class BatchedTables(nn.Module):
         return torch.cat(columns, dim=1)
 
     def flush(self) -> None:
-        """Nothing is cached."""
+        """Do nothing, since no row is cached."""
 
     def reset_cache_states(self) -> None:
-        """Nothing is cached."""
+        """Do nothing, since no row is cached."""
 
 
 class FusedTables(BatchedTables):
     """Tables that backward updates, as ``SplitTableBatchedEmbeddingBagsCodegen`` does.
 
-    The learning rate is that of the moment of backward; Adam counts forwards. See
-    :class:`BatchedTables` for the other arguments.
+    Backward reads the learning rate as it is then; Adam's step is the number of forwards so far.
+    See :class:`BatchedTables` for the other arguments.
 
     Args:
-        memory: what the tables, of one width, are kept in; None for memory of their own.
+        memory: rows and states to use, for tables of one width; None to allocate them.
 
     Attributes:
         hyper_parameters: the rule of updates, and their learning rate.
-        rounds: whether rows are rounded stochastically.
-        bounds_check: what becomes of bad ids.
-        counts: whether forwards are counted, which the rule or the rounding needs.
-        iteration: how many there were.
+        rounds: whether updated rows are rounded stochastically.
+        bounds_check: FBGEMM's mode for ids outside their table.
+        counts: whether forwards are counted, as the rule or the rounding requires.
+        iteration: the number of forwards so far, 0 where they are not counted.
     """
 
     def __init__(
@@ -187,7 +192,7 @@ class FusedTables(BatchedTables):
         output_dtype: torch.dtype,
         device: torch.device,
         settings: UpdateSettings,
-        memory: Rows | None = None,
+        memory: TableMemory | None = None,
     ) -> None:
         if memory is None:
             num_elements = sum(table.num_rows * table.num_columns for table in tables)
@@ -205,8 +210,8 @@ class FusedTables(BatchedTables):
         self.counts = self.rounds or settings.rule.kind is OptimizerKind.ADAM
         self.iteration = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        """Where runs of equal rows are found. What they are found in is used up before the next
-        forward waits for this stream, so their memory is not taken while it is read."""
+        """Side stream on which runs of equal rows are found during the dense part. Their workspace
+        is used up before the next forward waits for the stream, so it is not reused while read."""
         self.weights_dev = self.weights_host = flat
         is_cpu = device.type == "cpu"
         place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
@@ -217,13 +222,14 @@ class FusedTables(BatchedTables):
                 group.set_rule(settings.rule, 0.0)
             else:
                 group.rule, group.states = settings.rule, memory.states
-        # Autograd calls the lookup's backward for what requires a gradient; the sink then takes it.
-        self._leaves = [group.weight.detach().requires_grad_() for group in self.groups]
+        # Autograd runs the lookup's backward only for a tensor that requires a gradient; the sink
+        # takes the gradients, and the tensor itself gets none.
+        self._differentiable = [group.weight.detach().requires_grad_() for group in self.groups]
 
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
         if self.bounds_check is not BoundsCheckMode.NONE:
             torch.ops.fbgemm.bounds_check_indices(
-                self._layout.num_rows,
+                self._flat.num_rows,
                 ids,
                 offsets,
                 self.bounds_check.value,
@@ -232,16 +238,16 @@ class FusedTables(BatchedTables):
             )
         if self.counts:
             self.iteration += 1
-        return self._look_up(self._leaves, self._sink_of, ids, offsets, per_id_weights)
+        return self._look_up(self._differentiable, self._sink_of, ids, offsets, per_id_weights)
 
-    def part(self, number: int, count: int) -> Rows:
-        """The memory of ``count`` tables from ``number`` on, where all are of one width."""
+    def memory_of(self, first: int, count: int) -> TableMemory:
+        """Views of the memory of ``count`` tables from table ``first`` on, all of one width."""
         (group,) = self.groups
-        rows = slice(group.first_rows[number], group.first_rows[number + count])
-        return Rows(group.weight[rows], tuple(state[rows] for state in group.states))
+        rows = slice(group.first_rows[first], group.first_rows[first + count])
+        return TableMemory(group.weight[rows], tuple(state[rows] for state in group.states))
 
     def _sink_of(self, group: TableGroup, rows: Tensor) -> GradientSink:
-        """Updates the group by the gradients of ``rows``, whose runs are found meanwhile."""
+        """Make the sink that updates ``group``; begins to find the runs of ``rows`` meanwhile."""
         runs = None
         if self._stream is not None and torch.is_grad_enabled():
             self._stream.wait_stream(torch.cuda.current_stream(rows.device))
@@ -265,7 +271,7 @@ class FusedTables(BatchedTables):
             torch.cuda.current_stream(rows.device).wait_stream(self._stream)
         rule, step = self.hyper_parameters.rule, None
         if rule.kind is OptimizerKind.ADAM:
-            # FBGEMM adds eps to the corrected root, ours to the uncorrected one.
+            # FBGEMM adds eps to the bias-corrected root, rowwise_update to the uncorrected one.
             rule = dataclasses.replace(rule, eps=rule.eps * math.sqrt(1 - rule.beta2**iteration))
         if self.counts:
             step = group.step.fill_(iteration)
@@ -281,7 +287,7 @@ class FusedTables(BatchedTables):
         )
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """The state of each table by torch's names, views; empty where there is none."""
+        """Views of each table's states by torch's names; empty where the rule has none."""
         names = STATE_NAMES[self.hyper_parameters.rule.kind]
         if not names:
             return []
@@ -293,7 +299,7 @@ class FusedTables(BatchedTables):
         return by_table
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """As :meth:`get_optimizer_state`, without names."""
+        """Views of each table's states, in the order of :meth:`get_optimizer_state`."""
         return [list(states.values()) for states in self.get_optimizer_state()]
 
     def get_learning_rate(self) -> float:
@@ -303,14 +309,14 @@ class FusedTables(BatchedTables):
         self.hyper_parameters.set_learning_rate(lr)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Count forwards from ``step`` on."""
+        """Set the number of forwards so far to ``step``."""
         self.iteration = step
 
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Set ``lr``, ``eps``, ``beta1``, ``beta2`` or ``weight_decay``.
+    def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
+        """Set any of ``lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
 
         Raises:
-            NotImplementedError: for any other.
+            NotImplementedError: for any other name.
         """
         for name, value in params_dict.items():
             if name == "lr":
@@ -325,8 +331,9 @@ class FusedTables(BatchedTables):
 
 
 class DenseTables(BatchedTables):
-    """Tables with an ordinary gradient, as ``DenseTableBatchedEmbeddingBagsCodegen`` has them: the
-    parameter ``weights [elements]`` holds them all. See :class:`BatchedTables` for arguments.
+    """Tables with an ordinary gradient, as ``DenseTableBatchedEmbeddingBagsCodegen`` has them.
+
+    The parameter ``weights [elements]`` holds them all. See :class:`BatchedTables` for arguments.
     """
 
     def __init__(
@@ -339,15 +346,15 @@ class DenseTables(BatchedTables):
         device: torch.device,
     ) -> None:
         num_elements = sum(table.num_rows * table.num_columns for table in tables)
-        # Drawn as FBGEMM draws it, so that what is drawn afterwards is the same.
+        # Drawn as FBGEMM draws it, so that later random numbers are the same.
         flat = torch.randn(num_elements, dtype=precision.as_dtype(), device=device)
         super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
         self.weights = nn.Parameter(flat)
         self.embedding_specs = [(table.num_rows, table.num_columns) for table in tables]
 
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
-        parts = [
+        weights = [
             self.weights[begin:end].view(-1, group.weight.shape[1])
-            for (begin, end), group in zip(self._layout.spans, self.groups, strict=True)
+            for (begin, end), group in zip(self._flat.spans, self.groups, strict=True)
         ]
-        return self._look_up(parts, lambda *_: None, ids, offsets, per_id_weights)
+        return self._look_up(weights, lambda *_: None, ids, offsets, per_id_weights)

@@ -1,6 +1,4 @@
-"""The updates of TorchRec's fused tables as an optimizer of ours, for steps of our pipeline."""
-
-from typing import Any
+"""A fused optimizer over the tables of TorchRec's kernels, for torchembed's pipeline."""
 
 from torchembed.integrations.torchrec.tables import STATE_NAMES, FusedTables
 from torchembed.ops.rowwise_update import UpdateRule
@@ -9,7 +7,7 @@ from torchembed.tables import table_of
 
 
 class TablesOptimizer(FusedOptimizer):
-    """Steps ``tables``, which a collection of ours has adopted, by their settings and states.
+    """Steps ``tables`` by the settings and states that they have as a kernel's tables.
 
     The learning rate is read on the device, where TorchRec's optimizer of the tables sets it.
     """
@@ -28,7 +26,7 @@ class TablesOptimizer(FusedOptimizer):
         )
 
     def _take_over(self, first: int) -> None:
-        """Their rule and states are there already."""
+        """Keep the rule and the states that the tables have already."""
         for parameter in self.param_groups[0]["params"]:
             table = table_of(parameter)
             assert table is not None
@@ -36,12 +34,12 @@ class TablesOptimizer(FusedOptimizer):
         self._groups[0].tables[0].owner.form_groups()
         self._publish_state()
 
-    def _rule(self, group: dict[str, Any]) -> UpdateRule:
+    def _rule(self, group: dict[str, object]) -> UpdateRule:
         return self._tables.hyper_parameters.rule
 
     def begin(self) -> UpdateRule:
-        """Before a step: count on from where the tables are, and say what a graph takes for
-        granted of it."""
+        """Before a step: set the step count from the tables, and return the rule, with which any
+        captured step is only valid as long as it is equal."""
         iteration = self._tables.iteration
         if iteration != self._known_iteration:
             for group in self._groups:
@@ -49,7 +47,7 @@ class TablesOptimizer(FusedOptimizer):
         return self._tables.hyper_parameters.rule
 
     def end(self) -> None:
-        """After a step: count it, as a forward of the tables does."""
+        """After a step: count it in the tables, as their own forward does."""
         if self._tables.counts:
             self._tables.iteration += 1
         self._known_iteration = self._tables.iteration

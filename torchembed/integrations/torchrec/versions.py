@@ -1,20 +1,25 @@
-"""All that depends on TorchRec's version: which ones fit, and what is read of its private parts.
+"""Everything that depends on TorchRec's version: supported versions, and reads of its privates.
 
-Imported before any other module here, so that another version is named before anything of it fails.
+Imported before any other module of this package, so that an unsupported version is named before
+something in it fails.
 """
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from torchembed.core.versions import release_number
 
 OLDEST, NEWEST = (1, 6), (1, 9)
+"""Supported releases of TorchRec, both included."""
 
 
 def check_version(version: str) -> None:
-    """Raise an ``ImportError`` where ``version`` of TorchRec is none that these modules were
-    written for."""
+    """Raise an ``ImportError`` unless this package supports ``version`` of TorchRec."""
     if not OLDEST <= release_number(version) <= NEWEST:
         oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
         raise ImportError(
@@ -39,9 +44,17 @@ from torchrec.distributed.batched_embedding_kernel import (  # noqa: E402
     _gen_named_parameters_by_table_dense as dense_parameters_by_table,
 )
 from torchrec.distributed.dist_data import _get_recat as exchange_order  # noqa: E402
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig  # noqa: E402
+from torchrec.distributed.sharding.dp_sharding import BaseDpEmbeddingSharding  # noqa: E402
+from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding  # noqa: E402
+from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding  # noqa: E402
+from torchrec.distributed.sharding.twrw_sharding import BaseTwRwEmbeddingSharding  # noqa: E402
+from torchrec.distributed.types import ShardingEnv  # noqa: E402
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig  # noqa: E402
 
 __all__ = [
     "LookupArguments",
+    "Sharding",
     "check_version",
     "dense_parameters_by_table",
     "exchange_order",
@@ -49,56 +62,71 @@ __all__ = [
     "grouped_configs",
     "is_tracked",
     "lookup_arguments",
-    "table_feature",
+    "process_group",
+    "unsupported_table_setting",
 ]
+
+Sharding: TypeAlias = (
+    BaseTwEmbeddingSharding
+    | BaseRwEmbeddingSharding
+    | BaseTwRwEmbeddingSharding
+    | BaseDpEmbeddingSharding
+)
+"""TorchRec's sharding of the tables of a module that have one sharding type; column-wise shardings
+are table-wise ones of columns."""
 
 
 class LookupArguments(NamedTuple):
-    """What TorchRec's shardings give to their lookups."""
+    """Arguments that TorchRec's shardings pass to their lookups."""
 
-    grouped_configs: list[Any]
-    pg: Any
-    device: Any
-    env: Any
+    grouped_configs: list[GroupedEmbeddingConfig]
+    pg: dist.ProcessGroup | None
+    device: torch.device | None
+    env: ShardingEnv
 
 
-def lookup_arguments(sharding: Any) -> LookupArguments:
-    """What ``sharding.create_lookup()`` would build its lookup from."""
-    configs = getattr(sharding, "_grouped_embedding_configs", None)
-    if configs is None:  # table-row-wise
+def process_group(sharding: Sharding) -> dist.ProcessGroup:
+    """The process group that ``sharding`` exchanges ids and vectors in."""
+    # Data-parallel shardings have no group of their own.
+    pg = getattr(sharding, "_pg", sharding._env.process_group)
+    assert pg is not None  # a collection without one stays TorchRec's
+    return pg
+
+
+def lookup_arguments(sharding: Sharding) -> LookupArguments:
+    """The arguments that ``sharding.create_lookup()`` would make its lookup with."""
+    if isinstance(sharding, BaseTwRwEmbeddingSharding):
         configs = sharding._grouped_embedding_configs_per_rank[sharding._rank]
-    return LookupArguments(
-        configs,
-        # Data-parallel shardings have no group of their own.
-        getattr(sharding, "_pg", sharding._env.process_group),
-        sharding._device,
-        sharding._env,
-    )
+    else:
+        configs = sharding._grouped_embedding_configs
+    return LookupArguments(configs, process_group(sharding), sharding._device, sharding._env)
 
 
-def grouped_configs(shardings: Iterable[Any]) -> list[Any]:
-    """What the kernels of all ranks are made from."""
-    found: list[Any] = []
+def grouped_configs(shardings: Iterable[Sharding]) -> list[GroupedEmbeddingConfig]:
+    """The configs of the kernels of all ranks."""
+    found: list[GroupedEmbeddingConfig] = []
     for sharding in shardings:
         per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
-        if per_rank is None:  # data-parallel
+        if per_rank is None:  # data-parallel, in some versions
+            assert isinstance(sharding, BaseDpEmbeddingSharding)
             per_rank = [sharding._grouped_embedding_configs]
         found += itertools.chain.from_iterable(per_rank)
     return found
 
 
-def frees_features_early(module: Any) -> bool:
-    """Whether a pipeline asked ``module`` to give the memory of features back; from 1.8 on."""
+def frees_features_early(module: nn.Module) -> bool:
+    """True where a pipeline asked ``module`` to free the memory of features early; from 1.8 on."""
     return getattr(module, "_free_features_storage_early", False)
 
 
-def is_tracked(module: Any) -> bool:
-    """Whether functions are to be called between a lookup and what follows; not of all versions."""
+def is_tracked(module: nn.Module) -> bool:
+    """True where a tracker's functions run after a lookup; some versions have none."""
     names = ("post_lookup_tracker_fn", "post_odist_tracker_fn")
     return any(getattr(module, name, None) is not None for name in names)
 
 
-def table_feature(config: Any) -> str | None:
-    """What a table has that some of these versions do not know and ours do not have."""
+def unsupported_table_setting(config: BaseEmbeddingConfig) -> str | None:
+    """Name of a setting of a table that only some of these versions know and torchembed does not
+    have; None where the table has none."""
     names = ("use_virtual_table", "enable_embedding_update", "stash_weights")
     return next((name for name in names if getattr(config, name, False)), None)

@@ -1,6 +1,6 @@
-"""TorchRec models taken apart, and which of them our pipeline can train."""
+"""A TorchRec model without its wrappers, and why torchembed's pipeline may not support it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,68 +12,71 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
-from torchembed.integrations.torchrec.adopted import output_dtypes, plans_of, shardings_of
 from torchembed.integrations.torchrec.sharded import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )
 from torchembed.integrations.torchrec.versions import grouped_configs
-from torchembed.integrations.torchrec.wires import wire_of
+from torchembed.integrations.torchrec.wire_precision import wire_precision
 from torchembed.sharding.wire import WirePrecision
 
-_OURS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+_COLLECTIONS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+
+Collection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+"""A TorchRec collection over torchembed's tables."""
 
 
-class Parts(NamedTuple):
-    """What a model for training is made of."""
+class UnwrappedModel(NamedTuple):
+    """A model for training, taken out of ``DistributedModelParallel`` and DDP."""
 
     inner: nn.Module
-    """Without what ``DistributedModelParallel`` and ``DistributedDataParallel`` put around it."""
+    """The user's module."""
     ddp: DistributedDataParallel | None
-    collections: list[tuple[str, Any]]
-    """Those over our tables."""
+    """The DDP module that wrapped it; None where none did."""
+    collections: list[tuple[str, Collection]]
+    """Names and modules of the collections over torchembed's tables."""
 
     @property
     def wire(self) -> WirePrecision:
-        """How its vectors and gradients travel."""
-        wire = wire_of(self.collections[0][1].qcomm_codecs_registry)
+        """The precision in which its vectors and gradients are exchanged."""
+        wire = wire_precision(self.collections[0][1].qcomm_codecs_registry)
         assert not isinstance(wire, str)
         hooks = [] if self.ddp is None else self.ddp._comm_hooks
         dense = torch.bfloat16 if hooks else None
         return WirePrecision(forward=wire.forward, backward=wire.backward, dense=dense)
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are in no collection, by all of their names."""
+        """The parameters that are in no collection, under all of their names."""
         inside = tuple(f"{name}." for name, _ in self.collections)
         named = self.inner.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if not name.startswith(inside)}
 
     def averaged_parameters(self) -> list[nn.Parameter]:
-        """The dense ones whose gradients ``DistributedDataParallel`` would average."""
+        """The dense parameters whose gradients DDP would average."""
         if self.ddp is None:
             return []
         left_out = self.ddp.parameters_to_ignore
         return [p for name, p in self.dense_parameters().items() if name not in left_out]
 
 
-def parts_of(model: nn.Module) -> Parts:
-    """Take ``model`` apart."""
-    inner: Any = model
-    ddp = None
+def unwrap(model: nn.Module) -> UnwrappedModel:
+    """Take ``model`` out of its wrappers, and find its collections over torchembed's tables."""
+    inner, ddp = model, None
     if isinstance(inner, DistributedModelParallel):
         inner = inner._dmp_wrapped_module
     if isinstance(inner, DistributedDataParallel):
         ddp, inner = inner, inner.module
-    collections = [(name, m) for name, m in inner.named_modules() if isinstance(m, _OURS)]
-    return Parts(inner, ddp, collections)
+    collections = [(name, m) for name, m in inner.named_modules() if isinstance(m, _COLLECTIONS)]
+    return UnwrappedModel(inner, ddp, collections)
 
 
-def unfit_model(parts: Parts) -> str | None:
-    """Why our pipeline cannot train a model; None where it can. The same on every rank."""
-    inner, ddp, collections = parts
+def unsupported_model(model: UnwrappedModel) -> str | None:
+    """Reason why torchembed's pipeline cannot train ``model``, the same on every rank; None where
+    it can."""
+    inner, ddp, collections = model
     inside = [f"{name}." for name, _ in collections]
     for name, module in inner.named_modules():
-        if isinstance(module, ShardedModule) and not isinstance(module, _OURS):
+        if isinstance(module, ShardedModule) and not isinstance(module, _COLLECTIONS):
             return f"{type(module).__name__} ({name}) is sharded by TorchRec itself"
         is_wrapped = type(module).__name__ in (
             "DistributedDataParallel",
@@ -82,42 +85,42 @@ def unfit_model(parts: Parts) -> str | None:
         if is_wrapped and not any(name.startswith(path) for path in inside):
             return f"{name or 'the model'} is a {type(module).__name__}"
     if not collections:
-        return "it has no collection that our sharders have sharded"
-    if dist.get_world_size(collections[0][1]._env.process_group) < dist.get_world_size():
+        return "torchembed's sharders have sharded none of its collections"
+    if dist.get_world_size(collections[0][1].process_group) < dist.get_world_size():
         return "it is sharded over some of all processes"
     if ddp is not None:
         others = [hook for hook, _ in ddp._comm_hooks if hook is not bf16_compress_hook]
         if others:
             return f"its dense gradients are reduced by {others[0].__name__}"
-    for name, parameter in parts.dense_parameters().items():
+    for name, parameter in model.dense_parameters().items():
         hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
         if any(getattr(parameter, hook, None) for hook in hooks):
             return f"parameter {name} has hooks, or an optimizer, in backward"
-    wires = [wire_of(sharded.qcomm_codecs_registry) for _, sharded in collections]
+    wires = [wire_precision(sharded.qcomm_codecs_registry) for _, sharded in collections]
     for (name, sharded), wire in zip(collections, wires, strict=True):
         if isinstance(wire, str):
             return f"{name} has {wire}"
         if wire != wires[0]:
             return f"{name} has other quantized communication than {collections[0][0]}"
-        reason = _unfit_collection(sharded)
+        reason = _unsupported_collection(sharded)
         if reason is not None:
             return f"{name} {reason}"
     return None
 
 
-def _unfit_collection(sharded: Any) -> str | None:
-    pooled = isinstance(sharded, ShardedEmbeddingBagCollection)
-    configs = sharded._embedding_bag_configs if pooled else sharded._embedding_configs
-    groups = grouped_configs(shardings_of(sharded))
-    if not pooled and sharded._need_indices:
+def _unsupported_collection(sharded: Collection) -> str | None:
+    """Reason why torchembed's pipeline cannot train ``sharded``; None where it can."""
+    if isinstance(sharded, ShardedEmbeddingBagCollection):
+        if _divides_all(sharded):
+            return "has means of row-wise tables beside others, whose vectors TorchRec divides too"
+    elif sharded.returns_indices:
         return "gives indices beside its vectors"
-    if pooled and _divides_all(sharded):
-        return "has means of row-wise tables beside others, whose vectors TorchRec divides too"
-    if any((c.fused_params or {}).get("optimizer") is EmbOptimType.ADAM for c in groups):
+    configs = grouped_configs(sharded.type_shardings)
+    if any((c.fused_params or {}).get("optimizer") is EmbOptimType.ADAM for c in configs):
         return "has tables under Adam, part of whose update is computed on the host"
-    if len(output_dtypes(sharded)) > 1:
+    if len(sharded.output_dtypes) > 1:
         return "gives vectors of several types"
-    for plan in plans_of(sharded, configs):
+    for plan in sharded.table_plans:
         by_column: dict[int, list[tuple[int, int]]] = {}
         for shard in plan.shards:
             by_column.setdefault(shard.first_column, []).append((shard.rank, shard.first_row))
@@ -126,15 +129,16 @@ def _unfit_collection(sharded: Any) -> str | None:
     return None
 
 
-def _divides_all(sharded: Any) -> bool:
-    """Whether TorchRec divides vectors by the lengths of bags that need it not."""
+def _divides_all(sharded: ShardedEmbeddingBagCollection) -> bool:
+    """True where TorchRec divides vectors of other shardings by the lengths of bags as well, as it
+    does where a row-wise table has mean pooling."""
     by_row = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value}
     types = {
-        config.name: sharded.module_sharding_plan[config.name].sharding_type
-        for config in sharded._embedding_bag_configs
+        config.name: sharded.table_shardings[config.name].sharding_type
+        for config in sharded.table_configs
     }
     has_mean = any(
         config.pooling is PoolingType.MEAN and types[config.name] in by_row
-        for config in sharded._embedding_bag_configs
+        for config in sharded.table_configs
     )
     return has_mean and not by_row.issuperset(types.values())

@@ -111,7 +111,7 @@ def everything(device_type: str) -> list[Case]:
 
 def test_ranks_get_the_same_in_one_exchange(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
-        for case in answer["united"]:
+        for case in answer["combined_lookup"]:
             features = case.answers.features
             theirs, ours = features[: len(features) // 2], features[len(features) // 2 :]
             assert case.num_exchanges == 1, case.name
@@ -120,7 +120,7 @@ def test_ranks_get_the_same_in_one_exchange(answers: list[dict[str, Any]]) -> No
 
 def test_vectors_and_updates_are_theirs(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
-        for case in answer["united"]:
+        for case in answer["combined_lookup"]:
             vectors, weights = case.answers.vectors, case.answers.weights
             half = len(vectors) // 2
             for theirs, ours in zip(vectors[:half], vectors[half:], strict=True):

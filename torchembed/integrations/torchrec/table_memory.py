@@ -1,4 +1,4 @@
-"""What tables of several of TorchRec's kernels may have in common: memory, and how it changes."""
+"""Memory and hyper-parameters that the tables of several of TorchRec's kernels may share."""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torchembed.ops.rowwise_update import UpdateRule
 
 @dataclasses.dataclass
 class HyperParameters:
-    """How rows change now; what several tables may share."""
+    """The current rule and learning rate of row updates."""
 
     rule: UpdateRule
     learning_rate: float
@@ -18,15 +18,16 @@ class HyperParameters:
     """float32 ``[1]``, on the device of the rows."""
 
     def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate, on the device too; nothing is copied where it is the same."""
         if lr != self.learning_rate:
             self.learning_rate = lr
             self.learning_rate_tensor.fill_(lr)
 
 
-class Rows(NamedTuple):
-    """Memory of tables of one width."""
+class TableMemory(NamedTuple):
+    """Rows and optimizer states of tables of one width."""
 
     weight: Tensor
     """``[R, D]``"""
     states: tuple[Tensor, ...]
-    """Of their optimizer, flat like ``weight``."""
+    """Optimizer states, one row for each row of ``weight``."""

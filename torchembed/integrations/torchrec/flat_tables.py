@@ -1,4 +1,4 @@
-"""Where several tables are in one flat tensor."""
+"""Several tables in one flat tensor, grouped by width."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from torchembed.tables import Table, TableGroup
 
 
-class Layout:
-    """Tables in one flat ``[elements]``, those of one width next to each other: a group.
+class FlatTables:
+    """Tables in one flat ``[elements]``; those of one width are contiguous and form a group.
 
     Args:
-        tables: what this rank holds, in TorchRec's order.
-        feature_tables: for each feature, the number of its table.
-        flat: all their rows.
+        tables: this rank's tables, in TorchRec's order.
+        feature_tables: for each feature, the index of its table.
+        flat: memory of all rows.
     """
 
     def __init__(
@@ -22,11 +22,11 @@ class Layout:
     ) -> None:
         self.groups: list[TableGroup] = []
         self.features: list[list[int]] = []
-        """The features that each group serves."""
+        """For each group, the features that look up in it."""
         self.spans: list[tuple[int, int]] = []
-        """Where each group's elements are."""
+        """For each group, its first element and the one after its last."""
         self.offsets = [0] * len(tables)
-        """Where each table's elements begin."""
+        """First element of each table."""
         first_rows = [0] * len(tables)
         begin = 0
         for width in dict.fromkeys(table.num_columns for table in tables):
@@ -42,7 +42,7 @@ class Layout:
             self.spans.append((begin, end))
             begin = end
         device = flat.device
-        # What linearize_ids needs of each feature's table, and FBGEMM's check of ids, too.
+        # Arguments of linearize_ids for each feature; FBGEMM's check of ids takes num_rows too.
         self.first_rows = torch.tensor([first_rows[t] for t in feature_tables], device=device)
         self.num_rows = torch.tensor([tables[t].num_rows for t in feature_tables], device=device)
         wide = any(group.rows_dtype is torch.int64 for group in self.groups)

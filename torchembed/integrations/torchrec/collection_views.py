@@ -1,0 +1,175 @@
+"""torchembed collections over the tables of TorchRec's, for torchembed's pipeline to train.
+
+Weights, optimizer states and learning rates are shared, not copied.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig as TorchrecBagConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.trees import Tree
+from torchembed.core.types import OnBadId
+from torchembed.integrations.torchrec.sharded import (
+    ShardedEmbeddingBagCollection as TorchrecBags,
+)
+from torchembed.integrations.torchrec.sharded import (
+    ShardedEmbeddingCollection as TorchrecSequences,
+)
+from torchembed.integrations.torchrec.tables import BatchedTables, FusedTables
+from torchembed.modules.collection import FeatureSlots
+from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig, as_config
+from torchembed.modules.embedding_collection import SequenceVectors
+from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
+from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
+from torchembed.modules.staged_collection import StagedCollection
+from torchembed.modules.table_module import TableWeight
+from torchembed.ops.row_gradients import WeightGradient
+from torchembed.sharding.transport.layout import SlotPart
+from torchembed.sharding.transport.ranks import Ranks
+from torchembed.tables import Table, TableSet
+
+
+def _strictest_bounds_check(tables: Sequence[BatchedTables]) -> BoundsCheckMode:
+    modes = {of_one.bounds_check for of_one in tables if isinstance(of_one, FusedTables)}
+    strict = (BoundsCheckMode.FATAL, BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE)
+    return next((mode for mode in strict if mode in modes), BoundsCheckMode.NONE)
+
+
+class _CollectionView(ShardedCollection):
+    """A collection that looks up in the tables of a TorchRec collection, and owns none."""
+
+    def _share_tables(
+        self,
+        source: TorchrecBags | TorchrecSequences,
+        configs: Sequence[EmbeddingConfig],
+        ranks: Ranks,
+    ) -> None:
+        # Not ShardedCollection's __init__, which would allocate tables.
+        StagedCollection.__init__(self)
+        tables = source.tables
+        self._bounds_check = _strictest_bounds_check(tables)
+        is_fatal = self._bounds_check is BoundsCheckMode.FATAL
+        on_bad_id = OnBadId.RAISE if is_fatal else OnBadId.ZERO
+        plans = {plan.table: plan for plan in source.table_plans}
+        self._settle(configs, [plans[config.name] for config in configs], ranks, on_bad_id)
+        self._table_set = TableSet.over([group for of_one in tables for group in of_one.groups])
+        numbers = {config.name: number for number, config in enumerate(configs)}
+        self._local: dict[int, Table] = {}
+        self._by_column: dict[tuple[int, int], Table] = {}
+        """Tables by number and first column: a rank may hold two column shards of one table."""
+        for table in self._table_set.tables:
+            number = numbers[table.spec.name]
+            self._local[number] = self._by_column[number, table.first_column] = table
+        setattr(self, self._container, self._table_weights())
+        self._num_bad = torch.zeros((), dtype=torch.int64, device=source.device)
+        self._assign_slots(source.device)
+
+    def _table_weights(self) -> nn.ModuleDict:
+        return nn.ModuleDict({name: TableWeight(table) for name, table in self._named_tables()})
+
+    def _named_tables(self) -> list[tuple[str, Table]]:
+        return [(f"{t.spec.name}_{t.first_column}", t) for t in self._table_set.tables]
+
+    def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
+        weights = self.get_submodule(self._container)
+        return ((table, weights.get_submodule(name)) for name, table in self._named_tables())
+
+    def _table_of(self, part: SlotPart) -> Table:
+        number = self._feature_slots.tables[part.slot]
+        return self._by_column[number, part.shards[0].first_column]
+
+    def _checked(self, batch: SparseFeatures) -> SparseFeatures:
+        """``batch`` with ids checked as FBGEMM does: a bad id becomes id 0, and -1 is skipped."""
+        checked = super()._checked(batch)
+        if self._bounds_check in (BoundsCheckMode.FATAL, BoundsCheckMode.NONE):
+            return checked
+        is_bad = (checked.values < 0) & (batch.values != -1)
+        if batch.offsets is not None:
+            # Padded batches have unused positions after the last bag, with arbitrary ids in them.
+            positions = torch.arange(batch.values.numel(), device=batch.values.device)
+            is_bad &= positions < batch.offsets[-1:]
+        self._num_bad += is_bad.sum()
+        return SparseFeatures(
+            keys=checked.keys,
+            values=checked.values.masked_fill(is_bad, 0),
+            batch_size=checked.batch_size,
+            offsets=checked.offsets,
+            hotness=checked.hotness,
+            weights=checked.weights,
+        )
+
+    def take_num_bad(self) -> int:
+        """Number of bad ids since the last call, where FBGEMM would warn of them, else 0; waits for
+        the device."""
+        number = int(self._num_bad)
+        self._num_bad.zero_()
+        return number if self._bounds_check is BoundsCheckMode.WARNING else 0
+
+
+class EmbeddingBagCollectionView(_CollectionView, ShardedEmbeddingBagCollection):
+    """Looks up what ``source``, a TorchRec collection over torchembed's tables, would return for
+    this rank's samples."""
+
+    def __init__(self, source: TorchrecBags, ranks: Ranks) -> None:
+        names = source.output_names
+        self._share_tables(source, _in_output_order(source.table_configs, names), ranks)
+        self.reserved_columns = 0
+        (dtype,) = source.output_dtypes
+        self._look_up_as(source.takes_weights, dtype, WeightGradient.DENSE)
+        self._names = names
+        self._order = [self._feature_slots.names.index(name) for name in names]
+        self._output_widths = [self._widths[slot] for slot in self._order]
+
+    def _result(self, features: Tree, vectors: Tensor) -> KeyedTensor:
+        if self._order != sorted(self._order):
+            columns = vectors.split(self._widths, dim=1)
+            vectors = torch.cat([columns[slot] for slot in self._order], dim=1)
+        return KeyedTensor(self._names, self._output_widths, vectors, key_dim=1)
+
+
+class EmbeddingCollectionView(_CollectionView, ShardedEmbeddingCollection):
+    """Looks up what ``source``, a TorchRec collection over torchembed's tables, would return for
+    this rank's samples."""
+
+    def __init__(self, source: TorchrecSequences, ranks: Ranks) -> None:
+        configs = [as_config(config, EmbeddingConfig) for config in source.table_configs]
+        self._share_tables(source, configs, ranks)
+        (dtype,) = source.output_dtypes
+        self._look_up_as(dtype, WeightGradient.DENSE)
+        slots = self._feature_slots.names
+        self._slots_of_names = {name: slots.index(name) for name in source.output_names}
+
+    def _result(self, features: Tree, vectors: SequenceVectors) -> dict[str, JaggedTensor]:
+        found = {}
+        for name, slot in self._slots_of_names.items():
+            values, offsets = vectors[slot]
+            found[name] = JaggedTensor(values=values, offsets=offsets)
+        return found
+
+
+def _in_output_order(
+    configs: Iterable[TorchrecBagConfig], names: Sequence[str]
+) -> list[EmbeddingBagConfig]:
+    """``configs`` in the order in which ``names`` has the tables' first results."""
+    unordered = cast(
+        "list[EmbeddingBagConfig]", [as_config(config, EmbeddingBagConfig) for config in configs]
+    )
+    slots = FeatureSlots(unordered)
+    tables = [slots.tables[slots.names.index(name)] for name in names]
+    return [unordered[table] for table in dict.fromkeys(tables)]
+
+
+def collection_view(
+    source: TorchrecBags | TorchrecSequences, ranks: Ranks
+) -> EmbeddingBagCollectionView | EmbeddingCollectionView:
+    """Make the collection over the tables of ``source``."""
+    if isinstance(source, TorchrecBags):
+        return EmbeddingBagCollectionView(source, ranks)
+    return EmbeddingCollectionView(source, ranks)
