@@ -1,1 +1,1 @@
-"""Figures of speed, ours beside other libraries', each checked in the run that prints it."""
+"""Benchmarks of torchembed and other libraries; each run checks the results that it times."""

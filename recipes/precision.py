@@ -14,7 +14,7 @@ class Precision(enum.Enum):
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """As :class:`~torchembed.training.TrainPipeline` takes it."""
+        """The ``autocast`` argument of :class:`~torchembed.training.TrainPipeline`."""
         return None if self is Precision.FP32 else self.value
 
     def context(self, device: torch.device) -> torch.autocast:

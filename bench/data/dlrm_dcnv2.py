@@ -15,7 +15,7 @@ from torchembed.sharding.planning.distinct_rows import expected_distinct
 
 
 class DenseSizes(NamedTuple):
-    """Of a DLRM-DCNv2's dense part, in the order of its arguments."""
+    """Sizes of a DLRM-DCNv2's dense part, in the order of the model's arguments."""
 
     num_dense: int
     dense_arch: tuple[int, ...]

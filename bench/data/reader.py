@@ -20,7 +20,7 @@ import torch
 import tyro
 from numpy.typing import NDArray
 
-from bench.report.result_file import write_results
+from bench.report.result_file import Row, write_results
 from torchembed.core.trees import tensors_in
 from torchembed.data import (
     CAT_NAMES,
@@ -131,7 +131,7 @@ FORMATS = {
 
 def measure(
     name: str, rows: Rows, folder: Path, num_threads: int, batch_size: int, seconds: float
-) -> dict[str, Any]:
+) -> Row:
     """Passes over the files for ``seconds``, one at least, after a first one that is checked."""
     source = FORMATS[name].reader(folder, batch_size=batch_size, table_sizes=MLPERF_TABLE_SIZES)
     # A thread builds one batch while the one before waits for the consumer.

@@ -87,7 +87,7 @@ def true_pooled(weights: Sequence[Tensor], batch: Batch) -> Tensor:
 
 
 class RowChanges(NamedTuple):
-    """What a step does to a table."""
+    """Changes of a table's rows in one step."""
 
     rows: Tensor
     """``[U]``, increasing: the rows that change."""
@@ -96,7 +96,7 @@ class RowChanges(NamedTuple):
 
 
 def true_changes(batch: Batch, feature: int, rule: Rule) -> RowChanges:
-    """What the first step of ``rule`` does to the table of ``feature``."""
+    """Compute in float64 the changes of ``feature``'s table in the first step of ``rule``."""
     ids = batch.ids[feature]
     batch_size, dim = batch.grad.shape[0], batch.grad.shape[1] // len(batch.ids)
     rows, slots = ids.unique(return_inverse=True)

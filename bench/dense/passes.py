@@ -1,4 +1,4 @@
-"""The dense part of DLRM-DCNv2 on one GPU: forward, backward and optimizer, beside plain PyTorch.
+"""Compares DLRM-DCNv2's dense part on one GPU with plain PyTorch: forward, backward, optimizer.
 
 ``python -m bench.dense.passes`` prints milliseconds of CUDA graphs that hold a forward and
 backward, or a step of an optimizer, and writes them to ``bench/results/dense.json``. The systems
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bench.data.dlrm_dcnv2 import DIM, FLOPS_PER_SAMPLE, NUM_DENSE, WIDTH
 from bench.dense.dense_part import ours, plain
 from bench.planning.step_floor import RATES
-from bench.report.result_file import write_results
+from bench.report.result_file import Row, write_results
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.optim import DenseAdagrad, DenseAdam, DenseSGD
 
@@ -28,7 +28,7 @@ PEAK = RATES["H100"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure."""
+    """Settings of the measurements."""
 
     batch_sizes: tuple[int, ...] = (512, 2048, 8192)
     precisions: tuple[str, ...] = ("bf16", "tf32")
@@ -145,7 +145,7 @@ def milliseconds(replays: Sequence[Callable[[], None]], num_rounds: int) -> list
     return times
 
 
-def row(times: list[float], floor: float, **what: Any) -> dict[str, Any]:
+def row(times: list[float], floor: float, **what: Any) -> Row:
     median = statistics.median(times)
     return {
         **what,
@@ -156,7 +156,7 @@ def row(times: list[float], floor: float, **what: Any) -> dict[str, Any]:
     }
 
 
-def forward_backward(config: Config, batch_size: int, precision: str) -> list[dict[str, Any]]:
+def forward_backward(config: Config, batch_size: int, precision: str) -> list[Row]:
     """A row for each system that is right."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
@@ -243,7 +243,7 @@ def after_one_step(dtype: torch.dtype, optimizer_of: Callable[..., Any]) -> tupl
     return model, optimizer
 
 
-def optimizer_steps(config: Config, case: OptimizerCase) -> list[dict[str, Any]]:
+def optimizer_steps(config: Config, case: OptimizerCase) -> list[Row]:
     """A row for each optimizer that is right: its step over the parameters of the dense part."""
     arguments = case.arguments
     capturable = {"capturable": True} if case.name == "Adam" else {}

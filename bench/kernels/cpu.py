@@ -1,4 +1,4 @@
-"""Lookups and updates on the CPU, beside ``nn.EmbeddingBag`` and FBGEMM's tables, on the same ids.
+"""Compares lookups and updates on the CPU with ``nn.EmbeddingBag`` and FBGEMM, on the same ids.
 
 ``python -m bench.kernels.cpu`` prints milliseconds for a batch. The libraries take turns within one
 run, on the same batches and from the same weights, and a figure is printed only if what it measures
@@ -37,7 +37,7 @@ MAX_ERROR = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure."""
+    """Settings of the measurements."""
 
     dims: tuple[int, ...] = (16, 128)
     one_hot_batch_size: int = 2048

@@ -32,11 +32,11 @@ class Tables(abc.ABC):
 
     @abc.abstractmethod
     def pooled(self, result: Any) -> Tensor:
-        """What ``look_up`` gave as ``[batch_size, num_features * dim]``; not timed."""
+        """Convert a result of ``look_up`` to ``[batch_size, num_features * dim]``; not timed."""
 
     @abc.abstractmethod
     def train(self, result: Any, prepared: Any) -> None:
-        """The backward pass from what ``look_up`` gave, and a step of the optimizer."""
+        """Run backward from a result of ``look_up``, and a step of the optimizer."""
 
     @abc.abstractmethod
     def weights(self) -> list[Tensor]:

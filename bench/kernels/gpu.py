@@ -1,4 +1,4 @@
-"""Lookups and row updates on one GPU, beside FBGEMM's, on the same ids and the same weights.
+"""Compares lookups and row updates on one GPU with FBGEMM's, on the same ids and weights.
 
 ``python -m bench.kernels.gpu`` takes DLRM-DCNv2's tables, cut to 8 M rows, and prints the
 microseconds of each stage, the bytes that it must move by the second, as a part of what a copy
@@ -15,7 +15,6 @@ import gc
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from bench.data.workload import (
 )
 from bench.kernels.gpu_tables import FbgemmTables, Stages, TorchembedTables
 from bench.kernels.gpu_timing import copy_bytes_per_second, graph_microseconds, kernel_microseconds
-from bench.report.result_file import write_results
+from bench.report.result_file import Row, write_results
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 
 DIM, MAX_ROWS = 128, 8_000_000
@@ -125,7 +124,7 @@ def measure(
     ours: TorchembedTables,
     theirs: FbgemmTables | None,
     copy_rate: float,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Check and time each stage on one workload, print it, and return its rows of results."""
     workload, rule = setting.workload, setting.rule
     numbers = range(NUM_BATCHES[workload.batch_size])
@@ -136,7 +135,7 @@ def measure(
         for tables in (ours, theirs)
         if tables is not None
     ]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     times: dict[tuple[str, str], float] = {}
     for name, stages in contenders:
         is_ours = name == ours.name
@@ -199,7 +198,7 @@ def measure(
     return rows
 
 
-def _kernels(rows: Sequence[dict[str, Any]], system: str, stage: str) -> list[tuple[str, float]]:
+def _kernels(rows: Sequence[Row], system: str, stage: str) -> list[tuple[str, float]]:
     return [
         pair
         for row in rows
@@ -223,7 +222,7 @@ HEADER = (
 )
 
 
-def print_row(row: dict[str, Any]) -> None:
+def print_row(row: Row) -> None:
     def optional(key: str, form: str, width: int, scale: float = 1.0) -> str:
         return f"{row[key] * scale:{width}{form}}" if key in row else f"{'-':>{width}}"
 
@@ -249,7 +248,7 @@ def main() -> None:
     if not has_fbgemm:
         print("FBGEMM is not installed, so it is not shown")
     print(HEADER)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for rule in RULES:
         workload = Workload(
             dim=DIM, num_rows=num_rows, hotness=MLPERF_HOTNESS, batch_size=1, ids="uniform"

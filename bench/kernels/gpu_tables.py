@@ -18,14 +18,14 @@ from torchembed.ops.segments import find_runs
 
 
 class Stages(NamedTuple):
-    """What is timed, for one batch. Running one of them changes no other's work."""
+    """Calls to be timed for one batch; running one does not change the work of another."""
 
     forward: Callable[[], Tensor]
     """The pooled vectors, bfloat16 ``[batch_size, num_features * dim]``."""
     backward: Callable[[], None]
     """All that follows from the vectors' gradient, rows updated."""
     update: Callable[[], None] | None
-    """Of backward, what must wait for the gradient; None where a library does not part them."""
+    """The part of backward that needs the gradient; None where a library does not separate it."""
     touch: Callable[[], None] | None = None
     """Reads and writes the rows and states of ``update``, and does nothing else."""
 

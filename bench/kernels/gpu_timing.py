@@ -10,7 +10,7 @@ Call = Callable[[], object]
 
 
 def copy_bytes_per_second(num_bytes: int = 2**31, num_copies: int = 10) -> float:
-    """Of a large copy within the GPU's memory, bytes read plus bytes written."""
+    """Measure a large copy within the GPU's memory: bytes read plus bytes written, a second."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)

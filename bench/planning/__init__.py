@@ -1,1 +1,1 @@
-"""What is predicted: plans, what the cost model says, and the least time that a step can take."""
+"""Predictions: plans, the cost model's times, and the least time that a step can take."""

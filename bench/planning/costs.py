@@ -1,4 +1,4 @@
-"""What the planner's cost model predicts of kernels and wires, beside what they take.
+"""Compares the planner's predictions for kernels and wires with measurements.
 
 ``python -m bench.planning.costs`` compares the rows of ``bench.kernels.gpu`` and
 ``bench.step.train_step`` and those of wires that are in ``bench/results``. ``torchrun
@@ -13,7 +13,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from bench.data.dlrm_dcnv2 import distinct_ids
 from bench.data.workload import ADAGRAD
 from bench.kernels.gpu_timing import graph_microseconds
 from bench.planning.step_costs import predicted_of_row
-from bench.report.result_file import write_results
+from bench.report.result_file import Row, write_results
 from torchembed import optim
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.ops.rowwise_update import UpdateRule
@@ -43,7 +43,6 @@ MAX_ROWS, DIM = 8_000_000, 128
 """Of the tables of ``bench.kernels.gpu``."""
 WIRE_BYTES = (3 << 20, 13 << 20, 52 << 20, 104 << 20)
 """Of each rank, in and out of a collective."""
-Row = dict[str, Any]
 
 
 class Prediction(NamedTuple):
@@ -59,7 +58,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(rows: Iterable[Row]) -> list[Prediction]:
-    """Of each row that the cost model speaks of."""
+    """Predict each of ``rows`` that the cost model covers."""
     found = []
     for row in rows:
         hardware = next((gpu for gpu in GPUS if gpu.name in row.get("gpu", "")), None)

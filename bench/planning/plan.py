@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to plan."""
+    """Settings of the plan."""
 
     num_ranks: int = 8
     ranks_per_node: int = 8

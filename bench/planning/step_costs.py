@@ -1,11 +1,11 @@
-"""What the planner's cost model says of the stages of DLRM-DCNv2's step."""
+"""Predictions of the planner's cost model for the stages of DLRM-DCNv2's step."""
 
 import dataclasses
-from typing import Any
 
 import torch
 
 from bench.data import dlrm_dcnv2 as workload
+from bench.report.result_file import Row
 from torchembed import optim, plan_embeddings
 from torchembed.modules.shard import table_uses
 from torchembed.sharding import Planner, PlanReport, TableConstraint, Topology, WirePrecision
@@ -37,7 +37,7 @@ def make_planner(
 
 
 def wire_precision(wire: str) -> WirePrecision:
-    """Of vectors, their gradients and those of the dense part."""
+    """Make the precision ``wire`` for vectors, their gradients and dense gradients."""
     dtype = WIRES[wire]
     return WirePrecision(forward=dtype, backward=dtype, dense=dtype)
 
@@ -66,8 +66,8 @@ def placements_of(plan: ShardingPlan) -> dict[str, str]:
     }
 
 
-def predicted_of_row(row: dict[str, Any]) -> dict[str, float]:
-    """What the cost model says now of a row that was measured, under the plan of then."""
+def predicted_of_row(row: Row) -> dict[str, float]:
+    """Predict a measured row with today's cost model and the plan of the measurement."""
     hardware = next(gpu for gpu in GPUS if gpu.name in row["gpu"])
     topology = Topology.of_hardware(hardware, ranks_per_node=row["num_gpus"])
     meta, precision = torch.device("meta"), row["precision"]

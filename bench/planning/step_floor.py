@@ -18,7 +18,7 @@ STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one GPU can do in a second; what our kernels do is in ``sharding.topology``."""
+    """Peak rates of one GPU, a second; ``sharding.planning.topology`` has rates of the kernels."""
 
     bytes: float
     flops: float
@@ -78,5 +78,5 @@ def floor_seconds(
     dense_update = num_dense * (8 + 4 * states + act_bytes + shadow_bytes)
     on_gpu = dense + (lookup + update + dense_update) / rates.bytes
     away = (num_ranks - 1) / num_ranks
-    travelling = away * (2 * vectors * wire_bytes + 2 * num_dense * act_bytes)
-    return max(on_gpu, travelling / rates.wire_bytes)
+    exchanged = away * (2 * vectors * wire_bytes + 2 * num_dense * act_bytes)
+    return max(on_gpu, exchanged / rates.wire_bytes)

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+Row: TypeAlias = dict[str, Any]
+"""A measurement: names of figures and settings, and their values in JSON."""
 
-def write_results(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+
+def write_results(path: Path, rows: Sequence[Row]) -> None:
     """Write ``rows`` to ``path``."""
     result = {
         "hardware": {

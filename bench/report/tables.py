@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.report.result_file import Row
+
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- written by bench.report.tables -->", "<!-- end of what it writes -->"
-Row = dict[str, Any]
 
 _PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
 _DROP_INS = {
@@ -190,7 +191,8 @@ def _kernels(rows: Sequence[Row]) -> str:
 
 
 def _rows_alone(rows: Sequence[Row]) -> str:
-    """Of ids that hardly repeat, since what updates sum is not in it."""
+    """Compare updates with bare reads and writes of their rows, for ids that hardly repeat: the
+    sums of repeated rows' gradients are not in the bare time."""
     uniform = [row for row in rows if row["ids"] == "uniform"]
     found = [row["of_rows_alone"] for row in uniform if "of_rows_alone" in row]
     if not found:
@@ -245,7 +247,11 @@ def _by(
 
 
 def _only(values: Iterable[str]) -> str:
-    """What a sentence says of all rows alike."""
+    """The one value that all rows of a table share.
+
+    Raises:
+        ValueError: where they have several.
+    """
     found = sorted(set(values))
     if len(found) != 1:
         raise ValueError(f"bench/results must hold one of {', '.join(found)} in a table; move rows")
@@ -253,7 +259,7 @@ def _only(values: Iterable[str]) -> str:
 
 
 def _files(rows: Sequence[Row]) -> str:
-    """Where they are kept, and of which commits they are."""
+    """Name the result files of ``rows`` and the commits they were measured at."""
     commits = dict.fromkeys((row["file"], row["commit"][:7]) for row in rows)
     return ", ".join(f"`bench/results/{name}` of {commit}" for name, commit in commits)
 

@@ -1,4 +1,4 @@
-"""What a step makes the GPU and the host do: kernels, waits of the host, busy time."""
+"""Profiles a step: kernels, launches and waits of the host, busy time of the GPU."""
 
 import dataclasses
 from collections.abc import Callable

@@ -25,12 +25,12 @@ WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Expected(NamedTuple):
-    """What losses should be, and how far each may be from it."""
+    """Expected losses, and their tolerances."""
 
     losses: list[list[float]]
     """``[steps][ranks]``."""
     tolerance: dict[tuple[str, str], float]
-    """By the precisions of the dense part and of the wire."""
+    """Tolerance by the precisions of the dense part and of the wire."""
 
 
 def dense_values(setting: StepSetting) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a training step is measured with: one setting, for every system alike."""
+"""The setting of a measured training step, equal for every system."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class StepSetting:
     max_rows: int | None
     device: torch.device
     transport: str = "collective"
-    """How torchembed's vectors and gradients travel: ``collective`` or ``push``."""
+    """Exchange of torchembed's vectors and gradients: ``collective`` or ``push``."""
     lr: float = 0.0005
     """Not MLPerf's 0.004, under which Adagrad's first step throws the loss to 12, where rounding
     decides; the time of a step does not depend on it."""

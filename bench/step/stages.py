@@ -1,6 +1,6 @@
-"""What the stages of a step take one after the other, which is how the planner's costs count them.
+"""Times of a step's stages one after the other, as the planner's cost model counts them.
 
-A captured step runs stages beside each other, where each takes longer than alone.
+A captured step overlaps stages, and each then takes longer than alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,10 +1,10 @@
-"""What ``bench.step.train_step`` prints of a system in a setting."""
+"""Prints the table of ``bench.step.train_step``."""
 
-from typing import Any
+from bench.report.result_file import Row
 
 
-def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """One line of the table, with the ratio to torchembed in the same setting."""
+def print_row(row: Row, rows: list[Row]) -> None:
+    """Print a line of the table, with the ratio to torchembed in the same setting."""
     if len(rows) == 1:
         print(
             "batch ids      system           ms median (min to max)     samples/s  ratio  floor"
@@ -44,5 +44,5 @@ def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         print(f"{'':14} ms one after the other (predicted): {', '.join(stages)}", flush=True)
 
 
-def _optional(row: dict[str, Any], key: str, width: int, digits: int) -> str:
+def _optional(row: Row, key: str, width: int, digits: int) -> str:
     return f"{row[key]:{width}.{digits}f}" if key in row else f"{'-':>{width}}"

@@ -32,7 +32,7 @@ LABELLED_PART = 0.06
 
 
 class Kernel(NamedTuple):
-    """What ran on a GPU, in microseconds of the trace."""
+    """A kernel or copy that ran on a GPU; times in microseconds of the trace."""
 
     name: str
     stream: int

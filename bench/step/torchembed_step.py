@@ -95,7 +95,8 @@ class TorchembedStep:
         return self._pipeline.progress(batches).loss
 
     def alone_ms(self, batch: Batch, device: torch.device) -> dict[str, float]:
-        """What the stages of a step on ``batch`` take one after the other, on GPUs."""
+        """Measure the stages of a step on ``batch`` one after the other, in milliseconds; on
+        GPUs."""
         self._pipeline.close()
         dense, sparse, labels = batch.to(device)
         losses: list[Tensor] = []

@@ -165,7 +165,7 @@ def torchrec_tables(
 
 
 def local_shards(value: Any) -> list[tuple[int, int, Tensor]]:
-    """What this rank holds of a table's weight: first row, first column, and the memory itself."""
+    """This rank's shards of a table's weight: first row, first column, and the memory itself."""
     if not hasattr(value, "local_shards"):
         return [(0, 0, value)]
     return [(*shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]

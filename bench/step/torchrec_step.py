@@ -31,7 +31,7 @@ class TorchrecStep:
         setting: what to train; in a ``precision`` of bf16 under ``torch.autocast``.
         dense: the initial values of all dense parameters, in the order of
             :func:`bench.data.dlrm_dcnv2.dense_parameters`.
-        is_tuned: vectors and gradients travel in fp16, through ``TrainPipelineFusedSparseDist``.
+        is_tuned: vectors and gradients are exchanged in fp16, by ``TrainPipelineFusedSparseDist``.
         is_drop_in: with torchembed's sharder in the place of TorchRec's.
         is_our_pipeline: with torchembed's pipeline in the place of TorchRec's, too.
     """

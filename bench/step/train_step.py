@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench.data import dlrm_dcnv2 as workload
 from bench.planning.step_floor import RATES, floor_seconds, num_unique_rows
-from bench.report.result_file import write_results
+from bench.report.result_file import Row, write_results
 from bench.step.profile import profile_steps
 from bench.step.reference_step import Expected, dense_values, expected_losses
 from bench.step.setting import StepSetting
@@ -49,7 +49,7 @@ pass made of the rows, the next one looks up; from the fourth step on our steps 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure: batch sizes, ids and systems in the order of their worth."""
+    """Settings of the measurements; batch sizes, ids and systems in the order of importance."""
 
     batch_sizes: tuple[int, ...] = (8192, 512, 2048)
     """Samples of each rank."""
@@ -84,7 +84,7 @@ class Bench:
         self._end = time.perf_counter() + (config.budget_seconds or float("inf"))
         num_ranks = dist.get_world_size()
         self._max_rows = config.max_rows or (8_000_000 if num_ranks == 1 else None)
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
 
     def run(self) -> None:
         for size, ids in itertools.product(self._config.batch_sizes, self._config.ids):
@@ -140,8 +140,8 @@ class Bench:
                 if self._config.output is not None:
                     write_results(self._config.output, self.rows)
 
-    def _about(self, name: str, setting: StepSetting) -> dict[str, Any]:
-        """What a row says of a system before it is measured."""
+    def _about(self, name: str, setting: StepSetting) -> Row:
+        """The part of a row that is known before the system is measured."""
         return {
             "bench": "train_step",
             "system": name,
@@ -163,7 +163,7 @@ class Bench:
         dense: Sequence[Tensor],
         batches: list[Batch],
         expected: Expected,
-    ) -> dict[str, Any]:
+    ) -> Row:
         start = time.perf_counter()
         with contextlib.closing(make_system(name, setting, dense)) as system:
             return self._measure(name, system, setting, batches, expected, start)
@@ -198,7 +198,7 @@ class Bench:
         batches: list[Batch],
         expected: Expected,
         start: float,
-    ) -> dict[str, Any]:
+    ) -> Row:
         num_ranks = dist.get_world_size()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -275,9 +275,7 @@ class Bench:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def _behind(
-        self, name: str, system: Any, stream: Iterator[Any], setting: StepSetting
-    ) -> dict[str, Any]:
+    def _behind(self, name: str, system: Any, stream: Iterator[Any], setting: StepSetting) -> Row:
         """Peak memory, and what a profile of some steps says."""
         peak = torch.cuda.max_memory_allocated()
         profiled = profile_steps(lambda: system.step(stream), 5)

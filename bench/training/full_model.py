@@ -30,7 +30,7 @@ from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to train, and where to save it."""
+    """Settings of the model, its training and its checkpoint."""
 
     folder: Path
     """An empty or new folder, with room for one checkpoint; emptied at the end."""
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def num_bytes(self) -> int:
-        """Of rows and their state, over all ranks."""
+        """Bytes of rows and their optimizer states, over all ranks."""
         num_rows = sum(workload.table_sizes(self._config.max_rows))
         states = num_rows * (1 if self._config.optimizer == "RowwiseAdagrad" else workload.DIM)
         return (num_rows * workload.DIM + states) * torch.float32.itemsize

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ import tyro
 
 from bench.data import dlrm_dcnv2 as workload
 from bench.data.device_click_log import DeviceClickLog
-from bench.report.result_file import write_results
+from bench.report.result_file import Row, write_results
 from torchembed import optim
 from torchembed.data import Batch, ClickLog, ClickLogConfig, Split
 from torchembed.data.click_log import rank_auc
@@ -56,7 +55,7 @@ def train_once(
     batches: Sequence[Batch],
     held_out: Sequence[Batch],
     device: torch.device,
-) -> dict[str, Any]:
+) -> Row:
     """One pass over ``batches``, and how the model then does on ``held_out``."""
     dtype = PRECISIONS[precision]
     autocast = None if dtype is torch.float32 else dtype
@@ -96,7 +95,7 @@ def train_once(
     }
 
 
-def compare(rows: Sequence[dict[str, Any]], bayes_auc: float) -> dict[str, Any]:
+def compare(rows: Sequence[Row], bayes_auc: float) -> Row:
     """Distance of bf16 from fp32, and the one that is allowed."""
     fp32, bf16 = ([r["auc"] for r in rows if r["precision"] == name] for name in PRECISIONS)
     deviation = statistics.stdev(fp32) if len(fp32) > 1 else 0.0
@@ -136,7 +135,7 @@ def main() -> None:
         "precision seed      AUC  log loss  training loss  seconds",
         flush=True,
     )
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     summary = None
     for seed in config.seeds:
         for precision in PRECISIONS:

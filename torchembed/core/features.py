@@ -7,7 +7,7 @@ The classes read the like of TorchRec's ``KeyedJaggedTensor``, ``KeyedTensor`` a
 import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -320,6 +320,22 @@ class JaggedTensor:
     def lengths(self) -> Tensor:
         """``[B]``."""
         return self._offsets.diff()
+
+
+class KeyedJagged(Protocol):
+    """The methods of TorchRec's ``KeyedJaggedTensor`` that batches are read by."""
+
+    def keys(self) -> list[str]: ...
+
+    def values(self) -> Tensor: ...
+
+    def weights_or_none(self) -> Tensor | None: ...
+
+    def stride(self) -> int: ...
+
+
+Features: TypeAlias = SparseFeatures | KeyedJagged
+"""Sparse features, torchembed's or TorchRec's."""
 
 
 def torchrec_class(like: object, name: str) -> Any | None:

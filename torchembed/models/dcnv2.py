@@ -2,23 +2,23 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.features import Features
 from torchembed.models.pooled import pooled_dims
 from torchembed.modules.cross import Cross, LowRankCross
 from torchembed.modules.mlp import MLP
 
 
 class DCNv2Structure(enum.Enum):
-    """How the MLP stands to the cross network."""
+    """Arrangement of the MLP and the cross network."""
 
     PARALLEL = "parallel"
-    """Both see the embeddings, and the logit sees the two side by side."""
+    """Both take the embeddings; the logit takes their concatenated outputs."""
     STACKED = "stacked"
-    """The MLP sees the cross network's output, and the logit the MLP's."""
+    """The MLP takes the cross network's output, and the logit takes the MLP's."""
 
 
 class DCNv2(nn.Module):
@@ -31,12 +31,12 @@ class DCNv2(nn.Module):
             TorchRec's.
         num_cross_layers: layers of the cross network.
         layer_sizes: widths of the MLP's layers.
-        low_rank: rank of the cross layers; full where None.
-        structure: how the MLP stands to the cross network.
-        dropout: of the MLP's layers.
-        batch_norm: normalize the MLP's layers over the batch.
+        low_rank: rank of the cross layers; None for full rank.
+        structure: arrangement of the MLP and the cross network.
+        dropout: dropout rate of the MLP's layers.
+        batch_norm: whether the MLP's layers are normalized over the batch.
         dense_in_features: number of dense features, which come before the embeddings.
-        dense_device: where to make the parameters, other than the tables'.
+        dense_device: device of the parameters other than the tables'.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class DCNv2(nn.Module):
         self._structure = structure
         self._dense_in_features = dense_in_features
 
-    def forward(self, dense_features: Tensor | None, sparse_features: Any) -> Tensor:
-        """Logits of a batch.
+    def forward(self, dense_features: Tensor | None, sparse_features: Features) -> Tensor:
+        """Compute the logits of a batch.
 
         Args:
-            dense_features: ``[B, dense_in_features]``; not looked at where the model has none.
-            sparse_features: what the embedding bag collection takes.
+            dense_features: ``[B, dense_in_features]``; ignored where the model has none.
+            sparse_features: the embedding bag collection's argument.
 
         Returns:
             ``[B, 1]``.

@@ -1,11 +1,11 @@
 """``DLRM``, with dot products between features, and ``DLRM_DCNv2``, with a cross network."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.features import Features
 from torchembed.models.pooled import pooled_dims
 from torchembed.modules.cross import LowRankCross
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
@@ -14,7 +14,7 @@ from torchembed.modules.mlp import MLP
 
 
 class DLRM(nn.Module):
-    """Facebook's recommendation model: dense features and embeddings meet by their dot products.
+    """Facebook's recommendation model: dense features and embeddings interact by dot products.
 
     M. Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
     Systems", arXiv:1906.00091. Argument-compatible with TorchRec's, whose trained values give the
@@ -27,7 +27,7 @@ class DLRM(nn.Module):
         dense_arch_layer_sizes: widths of the layers over the dense features, the last of them D.
         over_arch_layer_sizes: widths of the layers over the interactions, the last of them 1 for
             one logit.
-        dense_device: where to make the parameters, other than the tables'.
+        dense_device: device of the parameters other than the tables'.
 
     Raises:
         ValueError: for tables of several dims, or a last dense layer that is not D wide.
@@ -64,12 +64,12 @@ class DLRM(nn.Module):
             device=dense_device,
         )
 
-    def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """Logits of a batch.
+    def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
+        """Compute the logits of a batch.
 
         Args:
             dense_features: ``[B, dense_in_features]``.
-            sparse_features: what the embedding bag collection takes.
+            sparse_features: the embedding bag collection's argument.
 
         Returns:
             ``[B, over_arch_layer_sizes[-1]]``.
@@ -95,7 +95,7 @@ class DLRM_DCNv2(nn.Module):
             one logit.
         dcn_num_layers: layers of the cross network.
         dcn_low_rank_dim: rank of each of them.
-        dense_device: where to make the parameters, other than the tables'.
+        dense_device: device of the parameters other than the tables'.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class DLRM_DCNv2(nn.Module):
         self.dense_arch = MLP(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         width = dense_arch_layer_sizes[-1] + sum(dims)
         if isinstance(embedding_bag_collection, EmbeddingBagCollection):
-            # The cross network finds its whole input in one place.
+            # So that dense part and pooled vectors are one tensor without a copy.
             embedding_bag_collection.reserved_columns = dense_arch_layer_sizes[-1]
         self.cross = LowRankCross(width, dcn_num_layers, dcn_low_rank_dim, device=dense_device)
         self.over_arch = MLP(
             width, over_arch_layer_sizes, activation_on_last=False, device=dense_device
         )
 
-    def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """Logits of a batch.
+    def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
+        """Compute the logits of a batch.
 
         Args:
             dense_features: ``[B, dense_in_features]``.
-            sparse_features: what the embedding bag collection takes.
+            sparse_features: the embedding bag collection's argument.
 
         Returns:
             ``[B, over_arch_layer_sizes[-1]]``.

@@ -7,31 +7,20 @@ A batch is a tree of any kind. Its parts are sparse features, ``SparseFeatures``
 import dataclasses
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchembed.core.features import SparseFeatures, as_sparse_features, torchrec_class
+from torchembed.core.features import (
+    Features,
+    SparseFeatures,
+    as_sparse_features,
+    torchrec_class,
+)
 from torchembed.core.trees import Tree, layout_of, leaves_in, map_leaves
 
 S = TypeVar("S", bound="Tensor | Features")
-
-
-class KeyedJagged(Protocol):
-    """The methods of TorchRec's ``KeyedJaggedTensor`` that layouts ask."""
-
-    def keys(self) -> list[str]: ...
-
-    def values(self) -> Tensor: ...
-
-    def weights_or_none(self) -> Tensor | None: ...
-
-    def stride(self) -> int: ...
-
-
-Features: TypeAlias = SparseFeatures | KeyedJagged
-"""Sparse features of a batch."""
 
 
 def _is_part(node: object) -> bool:

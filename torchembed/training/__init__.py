@@ -1,4 +1,4 @@
-"""Whole programs: the train step and what belongs around it."""
+"""The training loop, and the parts of a training program around it."""
 
 from torchembed.checkpoints.export import export_safetensors, import_tables, whole_tables
 from torchembed.checkpoints.folder import CheckpointFolder

@@ -1,4 +1,4 @@
-"""Processors near a GPU."""
+"""Binds processes to the processors of a GPU's NUMA node."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ import torch
 
 
 def processors_near(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """The processors of the NUMA node to which ``device``, a GPU, is attached; none where the
-    system does not say."""
+    """Numbers of the processors of the NUMA node that ``device``, a GPU, is attached to; empty
+    where the system does not say."""
     gpu = torch.cuda.get_device_properties(device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
@@ -28,10 +28,11 @@ def parsed_processors(text: str) -> set[int]:
 
 
 def stay_near(device: torch.device) -> None:
-    """Keep this process, and threads that it starts from now on, on the processors near ``device``.
+    """Bind this process, and threads that it starts from now on, to the processors near ``device``.
 
-    Memory that they touch first, pinned memory too, is then near the GPU. Nothing changes on the
-    CPU, on systems that do not say where a GPU is, and where the process may use none of them.
+    Memory that they touch first, pinned memory too, is then near the GPU. Nothing changes for a CPU
+    device, on systems that do not say where a GPU is, and where the process may use none of these
+    processors.
     """
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return

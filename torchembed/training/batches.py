@@ -1,7 +1,7 @@
-"""Batches of all ranks in step, whatever number each rank has."""
+"""Batches of all ranks in lockstep, where ranks may have different numbers of batches."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from torchembed.training.stop import StopSignal
 
 
 class BatchLayout(NamedTuple):
-    """All that a batch of no samples is made of."""
+    """Shape and dtypes of a rank's batches: enough to make an empty one."""
 
     num_dense: int
     keys: tuple[str, ...]
@@ -23,6 +23,7 @@ class BatchLayout(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> "BatchLayout":
+        """The layout of ``batch``."""
         sparse = batch.sparse
         return cls(
             num_dense=batch.dense.shape[1],
@@ -33,7 +34,7 @@ class BatchLayout(NamedTuple):
         )
 
     def empty_batch(self) -> Batch:
-        """``B = 0``."""
+        """A batch of this layout without samples, ``B = 0``."""
         has_offsets = self.hotness is None
         sparse = SparseFeatures(
             keys=self.keys,
@@ -47,25 +48,25 @@ class BatchLayout(NamedTuple):
 
 
 def in_step(
-    batches: Iterable[Any],
+    batches: Iterable[object],
     device: torch.device | str | None,
     max_batches: int | None = None,
     stop: StopSignal | None = None,
 ) -> Iterator[Batch]:
-    """This rank's batches, for as long as any rank has one.
+    """Iterate over this rank's batches for as long as any rank has one.
 
     A rank that has run out gets empty batches (``B = 0``), so that it takes part in the others'
-    collectives. Before each batch the ranks agree, through the CPU, whether one of them still has
-    any; no device waits.
+    collectives. Before each batch one all-reduce on the CPU tells whether any rank has one; no
+    device waits.
 
     Args:
-        batches: what :func:`~torchembed.data.batch.as_batch` takes; an iterator is left where it
-            is after ``max_batches``, so that a later call goes on from there. Of
-            :class:`~torchembed.training.Epochs` the ranks begin each epoch together.
-        device: where the batches go; copies from pinned memory do not block. None leaves them
-            where they are.
-        max_batches: the same on every rank; None for no limit.
-        stop: where a rank was asked to stop, this batch is the last on every rank.
+        batches: batches that :func:`~torchembed.data.batch.as_batch` takes. No more than
+            ``max_batches`` are taken from an iterator, so a later call goes on from there. With
+            :class:`~torchembed.training.Epochs` all ranks begin each epoch at the same step.
+        device: the device to copy batches to; copies from pinned memory do not block. None leaves
+            them where they are.
+        max_batches: most batches to yield, the same on every rank; None for no limit.
+        stop: once a rank is asked to stop, the batch under way is the last on every rank.
 
     Raises:
         ValueError: where the ranks' first batches differ in features or dense columns.
@@ -98,7 +99,7 @@ def in_step(
 
 
 def _agreed_layout(batch: Batch | None) -> BatchLayout:
-    """The layout of the ranks' first batches, of which at least one rank has one."""
+    """Compare the ranks' first batches, of which there is at least one, and return their layout."""
     layouts = gather_objects(None if batch is None else BatchLayout.of(batch))
     known = [layout for layout in layouts if layout is not None]
     for layout in known[1:]:

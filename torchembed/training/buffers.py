@@ -1,4 +1,4 @@
-"""Buffers that each rank updates by itself, made one."""
+"""Averages module buffers, such as batch norm's statistics, over ranks."""
 
 import torch
 import torch.distributed as dist

@@ -1,18 +1,19 @@
-"""When to stop: as soon as the model is good enough, or no longer gets better."""
+"""Early stopping: at a target AUC, or when the AUC no longer improves."""
 
 import dataclasses
 import math
-from typing import Any
+
+from torch.optim.optimizer import StateDict
 
 
 @dataclasses.dataclass
 class EarlyStop:
-    """The best AUC so far, and whether to go on; equal on every rank that tells it the same.
+    """Tracks the best AUC and decides when to stop; ranks that pass equal AUCs decide alike.
 
     Args:
         target_auc: stop at this AUC or a better one.
-        patience: stop after so many evaluations in a row without a better AUC.
-        min_improvement: what counts as better: by this much at least.
+        patience: stop after this number of evaluations in a row without an improvement.
+        min_improvement: least increase of the AUC that counts as an improvement.
     """
 
     target_auc: float | None = None
@@ -20,9 +21,9 @@ class EarlyStop:
     min_improvement: float = 0.0
     best_auc: float | None = dataclasses.field(default=None, init=False)
     best_step: int = dataclasses.field(default=0, init=False)
-    """When it was that good."""
+    """Step of the best AUC."""
     num_worse: int = dataclasses.field(default=0, init=False)
-    """Evaluations since then."""
+    """Evaluations since the best one."""
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
@@ -31,7 +32,7 @@ class EarlyStop:
             raise ValueError(f"min_improvement must not be negative, got {self.min_improvement}")
 
     def update(self, step: int, auc: float) -> bool:
-        """Take note of an evaluation; True where it is the best so far. NaN is never better."""
+        """Record an evaluation. Returns True where it is the best so far; NaN never is."""
         best = -math.inf if self.best_auc is None else self.best_auc
         if auc > best and auc >= best + self.min_improvement:
             self.best_auc, self.best_step, self.num_worse = auc, step, 0
@@ -47,19 +48,19 @@ class EarlyStop:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop now; None where to go on."""
+        """The reason to stop now; None to continue."""
         if self.has_reached_target:
             return f"AUC {self.best_auc:.5f} reached {self.target_auc}"
         if self.patience is not None and self.num_worse >= self.patience:
             return f"AUC no better than at step {self.best_step} in {self.num_worse} evaluations"
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What has been seen, without the limits."""
+    def state_dict(self) -> StateDict:
+        """The best AUC and its step, without the limits."""
         names = ("best_auc", "best_step", "num_worse")
         return {name: getattr(self, name) for name in names}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Restore a :meth:`state_dict`."""
         self.best_auc = state_dict["best_auc"]
         self.best_step, self.num_worse = state_dict["best_step"], state_dict["num_worse"]

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torchembed.training.stop import StopSignal
 
 
 class Evaluation(NamedTuple):
-    """How a model does on held-out rows."""
+    """Quality of a model on held-out rows."""
 
     auc: float
     """Exact area under the ROC curve; NaN where all labels are equal."""
@@ -25,29 +25,29 @@ class Evaluation(NamedTuple):
 
 
 @overload
-def evaluate(model: nn.Module, batches: Iterable[Any]) -> Evaluation: ...
+def evaluate(model: nn.Module, batches: Iterable[object]) -> Evaluation: ...
 
 
 @overload
 def evaluate(
-    model: nn.Module, batches: Iterable[Any], *, stop: StopSignal
+    model: nn.Module, batches: Iterable[object], *, stop: StopSignal
 ) -> Evaluation | None: ...
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Any], *, stop: StopSignal | None = None
+    model: nn.Module, batches: Iterable[object], *, stop: StopSignal | None = None
 ) -> Evaluation | None:
-    """AUC and log loss of ``model`` over the batches of all ranks; every rank gets the result.
+    """Compute AUC and log loss of ``model`` over the batches of all ranks; every rank gets both.
 
-    Modules are in evaluation mode meanwhile, and each in its own again after. Logits and labels of
-    all rows are kept on the device, then on the CPU of rank 0.
+    Modules are in evaluation mode meanwhile, and each is then set back to its own mode. Logits and
+    labels of all rows are kept on the device, then on the CPU of rank 0.
 
     Args:
         model: as for :func:`train`.
         batches: as for :func:`in_step`.
-        stop: where a rank was asked to stop, all of them end after the batch that they are at, and
-            the result is None.
+        stop: once a rank is asked to stop, all ranks end after their current batch, and the result
+            is None.
 
     Raises:
         FloatingPointError: where a logit is not finite.
@@ -64,7 +64,7 @@ def evaluate(
     empty = torch.empty(0, device=device)
     local = torch.stack([torch.cat([empty, *logits]), torch.cat([empty, *labels])], dim=1).cpu()
     rows = ranks.gather_on_first_rank(local)
-    # A failure on rank 0 is everyone's, or the others would wait.
+    # An error on rank 0 is sent as a result: the others are waiting for one.
     result = ranks.from_first_rank(None if rows is None else _try_metrics(*rows.unbind(1)))
     if isinstance(result, Exception):
         raise result
@@ -73,7 +73,8 @@ def evaluate(
 
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Each module gets its own mode back, which may not be that of ``model``."""
+    """Set ``model`` to evaluation; afterwards each module gets its own mode back, which may differ
+    from the mode of ``model``."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -91,7 +92,7 @@ def _try_metrics(logits: Tensor, labels: Tensor) -> Evaluation | Exception:
 
 
 def metrics(logits: Tensor, labels: Tensor) -> Evaluation:
-    """AUC and log loss of ``logits [N]`` for ``labels [N]``, in float64, on one process."""
+    """Compute AUC and log loss of ``logits [N]`` for ``labels [N]`` in float64, on one process."""
     from torchmetrics.functional.classification import binary_auroc
 
     if not len(logits):

@@ -1,33 +1,34 @@
-"""What happened in training, step by step."""
+"""The history of a training run: losses, evaluations, samples and time."""
 
 import collections
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from torchembed.core.ranks import rank, sum_over_ranks, world_size
 from torchembed.training.evaluate import Evaluation
 
 
 class LossPoint(NamedTuple):
-    """The mean loss of the samples of all ranks since the point before."""
+    """Mean loss over the samples of all ranks since the previous point."""
 
     step: int
     loss: float
 
 
 class HeldOutPoint(NamedTuple):
-    """How the model did on held-out rows after ``step`` steps."""
+    """Evaluation on held-out rows after ``step`` steps."""
 
     step: int
     evaluation: Evaluation
 
 
 class _Reading(NamedTuple):
-    """A sum of losses on its way from the device."""
+    """A sum of losses that is being copied from the device."""
 
     step: int
     num_steps: int
@@ -37,29 +38,28 @@ class _Reading(NamedTuple):
 
 
 _STEPS_OF_READING = 3
-"""After so many the device is done with a step: a pipeline's host is less ahead of it."""
+"""Steps after which a copy has surely arrived: a pipeline's host is never that far ahead."""
 
 
 @dataclasses.dataclass
 class History:
     """The steps of a training run; equal on every rank.
 
-    Losses stay on the device: they are summed there and read, over all ranks, once in
-    ``read_loss_every`` steps. From a GPU they are copied without waiting, and their point comes
-    three steps later.
+    Losses are summed on the device, and the sum over all ranks is read once in ``read_loss_every``
+    steps. A GPU's sum is copied without waiting, and its point is added three steps later.
     """
 
     read_loss_every: int = 50
     num_steps: int = 0
     num_samples: int = 0
-    """Over all ranks, at the last reading of the loss."""
+    """Samples of all ranks up to the last reading of the loss."""
     seconds: float = 0.0
-    """Of training alone, without evaluations."""
+    """Seconds of training, without evaluations."""
     losses: list[LossPoint] = dataclasses.field(default_factory=list)
     held_out: list[HeldOutPoint] = dataclasses.field(default_factory=list)
     _loss_sum: Tensor | None = None
     _unread_samples: int = 0
-    """On this rank; the steps are those of all."""
+    """Samples of this rank since the last reading; ``_unread_steps`` is the same on all ranks."""
     _unread_steps: int = 0
     _readings: collections.deque[_Reading] = dataclasses.field(default_factory=collections.deque)
 
@@ -69,11 +69,12 @@ class History:
 
     @property
     def samples_per_second(self) -> float:
-        """Over all ranks."""
+        """Samples of all ranks in a second of training."""
         return self.num_samples / self.seconds if self.seconds else 0.0
 
     def add_step(self, loss: Tensor, batch_size: int) -> bool:
-        """Count one step of mean ``loss [] `` over this rank's samples; True where a point came.
+        """Count a step with mean ``loss []`` over this rank's samples. Returns True where a point
+        was added.
 
         Raises:
             FloatingPointError: where the loss of a point is not finite.
@@ -96,7 +97,7 @@ class History:
         return len(self.losses) > num_points
 
     def read_begun(self) -> bool:
-        """Wait for the points that are on their way; False where there were none.
+        """Wait for the sums that are being copied and add their points. Returns False for none.
 
         Every rank must call it.
 
@@ -109,8 +110,7 @@ class History:
         return was_any
 
     def read_loss(self) -> bool:
-        """Wait for the device and add the point of the steps since the last reading, after those
-        on their way; False where there were none.
+        """Wait for the device and add the points of all steps so far. Returns False for none.
 
         Every rank must call it.
 
@@ -148,9 +148,8 @@ class History:
         self.num_samples += int(num_samples)
         self.losses.append(LossPoint(reading.step, loss))
 
-    def state_dict(self) -> dict[str, Any]:
-        """What every rank knows, and this one's loss since the last reading, as numbers; waits for
-        the device."""
+    def state_dict(self) -> StateDict:
+        """The history, and this rank's loss since the last reading; waits for the device."""
         unread = 0.0 if self._loss_sum is None else self._loss_sum.item()
         samples, steps = self._unread_samples, self._unread_steps
         for reading in self._readings:
@@ -169,11 +168,11 @@ class History:
             "unread_steps": steps,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Restore a :meth:`state_dict`.
 
-        On another number of ranks all take the first one's state, and it alone what was not read:
-        the next point leaves the others' samples of those steps out.
+        On another number of ranks all take rank 0's state, and rank 0 alone its unread loss: the
+        next point leaves out the other ranks' samples of those steps.
         """
         self.num_steps, self.num_samples = state_dict["num_steps"], state_dict["num_samples"]
         self.seconds = state_dict["seconds"]
@@ -190,5 +189,5 @@ class History:
             self._loss_sum = torch.tensor(unread)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Note how the model does on held-out rows now."""
+        """Add an evaluation after the current step."""
         self.held_out.append(HeldOutPoint(self.num_steps, evaluation))

@@ -1,4 +1,4 @@
-"""What a run measures, in files that other programs read."""
+"""Writes a run's metrics as JSON lines and TensorBoard events."""
 
 import json
 import math
@@ -6,29 +6,33 @@ import os
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torchembed.core.ranks import rank
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends a JSON object a line to ``metrics.jsonl`` in ``folder``, on rank 0; the other ranks
-    write nothing. A line is on the disk's way once :meth:`write` returns.
+    """Appends JSON lines to ``metrics.jsonl`` in ``folder`` on rank 0; other ranks write nothing.
+
+    A line is flushed to the system when :meth:`write` returns.
 
     Args:
-        folder: that of the run; it must be there.
+        folder: the run's folder, which must exist.
         tensorboard: whether to write event files into ``folder/tensorboard`` too.
-        after_step: the step from which the run goes on; what was written of later ones, and a line
-            that broke off, is removed.
+        after_step: the step that the run continues from; lines of later steps, and an incomplete
+            last line, are removed.
 
     Raises:
         ImportError: where ``tensorboard`` is asked for and not installed.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False, after_step: int = 0) -> None:
-        # On every rank, so that none goes on alone.
+        # Imported on every rank: were it missing, rank 0 would end and the others wait for it.
         make_events = _summary_writer() if tensorboard else None
         self._file, self._events = None, None
         if rank() != 0:
@@ -41,7 +45,7 @@ class MetricsWriter:
             self._events = make_events(str(folder / "tensorboard"), purge_step=after_step + 1)
 
     def write(self, step: int, **values: float) -> None:
-        """Note ``values`` as of ``step``, with the time in seconds since 1970; NaN becomes null."""
+        """Write ``values`` for ``step`` with the time in seconds since 1970; NaN becomes null."""
         if self._file is None:
             return
         now = time.time()
@@ -73,7 +77,8 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` in ``folder``, in order, without one that broke off."""
+    """Read the lines of ``metrics.jsonl`` in ``folder``, without an incomplete last one; numbers
+    that were not finite are None."""
     lines = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
@@ -85,7 +90,7 @@ def _cut(path: Path, after_step: int) -> None:
     os.replace(shortened, path)
 
 
-def _summary_writer() -> Any:
+def _summary_writer() -> "type[SummaryWriter]":
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

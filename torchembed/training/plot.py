@@ -1,4 +1,4 @@
-"""A picture of loss and AUC over steps."""
+"""Plots loss and AUC over training steps."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ def plot_history(
     """Draw training loss and held-out AUC over steps into a PNG at ``path``.
 
     Args:
-        bayes_auc: what no model can exceed on these rows, where known; a dashed line.
+        history: the run.
+        path: the file to write.
+        title: title of the figure.
+        bayes_auc: the best AUC that any model can reach on these rows, where known; a dashed line.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

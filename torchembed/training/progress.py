@@ -1,4 +1,4 @@
-"""A progress bar on rank 0."""
+"""Progress bar on rank 0."""
 
 import sys
 from types import TracebackType
@@ -8,12 +8,12 @@ from torchembed.core.ranks import rank
 
 
 class Progress:
-    """A bar of steps on rank 0's standard error; on the other ranks, nothing.
+    """Bar of steps on rank 0's standard error; other ranks show nothing.
 
     Args:
         total: steps of the whole run, where known.
-        label: what stands before the bar.
-        done: steps that are behind already.
+        label: text before the bar.
+        done: steps that were taken before.
     """
 
     def __init__(self, total: int | None = None, label: str = "train", done: int = 0) -> None:
@@ -32,11 +32,11 @@ class Progress:
         self._shown: dict[str, str] = {}
 
     def advance(self) -> None:
-        """One more step is done."""
+        """Count one step."""
         self._bar.update()
 
     def show(self, **values: float) -> None:
-        """Show ``name=value`` behind the bar, until the name is shown again."""
+        """Show ``name=value`` after the bar, until the name is shown again."""
         self._shown |= {name: f"{value:.4f}" for name, value in values.items()}
         self._bar.set_postfix(self._shown, refresh=False)
 

@@ -1,18 +1,18 @@
-"""Learning rates that change from step to step."""
+"""Learning-rate schedule: linear warm-up, constant rate, polynomial decay."""
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import StateDict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """A line up from zero, then the optimizer's own rate, then a polynomial down, by steps.
+    """Linear warm-up from zero, then the optimizer's own rate, then polynomial decay, by steps.
 
-    Of step t, counted from 1, with the optimizer's rate ``lr``::
+    The rate of step t, counted from 1, where the optimizer's is ``lr``::
 
         t < warmup_steps             lr * t / warmup_steps
         t < decay_start_step         lr
@@ -20,18 +20,18 @@ class LearningRate:
         and after them               0
 
     and never less than ``end_value`` once the decay has begun. The defaults are a constant rate.
-    With ``power=2`` and ``end_value=1e-7`` it is that of MLPerf's DLRM
-    (https://github.com/mlcommons/training/tree/master/recommendation_v2), but that MLPerf's keeps
-    the rate of the step before between the two parts and after them.
+    With ``power=2`` and ``end_value=1e-7`` it is the schedule of MLPerf's DLRM
+    (https://github.com/mlcommons/training/tree/master/recommendation_v2), except that
+    MLPerf's keeps the previous step's rate between the two parts and after them.
     """
 
     warmup_steps: int = 0
     decay_start_step: int = 0
-    """The first step of the decay; without decay it has no meaning."""
+    """First step of the decay; ignored without decay."""
     decay_steps: int = 0
-    """0 for no decay."""
+    """Steps of the decay; 0 for none."""
     end_value: float = 0.0
-    """The least rate of the decay, and that of all steps after it."""
+    """Least rate of the decay, and the rate after it."""
     power: float = 2.0
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class LearningRate:
             )
 
     def at(self, step: int, lr: float) -> float:
-        """The rate of step ``step``, counted from 1, where the optimizer's own is ``lr``."""
+        """The rate of ``step``, counted from 1, for an optimizer whose own rate is ``lr``."""
         if step < self.warmup_steps:
             return lr * step / self.warmup_steps
         if not self.decay_steps or step < self.decay_start_step:
@@ -54,27 +54,30 @@ class LearningRate:
         return max(lr * left**self.power, self.end_value)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
-        """Sets the rate of ``optimizer``, fused or torch's own: now that of the first step, and
-        that of the next at each ``step()``. Its state dict says how far it has got."""
+        """Make a scheduler that sets the rate of ``optimizer``, torchembed's or torch's: to the
+        first step's now, to the next step's in each ``step()``. Its state dict holds the
+        position."""
         return _Scheduler(optimizer, self)
 
 
 class _Scheduler(LRScheduler):
+    """Sets an optimizer's rate to that of a :class:`LearningRate`."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate) -> None:
         self._rate = rate
         self._own: list[float] = []
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        # Once, since of a rate that is a tensor the host waits for the device.
+        # Read once: reading a rate that is a tensor makes the host wait for the device.
         self._own = self._own or [float(lr) for lr in self.base_lrs]
         return [self._rate.at(self.last_epoch + 1, lr) for lr in self._own]
 
-    def state_dict(self) -> dict[str, Any]:
-        """All but the schedule, so that a run can go on with another."""
+    def state_dict(self) -> StateDict:
+        """The position without the schedule, so that a run can continue with another one."""
         state = super().state_dict()
         return {key: value for key, value in state.items() if key not in ("_rate", "_own")}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         super().load_state_dict(state_dict)
         self._own = []

@@ -1,33 +1,35 @@
-"""Signals that ask a run to end, and the step after which every rank does."""
+"""Graceful stopping: a signal to one rank ends all ranks after the same step."""
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self, TypeAlias
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopSignal:
-    """Takes note of SIGTERM and SIGINT while it is entered; :func:`train` and :func:`evaluate` then
-    end after a batch, the same one on every rank, whichever rank got the signal.
+    """Handles SIGTERM and SIGINT while it is entered: :func:`train` and :func:`evaluate` then end
+    after a batch, the same one on every rank, whichever rank got the signal.
 
-    The ranks learn of it with what they tell each other before each step anyway. ``torchrun`` ends
-    what still runs 30 seconds after a signal (its ``--shutdown-timeout``, or
-    ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``), so saving must take less, or get more. A second SIGINT
+    The ranks learn of it in the all-reduce before each step. ``torchrun`` kills processes that
+    still run 30 seconds after a signal (its ``--shutdown-timeout``, or
+    ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``), so saving must take less, or be given more. A second SIGINT
     interrupts at once, as Python does. Entered outside the main thread, which alone may handle
     signals, it only serves :meth:`request`.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
-        """True where this rank was asked to stop."""
+        """True once this rank was asked to stop."""
         self.is_agreed = False
-        """True where all ranks know: there is no further batch."""
-        self._replaced: dict[signal.Signals, Any] = {}
+        """True once all ranks know, so that there is no further batch."""
+        self._replaced: dict[signal.Signals, _Handler] = {}
 
     def request(self) -> None:
-        """Ask for the end, as a signal does."""
+        """Ask to stop, as a signal does."""
         self.is_requested = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

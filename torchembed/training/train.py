@@ -1,9 +1,8 @@
-"""The loop around a pipeline's steps."""
+"""``train``: the loop around a pipeline's steps."""
 
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torchembed.training.stop import StopSignal
 
 def train(
     pipeline: TrainPipeline,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     schedulers: Sequence[LRScheduler] = (),
     max_steps: int | None = None,
@@ -30,29 +29,28 @@ def train(
 ) -> History:
     """Train on every batch of all ranks, in training mode.
 
-    Ranks take their steps together. A rank with fewer batches goes on with empty ones until the
-    last rank is done. Each rank's loss is the mean over its own samples, and gradients are the mean
-    over ranks, as in DDP, which is the model's to do (``shard_embeddings`` does it): a rank with
-    fewer samples weighs as much as the others, an empty one adds zero.
+    Ranks take their steps in lockstep. A rank with fewer batches continues with empty ones until
+    the last rank is done. Each rank's loss is the mean over its own samples, and gradients are the
+    mean over ranks, as in DDP; averaging is the model's task (``shard_embeddings`` sees to it). So
+    a rank with fewer samples weighs as much as the others, and an empty one adds zero.
 
-    A model in evaluation mode is set to training; in one in training mode, modules that were set
-    to evaluation, such as a frozen batch norm, stay so.
+    A model in evaluation mode is set to training mode. In a model in training mode, modules that
+    were set to evaluation, such as a frozen batch norm, stay in it.
 
     Args:
-        pipeline: with a loss function; takes the steps, and is used up to its last batch, so that
-            further calls may go on with it.
-        batches: as for :func:`in_step`; of an iterator, or of ``Epochs``, at most ``max_steps``
-            batches are taken, so that a later call goes on from there.
-        schedulers: of learning rates; stepped after each step.
-        max_steps: the same on every rank.
-        history: what is continued; a new one by default.
+        pipeline: takes the steps; has a loss function. It has trained every batch it read when this
+            returns, so further calls may use it.
+        batches: as for :func:`in_step`; at most ``max_steps`` batches are taken from an iterator or
+            from ``Epochs``, so a later call continues from there.
+        schedulers: learning-rate schedulers, stepped after each step.
+        max_steps: most steps to take, the same on every rank; None for no limit.
+        history: the history to continue; a new one by default.
         progress: advanced at each step.
-        metrics: gets the loss whenever it is read, the learning rate of the first optimizer's last
-            step, and the samples a second since the reading before.
-        stop: where a rank was asked to stop, all of them end after the steps whose batches they
-            have read by then; if that is before ``max_steps``, the loss is not read, so that the
-            rest of the steps, from a checkpoint too, gives the points that all of them would have
-            given.
+        metrics: is given, whenever the loss is read, the loss, the learning rate of the first
+            optimizer's step, and the samples a second since the previous reading.
+        stop: once a rank is asked to stop, all ranks end after the steps whose batches they have
+            read by then. If that is before ``max_steps``, the loss is not read, so that continuing,
+            from a checkpoint too, gives the same points as a run without a stop.
 
     Raises:
         FloatingPointError: where the loss is not finite, when it is next read.
@@ -82,7 +80,7 @@ def train(
 
 
 class _Meter:
-    """Tells the history what happens, and the others what the history reads."""
+    """Adds steps to the history, and reports its new points to progress bar and metrics."""
 
     def __init__(
         self, history: History, progress: Progress | None, metrics: MetricsWriter | None
@@ -91,7 +89,7 @@ class _Meter:
         self._since, self._num_samples = time.perf_counter(), history.num_samples
         self._lr: float | Tensor = math.nan
         self._lr_at: dict[int, float | Tensor] = {}
-        """Of steps whose point is to come."""
+        """Learning rates of steps whose loss is not read yet."""
 
     def add_step(
         self, loss: Tensor, batch_size: int, optimizers: Sequence[torch.optim.Optimizer]
@@ -126,7 +124,7 @@ class _Meter:
         return seconds
 
     def _report(self, num_known: int) -> None:
-        """Tell of the points after the first ``num_known``."""
+        """Report the points after the first ``num_known``."""
         points = self.history.losses[num_known:]
         if not points:
             return
