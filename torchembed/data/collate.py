@@ -1,19 +1,20 @@
 """``collate``, for a ``DataLoader`` whose samples have sparse features."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch.utils.data._utils.collate import collate as collate_by_type
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from torchembed.core.features import SparseFeatures
+from torchembed.core.trees import Tree
 
 
-def collate(samples: Sequence[Any]) -> Any:
-    """A batch of ``samples``: ``DataLoader(dataset, collate_fn=torchembed.data.collate)``.
+def collate(samples: Sequence[Tree]) -> Tree:
+    """Collate ``samples`` to a batch: ``DataLoader(dataset, collate_fn=torchembed.data.collate)``.
 
-    As ``torch.utils.data.default_collate``, and :class:`~torchembed.SparseFeatures` of one sample
-    each, wherever in a sample they are, become one of all samples::
+    Does what ``torch.utils.data.default_collate`` does; besides,
+    :class:`~torchembed.SparseFeatures`
+    of one sample each, anywhere in a sample, become one of all samples::
 
         def __getitem__(self, index):
             bags = {"user": [self.users[index]], "genre": [self.genres[index]]}
@@ -27,5 +28,5 @@ def collate(samples: Sequence[Any]) -> Any:
     return collate_by_type(samples, collate_fn_map=kinds)
 
 
-def _concatenate(samples: Sequence[SparseFeatures], **_: Any) -> SparseFeatures:
+def _concatenate(samples: Sequence[SparseFeatures], **_: object) -> SparseFeatures:
     return SparseFeatures.concatenate(samples)

@@ -1,4 +1,4 @@
-"""Batches made ahead of the consumer, by threads."""
+"""A loader whose threads keep batches ready ahead of the consumer."""
 
 import queue
 import threading
@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -20,9 +20,9 @@ from torchembed.data.source import BatchSource, BatchTask, Portion
 class BackgroundLoader:
     """Iterates over ``source`` with threads that keep a few batches ready, in the source's order.
 
-    One thread draws from the source (reads, decompresses) and ``num_threads`` build batches from
-    what it drew. What they raise is raised again at the consumer, after the batches before it.
-    Threads end with the iteration, when the iterator or the loader is closed, and when another
+    One thread draws tasks from the source (reads, decompresses), in order, and ``num_threads``
+    build batches of them. What they raise is raised again at the consumer, after the batches before
+    it. Threads end with the iteration, when the iterator or the loader is closed, and when another
     iteration starts; closing waits for what a thread is doing at that moment.
 
     Args:
@@ -36,7 +36,7 @@ class BackgroundLoader:
 
     def __init__(
         self,
-        source: Iterable[Any],
+        source: Iterable[object],
         *,
         pin_memory: bool | None = None,
         num_ahead: int = 4,
@@ -92,7 +92,8 @@ class BackgroundLoader:
         return (partial(as_batch, item, self.keys) for item in self.source)
 
     def _iterate(self, after: Sequence[Portion]) -> Generator[Batch, None, None]:
-        # A new thread would pin for device 0, and so open a context there on every rank.
+        # A new thread's current device is 0: pinning there would open a context on it for every
+        # rank.
         set_device = (
             partial(torch.cuda.set_device, torch.cuda.current_device())
             if self.pin_memory

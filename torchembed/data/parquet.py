@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,25 @@ from torchembed.data.source import (
     natural_order,
 )
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
 
 class _Stretch(NamedTuple):
+    """Rows ``[start, stop)`` of a file."""
+
     path: Path
     start: int
     stop: int
+
+
+class _Rows(NamedTuple):
+    """Some rows of a file."""
+
+    path: Path
+    first_row: int
+    rows: "pa.RecordBatch"
 
 
 def parquet_files(path: Path) -> list[Path]:
@@ -43,7 +57,7 @@ def parquet_files(path: Path) -> list[Path]:
     return files
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> "ParquetFile":
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -138,12 +152,12 @@ class ParquetClicks(BatchSource):
         return math.ceil(_num_rows(self._left(())) / self.batch_size)
 
     def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
-        parts: list[tuple[Path, int, Any]] = []
+        parts: list[_Rows] = []
         missing = self.batch_size
         for path, first_row, rest in self._record_batches(self._left(after)):
             while rest.num_rows:
                 rows = rest.slice(0, missing)
-                parts.append((path, first_row, rows))
+                parts.append(_Rows(path, first_row, rows))
                 rest, first_row = rest.slice(rows.num_rows), first_row + rows.num_rows
                 missing -= rows.num_rows
                 if not missing:
@@ -163,7 +177,7 @@ class ParquetClicks(BatchSource):
             parts = [_rows_between(part, batch_size * num_batches, None) for part in parts]
         return parts[self.rank]
 
-    def _record_batches(self, stretches: list[_Stretch]) -> Iterator[tuple[Path, int, Any]]:
+    def _record_batches(self, stretches: list[_Stretch]) -> Iterator[_Rows]:
         """The rows of ``stretches`` as record batches, each with its file and first row there."""
         columns = [self.label, *self.dense, *self.keys]
         for path, start, stop in stretches:
@@ -178,7 +192,7 @@ class ParquetClicks(BatchSource):
                         skipped = min(max(start - row, 0), rows.num_rows)
                         wanted = rows.slice(skipped, max(stop - row - skipped, 0))
                         if wanted.num_rows:
-                            yield path, row + skipped, wanted
+                            yield _Rows(path, row + skipped, wanted)
                         row += rows.num_rows
                         if row >= stop:
                             break
@@ -200,10 +214,10 @@ class ParquetClicks(BatchSource):
                 f"{path}: has more than one column {', '.join(repeated)}; rename all but one"
             )
 
-        def is_number(kind: Any) -> bool:
+        def is_number(kind: "pa.DataType") -> bool:
             return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
-        def is_ids(kind: Any) -> bool:
+        def is_ids(kind: "pa.DataType") -> bool:
             return types.is_integer(kind.value_type if _is_list(kind) else kind)
 
         for names, fits, required, advice in (
@@ -216,7 +230,7 @@ class ParquetClicks(BatchSource):
                         f"{path}: column {name} must hold {required}, got {kind}; {advice}"
                     )
 
-    def _batch(self, parts: list[tuple[Path, int, Any]]) -> Batch:
+    def _batch(self, parts: list[_Rows]) -> Batch:
         import pyarrow as pa
 
         labels = np.concatenate([self._labels(*part) for part in parts])
@@ -246,7 +260,7 @@ class ParquetClicks(BatchSource):
         )
         return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
 
-    def _labels(self, path: Path, first_row: int, rows: Any) -> NDArray[np.float32]:
+    def _labels(self, path: Path, first_row: int, rows: "pa.RecordBatch") -> NDArray[np.float32]:
         column = rows.column(self.label)
         labels = column.cast("float32").to_numpy(zero_copy_only=False)
         bad = (labels != 0) & (labels != 1)
@@ -283,7 +297,9 @@ def _rows_between(stretches: list[_Stretch], begin: int, end: int | None) -> lis
     return part
 
 
-def _read_group(file: Any, path: Path, group: int, batch_size: int, columns: list[str]) -> Any:
+def _read_group(
+    file: "ParquetFile", path: Path, group: int, batch_size: int, columns: list[str]
+) -> "Iterator[pa.RecordBatch]":
     import pyarrow as pa
 
     try:
@@ -294,20 +310,22 @@ def _read_group(file: Any, path: Path, group: int, batch_size: int, columns: lis
         raise ValueError(f"{path}: row group {group} is damaged ({error})") from error
 
 
-def _is_list(kind: Any) -> bool:
+def _is_list(kind: "pa.DataType") -> bool:
     import pyarrow.types as types
 
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
-def _dense_column(column: Any) -> NDArray[np.float32]:
+def _dense_column(column: "pa.ChunkedArray") -> NDArray[np.float32]:
     import pyarrow.types as types
 
     values = column.cast("float32").fill_null(0.0).to_numpy()
     return np.log1p(np.maximum(values, 0)) if types.is_integer(column.type) else values
 
 
-def _id_column(column: Any, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+def _id_column(
+    column: "pa.ChunkedArray", size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """Ids of one column modulo ``size``, and the lengths of its lists where it holds lists."""
     import pyarrow.compute as compute
 
