@@ -24,14 +24,16 @@ S = TypeVar("S", bound="Tensor | Features")
 
 
 def _is_part(node: object) -> bool:
-    return isinstance(node, Tensor) or _is_features(node)
+    return isinstance(node, (Tensor, SparseFeatures)) or _is_features(node)
 
 
 def _is_features(node: Tree) -> bool:
     """True where ``node`` is sparse features that collections take."""
+    if isinstance(node, SparseFeatures):
+        return True
     kind = torchrec_class(node, "KeyedJaggedTensor")
     if kind is None or not isinstance(node, kind):
-        return isinstance(node, SparseFeatures)
+        return False
     return not node.variable_stride_per_key() and node.inverse_indices_or_none() is None
 
 
