@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
+from torchembed.modules.checked_ids import checked_ids
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.slots import SlotName, Slots, submit_bad_id
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.table_module import TableWeight
-from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.sharding.planning.plan import Placement, TablePlan
 from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_batch
 from torchembed.sharding.transport.data_parallel import sum_over_columns
@@ -156,8 +156,12 @@ class ShardedCollection(StagedCollection[B, R, V]):
             SlotName(self._configs[t].name, feature, self._configs[t].num_embeddings)
             for t, feature in zip(tables, self._feature_slots.features, strict=True)
         ]
-        self._num_rows = self._rows_of_slots(device)
-        is_narrow = all(name.num_rows <= 2**31 for name in self._slot_names)
+        # An id is of the whole table, whatever the seed of its rows.
+        num_ids = [self._configs[t].spec(seed=0).num_ids for t in tables]
+        self._is_free = [number is None for number in num_ids]
+        """For each slot whether its table takes any id."""
+        self._find_rows_of_slots(device)
+        is_narrow = all(number is not None and number <= 2**31 for number in num_ids)
         self._id_dtype = torch.int32 if is_narrow else torch.int64
         """In which ids travel."""
 
@@ -207,13 +211,17 @@ class ShardedCollection(StagedCollection[B, R, V]):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedCollection":
         super()._apply(fn, recurse)
         # fn may leave contents undefined, as to_empty's does, so that only its device is asked.
-        self._num_rows = self._rows_of_slots(fn(self._num_rows).device)
+        self._find_rows_of_slots(fn(self._num_rows).device)
         return self
 
-    def _rows_of_slots(self, device: torch.device) -> Tensor:
-        """Rows of each slot's whole table, int64."""
+    def _find_rows_of_slots(self, device: torch.device) -> None:
+        """Put on ``device`` what bad ids are found by."""
         rows = [name.num_rows for name in self._slot_names]
-        return torch.tensor(rows, dtype=torch.int64, device=device)
+        self._num_rows = torch.tensor(rows, dtype=torch.int64, device=device)
+        """Rows of each slot's whole table, int64."""
+        self._takes_any_id = None
+        if any(self._is_free):
+            self._takes_any_id = torch.tensor(self._is_free, device=device)
 
     def _checked(self, batch: SparseFeatures) -> SparseFeatures:
         """``batch`` with -1 (or the nearest id) for each id outside its table.
@@ -221,15 +229,8 @@ class ShardedCollection(StagedCollection[B, R, V]):
         Raises:
             IndexError: under ``OnBadId.RAISE``, on the rank whose batch holds the bad id.
         """
-        rows, first_bad = linearize_ids(
-            batch.values,
-            torch.zeros_like(self._num_rows),
-            self._num_rows,
-            offsets=batch.offsets,
-            hotness=batch.hotness,
-            batch_size=batch.batch_size,
-            on_bad_id=self._on_bad_id,
-            rows_dtype=self._id_dtype,
+        rows, first_bad = checked_ids(
+            batch, self._num_rows, self._takes_any_id, self._on_bad_id, self._id_dtype
         )
         if self._on_bad_id is OnBadId.RAISE:
             submit_bad_id(batch, first_bad, self._slot_names, self.bad_ids)

@@ -156,7 +156,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
             else:
                 jagged_route.exchange_ids(capacity)
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
-            sharded = local.route(route.features, num_ids)
+            sharded = local.route(route.features, num_ids, route.is_valid)
         if of_replicated is not None:
             replicated = self._replicated.route(of_replicated)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}

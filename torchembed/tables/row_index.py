@@ -55,8 +55,9 @@ class SlotIndex(Protocol):
             features: one for each slot, in order.
             on_bad_id: what becomes of ids that are outside their table.
             rows_dtype: int32 or int64.
-            is_valid: bool ``[L]``, False where there is no id to look up; None: all positions of
-                bags hold one. It says nothing of an id's value.
+            is_valid: bool ``[L]``, False where there is no id to look up, whatever the number
+                there is; None: all positions of bags hold one. An index whose ids are numbers of
+                rows need not ask, since what is no id is outside its rows.
 
         Returns:
             Rows of the group, -1 for no row; and the first position of a bad id.
@@ -208,7 +209,6 @@ class RangeSlots:
         rows_dtype: torch.dtype,
         is_valid: Tensor | None = None,
     ) -> LinearRows:
-        assert is_valid is None  # an id outside a range says by itself that it has no row
         first_rows, num_rows = self._bounds
         device = features.values.device
         if first_rows.is_meta and device.type != "meta":

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.piece_order import PieceOrder
+from torchembed.sharding.planning.partition import Partition, RangePartition
 from torchembed.sharding.planning.plan import Shard, TablePlan
 
 
@@ -16,6 +17,8 @@ class SlotPart:
 
     slot: int
     shards: tuple[Shard, ...]
+    partition: Partition
+    """Which rank's shard an id is in."""
 
     @property
     def num_columns(self) -> int:
@@ -27,7 +30,10 @@ def slot_parts(slot: int, plan: TablePlan) -> list[SlotPart]:
     by_column: dict[int, list[Shard]] = {}
     for shard in plan.shards:
         by_column.setdefault(shard.first_column, []).append(shard)
-    return [SlotPart(slot, tuple(shards)) for _, shards in sorted(by_column.items())]
+    return [
+        SlotPart(slot, tuple(shards), RangePartition.of(shards))
+        for _, shards in sorted(by_column.items())
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +41,6 @@ class Block:
     """The bags of one part that go to one shard of its rows."""
 
     part: int
-    first_row: int
-    num_rows: int
     num_columns: int
 
 
@@ -53,17 +57,30 @@ class Layout:
         """The blocks of each rank."""
         for number, part in enumerate(parts):
             for shard in part.shards:
-                block = Block(number, shard.first_row, shard.num_rows, shard.num_columns)
-                self.blocks[shard.rank].append(block)
+                self.blocks[shard.rank].append(Block(number, shard.num_columns))
+        self.partitions = [part.partition for part in parts]
+        """Of each part."""
+        self._ranges = [partition.boundaries(num_ranks) for partition in self.partitions]
+        self.are_ranges = None not in self._ranges
+        """Whether each rank holds a range of each part's ids."""
         self.reorder = PieceOrder()
-        self._known: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._known: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def boundaries(self, device: torch.device) -> Tensor:
-        """int64 ``[P, W + 1]``: rank w holds rows ``[out[p, w], out[p, w + 1])`` for part p.
+        """int64 ``[P, W + 1]``, where :attr:`are_ranges`: rank w holds ids
+        ``[out[p, w], out[p, w + 1])`` of part p.
 
         Copied to ``device`` once, and not to be changed.
         """
+        assert self.are_ranges
         return self._on(device)[0]
+
+    def places(self, device: torch.device) -> Tensor:
+        """int64 ``[P, W + 1]``: how many ranks before w share part p.
+
+        Copied to ``device`` once, and not to be changed.
+        """
+        return self._on(device)[2]
 
     def bucket_rows(self, device: torch.device) -> Tensor:
         """int64: for each block of all ranks, its row ``w * P + part`` in a bucketized batch.
@@ -72,24 +89,46 @@ class Layout:
         """
         return self._on(device)[1]
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._known:
             # A copy to a GPU waits for it.
             with torch.inference_mode(mode=False):
                 self._known[device] = (
                     self._made_boundaries().to(device),
                     self._made_bucket_rows().to(device),
+                    self._made_places().to(device),
                 )
         return self._known[device]
 
     def _made_boundaries(self) -> Tensor:
-        ends = [[0] * (self.num_ranks + 1) for _ in range(self.num_parts)]
+        ranges = [[0] * (self.num_ranks + 1) if of is None else of for of in self._ranges]
+        return torch.tensor(ranges, dtype=torch.int64).reshape(-1, self.num_ranks + 1)
+
+    def _made_places(self) -> Tensor:
+        holds = torch.zeros(self.num_parts, self.num_ranks + 1, dtype=torch.int64)
         for rank, blocks in enumerate(self.blocks):
             for block in blocks:
-                ends[block.part][rank + 1] = block.first_row + block.num_rows
-        table = torch.tensor(ends, dtype=torch.int64).reshape(-1, self.num_ranks + 1)
-        return table.cummax(dim=1).values
+                holds[block.part, rank + 1] = 1
+        return holds.cumsum(1)
 
     def _made_bucket_rows(self) -> Tensor:
         rows = [w * self.num_parts + b.part for w, blocks in enumerate(self.blocks) for b in blocks]
         return torch.tensor(rows, dtype=torch.int64)
+
+    def make_local(self, ids: Sequence[Tensor], rank: int) -> Tensor | None:
+        """Replace the ids that came to ``rank`` by what its row indices are asked for, in place.
+
+        Args:
+            ids: of each of the rank's blocks, those of all ranks' rows.
+
+        Returns:
+            bool ``[L]``, for all of them: True where the rank holds the row. None where partitions
+            are ranges, since ids of other ranks are outside the rank's rows then.
+        """
+        of_blocks = [self.partitions[block.part] for block in self.blocks[rank]]
+        pairs, is_valid = list(zip(of_blocks, ids, strict=True)), None
+        if not self.are_ranges and pairs:
+            is_valid = torch.cat([p.rank_of(of_block) == rank for p, of_block in pairs])
+        for partition, of_block in pairs:
+            partition.make_local(of_block, rank)
+        return is_valid

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.host_numbers import HostNumbers
-from torchembed.ops.jagged import bucketize_rows, permute_features
+from torchembed.ops.jagged import permute_features
+from torchembed.sharding.transport.bucketize_ids import bucketize_ids
 from torchembed.sharding.transport.collectives import (
     differentiable_exchange,
     exchange,
@@ -27,12 +28,15 @@ class Route:
 
     Attributes:
         features: what this rank looks up: one feature for each of its blocks, ids within the
-            block's rows or outside them (then they count for nothing), and the samples of all
-            ranks, rank by rank.
+            block's rows or not (then they count for nothing), and the samples of all ranks, rank
+            by rank.
+        is_valid: bool ``[L]``, False for ids of rows on other ranks; None where they do not come
+            here, or are outside the block's rows.
         batch_sizes: samples of each rank.
     """
 
     features: SparseFeatures
+    is_valid: Tensor | None = None
     batch_sizes: list[int]
 
     def __init__(self, layout: Layout, ranks: Ranks) -> None:
@@ -127,7 +131,7 @@ def _sum_over_shards(columns: list[Tensor]) -> Tensor:
 class FixedRoute(Route):
     """Fixed hotness: every size follows from the batch sizes, so no GPU is waited for.
 
-    A row-wise table's ids go to all ranks, each of which leaves out those outside its rows.
+    A row-wise table's ids go to all ranks, each of which leaves out those of other ranks' rows.
 
     Args:
         features: of which each part is one.
@@ -169,9 +173,7 @@ class FixedRoute(Route):
 
         values = blocks_first(exchange(pick(features.values), send, receive, group))
         lengths = [hotness[block.part] * sum(self.batch_sizes) for block in mine]
-        for ids, block in zip(values.split(lengths), mine, strict=True):
-            if block.first_row:
-                ids.sub_(block.first_row)
+        self.is_valid = layout.make_local(values.split(lengths), rank)
         weights = features.weights
         if weights is not None:
             exchanged = self._exchange_weights(pick(weights), send, receive)
@@ -209,14 +211,8 @@ class JaggedRoute(Route):
     def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
         super().__init__(layout, ranks)
         assert features.offsets is not None
-        device, self._num_samples = features.values.device, features.batch_size
-        self._buckets = bucketize_rows(
-            features.values,
-            features.offsets,
-            layout.boundaries(device),
-            batch_size=self._num_samples,
-            weights=features.weights,
-        )
+        self._num_samples = features.batch_size
+        self._buckets = bucketize_ids(features, layout)
 
     def _bounds(self, num_pieces: int) -> Tensor:
         """Of the sorted ids in so many pieces of as many bags each: where they begin, and end."""
