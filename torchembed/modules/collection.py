@@ -11,11 +11,13 @@ from torchembed.core import checks
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
+from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingConfig, as_config
 from torchembed.modules.slots import Slots, select_features
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
 from torchembed.modules.table_module import TableWeight, as_on_bad_id
+from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Table
 
 
@@ -61,6 +63,10 @@ class Collection(StagedCollection[B, R, V]):
     """Several tables, each looked up by one or more features."""
 
     _config_kind: type[EmbeddingConfig]
+    _container: str
+    """The attribute that holds the tables' weights."""
+    _weight_form: WeightGradient
+    _is_weighted = False
 
     def __init__(
         self,
@@ -100,6 +106,23 @@ class Collection(StagedCollection[B, R, V]):
 
     def _table_weights(self) -> nn.ModuleDict:
         return nn.ModuleDict({t.spec.name: TableWeight(t) for t in self._tables})
+
+    @property
+    def description(self) -> CollectionDescription:
+        """What the collection looks up, and how. Its tables are those of ``table_set``, in the
+        order of the configs."""
+        return CollectionDescription(
+            configs=tuple(self._configs),
+            container=self._container,
+            is_pooled=self.is_pooled,
+            is_weighted=self._is_weighted,
+            on_bad_id=self._on_bad_id,
+            output_dtype=self._output_dtype,
+            casts_vectors=self._casts_vectors,
+            weight_form=self._weight_form,
+            lookup_keys=tuple(map(self._lookup_key, self._configs)),
+            reserved_columns=self.reserved_columns,
+        )
 
     @property
     def device(self) -> torch.device:

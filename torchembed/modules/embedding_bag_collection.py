@@ -51,6 +51,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     """
 
     _config_kind = EmbeddingBagConfig
+    _container = "embedding_bags"
     _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]
 
     def __init__(

@@ -38,6 +38,7 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
 
     is_pooled = False
     _config_kind = EmbeddingConfig
+    _container = "embeddings"
 
     def __init__(
         self,

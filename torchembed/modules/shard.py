@@ -14,8 +14,6 @@ from torchembed.core.agreement import check_agreement
 from torchembed.modules.collection import Collection
 from torchembed.modules.dense_use import dense_parameters, dense_use
 from torchembed.modules.earlier_optimizers import check_no_optimizer_has
-from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
-from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.inside_ddp import ignore_tables
 from torchembed.modules.shard_description import describe
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
@@ -55,29 +53,29 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
     how they are used: what a :class:`~torchembed.sharding.Planner` plans for."""
     uses = {}
     for path, collection in model.named_modules():
-        if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
-            for table, config in zip(collection._tables, collection._configs, strict=True):
+        if isinstance(collection, Collection):
+            description = collection.description
+            tables = collection.table_set.tables
+            for table, config in zip(tables, description.configs, strict=True):
                 uses[_table_name(path, collection, table.spec.name)] = TableUse(
                     spec=table.spec,
                     features=config.feature_names,
-                    pooled=isinstance(collection, EmbeddingBagCollection),
-                    output_dtype=collection._output_dtype,
+                    pooled=description.is_pooled,
+                    output_dtype=description.output_dtype,
                 )
     return uses
 
 
 def _table_name(path: str, collection: Collection, table: str) -> str:
-    container = "embedding_bags" if isinstance(collection, EmbeddingBagCollection) else "embeddings"
-    return ".".join(filter(None, (path, container, table)))
+    return ".".join(filter(None, (path, collection.description.container, table)))
 
 
 def _sharded(
     collection: Collection, plans: list[TablePlan], ranks: Ranks, device: torch.device
 ) -> nn.Module:
-    if isinstance(collection, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(collection, plans, ranks, device)
-    assert isinstance(collection, EmbeddingCollection)
-    return ShardedEmbeddingCollection(collection, plans, ranks, device)
+    is_pooled = collection.description.is_pooled
+    kind = ShardedEmbeddingBagCollection if is_pooled else ShardedEmbeddingCollection
+    return kind(collection, plans, ranks, device)
 
 
 def plan_embeddings(
@@ -255,7 +253,7 @@ def shard_embeddings(
                 child_path = f"{path}.{name}" if path else name
                 plans = [
                     checked.table(_table_name(child_path, child, table.spec.name))
-                    for table in child._tables
+                    for table in child.table_set.tables
                 ]
                 setattr(module, name, _sharded(child, plans, ranks, device))
     _train_data_parallel(model, ranks)
@@ -367,7 +365,7 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
     for module in model.modules():
         if not isinstance(module, TableModule):
             continue
-        for table in module._table_set.tables:
+        for table in module.table_set.tables:
             if table.is_sharded:
                 sharded.add(table.parameter)
             elif table.gradient_reduction is None:

@@ -5,8 +5,7 @@ import re
 import torch
 from torch import nn
 
-from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
-from torchembed.modules.embedding_collection import EmbeddingCollection
+from torchembed.modules.collection import Collection
 from torchembed.sharding.planning.plan import ShardingPlan
 from torchembed.sharding.wire import WirePrecision, WireTransport
 
@@ -22,14 +21,14 @@ def describe(
         f"{transport}",
     ]
     for path, module in model.named_modules():
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-            is_weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
+        if isinstance(module, Collection):
+            of = module.description
             lines.append(
-                f"{path}: {type(module).__name__}, is_weighted={is_weighted}, "
-                f"on_bad_id={module._on_bad_id.name}, output_dtype={module._output_dtype}, "
-                f"gradients={module._weight_form.value}, on_meta={module.device.type == 'meta'}"
+                f"{path}: {type(module).__name__}, is_weighted={of.is_weighted}, "
+                f"on_bad_id={of.on_bad_id.name}, output_dtype={of.output_dtype}, "
+                f"gradients={of.weight_form.value}, on_meta={module.device.type == 'meta'}"
             )
-            for config, table in zip(module._configs, module._tables, strict=True):
+            for config, table in zip(of.configs, module.table_set.tables, strict=True):
                 lines.append(f"{path}: {config}, seed={table.spec.seed}")
     for name, parameter in model.named_parameters():
         shape, trains = tuple(parameter.shape), parameter.requires_grad

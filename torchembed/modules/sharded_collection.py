@@ -104,21 +104,22 @@ class ShardedCollection(StagedCollection[B, R, V]):
         self, source: Collection, plans: Sequence[TablePlan], ranks: Ranks, device: torch.device
     ) -> None:
         super().__init__()
-        self._settle(source._configs, plans, ranks, source._on_bad_id)
-        self._casts_vectors = source._casts_vectors
+        description, tables = source.description, source.table_set.tables
+        self._settle(description.configs, plans, ranks, description.on_bad_id)
+        self._casts_vectors = description.casts_vectors
         self._local: dict[int, Table] = {}
-        for number, (table, plan) in enumerate(zip(source._tables, plans, strict=True)):
+        for number, (table, plan) in enumerate(zip(tables, plans, strict=True)):
             local = _local_table(table.spec, plan, ranks)
             if local is not None:
                 self._local[number] = local
-        keys = [source._lookup_key(self._configs[number]) for number in self._local]
+        keys = [description.lookup_keys[number] for number in self._local]
         self._hold(self._local.values(), keys, device)
         self.register_state_dict_post_hook(_distribute)
         self.register_load_state_dict_pre_hook(_localize)
         for number, local in self._local.items():
-            local.parameter.requires_grad_(source._tables[number].parameter.requires_grad)
-        if not source._tables[0].parameter.is_meta:
-            self._copy_rows(source)
+            local.parameter.requires_grad_(tables[number].parameter.requires_grad)
+        if not tables[0].parameter.is_meta:
+            self._copy_rows(tables)
         self._assign_slots(device)
 
     def _settle(
@@ -187,9 +188,9 @@ class ShardedCollection(StagedCollection[B, R, V]):
         return Travellers(parts, layout, local)
 
     @torch.no_grad()
-    def _copy_rows(self, source: Collection) -> None:
+    def _copy_rows(self, tables: Sequence[Table]) -> None:
         for number, table in self._local.items():
-            table.parameter.data.copy_(local_part(source._tables[number].parameter.data, table))
+            table.parameter.data.copy_(local_part(tables[number].parameter.data, table))
 
     def _table_weights(self) -> nn.ModuleDict:
         return nn.ModuleDict({t.spec.name: TableWeight(t) for t in self._local.values()})

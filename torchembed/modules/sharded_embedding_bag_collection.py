@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
+from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingBagConfig
 from torchembed.modules.embedding_bag_collection import (
-    EmbeddingBagCollection,
     keyed_result,
     weighted_as_asked,
 )
@@ -44,15 +44,16 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
 
     def __init__(
         self,
-        source: EmbeddingBagCollection,
+        source: Collection,
         plans: Sequence[TablePlan],
         ranks: Ranks,
         device: torch.device,
     ) -> None:
         super().__init__(source, plans, ranks, device)
         self.embedding_bags = self._table_weights()
-        self.reserved_columns = source.reserved_columns
-        self._look_up_as(source._is_weighted, source._output_dtype, source._weight_form)
+        of = source.description
+        self.reserved_columns = of.reserved_columns
+        self._look_up_as(of.is_weighted, of.output_dtype, of.weight_form)
 
     def _look_up_as(
         self, is_weighted: bool, output_dtype: torch.dtype, weight_form: WeightGradient

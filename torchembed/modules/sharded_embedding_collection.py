@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, with_offsets
+from torchembed.modules.collection import Collection
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.embedding_collection import (
-    EmbeddingCollection,
     SequenceVectors,
     SizedFeatures,
     SizedRows,
@@ -44,14 +44,15 @@ class ShardedEmbeddingCollection(
 
     def __init__(
         self,
-        source: EmbeddingCollection,
+        source: Collection,
         plans: Sequence[TablePlan],
         ranks: Ranks,
         device: torch.device,
     ) -> None:
         super().__init__(source, plans, ranks, device)
         self.embeddings = self._table_weights()
-        self._look_up_as(source._output_dtype, source._weight_form)
+        of = source.description
+        self._look_up_as(of.output_dtype, of.weight_form)
 
     def _look_up_as(self, output_dtype: torch.dtype, weight_form: WeightGradient) -> None:
         """Lay lookups out, once slots are assigned."""
