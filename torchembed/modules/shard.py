@@ -75,7 +75,7 @@ def _sharded(
 ) -> nn.Module:
     is_pooled = collection.description.is_pooled
     kind = ShardedEmbeddingBagCollection if is_pooled else ShardedEmbeddingCollection
-    return kind(collection, plans, ranks, device)
+    return kind.of(collection, plans, ranks, device)
 
 
 def plan_embeddings(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.checked_ids import checked_ids
 from torchembed.modules.collection import Collection, FeatureSlots
-from torchembed.modules.configs import EmbeddingConfig
+from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.slots import SlotName, Slots, submit_bad_id
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
@@ -24,7 +24,7 @@ from torchembed.sharding.transport.data_parallel import sum_over_columns
 from torchembed.sharding.transport.global_rows import global_tensor, local_part
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.transport.ranks import Ranks
-from torchembed.tables import Table, TableSpec
+from torchembed.tables import Table, TableSet, TableSpec
 
 
 def _distribute(
@@ -56,6 +56,16 @@ class Travellers(NamedTuple):
     parts: list[SlotPart]
     layout: Layout
     local: Slots
+
+
+class HeldTables(NamedTuple):
+    """What this rank holds of a collection's tables."""
+
+    table_set: TableSet
+    numbers: tuple[int, ...]
+    """For each table of the set the number of its config."""
+    names: tuple[str, ...]
+    """For each table of the set the name under which its weight is a parameter."""
 
 
 def _local_table(spec: TableSpec, plan: TablePlan, ranks: Ranks) -> Table | None:
@@ -97,49 +107,65 @@ class ShardedCollection(StagedCollection[B, R, V]):
     hold a share of it; others have no entry for it, as they have none for another rank's table.
     """
 
-    _container: str
-    """The attribute that holds the tables' weights."""
-
     def __init__(
-        self, source: Collection, plans: Sequence[TablePlan], ranks: Ranks, device: torch.device
-    ) -> None:
-        super().__init__()
-        description, tables = source.description, source.table_set.tables
-        self._settle(description.configs, plans, ranks, description.on_bad_id)
-        self._casts_vectors = description.casts_vectors
-        self._local: dict[int, Table] = {}
-        for number, (table, plan) in enumerate(zip(tables, plans, strict=True)):
-            local = _local_table(table.spec, plan, ranks)
-            if local is not None:
-                self._local[number] = local
-        keys = [description.lookup_keys[number] for number in self._local]
-        self._hold(self._local.values(), keys, device)
-        self.register_state_dict_post_hook(_distribute)
-        self.register_load_state_dict_pre_hook(_localize)
-        for number, local in self._local.items():
-            local.parameter.requires_grad_(tables[number].parameter.requires_grad)
-        if not tables[0].parameter.is_meta:
-            self._copy_rows(tables)
-        self._assign_slots(device)
-
-    def _settle(
         self,
-        configs: Sequence[EmbeddingConfig],
+        description: CollectionDescription,
         plans: Sequence[TablePlan],
         ranks: Ranks,
-        on_bad_id: OnBadId,
+        held: HeldTables,
+        device: torch.device,
     ) -> None:
-        """Take what every rank has alike: whole tables, and where they are."""
+        super().__init__()
+        configs = description.configs
         self._configs = list(configs)
         self._feature_slots = FeatureSlots(configs)
         self._plans = list(plans)
-        self._ranks, self._on_bad_id = ranks, on_bad_id
+        self._ranks, self._on_bad_id = ranks, description.on_bad_id
+        self._output_dtype = description.output_dtype
+        self._casts_vectors = description.casts_vectors
+        self._weight_form = description.weight_form
         self.bad_ids = BadIdReport()
         names = ", ".join(config.name for config in configs)
         self._tables_in_words = f"tables {names} of {type(self).__name__}"
         self._num_lookups = 0
         """That were agreed on with the other ranks."""
         self._dense_owner = DenseOwner()
+        self._table_set, self._weight_names = held.table_set, held.names
+        numbered = list(zip(held.numbers, held.table_set.tables, strict=True))
+        self._local: dict[int, Table] = dict(numbered)
+        self._by_column = {(number, table.first_column): table for number, table in numbered}
+        """By number and first column, since a rank may hold columns of one table twice."""
+        self._container = description.container
+        """The attribute that holds the tables' weights."""
+        named = zip(held.names, held.table_set.tables, strict=True)
+        weights = nn.ModuleDict({name: TableWeight(table) for name, table in named})
+        self.add_module(self._container, weights)
+        self._assign_slots(device)
+
+    @classmethod
+    def of(
+        cls, source: Collection, plans: Sequence[TablePlan], ranks: Ranks, device: torch.device
+    ) -> Self:
+        """A collection that looks up what ``source`` does, with copies of its rows."""
+        description, tables = source.description, source.table_set.tables
+        local: dict[int, Table] = {}
+        for number, (table, plan) in enumerate(zip(tables, plans, strict=True)):
+            of_rank = _local_table(table.spec, plan, ranks)
+            if of_rank is not None:
+                local[number] = of_rank
+        keys = [description.lookup_keys[number] for number in local]
+        table_set = TableSet(local.values(), keys, device)
+        for number, table in local.items():
+            whole = tables[number].parameter
+            table.parameter.requires_grad_(whole.requires_grad)
+            if not whole.is_meta:
+                table.parameter.data.copy_(local_part(whole.data, table))
+        names = [table.spec.name for table in local.values()]
+        held = HeldTables(table_set, tuple(local), tuple(names))
+        made = cls(description, plans, ranks, held, device)
+        made.register_state_dict_post_hook(_distribute)
+        made.register_load_state_dict_pre_hook(_localize)
+        return made
 
     def _assign_slots(self, device: torch.device) -> None:
         """Find out which slots travel, once this rank's tables are held."""
@@ -168,7 +194,8 @@ class ShardedCollection(StagedCollection[B, R, V]):
 
     def _table_of(self, part: SlotPart) -> Table:
         """What this rank holds of a part."""
-        return self._local[self._feature_slots.tables[part.slot]]
+        number = self._feature_slots.tables[part.slot]
+        return self._by_column[number, part.shards[0].first_column]
 
     def _sharded_parts(self) -> list[SlotPart]:
         """The parts of all sharded slots, slot by slot and from left to right."""
@@ -187,17 +214,10 @@ class ShardedCollection(StagedCollection[B, R, V]):
         )
         return Travellers(parts, layout, local)
 
-    @torch.no_grad()
-    def _copy_rows(self, tables: Sequence[Table]) -> None:
-        for number, table in self._local.items():
-            table.parameter.data.copy_(local_part(tables[number].parameter.data, table))
-
-    def _table_weights(self) -> nn.ModuleDict:
-        return nn.ModuleDict({t.spec.name: TableWeight(t) for t in self._local.values()})
-
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         weights = self.get_submodule(self._container)
-        return ((t, weights.get_submodule(t.spec.name)) for t in self._local.values())
+        named = zip(self._weight_names, self._table_set.tables, strict=True)
+        return ((table, weights.get_submodule(name)) for name, table in named)
 
     @property
     def ranks(self) -> Ranks:

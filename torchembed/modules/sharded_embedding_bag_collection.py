@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
-from torchembed.modules.collection import Collection
+from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
 from torchembed.modules.embedding_bag_collection import (
     keyed_result,
     weighted_as_asked,
 )
 from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
-from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
@@ -40,27 +40,19 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
 
     _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]
 
-    _container = "embedding_bags"
+    embedding_bags: nn.ModuleDict
 
     def __init__(
         self,
-        source: Collection,
+        description: CollectionDescription,
         plans: Sequence[TablePlan],
         ranks: Ranks,
+        held: HeldTables,
         device: torch.device,
     ) -> None:
-        super().__init__(source, plans, ranks, device)
-        self.embedding_bags = self._table_weights()
-        of = source.description
-        self.reserved_columns = of.reserved_columns
-        self._look_up_as(of.is_weighted, of.output_dtype, of.weight_form)
-
-    def _look_up_as(
-        self, is_weighted: bool, output_dtype: torch.dtype, weight_form: WeightGradient
-    ) -> None:
-        """Lay lookups out, once slots are assigned."""
-        self._is_weighted = is_weighted
-        self._output_dtype, self._weight_form = output_dtype, weight_form
+        super().__init__(description, plans, ranks, held, device)
+        self.reserved_columns = description.reserved_columns
+        self._is_weighted = description.is_weighted
         self._sharded = self._travellers(self._sharded_parts())
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]

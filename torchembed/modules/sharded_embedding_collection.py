@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures, with_offsets
-from torchembed.modules.collection import Collection
+from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.embedding_collection import (
     SequenceVectors,
@@ -18,7 +18,7 @@ from torchembed.modules.embedding_collection import (
     sequence_slots,
     split_slots,
 )
-from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
@@ -40,23 +40,17 @@ class ShardedEmbeddingCollection(
 
     is_pooled = False
     always_waits_for_sizes = True
-    _container = "embeddings"
+    embeddings: nn.ModuleDict
 
     def __init__(
         self,
-        source: Collection,
+        description: CollectionDescription,
         plans: Sequence[TablePlan],
         ranks: Ranks,
+        held: HeldTables,
         device: torch.device,
     ) -> None:
-        super().__init__(source, plans, ranks, device)
-        self.embeddings = self._table_weights()
-        of = source.description
-        self._look_up_as(of.output_dtype, of.weight_form)
-
-    def _look_up_as(self, output_dtype: torch.dtype, weight_form: WeightGradient) -> None:
-        """Lay lookups out, once slots are assigned."""
-        self._output_dtype, self._weight_form = output_dtype, weight_form
+        super().__init__(description, plans, ranks, held, device)
         by_width: dict[int, list[SlotPart]] = {}
         for part in self._sharded_parts():
             by_width.setdefault(part.num_columns, []).append(part)

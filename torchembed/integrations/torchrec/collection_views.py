@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig as TorchrecBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
@@ -23,17 +23,15 @@ from torchembed.integrations.torchrec.sharded import (
 )
 from torchembed.integrations.torchrec.tables import BatchedTables, FusedTables
 from torchembed.modules.collection import FeatureSlots
+from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig, as_config
 from torchembed.modules.embedding_collection import SequenceVectors
-from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
-from torchembed.modules.staged_collection import StagedCollection
-from torchembed.modules.table_module import TableWeight
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.sharding.transport.layout import SlotPart
 from torchembed.sharding.transport.ranks import Ranks
-from torchembed.tables import Table, TableSet
+from torchembed.tables import TableSet
 
 
 def _strictest_bounds_check(tables: Sequence[BatchedTables]) -> BoundsCheckMode:
@@ -45,45 +43,41 @@ def _strictest_bounds_check(tables: Sequence[BatchedTables]) -> BoundsCheckMode:
 class _CollectionView(ShardedCollection):
     """A collection that looks up in the tables of a TorchRec collection, and owns none."""
 
-    def _share_tables(
+    def __init__(
         self,
         source: TorchrecBags | TorchrecSequences,
         configs: Sequence[EmbeddingConfig],
         ranks: Ranks,
+        container: str,
+        *,
+        is_weighted: bool,
     ) -> None:
-        # Not ShardedCollection's __init__, which would allocate tables.
-        StagedCollection.__init__(self)
         tables = source.tables
-        self._bounds_check = _strictest_bounds_check(tables)
-        is_fatal = self._bounds_check is BoundsCheckMode.FATAL
-        on_bad_id = OnBadId.RAISE if is_fatal else OnBadId.ZERO
+        bounds_check = _strictest_bounds_check(tables)
+        is_fatal = bounds_check is BoundsCheckMode.FATAL
+        (dtype,) = source.output_dtypes
+        description = CollectionDescription(
+            configs=tuple(configs),
+            container=container,
+            is_pooled=self.is_pooled,
+            is_weighted=is_weighted,
+            on_bad_id=OnBadId.RAISE if is_fatal else OnBadId.ZERO,
+            output_dtype=dtype,
+            weight_form=WeightGradient.DENSE,
+            lookup_keys=(None,) * len(configs),
+        )
         plans = {plan.table: plan for plan in source.table_plans}
-        self._settle(configs, [plans[config.name] for config in configs], ranks, on_bad_id)
-        self._table_set = TableSet.over([group for of_one in tables for group in of_one.groups])
+        table_set = TableSet.over([group for of_one in tables for group in of_one.groups])
         numbers = {config.name: number for number, config in enumerate(configs)}
-        self._local: dict[int, Table] = {}
-        self._by_column: dict[tuple[int, int], Table] = {}
-        """Tables by number and first column: a rank may hold two column shards of one table."""
-        for table in self._table_set.tables:
-            number = numbers[table.spec.name]
-            self._local[number] = self._by_column[number, table.first_column] = table
-        setattr(self, self._container, self._table_weights())
+        held = HeldTables(
+            table_set,
+            tuple(numbers[table.spec.name] for table in table_set.tables),
+            tuple(f"{table.spec.name}_{table.first_column}" for table in table_set.tables),
+        )
+        of_configs = [plans[config.name] for config in configs]
+        super().__init__(description, of_configs, ranks, held, source.device)
+        self._bounds_check = bounds_check
         self._num_bad = torch.zeros((), dtype=torch.int64, device=source.device)
-        self._assign_slots(source.device)
-
-    def _table_weights(self) -> nn.ModuleDict:
-        return nn.ModuleDict({name: TableWeight(table) for name, table in self._named_tables()})
-
-    def _named_tables(self) -> list[tuple[str, Table]]:
-        return [(f"{t.spec.name}_{t.first_column}", t) for t in self._table_set.tables]
-
-    def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
-        weights = self.get_submodule(self._container)
-        return ((table, weights.get_submodule(name)) for name, table in self._named_tables())
-
-    def _table_of(self, part: SlotPart) -> Table:
-        number = self._feature_slots.tables[part.slot]
-        return self._by_column[number, part.shards[0].first_column]
 
     def _checked(self, batch: SparseFeatures) -> SparseFeatures:
         """``batch`` with ids checked as FBGEMM does: a bad id becomes id 0, and -1 is skipped."""
@@ -119,10 +113,8 @@ class EmbeddingBagCollectionView(_CollectionView, ShardedEmbeddingBagCollection)
 
     def __init__(self, source: TorchrecBags, ranks: Ranks) -> None:
         names = source.output_names
-        self._share_tables(source, _in_output_order(source.table_configs, names), ranks)
-        self.reserved_columns = 0
-        (dtype,) = source.output_dtypes
-        self._look_up_as(source.takes_weights, dtype, WeightGradient.DENSE)
+        configs, is_weighted = _in_output_order(source.table_configs, names), source.takes_weights
+        super().__init__(source, configs, ranks, "embedding_bags", is_weighted=is_weighted)
         self._names = names
         self._order = [self._feature_slots.names.index(name) for name in names]
         self._output_widths = [self._widths[slot] for slot in self._order]
@@ -140,9 +132,7 @@ class EmbeddingCollectionView(_CollectionView, ShardedEmbeddingCollection):
 
     def __init__(self, source: TorchrecSequences, ranks: Ranks) -> None:
         configs = [as_config(config, EmbeddingConfig) for config in source.table_configs]
-        self._share_tables(source, configs, ranks)
-        (dtype,) = source.output_dtypes
-        self._look_up_as(dtype, WeightGradient.DENSE)
+        super().__init__(source, configs, ranks, "embeddings", is_weighted=False)
         slots = self._feature_slots.names
         self._slots_of_names = {name: slots.index(name) for name in source.output_names}
 
