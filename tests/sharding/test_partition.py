@@ -16,8 +16,8 @@ from torchembed.sharding import Placement
 from torchembed.sharding.planning.partition import RangePartition
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
-from torchembed.sharding.transport.ranks import Ranks
 from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute
+from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec
 
@@ -100,7 +100,7 @@ Found = dict[str, list[list[int]]]
 def on_a_rank(_: str) -> Found:
     """The ids that arrive at each block, by the kind of route; each rank sends the same ones."""
     mesh = init_device_mesh("cpu", (2,))
-    layout, ranks = mixed_layout(), Ranks(mesh, (ROW_WISE,), WirePrecision())
+    layout, ranks = mixed_layout(), TableRanks(mesh, (ROW_WISE,), WirePrecision())
     ids = torch.tensor([0, 4, -1, 2, -1, LOW, HIGH, 0])
     fixed = SparseFeatures(keys=("a", "b"), values=ids, batch_size=2, hotness=(2, 2))
     offsets = torch.tensor([0, 1, 4, 7, 8])

@@ -33,7 +33,11 @@ from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.columns import joined_moves
 from torchembed.sharding.transport.layout import Layout, slot_parts
 from torchembed.sharding.transport.peer_access import peer_problem
-from torchembed.sharding.transport.pooled_push import backward_moves, forward_moves, home_of
+from torchembed.sharding.transport.pooled_push import (
+    backward_moves,
+    forward_moves,
+    received_columns,
+)
 from torchembed.sharding.transport.pushed_mean import NUM_LANES, PushedMean, shares
 from torchembed.tables import TableSpec
 
@@ -60,7 +64,7 @@ def means(memory: MappedMemory) -> list[np.ndarray]:
             flat = torch.nn.functional.pad(numbers_of(dist.get_rank(), dtype), (0, 20))
             flat = flat[:300] if spans == [(0, 300)] else flat
             beside = torch.full((70,), 1.0 + dist.get_rank(), dtype=dtype)
-            push.take([FlatSpans(flat, spans), FlatSpans(beside, [(0, 70)])], wire, lane)
+            push.average([FlatSpans(flat, spans), FlatSpans(beside, [(0, 70)])], wire, lane)
             assert (beside == (1 + dist.get_world_size()) / 2).all()
         found.append(flat[:300].float().numpy())
     return found
@@ -132,7 +136,7 @@ def layout_of(num_ranks: int, placements: dict[str, str]) -> Layout:
 @pytest.mark.parametrize("batch_sizes", [(3, 2, 4), (0, 5, 1)])
 def test_moves_are_inverse_and_fill_each_home_once(batch_sizes: tuple[int, ...]) -> None:
     layout = layout_of(3, {"a": "row_wise", "b": "column_wise", "c": "table_wise"})
-    home, num_samples = home_of(layout), sum(batch_sizes)
+    home, num_samples = received_columns(layout), sum(batch_sizes)
     widths = [sum(block.num_columns for block in blocks) for blocks in layout.blocks]
     # Of element (sample, column) of each rank's pooled vectors, a number of its own.
     pooled = [
@@ -173,7 +177,7 @@ def apply_moves(source: Tensor, moves: list[tuple[int, ...]], targets: list[Tens
 
 
 def test_parts_are_side_by_side_at_home_and_shards_in_the_order_of_ranks() -> None:
-    home = home_of(layout_of(2, {"a": "row_wise", "b": "column_wise", "c": "table_wise"}))
+    home = received_columns(layout_of(2, {"a": "row_wise", "b": "column_wise", "c": "table_wise"}))
     # Two shards of rows of a, 4 columns each; two parts of b; c is where there is most room.
     assert home.widths == [[4, 4], [4], [4], [2]]
     assert [columns[:2] for columns in home.columns] == [[0, 8], [4, 12]]

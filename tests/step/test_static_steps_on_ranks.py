@@ -36,7 +36,7 @@ from torchembed.data import Batch
 from torchembed.modules import MLP
 from torchembed.ops.side_by_side import side_by_side
 from torchembed.sharding import WireTransport
-from torchembed.sharding.transport.collectives import gather_size, known_sizes, noted_sizes
+from torchembed.sharding.transport.collectives import gather_size, recorded_sizes, replayed_sizes
 from torchembed.tables import TableGroup
 from torchembed.training import TrainPipeline
 
@@ -140,14 +140,14 @@ def train_dense(kind: str) -> list[Any]:
 def sizes_of_one_rank_alone() -> list[list[int]]:
     """What the first rank is told of sizes, and then again while the other one waits for it."""
     rank = dist.get_rank()
-    with noted_sizes() as noted:
+    with recorded_sizes() as noted:
         found = [gather_size(size + rank, dist.group.WORLD) for size in (3, 5)]
     if rank == 0:
-        with known_sizes(noted):
+        with replayed_sizes(noted):
             found += [gather_size(size, dist.group.WORLD) for size in (3, 5)]
             with pytest.raises(RuntimeError, match="as before, got 5, where none is left"):
                 gather_size(5, dist.group.WORLD)
-        with known_sizes(noted), pytest.raises(RuntimeError, match="got 5, where 3 comes next"):
+        with replayed_sizes(noted), pytest.raises(RuntimeError, match="got 5, where 3 comes next"):
             gather_size(5, dist.group.WORLD)
     return [*found, *(gather_size(size, dist.group.WORLD) for size in (3, 5))]
 

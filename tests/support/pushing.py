@@ -101,7 +101,7 @@ def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | Non
     domain = PushDomain(dist.group.WORLD, device, allocate=memory)
     channel = domain.channel("a test", 64)
     for _ in range(2 - dist.get_rank()):
-        channel.meet()
+        channel.barrier()
         if device.type == "cuda":
             torch.cuda.synchronize()
         # The second time nobody else comes, however long it is waited for.

@@ -1,10 +1,10 @@
-"""Raising for ids outside their table, at once on the CPU, at the next call on a GPU; and for
-offsets outside the ids."""
+"""Errors for ids outside their table, raised at once on the CPU and at a later call on a GPU, and
+for offsets outside the ids."""
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,17 @@ class IdCheck(NamedTuple):
     """The first id of a batch that is outside its table, if any; still on the device."""
 
     found: Tensor
-    """int64: its position, ``num_ids`` or more where there is none, and its value; of jagged bags
-    also its feature and where the ids of that begin, since offsets may be another batch's by the
-    time of the error."""
+    """int64: the id's position, ``num_ids`` or more where there is none, and its value; for jagged
+    bags also its feature and the position of that feature's first id, since the offsets may be
+    those of another batch by the time of the error."""
     num_ids: int
+    """Number of ids of the batch."""
     describe: Callable[..., str]
-    """Words the error, for these numbers."""
+    """Makes the error's message from the numbers in ``found``."""
 
 
 class _Collected(threading.local):
-    """The lists that this thread's checks go to, the innermost last."""
+    """Lists that collect this thread's checks, the innermost last."""
 
     def __init__(self) -> None:
         self.lists: list[list[IdCheck]] = []
@@ -36,8 +37,10 @@ _collected = _Collected()
 
 @contextlib.contextmanager
 def deferred_id_checks() -> Iterator[list[IdCheck]]:
-    """Within it, no lookup of this thread raises for a bad id; the caller gets the checks instead,
-    one for each lookup, and acts on them."""
+    """Collect the checks of this thread's lookups, one each, in place of raising for a bad id.
+
+    The caller acts on the list that the context yields.
+    """
     checks: list[IdCheck] = []
     _collected.lists.append(checks)
     try:
@@ -46,18 +49,29 @@ def deferred_id_checks() -> Iterator[list[IdCheck]]:
         _collected.lists.pop()
 
 
+class _Copied(NamedTuple):
+    """A check whose numbers are being copied to the host."""
+
+    copied: torch.cuda.Event
+    """Recorded after the copy."""
+    found: Tensor
+    """Pinned copy of :attr:`IdCheck.found`."""
+    num_ids: int
+    describe: Callable[..., str]
+
+
 class BadIdReport:
     """Turns the ``first_bad`` of a batch's ids into an ``IndexError``.
 
     On a GPU the position is copied to pinned memory without waiting and read at a later call, once
-    the copy is done. While a CUDA graph is captured nothing is recorded: whoever owns the graph
-    checks, by :func:`deferred_id_checks`.
+    the copy is done. Nothing is recorded while a CUDA graph is captured: the owner of the graph
+    checks ids by :func:`deferred_id_checks`.
     """
 
     def __init__(self) -> None:
-        self._in_flight: list[tuple[torch.cuda.Event, Tensor, int, Callable[..., str]]] = []
+        self._in_flight: list[_Copied] = []
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type["BadIdReport"], tuple[()]]:
         """Copies and pickles start without batches in flight."""
         return BadIdReport, ()
 
@@ -68,8 +82,8 @@ class BadIdReport:
         bounds: Tensor | None,
         describe: Callable[..., str],
     ) -> None:
-        """Check the batch's ``first_bad [1]``; ``describe(position, value)`` words the error, for
-        jagged bags ``describe(position, value, feature, first)``.
+        """Check the batch's ``first_bad [1]``; ``describe(position, value)`` makes the error's
+        message, for jagged bags ``describe(position, value, feature, first)``.
 
         Args:
             bounds: ``[F + 1]``, where each feature's ids begin and end; None for fixed hotness.
@@ -77,7 +91,8 @@ class BadIdReport:
         Raises:
             IndexError: for this batch on the CPU, for an earlier one on a GPU.
         """
-        if is_stand_in(first_bad):  # there is no id yet
+        # Tracing has no ids yet.
+        if is_stand_in(first_bad):
             return
         if _collected.lists:
             _collected.lists[-1].append(
@@ -89,6 +104,7 @@ class BadIdReport:
             if position < values.numel():
                 raise IndexError(describe(*_found(values, first_bad, bounds).tolist()))
             return
+        # Batches that were copied before are reported now: reading this one would block the host.
         self.check(wait=False)
         if torch.cuda.is_current_stream_capturing() or values.numel() == 0:
             return
@@ -97,12 +113,13 @@ class BadIdReport:
         pinned.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._in_flight.append((event, pinned, values.numel(), describe))
+        self._in_flight.append(_Copied(event, pinned, values.numel(), describe))
 
     def check(self, *, wait: bool) -> None:
         """Raise for an earlier batch's bad id; ``wait`` for all batches submitted so far."""
         while self._in_flight:
             event, found, num_ids, describe = self._in_flight[0]
+            # In order: a later batch's copy ends after this one's.
             if not event.query():
                 if not wait:
                     return
@@ -115,12 +132,13 @@ class BadIdReport:
 
 
 def _found(values: Tensor, first_bad: Tensor, bounds: Tensor | None) -> Tensor:
-    """What :class:`IdCheck` says of the first bad id."""
+    """The numbers of :attr:`IdCheck.found` for the first bad id."""
     if values.numel() == 0:
         return first_bad.new_zeros(2 if bounds is None else 4)
     value = values[first_bad.clamp_max(values.numel() - 1)].long()
     if bounds is None:
         return torch.cat([first_bad, value])
+    # Counted on the device, since a search on the host would wait for it.
     feature = (bounds[1:] <= first_bad).sum(0, keepdim=True)
     return torch.cat([first_bad, value, feature, bounds[feature].long()])
 
@@ -129,7 +147,7 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
     """Check on the CPU that ``offsets`` mark bags among ``num_ids`` ids; a GPU is not waited for.
 
     Raises:
-        ValueError: where they do not start at 0, decrease, or end behind the ids.
+        ValueError: where they do not start at 0, decrease, or end after the ids.
     """
     if offsets.is_cuda or offsets.is_meta:
         return

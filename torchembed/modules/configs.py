@@ -1,8 +1,9 @@
-"""What a collection's tables look like; TorchRec's configs are taken as they are."""
+"""Configs of a collection's tables; TorchRec's are accepted too."""
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,6 +12,22 @@ from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import names_in
 from torchembed.core.types import Pooling
 from torchembed.tables import Initializer, InPlaceFunction, TableSpec, Uniform
+
+
+class ConfigLike(Protocol):
+    """The fields that torchembed's configs of tables and TorchRec's have in common."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_embeddings(self) -> int: ...
+
+    @property
+    def embedding_dim(self) -> int: ...
+
+    @property
+    def feature_names(self) -> Sequence[str]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +72,7 @@ class EmbeddingConfig:
             )
 
     def spec(self, seed: int) -> TableSpec:
+        """The table, with ``seed`` for its initial rows."""
         return TableSpec(
             name=self.name,
             num_rows=self.num_embeddings,
@@ -70,15 +88,15 @@ class EmbeddingBagConfig(EmbeddingConfig):
     """One table of an :class:`EmbeddingBagCollection`. Field names are TorchRec's."""
 
     pooling: Pooling = Pooling.SUM
-    """Or its value, ``"sum"`` or ``"mean"``."""
+    """``Pooling.SUM`` or ``Pooling.MEAN``, or ``"sum"`` or ``"mean"``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "pooling", _pooling(self.name, self.pooling))
 
 
-def _pooling(table: str, pooling: Any) -> Pooling:
-    """``pooling`` of ours, or TorchRec's, or by its name."""
+def _pooling(table: str, pooling: object) -> Pooling:
+    """The enum for ``pooling``: ours, TorchRec's, or its value."""
     value = str(getattr(pooling, "value", pooling)).lower()
     try:
         return Pooling(value)
@@ -88,13 +106,11 @@ def _pooling(table: str, pooling: Any) -> Pooling:
         ) from None
 
 
-def _initializer(config: Any) -> Initializer:
-    """What a TorchRec config says of initial rows.
-
-    TorchRec writes its uniform default into ``init_fn``; that becomes :class:`Uniform`, whose rows
-    do not depend on sharding.
-    """
+def _initializer(config: object) -> Initializer:
+    """The initializer of the rows of a TorchRec config."""
     init_fn = getattr(config, "init_fn", None)
+    # TorchRec writes its uniform default into init_fn. It becomes Uniform, whose rows do not depend
+    # on sharding, as those of an arbitrary function do.
     if (
         isinstance(init_fn, functools.partial)
         and init_fn.func is torch.nn.init.uniform_
@@ -112,11 +128,11 @@ def _initializer(config: Any) -> Initializer:
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
-def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
-    """``config`` itself, or the same table as TorchRec's config of that name describes.
+def as_config(config: ConfigLike, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
+    """``config`` as torchembed's ``kind``, converted where it is TorchRec's config of that name.
 
     Raises:
-        TypeError: where ``config`` is no such config.
+        TypeError: where ``config`` is not such a config.
         ValueError: for a setting that torchembed does not have.
     """
     if isinstance(config, kind):
@@ -139,14 +155,17 @@ def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
     for field, ordinary in (("need_pos", False), ("use_virtual_table", False)):
         if getattr(config, field, ordinary) != ordinary:
             raise ValueError(f"{field} of table {config.name} is not supported; leave it out")
-    settings: dict[str, Any] = {"initializer": _initializer(config)}
+    # TorchRec's default is the name of the table.
+    names = config.feature_names or (config.name,)
+    pooling: dict[str, Pooling] = {}
     if kind is EmbeddingBagConfig:
-        settings["pooling"] = _pooling(config.name, config.pooling)
+        pooling["pooling"] = _pooling(config.name, getattr(config, "pooling", None))
     return kind(
         name=config.name,
         num_embeddings=config.num_embeddings,
         embedding_dim=config.embedding_dim,
-        feature_names=config.feature_names or (config.name,),
+        feature_names=names_in(f"feature_names of table {config.name}", names),
         dtype=_DTYPES[data_type_name],
-        **settings,
+        initializer=_initializer(config),
+        **pooling,
     )

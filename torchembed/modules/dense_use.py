@@ -1,4 +1,4 @@
-"""What of a model is its dense part, that every rank holds whole."""
+"""The dense part of a model, which every rank holds whole."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from torchembed.tables import table_of
 
 
 def dense_parameters(model: nn.Module, uses: Mapping[str, TableUse]) -> list[nn.Parameter]:
-    """All parameters but those of the tables that ``uses`` names."""
+    """All parameters except those of the tables that ``uses`` names."""
     named = model.named_parameters()
     return [parameter for name, parameter in named if name.removesuffix(".weight") not in uses]
 
@@ -19,17 +19,18 @@ def dense_parameters(model: nn.Module, uses: Mapping[str, TableUse]) -> list[nn.
 def dense_use(
     model: nn.Module, uses: Mapping[str, TableUse], autocast: torch.dtype | None
 ) -> DenseUse | None:
-    """What the planner's costs want to know of them; None where there are none.
+    """The use of the dense parameters, for the planner's costs; None for a model without any.
 
     Args:
         uses: the tables, by name.
-        autocast: in which the model computes, where that is not its parameters' dtype.
+        autocast: dtype in which the model computes, where it is not that of its parameters.
     """
     parameters = [p for p in dense_parameters(model, uses) if table_of(p) is None]
     if not parameters:
         return None
     torchs = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     looked_up = set(map(id, torchs))
+    # A parameter of two dimensions is taken for a layer's weight, unless torch looks it up by rows.
     matrices = [p for p in parameters if p.dim() == 2 and id(p) not in looked_up]
     return DenseUse(
         num_parameters=sum(parameter.numel() for parameter in parameters),

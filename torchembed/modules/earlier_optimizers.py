@@ -1,4 +1,4 @@
-"""Optimizers that hold parameters which are about to be replaced."""
+"""A check for optimizers that hold parameters which are about to be replaced."""
 
 import gc
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def check_no_optimizer_has(parameters: Mapping[str, Tensor]) -> None:
-    """Raise where a living optimizer has one of ``parameters``, by name, which get successors that
-    it would never train.
+    """Raise where a living optimizer has one of ``parameters``, by name, which are to be replaced
+    by others that it would never train.
 
     Raises:
         ValueError: names the optimizer and the parameters.
@@ -30,7 +30,8 @@ def check_no_optimizer_has(parameters: Mapping[str, Tensor]) -> None:
 def _found(parameters: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """The kind of the first such optimizer, and the names of what it has."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    # No other list of all optimizers exists. By type(), since other objects' classes may lie.
+    # PyTorch keeps no list of optimizers. type() is asked, since __class__ of a proxy or a mock may
+    # name another class, or run code.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.optim.Optimizer):
             groups = getattr(candidate, "param_groups", ())

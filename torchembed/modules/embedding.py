@@ -23,9 +23,9 @@ class EmbeddingBag(SingleTable):
     but functions of (seed, row).
 
     Kernels look up and pool float32, float16 and bfloat16 rows under ``"sum"`` and ``"mean"``.
-    PyTorch's own operations find the maxima of ``"max"``, from a vector for each id, and do all of
-    a float64 weight and of what is inside a transform of ``torch.func``. Fused optimizers train a
-    maximum, too, where every id counts as looked up; float64 weights they refuse.
+    PyTorch's own operations are used for ``"max"``, for float64 weights, and inside a transform of
+    ``torch.func``; ``"max"`` needs a vector for each id. Fused optimizers train a maximum too, and
+    update the rows of all ids; they refuse float64 weights.
 
     Args:
         on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside the table.
@@ -48,7 +48,7 @@ class EmbeddingBag(SingleTable):
         _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
         on_bad_id: OnBadId | str = OnBadId.RAISE,
@@ -87,8 +87,8 @@ class EmbeddingBag(SingleTable):
         return module
 
     def to_torch(self) -> nn.EmbeddingBag:
-        """``torch.nn.EmbeddingBag`` with the same arguments and a copy of the weight. What
-        ``on_bad_id`` says it does not know."""
+        """``torch.nn.EmbeddingBag`` with the same arguments, except ``on_bad_id``, and a copy of
+        the weight."""
         module = nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
@@ -135,7 +135,8 @@ class EmbeddingBag(SingleTable):
         rows, is_padding = self._rows(features, is_trained=is_trained)
         if self.mode == "max":
             return self._maxima(features, rows)
-        # As torch's, the mean does not count ids of the padding row; it is divided here then.
+        # The mean does not count ids of the padding row, as in torch. The kernel would, so that
+        # sums are looked up and divided here.
         divides = self.mode == "mean" and is_padding is not None
         dtype, group = self.weight.dtype, self._table.group
         pooled = look_up_pooled(
@@ -162,7 +163,7 @@ class EmbeddingBag(SingleTable):
         return pooled.to(dtype)
 
     def _maxima(self, features: SparseFeatures, rows: Tensor) -> Tensor:
-        """``[B, D]``; what is looked up as row -1, padding and bad ids, does not count."""
+        """The maxima of the bags, ``[B, D]``, without rows of -1: padding and bad ids."""
         vectors, batch_size = self._vectors(rows), features.batch_size
         bags = bags_of_positions(
             rows.numel(), features.offsets, features.hotness, batch_size, rows.device
@@ -172,6 +173,7 @@ class EmbeddingBag(SingleTable):
     def _bags(
         self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> SparseFeatures:
+        """The arguments of :meth:`forward`, checked, as one feature."""
         checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
         if per_sample_weights is not None:
             if self.mode != "sum":
@@ -237,7 +239,7 @@ class Embedding(SingleTable):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
         on_bad_id: OnBadId | str = OnBadId.RAISE,
@@ -268,8 +270,8 @@ class Embedding(SingleTable):
         return cls(num_rows, dim, _weight=embeddings, _freeze=freeze, **settings)
 
     def to_torch(self) -> nn.Embedding:
-        """``torch.nn.Embedding`` with the same arguments and a copy of the weight. What
-        ``on_bad_id`` says it does not know."""
+        """``torch.nn.Embedding`` with the same arguments, except ``on_bad_id``, and a copy of the
+        weight."""
         module = nn.Embedding(
             self.num_embeddings,
             self.embedding_dim,
@@ -301,7 +303,8 @@ class Embedding(SingleTable):
         rows, is_padding = self._rows(features, is_trained=is_trained)
         vectors = self._vectors(rows)
         if is_padding is not None:
-            # The padding row is looked up like others, but gets no gradient.
+            # Rows of -1 give zeros. The padding row's own values may be others, but get no
+            # gradient.
             padding = self.weight.detach()[self.padding_idx]
             vectors = torch.where(is_padding.unsqueeze(1), padding, vectors)
         return vectors

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchembed.core.features import KeyedTensor, SparseFeatures, torchrec_class
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
-from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
+from torchembed.modules.configs import ConfigLike, EmbeddingBagConfig, EmbeddingConfig
 from torchembed.modules.pooled_slots import pooled_slots
 from torchembed.modules.slots import SlotRows
 from torchembed.modules.stateless_lookup import Lookup
@@ -23,17 +23,17 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     """Looks up and pools the ids of many features, one fused call for each table group.
 
     Argument-compatible with TorchRec's. Takes :class:`~torchembed.SparseFeatures` or a
-    ``KeyedJaggedTensor``; extra keys are ignored and keys may come in any order. Gives a
+    ``KeyedJaggedTensor``; extra keys are ignored and keys may come in any order. Returns a
     :class:`~torchembed.KeyedTensor`, or TorchRec's where a ``KeyedJaggedTensor`` came in, with
     ``values [B, sum of dims]`` in the order of the tables and of each table's features. A feature
     that several tables use has the key ``feature@table``. Empty bags give zeros.
 
     Initial rows are functions of (seed, table name, row).
 
-    ``reserved_columns``, an attribute to be set before sharding, is room in memory before the
-    vectors of each result for what :func:`~torchembed.ops.side_by_side.side_by_side`, or
-    :class:`~torchembed.modules.LowRankCross`, is given in front of them, and which then copies none
-    of them. ``values()`` is a view then, whose rows are apart.
+    ``reserved_columns``, an attribute to be set before sharding, allocates columns before the
+    vectors of each result for the tensors that :func:`~torchembed.ops.side_by_side.side_by_side`,
+    or :class:`~torchembed.modules.LowRankCross`, is given in front of them, which then copies no
+    vectors. ``values()`` is then a view that is not contiguous.
 
     Args:
         tables: :class:`~torchembed.EmbeddingBagConfig` or TorchRec's, names all different.
@@ -41,8 +41,8 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         device: where to make the tables; ``"meta"`` makes none.
         on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside their table.
         seed: of the initial rows.
-        output_dtype: of the pooled vectors. Where None they are float32, whatever the tables are,
-            until the module is cast, as by ``.half()``, which then casts them, too.
+        output_dtype: of the pooled vectors. Where None they are float32, whatever the tables'
+            dtype, until the module is cast, as by ``.half()``, which then casts them too.
         sparse: without a fused optimizer, ``weight.grad`` is sparse instead of dense.
 
     Raises:
@@ -56,7 +56,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
 
     def __init__(
         self,
-        tables: Sequence[Any],
+        tables: Sequence[ConfigLike],
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         *,

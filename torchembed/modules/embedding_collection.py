@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchembed.core.features import JaggedTensor, SparseFeatures, torchrec_class
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
-from torchembed.modules.configs import EmbeddingConfig
+from torchembed.modules.configs import ConfigLike, EmbeddingConfig
 from torchembed.modules.slots import SlotRows, num_ids_of_features
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.modules.table_lookup import look_up
@@ -21,10 +21,10 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
     """Looks up a vector for each id, without pooling, one fused call for each table group.
 
     Argument-compatible with TorchRec's. Takes :class:`~torchembed.SparseFeatures` or a
-    ``KeyedJaggedTensor``; gives a dict from feature (``feature@table`` where several tables use it)
-    to a :class:`~torchembed.JaggedTensor` with values ``[ids of the feature, D]``, or TorchRec's
-    ``JaggedTensor`` where a ``KeyedJaggedTensor`` came in. On a GPU, jagged batches make the host
-    wait for the features' sizes; batches with fixed hotness do not.
+    ``KeyedJaggedTensor``; returns a dict from feature (``feature@table`` where several tables use
+    it) to a :class:`~torchembed.JaggedTensor` with values ``[ids of the feature, D]``, or
+    TorchRec's ``JaggedTensor`` where a ``KeyedJaggedTensor`` came in. On a GPU, jagged batches make
+    the host wait for the features' sizes; batches with fixed hotness do not.
 
     Args:
         tables: :class:`~torchembed.EmbeddingConfig` or TorchRec's, names all different.
@@ -42,7 +42,7 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
 
     def __init__(
         self,
-        tables: Sequence[Any],
+        tables: Sequence[ConfigLike],
         device: torch.device | str | None = None,
         *,
         on_bad_id: OnBadId | str = OnBadId.RAISE,
@@ -101,19 +101,19 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
 
 
 class SizedFeatures(NamedTuple):
-    """A batch whose features' sizes the host knows."""
+    """A batch, with the number of ids of each feature on the host."""
 
     features: SparseFeatures
     num_ids: list[int]
-    """Of each feature."""
+    """Number of ids of each feature."""
 
 
 class SizedRows(NamedTuple):
-    """Rows of slots whose sizes the host knows."""
+    """Rows of slots, with the number of ids of each on the host."""
 
     rows: SlotRows
     num_ids: list[int]
-    """Of each slot."""
+    """Number of ids of each slot."""
 
 
 SequenceVectors = list[tuple[Tensor, Tensor]]
@@ -121,7 +121,7 @@ SequenceVectors = list[tuple[Tensor, Tensor]]
 
 
 def jagged_result(features: Any, names: list[str], vectors: SequenceVectors) -> dict[str, Any]:
-    """``vectors`` of the slots by name, in TorchRec's class where its ``features`` came in."""
+    """``vectors`` of the slots by name, as TorchRec's class where its ``features`` came in."""
     kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
     return {
         name: kind(values=values, offsets=offsets)
@@ -153,7 +153,7 @@ def split_slots(
 ) -> SequenceVectors:
     """``vectors [L, D]`` of all features, of ``num_ids`` ids each, one by one."""
     batch_size = features.batch_size
-    # There may be more vectors than ids in bags.
+    # Ids after the last bag have vectors too, which belong to no feature.
     parts = vectors.split([*num_ids, len(vectors) - sum(num_ids)])[:-1]
     if features.hotness is not None:
         bags = torch.arange(batch_size + 1, device=vectors.device)

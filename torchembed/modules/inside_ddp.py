@@ -1,4 +1,4 @@
-"""Tables in a model that torch's ``DistributedDataParallel`` is around."""
+"""Tables in a model that ``torch.nn.parallel.DistributedDataParallel`` wraps."""
 
 import weakref
 from collections.abc import Iterable
@@ -16,13 +16,17 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 def active_ddp() -> DistributedDataParallel | None:
     """The ``DistributedDataParallel`` of several ranks whose forward runs now."""
+    # No public function tells; torch.compile asks this one, too.
     ddp = DistributedDataParallel._get_active_ddp_module()
     return None if ddp is None or dist.get_world_size(ddp.process_group) == 1 else ddp
 
 
 def ignore_tables(model: nn.Module) -> None:
-    """Have ``DistributedDataParallel``, around ``model`` or a module in it, leave tables alone:
-    rows differ from rank to rank, and we average what is the same."""
+    """Exclude tables from any ``DistributedDataParallel`` around ``model`` or a module in it.
+
+    It would broadcast the first rank's rows over all others', which hold different ones, and
+    average gradients that torchembed averages already.
+    """
     for module in model.modules():
         names = [n for n, p in module.named_parameters() if table_of(p) is not None]
         if names:
@@ -31,23 +35,24 @@ def ignore_tables(model: nn.Module) -> None:
 
 
 class DenseOwner:
-    """Leaves the dense gradients to whoever averages them in the backward to come."""
+    """Decides whether torchembed or ``DistributedDataParallel`` averages the dense gradients."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[DistributedDataParallel] | None = None
 
     def __reduce__(self) -> tuple[type["DenseOwner"], tuple[()]]:
-        """Copies begin anew."""
+        """Copies start without a wrapper."""
         return DenseOwner, ()
 
     def note_forward(self, module: nn.Module, mean: GradientMean | None) -> None:
-        """Of a forward of a sharded ``module``: let ``mean`` leave out what a
-        ``DistributedDataParallel`` around it averages.
+        """Note a forward of a sharded ``module``: ``mean`` leaves out the parameters that a
+        ``DistributedDataParallel`` around the module averages.
 
         Raises:
-            RuntimeError: where that takes the module's tables for the same on all ranks.
+            RuntimeError: where that wrapper treats the module's tables as dense parameters.
         """
         ddp, last = active_ddp(), None if self._last is None else self._last()
+        # Nothing to do in every forward but the first, and those after the model was wrapped anew.
         if ddp is last:
             return
         of_ddp = set() if ddp is None else _parameters_of(ddp)
@@ -65,6 +70,6 @@ class DenseOwner:
 
 
 def _parameters_of(ddp: DistributedDataParallel) -> set[nn.Parameter]:
-    """Those that ``ddp`` makes equal on all ranks."""
+    """The parameters that ``ddp`` makes equal on all ranks."""
     ignored = ddp.parameters_to_ignore
     return {p for name, p in ddp.module.named_parameters() if name not in ignored}

@@ -1,11 +1,12 @@
-"""``DotInteraction``: how DLRM lets features meet."""
+"""``DotInteraction``: the interaction of features in DLRM."""
 
 import torch
 from torch import Tensor, nn
 
 
 class DotInteraction(nn.Module):
-    """The dense vector, then the dot products of all pairs of it and the sparse vectors.
+    """Concatenates the dense vector with the dot products of all pairs of it and the sparse
+    vectors.
 
     With the dense vector first, the pairs ``(i, j)``, ``i < j``, come in lexicographic order: (0,
     1), (0, 2) and so on, as in TorchRec. Facebook's own DLRM has the same products in another

@@ -34,7 +34,7 @@ class _Linear(nn.Linear):
 class _BatchNorm(nn.BatchNorm1d):
     """Batch normalization that also takes batches of one sample or none, as last batches may be.
 
-    Those have no variance: they are normalized by the running statistics, and leave them alone.
+    Such a batch has no variance: it is normalized by the running statistics, which stay unchanged.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,6 +46,7 @@ class _BatchNorm(nn.BatchNorm1d):
 
 
 def _has_hooks(layer: nn.Module) -> bool:
+    """True if ``layer`` has hooks, which a fused operation would not call."""
     return bool(
         layer._forward_hooks
         or layer._forward_pre_hooks
@@ -55,7 +56,7 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 
 def _are_fusible(layer: nn.Module, following: nn.Module) -> TypeGuard[_Linear]:
-    """Whether ``linear_relu_stack`` computes ``layer`` and what is ``following`` it."""
+    """True if ``linear_relu_stack`` can compute ``layer`` and the rectifier ``following`` it."""
     return (
         isinstance(layer, _Linear)
         and layer.bias is not None
@@ -67,12 +68,13 @@ def _are_fusible(layer: nn.Module, following: nn.Module) -> TypeGuard[_Linear]:
 
 
 def _share(layer: _Linear, other: _Linear) -> bool:
+    """True if both layers have a parameter in common."""
     return layer.weight is other.weight or layer.bias is other.bias
 
 
 def _fusible_run(layers: Sequence[nn.Module]) -> list[_Linear]:
-    """Of those that ``layers`` begin with, the linear layers that ``linear_relu_stack`` computes
-    together, with the rectifier after each."""
+    """The linear layers at the start of ``layers`` that one ``linear_relu_stack`` computes, with
+    the rectifier after each."""
     run: list[_Linear] = []
     for layer, following in zip(layers[::2], layers[1::2], strict=False):
         # torch.compile takes no tensor twice.
@@ -88,8 +90,8 @@ class MLP(nn.Sequential):
     Maps ``[B, in_features]`` to ``[B, layer_sizes[-1]]``. Initial values are those of DLRM: normal
     weights with variance ``2 / (in + out)`` and normal biases with variance ``1 / out``.
 
-    Linear layers with a rectifier right after each are one operation, as many as come one after the
-    other, unless one of them has hooks. Gradients of weights may be deferred, see
+    Consecutive linear layers with a rectifier right after each are one operation, unless one of
+    them has hooks. Gradients of weights may be deferred, see
     :class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`.
 
     Args:
@@ -142,6 +144,7 @@ class MLP(nn.Sequential):
         while layers:
             run = _fusible_run(layers)
             if run:
+                # One operation for the run, so that no layer's output is written and read again.
                 weights, biases = [layer.weight for layer in run], [layer.bias for layer in run]
                 x = linear_relu_stack(x, weights, biases)
                 del layers[: 2 * len(run)]

@@ -25,9 +25,10 @@ def pooled_slots(
     Args:
         rows: of each slot's ids.
         poolings: of each slot; equal within a group.
-        num_reserved: columns before them, which hold nothing in particular.
+        num_reserved: columns before them, whose contents are undefined.
     """
     if len(rows.groups) == 1:
+        # Empty features in front become the reserved columns, which saves a copy of all vectors.
         num_empty, rest = divmod(num_reserved, rows.groups[0].entry.group.weight.shape[1])
         if not rest:
             groups = pooled_groups(rows, poolings, output_dtype, weight_form, num_empty=num_empty)
@@ -48,9 +49,14 @@ def pooled_groups(
     store_of: Callable[[list[int]], LookupStore] | None = None,
     num_empty: int = 0,
 ) -> list[tuple[list[int], Tensor]]:
-    """Of each group its slots and their pooled vectors, ``[B, num_empty + slots, D]``, the first of
-    which are nobody's; see :func:`pooled_slots`. ``store_of`` slots stores these elsewhere, as
-    ``store`` of :func:`~torchembed.ops.pooled_lookup.pooled_lookup`."""
+    """Slots of each group, and their pooled vectors, ``[B, num_empty + slots, D]``.
+
+    Args:
+        rows, poolings, output_dtype, weight_form: as for :func:`pooled_slots`.
+        store_of: makes a ``store`` for the vectors of some slots, as
+            :func:`~torchembed.ops.pooled_lookup.pooled_lookup` takes it.
+        num_empty: features without ids before those of the slots.
+    """
     groups = []
     for group_rows in rows.groups:
         entry, features = group_rows.entry, group_rows.features

@@ -36,7 +36,7 @@ from torchembed.sharding.planning.topology import Topology, free_bytes
 from torchembed.sharding.transport.gradient_mean import most_bytes_of_a_bucket
 from torchembed.sharding.transport.peer_access import check_transport
 from torchembed.sharding.transport.pushed_mean import most_bytes_of_means
-from torchembed.sharding.transport.ranks import Ranks, flat_mesh, num_nodes
+from torchembed.sharding.transport.table_ranks import TableRanks, flat_mesh, num_nodes
 from torchembed.sharding.wire import WirePrecision, WireTransport
 from torchembed.tables import TableSpec
 
@@ -50,7 +50,7 @@ def table_specs(model: nn.Module) -> dict[str, TableSpec]:
 
 def table_uses(model: nn.Module) -> dict[str, TableUse]:
     """The tables of all unsharded collections in ``model``, by parameter name less ``.weight``, and
-    how they are used: what a :class:`~torchembed.sharding.Planner` plans for."""
+    how they are used: the input of a :class:`~torchembed.sharding.Planner`."""
     uses = {}
     for path, collection in model.named_modules():
         if isinstance(collection, Collection):
@@ -67,11 +67,12 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
 
 
 def _table_name(path: str, collection: Collection, table: str) -> str:
+    """The name of a table's parameter in the model, less ``.weight``."""
     return ".".join(filter(None, (path, collection.description.container, table)))
 
 
 def _sharded(
-    collection: Collection, plans: list[TablePlan], ranks: Ranks, device: torch.device
+    collection: Collection, plans: list[TablePlan], ranks: TableRanks, device: torch.device
 ) -> nn.Module:
     is_pooled = collection.description.is_pooled
     kind = ShardedEmbeddingBagCollection if is_pooled else ShardedEmbeddingCollection
@@ -86,17 +87,16 @@ def plan_embeddings(
     wire: WirePrecision | None = None,
     transport: WireTransport = WireTransport.COLLECTIVE,
 ) -> PlanReport:
-    """Plan the tables of ``model`` and say what the plan costs; nothing is changed or allocated.
+    """Plan the tables of ``model`` and predict the plan's cost; nothing is changed or allocated.
 
     ``print`` the result, and pass its ``plan`` to :func:`shard_embeddings`.
 
     Args:
         planner: ``Planner()`` by default.
-        mesh: whose ranks the plan is for, as :func:`shard_embeddings` takes it. Where the planner
-            has no topology, it is asked for the memory that its ranks have now, and the call is
-            collective; where it has one, no mesh is needed.
-        wire: as :func:`shard_embeddings` takes it.
-        transport: likewise.
+        mesh: the ranks that the plan is for, as for :func:`shard_embeddings`. Where the planner
+            has no topology, the call is collective and takes the memory that the ranks have free
+            now; where it has one, no mesh is needed.
+        wire, transport: as for :func:`shard_embeddings`.
 
     Raises:
         ValueError: where neither mesh nor topology is given, or they have different ranks; where
@@ -113,14 +113,14 @@ def plan_embeddings(
 def _planned(
     model: nn.Module, planner: Planner, wire: WirePrecision | None, transport: WireTransport
 ) -> PlanReport:
-    """What the planner, which has a topology, makes of the tables and the dense part."""
+    """The report of a planner that has a topology."""
     uses = table_uses(model)
     dense = dense_use(model, uses, planner.autocast)
     return planner.plan(uses, wire=wire, transport=transport, dense=dense)
 
 
 def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
-    """``planner``, with the topology of the mesh where it has none: collective then."""
+    """``planner``, with the topology of the mesh where it has none, which is collective."""
     if planner.topology is not None:
         return planner
     topology = Topology.of_group(flat.get_group(), _device(mesh), num_nodes=num_nodes(mesh))
@@ -128,7 +128,7 @@ def _with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Plan
 
 
 def _planner_lines(planner: Planner | None) -> list[str]:
-    """What the ranks must have in common before they plan."""
+    """Settings of the planner, which must be the same on all ranks, as lines of text."""
     if planner is None:
         return ["no planner"]
     settings = [f"{f.name}={getattr(planner, f.name)}" for f in dataclasses.fields(planner)]
@@ -175,12 +175,13 @@ def shard_embeddings(
     transport: WireTransport = WireTransport.COLLECTIVE,
     optimizer: type[FusedOptimizer] | None = None,
 ) -> nn.Module:
-    """Spread the tables of ``model`` over the ranks of ``mesh`` and train the rest data-parallel.
+    """Shard the tables of ``model`` over the ranks of ``mesh`` and train the rest data-parallel.
 
     Changes ``model`` in place: each :class:`EmbeddingBagCollection` and
-    :class:`EmbeddingCollection` becomes its sharded counterpart, which gives the same results for
-    this rank's samples. A collection on the meta device is made here, sharded from the start, its
-    rows with the same initial values as unsharded; from a real one this rank's rows are copied.
+    :class:`EmbeddingCollection` becomes its sharded counterpart, which returns the same results for
+    this rank's samples. A collection on the meta device is allocated here, this rank's
+    shards only, with the initial values of an unsharded one; from a real one this rank's rows are
+    copied.
     All other parameters are copied from the mesh's first rank, and from then on every backward
     leaves in them the mean of the ranks' gradients, as DDP does: the sum over ranks divided by
     their number. A rank without samples contributes zeros. Every rank runs forward and backward
@@ -189,8 +190,8 @@ def shard_embeddings(
     Make the optimizers afterwards: parameters of tables are new, and an optimizer that has the old
     ones is refused. Collective: every rank of the mesh
     calls it, with the same model, plan, wire and transport; where they differ, all ranks raise and
-    say in what, before anything is changed. What the tightest rank's memory will be used for is
-    logged by the first, at the level of ``INFO``, before it is allocated.
+    name the difference, before anything is changed. The first rank logs the memory budget of the
+    rank with the least memory to spare, at the level ``INFO``, before it is allocated.
 
     Args:
         model: any module; not itself a collection, since it is changed in place.
@@ -200,23 +201,23 @@ def shard_embeddings(
         plan: a plan; a planner, or ``"auto"`` for ``Planner()``, to place every table by cost (see
             :func:`plan_embeddings`); or placements of some tables by name (see
             :func:`~torchembed.sharding.make_plan` for the others).
-        wire: the precision in which vectors and their gradients travel; as they are by default.
-        transport: how they travel. ``WireTransport.PUSH`` is for the GPUs of one node; results are
-            the same.
-        optimizer: that the tables will have, where it is known and no planner says it: its state
-            then counts in the memory that must be there.
+        wire: the precision in which vectors and their gradients are exchanged; their own by
+            default.
+        transport: the exchange of vectors and gradients. ``WireTransport.PUSH`` is for the GPUs of
+            one node; results are the same.
+        optimizer: of the tables, where it is known and no planner has it: its state then counts in
+            the memory that is checked.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: where ``mesh`` is none.
+        TypeError: where ``mesh`` is not a ``DeviceMesh``.
         RuntimeError: where there is no process group.
         ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
-            where planning fails on some of them only; where the tables do not fit into memory, as
-            far as is known: of a plan without a planner rows, the dense part and, with
-            ``optimizer``, its state are; where GPUs cannot store into each other's memory and
-            should.
+            where planning fails on some of them only; where the tables do not fit into memory,
+            as far as it is known: without a planner, that of rows, the dense part and, given
+            ``optimizer``, its state; for ``PUSH`` where GPUs cannot store into each other's memory.
     """
     _check_mesh(mesh)
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
@@ -224,8 +225,11 @@ def shard_embeddings(
     if plan == "auto":
         plan = Planner()
     planner = plan if isinstance(plan, Planner) else None
-    # A planner may ask all ranks for their memory, so that none of them may come without one.
+    # A planner without a topology gathers the ranks' memory. That collective would hang if some
+    # rank had no planner, so that the ranks agree on it first.
     check_agreement({"the planner": _planner_lines(planner)}, flat.get_group())
+    # An error on this rank alone must not leave the others in a collective: it goes into the lines
+    # that the ranks compare, and is raised after them.
     try:
         if planner is not None:
             plan = _with_topology(planner, mesh, flat)
@@ -244,7 +248,9 @@ def shard_embeddings(
         isinstance(module, TableModule) and not isinstance(module, Collection)
         for module in model.modules()
     )
-    ranks = Ranks(flat, checked.tables, wire, transport=transport, all_hold_tables=has_other_tables)
+    ranks = TableRanks(
+        flat, checked.tables, wire, transport=transport, all_hold_tables=has_other_tables
+    )
 
     device = _device(mesh)
     for path, module in list(model.named_modules()):
@@ -321,7 +327,7 @@ def _checked_plan(
 
 
 _DENSE_COPIES = 3
-"""Of other parameters: gradients and, as of Adam, two states."""
+"""Buffers as large as the dense parameters: gradients and, with Adam, two states."""
 
 
 def _check_memory(
@@ -332,7 +338,10 @@ def _check_memory(
     mesh: DeviceMesh,
     transport: WireTransport,
 ) -> None:
-    """Log what the tightest rank will hold; raise ``ValueError`` on all where it cannot."""
+    """Log the budget of the rank with the least memory to spare.
+
+    Collective. Raises ``ValueError`` on all ranks where that budget exceeds its memory.
+    """
     uses = table_uses(model)
     dense = dense_parameters(model, uses)
     dense_bytes = _DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense)
@@ -358,8 +367,8 @@ def _check_memory(
         _logger.info("%s", tightest)
 
 
-def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
-    """Equal values on all ranks, and mean gradients, for whatever is not sharded."""
+def _train_data_parallel(model: nn.Module, ranks: TableRanks) -> None:
+    """Make parameters that are not sharded equal on all ranks, and average their gradients."""
     group = ranks.group
     sharded = set()
     for module in model.modules():
@@ -372,6 +381,7 @@ def _train_data_parallel(model: nn.Module, ranks: Ranks) -> None:
                 table.gradient_reduction = ranks.row_gradient_mean
                 table.max_over_holders = ranks.max_over_holders
     replicated = [parameter for parameter in model.parameters() if parameter not in sharded]
+    # Ranks may have drawn their own initial values: the first rank's count, as in DDP.
     first = dist.get_global_rank(group, 0)
     for tensor in [*(p.data for p in replicated), *model.buffers()]:
         dist.broadcast(tensor, src=first, group=group)

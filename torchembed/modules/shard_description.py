@@ -1,4 +1,4 @@
-"""What the ranks that shard a model must have in common, as lines of text."""
+"""Description of a sharding, as lines of text that ranks compare before they shard."""
 
 import re
 
@@ -13,7 +13,7 @@ from torchembed.sharding.wire import WirePrecision, WireTransport
 def describe(
     model: nn.Module, plan: ShardingPlan, wire: WirePrecision, transport: WireTransport
 ) -> list[str]:
-    """Lines that say what is sharded, and how; the same in every process that does the same."""
+    """Lines that describe the model, the plan and the wire; equal in processes that do the same."""
     lines = [
         f"torch {torch.__version__}",
         f"{plan.num_ranks} ranks on {plan.num_nodes} nodes",
@@ -38,5 +38,5 @@ def describe(
     for table in plan.tables:
         ranks = ", ".join(str(shard.rank) for shard in table.shards)
         lines.append(f"{table.table}: {table.placement.value} on ranks {ranks}")
-    # Functions, and objects without a text of their own, show their address.
+    # The repr of functions and of many objects holds their address, which differs among processes.
     return [re.sub(r" at 0x[0-9a-f]+", "", line) for line in lines]

@@ -23,7 +23,7 @@ from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_ba
 from torchembed.sharding.transport.data_parallel import sum_over_columns
 from torchembed.sharding.transport.global_rows import global_tensor, local_part
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
-from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import Table, TableSet, TableSpec
 
 
@@ -50,8 +50,8 @@ def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *
             state[key] = local_part(state[key], table)
 
 
-class Travellers(NamedTuple):
-    """Parts of slots whose ids travel together, their layout, and this rank's lookups."""
+class SlotExchange(NamedTuple):
+    """Parts of slots whose ids are exchanged together, their layout, and this rank's lookups."""
 
     parts: list[SlotPart]
     layout: Layout
@@ -68,8 +68,8 @@ class HeldTables(NamedTuple):
     """For each table of the set the name under which its weight is a parameter."""
 
 
-def _local_table(spec: TableSpec, plan: TablePlan, ranks: Ranks) -> Table | None:
-    """What this rank holds of a table; None where that is nothing."""
+def _local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | None:
+    """This rank's shard of a table, None where it has none."""
     shard = next((shard for shard in plan.shards if shard.rank == ranks.rank), None)
     if shard is None:
         return None
@@ -111,7 +111,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         self,
         description: CollectionDescription,
         plans: Sequence[TablePlan],
-        ranks: Ranks,
+        ranks: TableRanks,
         held: HeldTables,
         device: torch.device,
     ) -> None:
@@ -128,7 +128,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         names = ", ".join(config.name for config in configs)
         self._tables_in_words = f"tables {names} of {type(self).__name__}"
         self._num_lookups = 0
-        """That were agreed on with the other ranks."""
+        """Number of lookups that were agreed on with the other ranks."""
         self._dense_owner = DenseOwner()
         self._table_set, self._weight_names = held.table_set, held.names
         numbered = list(zip(held.numbers, held.table_set.tables, strict=True))
@@ -144,7 +144,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
 
     @classmethod
     def of(
-        cls, source: Collection, plans: Sequence[TablePlan], ranks: Ranks, device: torch.device
+        cls, source: Collection, plans: Sequence[TablePlan], ranks: TableRanks, device: torch.device
     ) -> Self:
         """A collection that looks up what ``source`` does, with copies of its rows."""
         description, tables = source.description, source.table_set.tables
@@ -190,10 +190,10 @@ class ShardedCollection(StagedCollection[B, R, V]):
         self._find_rows_of_slots(device)
         is_narrow = all(number is not None and number <= 2**31 for number in num_ids)
         self._id_dtype = torch.int32 if is_narrow else torch.int64
-        """In which ids travel."""
+        """Dtype in which ids are sent."""
 
     def _table_of(self, part: SlotPart) -> Table:
-        """What this rank holds of a part."""
+        """This rank's table for a part."""
         number = self._feature_slots.tables[part.slot]
         return self._by_column[number, part.shards[0].first_column]
 
@@ -202,7 +202,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         tables = self._feature_slots.tables
         return [p for s in self._sharded_slots for p in slot_parts(s, self._plans[tables[s]])]
 
-    def _travellers(self, parts: list[SlotPart]) -> Travellers:
+    def _slot_exchange(self, parts: list[SlotPart]) -> SlotExchange:
         """The layout of ``parts`` over the ranks and the lookups of this rank's blocks of them."""
         layout = Layout(parts, self._ranks.mesh.size())
         mine = [parts[block.part] for block in layout.blocks[self._ranks.rank]]
@@ -212,7 +212,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
             [self._feature_slots.features[part.slot] for part in mine],
             OnBadId.ZERO,  # ids outside a shard's rows are other ranks'; bad ones were found before
         )
-        return Travellers(parts, layout, local)
+        return SlotExchange(parts, layout, local)
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         weights = self.get_submodule(self._container)
@@ -220,13 +220,13 @@ class ShardedCollection(StagedCollection[B, R, V]):
         return ((table, weights.get_submodule(name)) for name, table in named)
 
     @property
-    def ranks(self) -> Ranks:
-        """Those that share the tables."""
+    def ranks(self) -> TableRanks:
+        """The ranks that share the tables."""
         return self._ranks
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's rows are."""
+        """The device of this rank's rows."""
         return self._num_rows.device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedCollection":
@@ -303,7 +303,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
             batch = with_offsets(batch)
         return batch, agreed.batch_sizes
 
-    def _group_of_sizes(self, *, ahead: bool) -> Any:
+    def _sizes_group(self, *, ahead: bool) -> Any:
         """The group through which a jagged batch is announced, ``ahead`` of its forward or in it:
         collectives of two threads may not meet in one."""
         return self._ranks.sizes_group if ahead else self._ranks.group

@@ -25,8 +25,8 @@ from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.columns import Piece, place_columns
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
-from torchembed.sharding.transport.ranks import Ranks
 from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute, Route
+from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import Admission
 
 
@@ -35,7 +35,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
     are the mean over ranks. With fixed hotness no GPU is waited for; jagged batches wait once for
-    the sizes of what travels, which a :class:`~torchembed.training.TrainPipeline` does ahead.
+    the sizes of the exchange, which a :class:`~torchembed.training.TrainPipeline` does ahead.
     """
 
     _configs: list[EmbeddingBagConfig]  # type: ignore[assignment]
@@ -46,14 +46,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         self,
         description: CollectionDescription,
         plans: Sequence[TablePlan],
-        ranks: Ranks,
+        ranks: TableRanks,
         held: HeldTables,
         device: torch.device,
     ) -> None:
         super().__init__(description, plans, ranks, held, device)
         self.reserved_columns = description.reserved_columns
         self._is_weighted = description.is_weighted
-        self._sharded = self._travellers(self._sharded_parts())
+        self._sharded = self._slot_exchange(self._sharded_parts())
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
         self._poolings = [config.pooling for config in slot_configs]
@@ -106,7 +106,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         route, num_replicated = self._jagged_route(batch), None
         if route is not None:
             numbers = num_ids_of_features(batch)
-            route.exchange_sizes(self._group_of_sizes(ahead=ahead))
+            route.exchange_sizes(self._sizes_group(ahead=ahead))
             num_ids = numbers.tolist()
             num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
         of_replicated = self._replicated_part(batch, num_replicated)
@@ -255,14 +255,14 @@ class _BucketizedBags(NamedTuple):
 
 
 class _RoutedBags(NamedTuple):
-    """What a batch's lookups need of its ids."""
+    """A batch whose ids have been exchanged and turned into rows."""
 
     route: Route | None
     sharded: SlotRows | None
     """This rank's, for all ranks' samples."""
     replicated: SlotRows | None
     bag_sizes: dict[int, Tensor]
-    """Of the sharded slots whose pooling is the mean."""
+    """Bag sizes of the sharded slots whose pooling is the mean."""
 
 
 def bag_sizes(batch: SparseFeatures, feature: int) -> Tensor:

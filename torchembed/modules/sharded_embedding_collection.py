@@ -23,8 +23,8 @@ from torchembed.modules.slots import SlotRows, num_ids_of_features, select_featu
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.layout import SlotPart
-from torchembed.sharding.transport.ranks import Ranks
 from torchembed.sharding.transport.routes import JaggedRoute
+from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import Admission
 
 
@@ -46,7 +46,7 @@ class ShardedEmbeddingCollection(
         self,
         description: CollectionDescription,
         plans: Sequence[TablePlan],
-        ranks: Ranks,
+        ranks: TableRanks,
         held: HeldTables,
         device: torch.device,
     ) -> None:
@@ -54,7 +54,7 @@ class ShardedEmbeddingCollection(
         by_width: dict[int, list[SlotPart]] = {}
         for part in self._sharded_parts():
             by_width.setdefault(part.num_columns, []).append(part)
-        self._by_width = {width: self._travellers(parts) for width, parts in by_width.items()}
+        self._by_width = {width: self._slot_exchange(parts) for width, parts in by_width.items()}
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The whole tables' configs, in order."""
@@ -72,7 +72,7 @@ class ShardedEmbeddingCollection(
             numbers = num_ids_of_features(of_replicated)
             replicated = SizedFeatures(of_replicated, numbers.tolist())
         for _, route in routes.values():
-            route.exchange_sizes(self._group_of_sizes(ahead=ahead))
+            route.exchange_sizes(self._sizes_group(ahead=ahead))
         return _BucketizedSequences(routes, replicated)
 
     def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
@@ -141,7 +141,7 @@ class ShardedEmbeddingCollection(
 
 
 class _WidthLookups(NamedTuple):
-    """What the lookups of parts of one width need of a batch's ids."""
+    """The exchanged ids of parts of one width, and their rows."""
 
     features: SparseFeatures
     """One for each part."""

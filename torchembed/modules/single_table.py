@@ -1,7 +1,7 @@
 """The base of ``EmbeddingBag`` and ``Embedding``: one table, under the parameter ``weight``."""
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,11 @@ class SingleTable(TableModule):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None,
-        refused: dict[str, Any],
+        refused: dict[str, object],
         sparse: bool,
         weight: Tensor | None,
         is_frozen: bool,
-        device: Any,
+        device: torch.device | str | None,
         dtype: torch.dtype | None,
         on_bad_id: OnBadId | str,
         seed: int | None,
@@ -98,6 +98,7 @@ class SingleTable(TableModule):
         return self.weight
 
     def _zero_padding(self) -> None:
+        """Set the padding row to zeros, as torch does."""
         if self.padding_idx is not None and not self.weight.is_meta:
             self.weight.data[self.padding_idx].zero_()
 
@@ -107,7 +108,7 @@ class SingleTable(TableModule):
         self._zero_padding()
 
     def _as_torchs(self, module: M) -> M:
-        """``module`` of torch with this one's mode and state."""
+        """A ``module`` of ``torch.nn``, put into this one's mode, and frozen if this one is."""
         module.weight.requires_grad_(self.weight.requires_grad)
         return module.train(self.training)
 
@@ -119,7 +120,7 @@ class SingleTable(TableModule):
         self._slots.bad_ids.check(wait=True)
 
     def _rows(self, features: SparseFeatures, *, is_trained: bool) -> tuple[Tensor, Tensor | None]:
-        """Rows of the table, -1 for the padding row, and where that was looked up."""
+        """Rows of the table, -1 for the padding row, and a mask of ids that are the padding row."""
         rows = self._slots.rows(features, is_trained=is_trained)
         if self.padding_idx is None:
             return rows, None

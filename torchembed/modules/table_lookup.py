@@ -20,13 +20,16 @@ def _names(group: TableGroup) -> str:
     return ", ".join(table.spec.name for table in group.tables)
 
 
-def _takes_kernels(group: TableGroup, weight: Tensor, rows: Tensor, is_recorded: bool) -> bool:
-    """Whether kernels look up ``rows`` of ``weight``.
+def _uses_kernels(group: TableGroup, weight: Tensor, rows: Tensor, is_recorded: bool) -> bool:
+    """True if kernels look up ``rows`` of ``weight``, False if PyTorch's own operations do.
+
+    Args:
+        is_recorded: the gradients go to a fused optimizer.
 
     Raises:
-        RuntimeError: where the tables have no rows yet; where an optimizer is to record gradients
-            that ranks would have to average, and do not.
-        TypeError: where they do not, and an optimizer is to record gradients.
+        RuntimeError: where the tables have no rows yet, or a fused optimizer would get gradients
+            that ``DistributedDataParallel`` does not average.
+        TypeError: where kernels cannot look up the rows and a fused optimizer needs them to.
     """
     if weight.is_meta and not rows.is_meta:
         raise RuntimeError(
@@ -66,12 +69,12 @@ def look_up(
     and all inside a transform of ``torch.func``.
 
     Args:
-        sink: takes the gradients where an optimizer of torchembed's updates the group.
+        sink: receives the gradients where a fused optimizer updates the group.
         output_dtype: of the vectors; the weight's where None.
-        weight_form: form of the gradient of the weight.
+        weight_form: form of the gradient of the weight, where no fused optimizer updates it.
     """
     weight, is_recorded = group_weight(group)
-    if not _takes_kernels(group, weight, rows, is_recorded):
+    if not _uses_kernels(group, weight, rows, is_recorded):
         vectors = eager_sequence_lookup(weight, rows, sparse=_is_sparse(weight_form))
         return vectors if output_dtype is None else vectors.to(output_dtype)
     return sequence_lookup(
@@ -101,16 +104,16 @@ def look_up_pooled(
 ) -> Tensor:
     """The pooled vectors of the bags of ``rows [L]`` of ``group``, ``[B, num_features, D]``.
 
-    By kernels or PyTorch's operations, as :func:`look_up`; the latter add up in float32, or float64
-    where the weight is.
+    By kernels or PyTorch's operations, as :func:`look_up`; the latter add in float32, or in
+    float64 for a float64 weight.
 
     Args:
-        offsets, hotness, batch_size, num_features, per_id_weights, known_map, store: as of
+        offsets, hotness, batch_size, num_features, per_id_weights, known_map, store: as for
             :func:`~torchembed.ops.pooled_lookup.pooled_lookup`; ``store`` is for kernels alone.
-        pooling, sink, output_dtype, weight_form: as of that and :func:`look_up`.
+        pooling, sink, output_dtype, weight_form: as for that function and :func:`look_up`.
     """
     weight, is_recorded = group_weight(group)
-    if _takes_kernels(group, weight, rows, is_recorded):
+    if _uses_kernels(group, weight, rows, is_recorded):
         return pooled_lookup(
             weight,
             rows,
@@ -132,6 +135,7 @@ def look_up_pooled(
             f"{weight.dtype}, or a transform of torch.func; shard by collectives"
         )
     vectors = eager_sequence_lookup(weight, rows, sparse=_is_sparse(weight_form))
+    # As kernels do, 16-bit rows are added in float32 and rounded once.
     summed_in = torch.promote_types(vectors.dtype, torch.float32)
     vectors = vectors.to(summed_in)
     if per_id_weights is not None:

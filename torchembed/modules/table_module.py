@@ -1,8 +1,8 @@
 """The base of the modules that hold embedding tables."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchembed.core.types import OnBadId
@@ -10,7 +10,7 @@ from torchembed.tables import Table, TableGroup, TableSet, table_of
 
 
 class TableWeight(nn.Module):
-    """Holds the parameter ``weight`` of one table, so that it has its place in ``state_dict``."""
+    """Holds the parameter ``weight`` of one table, which gives it a name in ``state_dict``."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -31,16 +31,16 @@ class TableWeight(nn.Module):
         return self()
 
 
-def _restore_after_load(module: "TableModule", incompatible_keys: Any) -> None:
+def _restore_after_load(module: "TableModule", incompatible_keys: object) -> None:
     module._restore_groups()
 
 
 class TableModule(nn.Module):
     """A module whose tables' parameters are views of their groups' flat weights.
 
-    Whatever replaces parameters (``load_state_dict(assign=True)``, ``copy.deepcopy``, unpickling,
-    ``module.weight = ...``) is followed by :meth:`_restore_groups`, at the latest in the next
-    lookup, which copies them into flat weights again. Copies start without an optimizer.
+    When a parameter is replaced (``load_state_dict(assign=True)``, ``copy.deepcopy``, unpickling,
+    ``module.weight = ...``), :meth:`_restore_groups` follows, at the latest in the next lookup, and
+    copies the new parameter into a flat weight. Copies start without an optimizer.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,12 @@ class TableModule(nn.Module):
         self.register_load_state_dict_post_hook(_restore_after_load)
 
     def _hold(
-        self, tables: Iterable[Table], lookup_keys: Sequence[Hashable], device: Any
+        self,
+        tables: Iterable[Table],
+        lookup_keys: Sequence[Hashable],
+        device: torch.device | str | None,
     ) -> TableSet:
+        """Allocate ``tables`` on ``device``, in groups of equal keys."""
         self._table_set = TableSet(tables, lookup_keys, device)
         return self._table_set
 
@@ -63,11 +67,13 @@ class TableModule(nn.Module):
         raise NotImplementedError
 
     def _find_parameters(self) -> None:
+        """Point each table to the parameter that its module holds now."""
         for table, holder in self._holders():
             table.holder = holder  # type: ignore[assignment]
             table.parameter = _parameter_of(table, holder)
 
     def _restore_groups(self) -> None:
+        """Form the groups anew, from the parameters that the modules hold now."""
         self._find_parameters()
         self._table_set.form_groups()
 
@@ -76,7 +82,8 @@ class TableModule(nn.Module):
         converted: dict[TableGroup, Tensor] = {}
 
         def convert(tensor: Tensor) -> Tensor:
-            """A group is converted as a whole: each table alone would hold all rows twice."""
+            # A group is converted whole, and its tables become views of the result. Converted one
+            # by one, all rows would be copied once more into a flat weight.
             table = table_of(tensor)
             if table is None or table.owner is not self._table_set:
                 return fn(tensor)
@@ -92,7 +99,7 @@ class TableModule(nn.Module):
         self._table_set.form_groups()
         return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._restore_groups()
 
@@ -102,8 +109,8 @@ class TableModule(nn.Module):
 
 
 def _parameter_of(table: Table, holder: nn.Module) -> nn.Parameter:
-    """The parameter under ``weight``; or the one from which a parametrization or pruning computes
-    what is there, so far as its shape tells, for the group to follow."""
+    """The parameter under ``weight``, or under a parametrization or pruning the one that it is
+    computed from, which is recognized by its shape."""
     parameter = holder._parameters.get("weight")
     if isinstance(parameter, nn.Parameter):
         return parameter

@@ -1,4 +1,4 @@
-"""Plans, what they cost, and moving ids out to the ranks that hold their rows and vectors back."""
+"""Plans of tables over ranks, their cost, and the exchanges of ids, vectors and gradients."""
 
 from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse

@@ -1,4 +1,4 @@
-"""Settings of what travels between ranks: its precision, its transport, the size of buckets."""
+"""Settings of exchanges between ranks: precision, transport, and the size of buckets."""
 
 import dataclasses
 import enum
@@ -8,31 +8,31 @@ import torch
 from torchembed.core.checks import FLOAT_DTYPES
 
 BUCKET_BYTES = 1 << 22
-"""Gradients of dense parameters are reduced over ranks in buckets of about as many bytes."""
+"""Size of the buckets in which gradients of dense parameters are reduced over ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WirePrecision:
-    """What looked-up vectors and their gradients are rounded to, to nearest, while they travel.
+    """Precision in which looked-up vectors and their gradients are sent, rounded to nearest.
 
-    Without a dtype, or with one no narrower than what is sent, they stay as they are. A vector is
-    rounded once, also one that stays on its rank, so that results do not depend on where a sample
-    or a row is; of a row-wise table, that is once for each rank's part of the sum. Sums are taken
-    after the way back to the dtype that vectors had.
+    Without a dtype, or with one no narrower than theirs, they are sent unchanged. Every vector is
+    rounded once, also one that stays on its rank, so that results do not depend on the rank of a
+    sample or a row; for a row-wise table each rank's part of the sum is rounded. Sums are taken in
+    the vectors' own dtype, after the exchange.
 
     In float16, vectors beyond 65504 become infinite; bfloat16 has no such bound. Gradients in
     float16 are multiplied by a power of two before and divided by it after: one for all ranks,
-    found by reducing the largest finite magnitude, which it brings to between 2**14 and 2**15. So
-    none overflows, and what is lost of one is at most 2**-11 of itself or 2**-39 of the largest,
-    whichever is more; infinities and NaN arrive as such. A loss scaler is not needed for it.
+    found by reducing the largest finite magnitude, which is scaled to between 2**14 and 2**15. So
+    none overflows, and a gradient loses at most 2**-11 of itself or 2**-39 of the largest,
+    whichever is more; infinities and NaN are preserved. No loss scaler is needed.
     """
 
     forward: torch.dtype | None = None
     backward: torch.dtype | None = None
     dense: torch.dtype | None = None
-    """In which the gradients of all other parameters are summed over ranks, float32 or bfloat16;
-    may be wider than they are. Those of tables that every rank holds travel with them, in float32
-    where it is None."""
+    """Dtype in which the gradients of all other parameters are summed over ranks, float32 or
+    bfloat16; may be wider than theirs. Gradients of tables that every rank holds are reduced with
+    them, in float32 where it is None."""
 
     def __post_init__(self) -> None:
         if self.dense not in (None, torch.float32, torch.bfloat16):
@@ -48,14 +48,15 @@ class WirePrecision:
 
 
 class WireTransport(enum.Enum):
-    """How pooled vectors and their gradients travel, and dense gradients for their mean. Vectors
-    and their gradients are the same, bit for bit; means may be summed in another order.
+    """Transport of pooled vectors and their gradients, and of the mean of dense gradients.
 
-    ``COLLECTIVE``: by the process group's all-to-all, NCCL's on GPUs; anywhere.
+    Vectors and their gradients have the same bits under each; means may be summed in another order.
+
+    ``COLLECTIVE``: all-to-all and all-reduce of the process group, NCCL's on GPUs; anywhere.
 
     ``PUSH``: GPUs of one node store straight into each other's memory (NVLink, or PCIe with peer
-    access), which spares copies and latency. Ids, and vectors that are not pooled, still travel by
-    the process group.
+    access), which saves copies and latency. Ids, and vectors that are not pooled, are still
+    exchanged by the process group.
     """
 
     COLLECTIVE = "collective"

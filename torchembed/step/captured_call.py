@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchembed.sharding.transport.collectives import GatheredSize, known_sizes
+from torchembed.sharding.transport.collectives import GatheredSize, replayed_sizes
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -46,7 +46,7 @@ class CapturedCall:
                 self._run()
 
     def _run(self) -> None:
-        with contextlib.nullcontext() if self._sizes is None else known_sizes(self._sizes):
+        with contextlib.nullcontext() if self._sizes is None else replayed_sizes(self._sizes):
             self._call()
 
     def replay(self) -> None:

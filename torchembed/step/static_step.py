@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchembed.core.named_range import named_range
 from torchembed.core.trees import Tree
-from torchembed.sharding.transport.collectives import GatheredSize, noted_sizes
+from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.bucketized_buffers import Capacity
 from torchembed.step.captured_call import CapturedCall
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
@@ -150,7 +150,7 @@ class StaticStep:
             for parameter, grad in self._gradients[buffer]:
                 parameter.grad = grad
         else:
-            with fork_and_join(self._streams.step), noted_sizes() as sizes:
+            with fork_and_join(self._streams.step), recorded_sizes() as sizes:
                 self._step(buffer)
             if self._prefetch.is_complete:
                 self._sizes = sizes

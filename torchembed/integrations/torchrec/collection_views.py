@@ -30,7 +30,7 @@ from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import TableSet
 
 
@@ -47,7 +47,7 @@ class _CollectionView(ShardedCollection):
         self,
         source: TorchrecBags | TorchrecSequences,
         configs: Sequence[EmbeddingConfig],
-        ranks: Ranks,
+        ranks: TableRanks,
         container: str,
         *,
         is_weighted: bool,
@@ -111,7 +111,7 @@ class EmbeddingBagCollectionView(_CollectionView, ShardedEmbeddingBagCollection)
     """Looks up what ``source``, a TorchRec collection over torchembed's tables, would return for
     this rank's samples."""
 
-    def __init__(self, source: TorchrecBags, ranks: Ranks) -> None:
+    def __init__(self, source: TorchrecBags, ranks: TableRanks) -> None:
         names = source.output_names
         configs, is_weighted = _in_output_order(source.table_configs, names), source.takes_weights
         super().__init__(source, configs, ranks, "embedding_bags", is_weighted=is_weighted)
@@ -130,7 +130,7 @@ class EmbeddingCollectionView(_CollectionView, ShardedEmbeddingCollection):
     """Looks up what ``source``, a TorchRec collection over torchembed's tables, would return for
     this rank's samples."""
 
-    def __init__(self, source: TorchrecSequences, ranks: Ranks) -> None:
+    def __init__(self, source: TorchrecSequences, ranks: TableRanks) -> None:
         configs = [as_config(config, EmbeddingConfig) for config in source.table_configs]
         super().__init__(source, configs, ranks, "embeddings", is_weighted=False)
         slots = self._feature_slots.names
@@ -157,7 +157,7 @@ def _in_output_order(
 
 
 def collection_view(
-    source: TorchrecBags | TorchrecSequences, ranks: Ranks
+    source: TorchrecBags | TorchrecSequences, ranks: TableRanks
 ) -> EmbeddingBagCollectionView | EmbeddingCollectionView:
     """Make the collection over the tables of ``source``."""
     if isinstance(source, TorchrecBags):

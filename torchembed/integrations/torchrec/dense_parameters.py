@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.autograd.gradient_slots import GradientSlot
-from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.table_ranks import TableRanks
 
 _BUCKET_BYTES = 1 << 24
 """Bucket size of dense gradients; NCCL reduces smaller buckets of this many bytes more slowly."""
@@ -55,7 +55,7 @@ class DenseParameters:
         named: Mapping[str, nn.Parameter],
         replicated: Iterable[AliasedParameter],
         averaged: Iterable[Tensor],
-        ranks: Ranks,
+        ranks: TableRanks,
     ) -> None:
         aliases = {
             parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)

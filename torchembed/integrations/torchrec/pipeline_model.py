@@ -16,7 +16,7 @@ from torchembed.integrations.torchrec.fused_layers import fused_forwards
 from torchembed.integrations.torchrec.kernels import DenseBags, DenseSequences
 from torchembed.integrations.torchrec.tables_optimizer import TablesOptimizer
 from torchembed.integrations.torchrec.unwrapped_model import UnwrappedModel
-from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.table_ranks import TableRanks
 
 
 class PipelineModel(nn.Module):
@@ -35,7 +35,7 @@ class PipelineModel(nn.Module):
         dense: aliases of the dense parameters.
     """
 
-    def __init__(self, model: UnwrappedModel, ranks: Ranks, *, fuses_layers: bool) -> None:
+    def __init__(self, model: UnwrappedModel, ranks: TableRanks, *, fuses_layers: bool) -> None:
         super().__init__()
         self.inner = model.inner
         self._sharded = [sharded for _, sharded in model.collections]

@@ -18,7 +18,7 @@ from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_o
 from torchembed.integrations.torchrec.pipeline_model import PipelineModel
 from torchembed.integrations.torchrec.unwrapped_model import UnwrappedModel
 from torchembed.sharding.transport.peer_access import check_transport
-from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WireTransport
 from torchembed.step.reading_thread import ReadingThread
 from torchembed.training import TrainPipeline
@@ -58,7 +58,7 @@ class PipelineSteps:
         group = _with_cpu(model.collections[0][1].process_group)
         mesh = DeviceMesh.from_group(group, device.type)
         check_transport(transport, mesh, num_nodes=1)
-        of_all = Ranks(mesh, (), model.wire, transport=transport)
+        of_all = TableRanks(mesh, (), model.wire, transport=transport)
         self._model = PipelineModel(model, of_all, fuses_layers=fuses_layers)
         aliased = self._model.dense.aliased
         # On the CPU nothing is captured, and torch's own steps are faster.

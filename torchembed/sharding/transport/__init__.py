@@ -1,1 +1,1 @@
-"""Ids to the ranks that hold their rows, vectors and gradients back: tensors and collectives."""
+"""Exchanges of ids, vectors and gradients between ranks: tensors and collectives."""

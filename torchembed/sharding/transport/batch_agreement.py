@@ -1,8 +1,8 @@
-"""The agreement of ranks on the kind of their batches, before any id travels."""
+"""The agreement of ranks on the kind of their batches, before any id is sent."""
 
 import functools
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,15 @@ from torchembed.sharding.transport.collectives import gather_numbers
 
 
 class BatchKind(NamedTuple):
-    """The properties of a batch that decide how its ids travel, and so which sizes every rank
-    expects from the others."""
+    """The properties of a batch that decide how its ids are exchanged, and so the sizes that every
+    rank expects from the others."""
 
     tables: str
-    """The tables that are looked up, in words."""
+    """Names of the tables that are looked up, for errors."""
     hotness: tuple[int, ...] | None
-    """Of each feature; None where lengths vary."""
+    """Hotness of each feature; None where lengths vary."""
     weights: str
-    """The dtype of weights, and whether they have gradients."""
+    """The dtype of weights and if they have gradients, in words."""
 
     @classmethod
     def of(cls, features: SparseFeatures, tables: str) -> "BatchKind":
@@ -35,25 +35,26 @@ class BatchKind(NamedTuple):
 
 
 class AgreedBatch(NamedTuple):
-    """What the ranks know of each other's batches."""
+    """Facts about the batches of all ranks."""
 
     batch_sizes: list[int]
     """Samples of each rank."""
     have_same_hotness: bool
-    """Whether all have the same, or none has fixed hotness."""
+    """True if all have the same fixed hotness, or none has a fixed one."""
 
 
 def agree_on_batch(
-    kind: BatchKind | Exception, batch_size: int, group: Any, *, number: int
+    kind: BatchKind | Exception, batch_size: int, group: dist.ProcessGroup | None, *, number: int
 ) -> AgreedBatch:
     """Tell the other ranks the kind of this rank's batch, or the error that was found in it.
 
-    One collective through the CPU of five integers a rank, unless within
-    :func:`~torchembed.sharding.transport.collectives.known_sizes`; a second one before errors.
+    One all-gather of five integers through the CPU, or none within
+    :func:`~torchembed.sharding.transport.collectives.replayed_sizes`; a second one for the texts of
+    errors.
 
     Args:
-        kind: of this rank's batch; the error where it cannot be looked up.
-        number: of the lookup, counted on this rank; for errors.
+        kind: the kind of this rank's batch, or the error for which it cannot be looked up.
+        number: the number of lookups on this rank so far, for errors.
 
     Raises:
         Exception: ``kind`` itself, where it is one.
@@ -62,6 +63,7 @@ def agree_on_batch(
         ValueError: where ranks look up different tables, or differ in weights.
     """
     has_failed = isinstance(kind, Exception)
+    # Digests instead of texts: the message has a fixed size, and one collective is enough.
     digests = (0, 0, 0) if has_failed else _digests(kind)
     try:
         of_ranks = gather_numbers((batch_size, int(has_failed), *digests), group)
@@ -88,16 +90,17 @@ def _digests(kind: BatchKind) -> tuple[int, ...]:
     )
 
 
-def _refuse(kind: BatchKind | Exception, group: Any) -> None:
-    """Raise for batches that do not go together, on all ranks."""
-    kinds: list[Any] = [None] * dist.get_world_size(group)
+def _refuse(kind: BatchKind | Exception, group: dist.ProcessGroup | None) -> None:
+    """Raise on all ranks for batches that cannot be looked up together."""
     mine = described(kind) if isinstance(kind, Exception) else kind
-    dist.all_gather_object(kinds, mine, group=group)
+    of_ranks: list[BatchKind | str] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, mine, group=group)
     if isinstance(kind, Exception):
         raise kind
-    failures = {rank: text for rank, text in enumerate(kinds) if isinstance(text, str)}
+    failures = {rank: text for rank, text in enumerate(of_ranks) if isinstance(text, str)}
     if failures:
         raise failure_elsewhere(failures, "look up its batch")
+    kinds = [its for its in of_ranks if isinstance(its, BatchKind)]
     for rank, other in enumerate(kinds):
         for first, its in ((kinds[0].tables, other.tables), (kinds[0].weights, other.weights)):
             if first != its:

@@ -1,11 +1,11 @@
-"""Memory of every GPU of a node that all of them store into: symmetric memory, and meeting there.
+"""Channels of symmetric memory, by which the GPUs of a node store into each other's buffers.
 
-No rank resets anything, and none uses multicast. How an exchange works, and why two halves of a
-buffer are enough, is in :mod:`torchembed.ops.push`.
+No rank resets a buffer or a flag, and none uses multicast. :mod:`torchembed.ops.push` explains the
+exchange, and why two halves of a buffer are enough.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -24,25 +24,27 @@ from torchembed.ops.push import (
 )
 
 _ALIGNMENT = 256
-"""Bytes."""
+"""Bytes that the size of a half is a multiple of."""
 _LEAST_BYTES = 1 << 16
-Allocate = Callable[[int, Any, torch.device], list[Tensor]]
+"""Smallest size of a half."""
+Allocate = Callable[[int, dist.ProcessGroup, torch.device], list[Tensor]]
+"""Allocates the memory of all ranks, as :func:`symmetric_memory` does."""
 
 
 class PushDomain:
-    """The GPUs that store into each other's memory, as one of their ranks sees them.
+    """The GPUs that store into each other's memory, as seen by one of their ranks.
 
     Args:
-        group: their process group, in which symmetric memory is made.
+        group: their process group, in which symmetric memory is allocated.
         device: this rank's.
-        limit_seconds: how long the GPU waits for another one. It then goes on with what there is,
-            and :meth:`check` raises.
-        allocate: makes what all of them store into; see :func:`symmetric_memory`.
+        limit_seconds: time that a GPU waits for another one in a barrier. It then goes on with
+            what has arrived, and :meth:`check` raises.
+        allocate: allocates the memory; :func:`symmetric_memory` by default.
     """
 
     def __init__(
         self,
-        group: Any,
+        group: dist.ProcessGroup,
         device: torch.device,
         *,
         limit_seconds: float = 600.0,
@@ -54,11 +56,11 @@ class PushDomain:
         self.failed = torch.zeros(
             1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        """1 + a rank that did not come in time; kernels write it."""
-        self._channels: dict[tuple[Any, int], Channel] = {}
+        """1 + the rank that did not come in time, 0 where all did; written by kernels."""
+        self._channels: dict[tuple[Hashable, int], Channel] = {}
 
     def check(self) -> None:
-        """Raise where a rank has not come in time; waits for nothing.
+        """Raise where a rank has not come to a barrier in time; the host waits for nothing.
 
         Raises:
             TimeoutError: names the rank.
@@ -71,13 +73,12 @@ class PushDomain:
                 "What was computed since is wrong"
             )
 
-    def channel(self, use: Any, num_bytes: int) -> "Channel":
-        """A channel of this ``use``, hashable, for exchanges in which ranks receive ``num_bytes``
-        at most.
+    def channel(self, use: Hashable, num_bytes: int) -> "Channel":
+        """The channel of this ``use`` for exchanges in which a rank receives at most ``num_bytes``.
 
-        Collective where there was none of that use and size, which then waits for the GPU and for
-        the others; the arguments are the same on all ranks. It is never freed: a CUDA graph of
-        another rank may store there.
+        Collective where there is none yet, which waits for the GPU and the other ranks; arguments
+        are the same on all ranks. A channel is never freed: a CUDA graph of another rank may store
+        into it.
         """
         size = half_bytes(num_bytes)
         channel = self._channels.get((use, size))
@@ -87,15 +88,15 @@ class PushDomain:
 
 
 def half_bytes(num_bytes: int) -> int:
-    """Of a half of the channel in which ``num_bytes`` arrive: a power of two, so that batches of
-    other sizes need no other one."""
+    """Size of each half of a channel for exchanges of ``num_bytes``: a power of two, so that
+    batches of similar sizes share a channel."""
     return max(1 << (num_bytes - 1).bit_length(), _LEAST_BYTES)
 
 
 class Channel:
-    """A buffer of two halves on each rank, for exchanges one after the other.
+    """A buffer of two halves on each rank, which successive exchanges use in turn.
 
-    Every rank takes part in each of them, in one order of streams.
+    All ranks take part in every exchange, in the same order on their streams.
 
     Args:
         half_bytes: a multiple of 256.
@@ -115,7 +116,7 @@ class Channel:
         self._exchanges: dict[torch.dtype, Exchange] = {}
 
     def exchange(self, dtype: torch.dtype) -> Exchange:
-        """What operations know of the channel where elements of ``dtype`` travel."""
+        """The channel's buffers, seen as elements of ``dtype``, for operations."""
         if dtype not in self._exchanges:
             buffers = [buffer.view(dtype).view(2, -1) for buffer in self._buffers]
             self._exchanges[dtype] = Exchange(buffers, self._addresses, self._state)
@@ -142,9 +143,13 @@ class Channel:
         push_pooled_lookup(*lookup, moves=on_device, to=self.exchange(dtype))
 
     def push_mean(self, means: "Channel", dtype: torch.dtype, share: int, num_mine: int) -> None:
-        """Of what has arrived here, ``share`` elements from each rank, push the mean over ranks of
-        the first ``num_mine`` to all ranks through ``means``, a channel as large, each rank's where
-        its share is."""
+        """Push the mean over ranks of what has arrived to all ranks, at this rank's share.
+
+        Args:
+            means: the channel to push through, as large as this one.
+            share: elements from each rank.
+            num_mine: elements of the share to average.
+        """
         assert means.half_bytes == self.half_bytes
         push_mean(
             self.exchange(dtype),
@@ -154,8 +159,8 @@ class Channel:
             rank=self._domain.rank,
         )
 
-    def meet(self) -> None:
-        """Wait on the GPU until every rank has pushed: the end of an exchange."""
+    def barrier(self) -> None:
+        """Let the GPU wait until every rank has pushed, which ends an exchange."""
         domain = self._domain
         push_barrier(
             self._flags,
@@ -181,18 +186,20 @@ class Channel:
 
 
 def _addresses(memories: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Where they begin, int64 ``[W]``."""
+    """Addresses of ``memories``, int64 ``[W]``."""
     numbers = [memory.data_ptr() for memory in memories]
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> list[Tensor]:
-    """Zeros, uint8 ``[num_bytes]`` of each rank, in this rank's address space.
+def symmetric_memory(
+    num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> list[Tensor]:
+    """Allocate zeroed memory on each rank, mapped by all: the uint8 ``[num_bytes]`` of each rank.
 
     Collective; waits for the GPU and for the other ranks.
 
     Raises:
-        RuntimeError: where torch cannot make it, or a CUDA graph is being captured.
+        RuntimeError: where torch cannot allocate it, or a CUDA graph is being captured.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -201,12 +208,13 @@ def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> list[T
             "symmetric memory cannot be made while a CUDA graph is captured; run a batch of the "
             "same size before"
         )
-    # Torch would prepare for multicast, which nothing here uses.
+    # Torch would set multicast up, which is not used here and which some machines do not allow.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with torch.cuda.device(device):
         memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         memory.zero_()
-        # The others store into it as soon as they know where it is.
+        # Other ranks may store into it as soon as rendezvous has given them the address: the zeros
+        # must be there by then.
         torch.cuda.current_stream().synchronize()
         handle = _SymmetricMemory.rendezvous(memory, group.group_name)
     assert handle is not None
@@ -214,6 +222,6 @@ def symmetric_memory(num_bytes: int, group: Any, device: torch.device) -> list[T
         handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(handle.world_size)
     ]
     assert [memory.data_ptr() for memory in memories] == list(handle.buffer_ptrs)
-    # The rank's own keeps the memory, and its peers' pointers, alive.
+    # This rank's own tensor, in place of the view of it, keeps the memory and the mappings alive.
     memories[handle.rank] = memory
     return memories

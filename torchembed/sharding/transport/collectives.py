@@ -1,4 +1,4 @@
-"""Exchanging tensors between ranks, forward and backward."""
+"""All-to-alls of tensors between ranks, forward and backward, and gathers of host integers."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,85 +19,91 @@ def exchange(
     tensor: Tensor,
     send: list[int],
     receive: list[int],
-    group: Any,
+    group: dist.ProcessGroup | None,
     *,
     in_backward: bool = False,
 ) -> Tensor:
     """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     tensor = tensor.contiguous()
+    # In backward the work must outlive the call, see finished_work. A GPU's stream waits by itself.
     keeps_work = in_backward and not tensor.is_cuda
     work = dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=keeps_work)
     wait_for(work)
     return received
 
 
-def exchange_sizes(sizes: Tensor, group: Any) -> list[list[int]]:
+def exchange_sizes(sizes: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
     """All-to-all of host integers: row r of ``sizes [W, n]`` goes to rank r.
 
-    ``sizes`` is on the CPU, so that no GPU is waited for. Returns a row from each rank.
+    ``sizes`` is on the CPU, so that the host waits for no GPU. Returns a row from each rank.
     """
     received = torch.empty_like(sizes)
     dist.all_to_all_single(received, sizes, group=group)
     return received.tolist()
 
 
-def gather_size(size: int, group: Any) -> list[int]:
-    """``size`` of every rank, through the CPU unless within :func:`known_sizes`."""
+def gather_size(size: int, group: dist.ProcessGroup | None) -> list[int]:
+    """All-gather of ``size`` through the CPU; none within :func:`replayed_sizes`."""
     return [of_rank for (of_rank,) in gather_numbers((size,), group)]
 
 
-def gather_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
-    """The 64-bit integers ``numbers`` of every rank, as many on each, by rank; through the CPU
-    unless within :func:`known_sizes`."""
+def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+    """All-gather of 64-bit integers, equally many on each rank, through the CPU; none within
+    :func:`replayed_sizes`. Returns the ``numbers`` of each rank."""
     return _gathering.get()(tuple(numbers), group)
 
 
-def _ask(numbers: tuple[int, ...], group: Any) -> list[list[int]]:
+def _gather(numbers: tuple[int, ...], group: dist.ProcessGroup | None) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     of_ranks = mine.new_empty(dist.get_world_size(group), len(numbers))
     dist.all_gather(list(of_ranks), mine, group=group)
     return of_ranks.tolist()
 
 
-_Gather = Callable[[tuple[int, ...], Any], list[list[int]]]
+_Gather = Callable[[tuple[int, ...], dist.ProcessGroup | None], list[list[int]]]
 
-_gathering: ContextVar[_Gather] = ContextVar("gathering", default=_ask)
+_gathering: ContextVar[_Gather] = ContextVar("gathering", default=_gather)
+"""The gather of this thread: a collective, one that is recorded, or the replay of a record."""
 
 
 class GatheredSize(NamedTuple):
-    """What :func:`gather_size` or :func:`gather_numbers` was asked, and gave."""
+    """An argument of :func:`gather_size` or :func:`gather_numbers`, and its result."""
 
     own: tuple[int, ...]
     of_ranks: list[list[int]]
 
 
 @contextlib.contextmanager
-def noted_sizes() -> Iterator[list[GatheredSize]]:
-    """What :func:`gather_size` and :func:`gather_numbers` give meanwhile in this thread, in its
+def recorded_sizes() -> Iterator[list[GatheredSize]]:
+    """Record the calls of :func:`gather_size` and :func:`gather_numbers` in this thread, in
     order."""
-    noted: list[GatheredSize] = []
+    recorded: list[GatheredSize] = []
 
-    def ask(numbers: tuple[int, ...], group: Any) -> list[list[int]]:
-        noted.append(GatheredSize(numbers, _ask(numbers, group)))
-        return noted[-1].of_ranks
+    def gather_and_record(
+        numbers: tuple[int, ...], group: dist.ProcessGroup | None
+    ) -> list[list[int]]:
+        recorded.append(GatheredSize(numbers, _gather(numbers, group)))
+        return recorded[-1].of_ranks
 
-    with _gathering_by(ask):
-        yield noted
+    with _gathering_by(gather_and_record):
+        yield recorded
 
 
 @contextlib.contextmanager
-def known_sizes(noted: Sequence[GatheredSize]) -> Iterator[None]:
-    """Meanwhile :func:`gather_size` and :func:`gather_numbers` give in this thread what was
-    ``noted``, and no rank waits for another one; for what asks for the same sizes in the same
-    order, on every rank.
+def replayed_sizes(recorded: Sequence[GatheredSize]) -> Iterator[None]:
+    """Answer :func:`gather_size` and :func:`gather_numbers` in this thread from ``recorded``.
+
+    No rank waits for another one. For code that asks for the same sizes in the same order as when
+    they were recorded, on every rank: a CUDA graph cannot be captured around a collective of the
+    host.
 
     Raises:
-        RuntimeError: in these functions, where they are asked for others.
+        RuntimeError: in these functions, where they are asked for other sizes.
     """
-    left = iter(noted)
+    left = iter(recorded)
 
-    def give(numbers: tuple[int, ...], group: Any) -> list[list[int]]:
+    def replay(numbers: tuple[int, ...], group: dist.ProcessGroup | None) -> list[list[int]]:
         known = next(left, None)
         if known is None or known.own != numbers:
             there = "none is left" if known is None else f"{_listed(known.own)} comes next"
@@ -106,7 +112,7 @@ def known_sizes(noted: Sequence[GatheredSize]) -> Iterator[None]:
             )
         return known.of_ranks
 
-    with _gathering_by(give):
+    with _gathering_by(replay):
         yield
 
 
@@ -124,13 +130,15 @@ def _gathering_by(gather: _Gather) -> Iterator[None]:
 
 
 class _DifferentiableExchange(torch.autograd.Function):
+    """The exchange of :func:`differentiable_exchange`."""
+
     @staticmethod
     def forward(
         ctx: Any,
         tensor: Tensor,
         send: list[int],
         receive: list[int],
-        group: Any,
+        group: dist.ProcessGroup | None,
         gradient_scale: float,
         wire: WirePrecision,
     ) -> Tensor:
@@ -140,10 +148,11 @@ class _DifferentiableExchange(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad * ctx.scale
         dtype, inverse = grad.dtype, None
         if ctx.wire is torch.float16 and dtype is torch.float32:
+            # Gradients are often too small for float16, which would flush them to zero.
             scale, inverse = float16_scale(grad, ctx.group)
             grad = grad * scale
         sent = narrowed(grad, ctx.wire)
@@ -155,16 +164,17 @@ def differentiable_exchange(
     tensor: Tensor,
     send: list[int],
     receive: list[int],
-    group: Any,
+    group: dist.ProcessGroup | None,
     gradient_scale: float,
     wire: WirePrecision,
 ) -> Tensor:
     """:func:`exchange` whose backward sends gradients the other way, times ``gradient_scale``.
 
-    Both travel in the precision that ``wire`` says and arrive in their own dtype.
+    Both are sent in the precision of ``wire`` and arrive in their own dtype.
     Where gradients are enabled the result requires one on every rank, so that all ranks take part
     in backward even where one has nothing to train.
     """
+    # Autograd would skip the backward of a rank without trained tables, and the collective in it.
     if torch.is_grad_enabled() and not tensor.requires_grad:
         tensor = tensor.detach().requires_grad_()
     return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale, wire)

@@ -1,4 +1,4 @@
-"""Columns of some matrices among those of another one, in one pass each."""
+"""Copies of columns between matrices, in one pass for each matrix."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +30,8 @@ def joined_moves(moves: Sequence[Move]) -> list[Move]:
 def place_columns(values: Tensor, others: Sequence[tuple[Tensor, Sequence[Piece]]]) -> Tensor:
     """``values [B, columns]`` with the columns of ``others``, each with its pieces, in place.
 
-    Gradients go to the others, and to ``values`` all that there are: who made it knows which of its
-    columns were its own.
+    Gradients go to the others. ``values`` gets the whole gradient: its producer knows which of the
+    columns are its own.
     """
     if not others:
         return values
@@ -50,7 +50,7 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, *taken_from(grad, ctx.placed)
 
 
@@ -66,7 +66,8 @@ def place_in(values: Tensor, others: Sequence[Tensor], pieces: Sequence[Sequence
 
 
 def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
-    """What is where :func:`place_in` put something, in new matrices like those that it was of."""
+    """The columns that :func:`place_in` has written, in new matrices of the shapes they came
+    from."""
     taken = [values.new_empty(shape) for shape, _ in placed]
     for out, (_, pieces) in zip(taken, placed, strict=True):
         _copy_columns(values, [(there, width, here) for here, width, there in pieces], out)

@@ -1,8 +1,7 @@
-"""Gradients of tables that several ranks hold: their mean over ranks, the rule of DDP, and sums
-over columns."""
+"""Gradients of tables that several ranks hold: their mean over ranks, as in DDP, and sums over
+columns."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,16 @@ from torchembed.sharding.transport.gradient_mean import GradientMean
 from torchembed.tables import GradientReduction, RecordedGradients
 
 
-def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:
-    """The ``sum_over_columns`` of a table whose columns are on the ranks of ``group``.
+def sum_over_columns(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """A function for ``Table.sum_over_columns``: the sum over the ranks of ``group``, which hold
+    the columns of one table.
 
-    Adds in the order of ranks, so that all have the same bits. No GPU is waited for.
+    It adds in the order of ranks, so that all get the same bits. The host waits for no GPU.
     """
 
     def total(numbers: Tensor) -> Tensor:
         capacities = gather_size(numbers.shape[0], group)
+        # Capacities differ between ranks, runs do not: all of them fit into the smallest.
         mine = numbers[: min(capacities)].contiguous()
         by_rank = [torch.empty_like(mine) for _ in capacities]
         dist.all_gather(by_rank, mine, group=group)
@@ -31,8 +32,9 @@ def sum_over_columns(group: Any) -> Callable[[Tensor], Tensor]:
     return total
 
 
-def max_over(group: Any) -> Callable[[Tensor], None]:
-    """The ``max_over_holders`` of a model's tables, which are on the ranks of ``group``."""
+def max_over(group: dist.ProcessGroup | None) -> Callable[[Tensor], None]:
+    """A function for ``Table.max_over_holders``: the maximum over the ranks of ``group``, in
+    place."""
 
     def reduce(number: Tensor) -> None:
         dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
@@ -41,15 +43,16 @@ def max_over(group: Any) -> Callable[[Tensor], None]:
 
 
 _ALIGNMENT = 64
-"""Elements; what is averaged by push is moved in rows of so many."""
+"""Elements to which tensors are padded, since push copies rows of as many."""
 
 
 def row_gradient_mean(mean_of_now: Callable[[], GradientMean]) -> GradientReduction:
-    """How a replicated table's recorded gradients become the mean over ranks.
+    """A function for ``Table.gradient_reduction`` of replicated tables: the mean over ranks.
 
-    They travel with the dense gradients, by the ``GradientMean`` that ``mean_of_now()`` gives: one
-    gradient for each row, and a number that says whether any rank has touched it; where none has,
-    what is recorded has row -1. Every rank records in the same backward.
+    Gradients are averaged together with the dense ones, by the ``GradientMean`` that
+    ``mean_of_now()`` returns: a gradient for each row, and a mark that is positive if any rank has
+    touched the row. A row that none has touched is recorded as row -1. Every rank records in the
+    same backward.
     """
 
     def reduce(
@@ -67,7 +70,7 @@ def row_gradient_mean(mean_of_now: Callable[[], GradientMean]) -> GradientReduct
         )
         spare = 1 + -(dense.numel() + num_rows + 1) % _ALIGNMENT
         touched = dense.new_zeros(num_rows + spare)
-        # By scatter_, since setting by index copies the number from the host.
+        # scatter_ takes the number itself, where assignment by index would copy it from the host.
         touched.scatter_(0, torch.where(rows >= 0, rows, num_rows).long(), 1.0)
 
         def put(flat: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Rows that are spread over ranks, as one tensor for distributed checkpoints.
+"""Rows that are divided over ranks, as a ``DTensor`` for distributed checkpoints.
 
 DTensor is imported where it is used: it takes longer to import than all of torchembed.
 """
@@ -12,11 +12,11 @@ from torchembed.tables import Table
 def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     """A ``DTensor`` over ``mesh`` of which ``local`` is this rank's part along ``dim``.
 
-    It has ``size`` there. The split is that of
+    Its length along ``dim`` is ``size``. The split is that of
     :func:`~torchembed.sharding.planning.plan.place_table`, which is DTensor's own, over the ranks
-    that hold a part. Shares memory with ``local``; nothing is communicated. What has no such
-    dimension, as one number for each row of a table whose columns are divided, is whole on every
-    rank and comes back as it is.
+    that hold a part. Shares memory with ``local``; nothing is communicated. A tensor without that
+    dimension, such as one number for each row of a table whose columns are divided, is whole on
+    every rank and is returned unchanged.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -30,12 +30,13 @@ def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Te
 
 
 def local_part(tensor: Tensor, table: Table) -> Tensor:
-    """What ``table`` holds of a whole table, or of a ``DTensor`` that is placed as it is.
+    """The part of a whole table, or of a ``DTensor`` with this model's placement, that ``table``
+    holds.
 
-    A tensor of another shape than the whole table's comes back as it is.
+    A tensor of another shape than the whole table's is returned unchanged.
 
     Raises:
-        ValueError: for a ``DTensor`` that is placed in another way.
+        ValueError: for a ``DTensor`` with another placement.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,10 +1,10 @@
-"""Gradients of dense parameters: their mean over ranks, the rule of DDP, under backward."""
+"""The mean of dense gradients over ranks, as in DDP, bucket by bucket during backward."""
 
 import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ from torchembed.sharding.wire import BUCKET_BYTES
 from torchembed.tables import table_of
 
 _FEW_BYTES = 1 << 20
-"""So few make the last collective no longer."""
+"""Size up to which additional numbers do not prolong the last collective noticeably."""
 _NUMBERS = object()
-"""What a bucket misses until all numbers are there that travel with it."""
+"""Stands for the additional numbers in :attr:`_Bucket.missing`."""
 
 
 class _Bucket:
@@ -36,25 +36,28 @@ class _Bucket:
         self.parameters: list[Tensor] = []
         self.num_bytes = 0
         self.missing: set[object] = set()
+        """Parameters whose gradients are not there yet, and ``_NUMBERS``."""
 
 
 class _Numbers(NamedTuple):
-    """Numbers that are averaged beside gradients of parameters."""
+    """Additional numbers that are averaged with the gradients of a bucket."""
 
     flat: Tensor
     put: Callable[[Tensor], None]
+    """Takes their mean."""
     ready: torch.cuda.Event | None
-    """From when on another stream of the GPU may use them."""
+    """Recorded on a GPU once they are computed, for other streams to wait for."""
 
 
 class _Reduction(NamedTuple):
-    """The sum or mean of a bucket on its way."""
+    """A reduction of a bucket that was started."""
 
     work: dist.Work | torch.cuda.Event
     memory: list[Tensor]
-    """That of ``numbers`` comes last."""
+    """Tensors that are reduced in place, those of ``numbers`` last."""
     gradients: list[Tensor]
-    """What the mean is copied to from the first of ``memory``; none where that is theirs."""
+    """Gradients that the mean is copied to from the first of ``memory``; empty where it is reduced
+    in their own memory."""
     numbers: Sequence[_Numbers]
 
 
@@ -63,56 +66,57 @@ class GradientMean:
 
     Every rank must run backward equally often. A parameter without a gradient on this rank counts
     as zeros. Gradients that accumulate over several backwards come out as the mean of the sums.
-    Buckets are filled, and reduced on every rank, in the order in which the first rank's gradients
-    came in the first backward, and in that one from the last parameter to the first. What lies in
-    a flat buffer, as with :class:`~torchembed.optim.DenseOptimizer`, is reduced there. All are done
-    at the end of backward, or of the
+    Buckets are filled and reduced on every rank in one order: in the first backward from the last
+    parameter to the first, from then on as the first rank's gradients came in it. Gradients in a
+    flat buffer, as with :class:`~torchembed.optim.DenseOptimizer`, are reduced there. All are
+    complete at the end of backward, or of the
     :class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients` around it.
 
-    Other numbers travel with them (:meth:`add`), in the last bucket of their dtype, since they come
-    late, or in the one before it where they are many, since the last one is waited for.
+    Additional numbers are reduced with them (:meth:`add`): in the last bucket of their dtype, since
+    they come late, or in the one before it where they are many, since backward waits for the last.
 
-    The parameters keep it.
+    The parameters keep this object alive.
 
     Args:
         parameters: in the order of the model.
-        group: of no other collectives, so that its own come in one order on all ranks.
-        dtype: in which gradients are summed; their own where None. They keep theirs.
-        push: takes the means by push; the group's all-reduce does where it is None.
-        bucket_bytes: a bucket takes no more parameters once it has as many.
-        held: kept as long as the means are; what ``group`` was borrowed by.
+        group: without other collectives, so that its own come in one order on all ranks.
+        dtype: in which gradients are summed, their own where None; they keep their dtype.
+        push: averages by push; the group's all-reduce is used where it is None.
+        bucket_bytes: size from which on a bucket takes no further parameter.
+        borrowed: the loan of ``group``, kept as long as this object.
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        group: Any,
+        group: dist.ProcessGroup,
         *,
         dtype: torch.dtype | None = None,
         push: PushedMean | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        held: object = None,
+        borrowed: object = None,
     ) -> None:
-        self._held = held
+        self._borrowed = borrowed
         self._parameters = list(parameters)
         self._places: dict[Tensor, int] = {p: place for place, p in enumerate(self._parameters)}
         self._order = self._parameters[::-1]
         self._arrived: dict[Tensor, None] | None = {}
-        """In the first backward, whose gradients are there; None from then on."""
+        """Parameters in the order of their gradients in the first backward; None after it."""
         self._push = push
         self._group = group
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
-        """Of the backward that runs, in their order; none between them, unless one failed."""
+        """Buckets of the current backward, in order; empty between backwards, unless one failed."""
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._reductions: list[_Reduction] = []
         self._numbers: list[_Numbers] = []
         self._carriers: list[_Bucket] = []
-        """Of the buckets with one of which numbers travel, the last ones, two at most."""
+        """The last buckets, two at most, one of which carries the additional numbers."""
         self._left_out: set[nn.Parameter] = set()
-        self._finishing: Callable[[], Any] = _nothing
-        """Gives what is to be called at the end of the backward; None where that failed."""
+        self._finishing: Callable[[], object] = _nothing
+        """Weak reference to the callback at the end of the current backward; returns None where
+        that backward failed."""
         # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
         hook = functools.partial(_call, weakref.WeakMethod(self._on_gradient))
         for parameter in filter(torch.is_floating_point, self._parameters):
@@ -122,13 +126,13 @@ class GradientMean:
             parameter.requires_grad_(is_trained)
             parameter.torchembed_gradient_mean = self  # type: ignore[attr-defined]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         # A parameter that is pickled leaves the other ranks behind.
         return _nothing, ()
 
     def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From the next backward on, average the gradients of all but ``parameters``, which
-        somebody else does; the same on all ranks."""
+        """Stop averaging the gradients of ``parameters`` from the next backward on; the same ones
+        on all ranks."""
         self._left_out = set(parameters)
 
     def _is_averaged(self, parameter: Tensor) -> bool:
@@ -136,7 +140,8 @@ class GradientMean:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_averaged(parameter):
-            return  # the engine also calls where it has no gradient
+            # Called for tables of fused optimizers too, which get no gradient here.
+            return
         self._begin()
         if not self._buckets:
             self._fill_buckets()
@@ -150,13 +155,13 @@ class GradientMean:
 
     @property
     def numbers_dtype(self) -> torch.dtype:
-        """Of what :meth:`add` takes."""
+        """Dtype of the numbers that :meth:`add` takes."""
         return self._dtype or torch.float32
 
     def add(self, numbers: Tensor, put: Callable[[Tensor], None]) -> None:
-        """Average ``numbers [n]`` too, in place, and pass their mean to ``put`` when all is done.
+        """Average ``numbers [n]`` too, in place, and pass their mean to ``put`` at the end.
 
-        Called in backward: in the same one on every rank, in one order, for as many numbers.
+        Called during backward, on every rank in the same backward and order, with equally many.
         """
         self._begin()
         ready = None
@@ -166,7 +171,9 @@ class GradientMean:
         self._numbers.append(_Numbers(numbers, put, ready))
 
     def _begin(self) -> None:
-        """Note that a backward runs; at its end, what is not reduced yet will be."""
+        """Note that a backward runs, at whose end all other gradients will be reduced."""
+        # The engine drops its callbacks where a backward fails, and the weak reference dies with
+        # them: what that backward has left is discarded now.
         is_running = self._buckets or self._numbers
         if is_running and self._finishing() is None:
             self._discard()
@@ -177,7 +184,10 @@ class GradientMean:
             when_gradients_are_complete(finish)
 
     def _reduce_complete(self) -> None:
-        """Begin to reduce the buckets that miss nothing, in their order."""
+        """Start to reduce buckets that are complete, in order, up to the first that is not.
+
+        Ranks get gradients in different orders, but must start the same collectives in one.
+        """
         while self._remaining() and not self._remaining()[0].missing:
             self._reduce(self._remaining()[0])
 
@@ -186,7 +196,8 @@ class GradientMean:
         return self._buckets[len(self._reductions) :]
 
     def _fill_buckets(self) -> None:
-        """Anew for each backward: what trains, and what optimizers have laid out, may change."""
+        """Assign parameters to buckets, for each backward: ``requires_grad`` and flat buffers may
+        have changed since the last."""
         open_buckets: dict[torch.dtype, _Bucket] = {}
         for parameter in self._order:
             if not parameter.requires_grad or not self._is_averaged(parameter):
@@ -200,12 +211,12 @@ class GradientMean:
             bucket.missing.add(parameter)
             self._bucket_of[parameter] = bucket
         for bucket in self._buckets:
-            # As they lie in flat buffers.
+            # In the order of flat buffers, so that a bucket is few spans of them.
             bucket.parameters.sort(key=self._places.__getitem__)
         self._choose_carriers()
 
     def _choose_carriers(self) -> None:
-        """For the numbers of tables that fused optimizers update."""
+        """Choose the buckets that may carry numbers, where tables have fused optimizers."""
         if not any(p.requires_grad and not _is_averaged(p) for p in self._parameters):
             return
         alike = [
@@ -214,7 +225,7 @@ class GradientMean:
             if (self._dtype or bucket.parameters[0].dtype) is self.numbers_dtype
         ]
         self._carriers = alike[-2:]
-        # Which numbers come, all ranks know alike only where the engine is done.
+        # Only when the engine is done do all ranks agree on the numbers that came.
         for bucket in self._carriers:
             bucket.missing.add(_NUMBERS)
         if are_deferred():
@@ -226,16 +237,17 @@ class GradientMean:
         self._reduce_complete()
 
     def _carries_numbers(self, bucket: _Bucket) -> bool:
+        """True if the additional numbers are reduced with ``bucket``."""
         num_bytes = sum(flat.numel() * flat.element_size() for flat, _, _ in self._numbers)
         carriers = self._carriers[-1:] if num_bytes <= _FEW_BYTES else self._carriers[:1]
         return bucket in carriers
 
     def _reduce(self, bucket: _Bucket) -> None:
-        """Begin to reduce the gradients of ``bucket``, and the numbers that travel with it."""
+        """Start to reduce the gradients of ``bucket``, and the numbers that it carries."""
         numbers = self._numbers if self._carries_numbers(bucket) else ()
         with on_gradient_stream():
-            # The layout, which is the same on all ranks, says what is reduced, and not where this
-            # rank's gradients happen to lie.
+            # The spans follow from the flat buffers' layout, which is the same on all ranks. The
+            # memory of this rank's gradients may differ from it, so that they are gathered first.
             spans, gradients = joint_spans(bucket.parameters), []
             if spans is not None:
                 gather_gradients(bucket.parameters)
@@ -248,12 +260,12 @@ class GradientMean:
                 gradients = [p.grad for p in bucket.parameters if p.grad is not None]
                 memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
                 spans = FlatSpans(memory, [(0, memory.numel())])
-            self._reductions.append(self._started(spans, gradients, numbers))
+            self._reductions.append(self._start(spans, gradients, numbers))
 
-    def _started(
+    def _start(
         self, spans: FlatSpans | None, gradients: list[Tensor], numbers: Sequence[_Numbers]
     ) -> _Reduction:
-        """Begin to average ``spans``, and ``numbers``."""
+        """Start to average ``spans`` and ``numbers``."""
         for _, _, ready in numbers:
             if ready is not None:
                 torch.cuda.current_stream().wait_event(ready)
@@ -266,10 +278,12 @@ class GradientMean:
             done = self._push.start(numbered, dtype, len(self._reductions))
             return _Reduction(done, memory + flats, gradients, numbers)
         if spans is not None and self._dtype not in (None, spans.flat.dtype):
-            # A copy, which belongs back into gradients, or where it came from.
+            # Reduced in another dtype, in a copy, whose mean goes back to the gradients or the
+            # spans.
             gradients = gradients or memory
             memory = [torch.cat(memory).to(self._dtype)]
         memory += flats
+        # One coalesced collective for all tensors of the bucket.
         options = dist.AllreduceCoalescedOptions()
         averages = self._averages(memory[0].device)
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
@@ -278,15 +292,16 @@ class GradientMean:
         return _Reduction(work, memory, gradients, numbers)
 
     def _averages(self, device: torch.device) -> bool:
-        """Whether what comes is the mean already, and not the sum."""
+        """True if reductions give the mean, False if they give the sum."""
         is_pushed = self._push is not None
         return is_pushed or self._group._get_backend(device).name() == "nccl"
 
     def _finish(self) -> None:
+        """Reduce the remaining buckets, and wait for all; at the end of backward."""
         while self._remaining():
             self._reduce(self._remaining()[0])
         if self._numbers and not self._carriers:
-            self._reductions.append(self._started(None, [], self._numbers))
+            self._reductions.append(self._start(None, [], self._numbers))
         try:
             for bucket, reduction in itertools.zip_longest(self._buckets, self._reductions):
                 with completing([] if bucket is None else bucket.parameters):
@@ -296,7 +311,7 @@ class GradientMean:
         self._agree_on_order()
 
     def _wait_for(self, reduction: _Reduction) -> None:
-        """Let the current stream wait for it, and put its results where they belong."""
+        """Let the current stream wait for ``reduction``, and copy its results to the gradients."""
         work, memory, gradients, numbers = reduction
         if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
             work.wait()
@@ -310,13 +325,14 @@ class GradientMean:
             torch._foreach_copy_(gradients, shaped)  # type: ignore[attr-defined]
         for flat, put, _ in numbers:
             put(flat)
+        # The memory was used on other streams: the allocator must not reuse it before this one.
         for tensor in memory:
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream())
 
     def _agree_on_order(self) -> None:
-        """After the first backward, take over the order in which the first rank's gradients came;
-        the others' come last."""
+        """Adopt the order of the first rank's gradients in the first backward; parameters without
+        one come last."""
         if not self._arrived:
             return
         late = (parameter for parameter in self._order if parameter not in self._arrived)
@@ -328,7 +344,7 @@ class GradientMean:
         self._order = [self._parameters[place] for place in places.tolist()]
 
     def _discard(self) -> None:
-        """What a backward that failed has left."""
+        """Drop the reductions and buckets that a failed backward has left."""
         for work, memory, *_ in self._reductions:
             # On a GPU it may be of a capture that failed, and not to be waited for.
             if not (isinstance(work, torch.cuda.Event) or memory[0].is_cuda):
@@ -344,18 +360,19 @@ class GradientMean:
 
 
 def most_bytes_of_a_bucket(num_elements: Iterable[int], num_numbers: int) -> int:
-    """In float32, of gradients of so many elements and of all numbers that travel with them."""
+    """The most bytes of a bucket in float32, for parameters of ``num_elements`` each and all
+    ``num_numbers`` additional numbers."""
     return BUCKET_BYTES + 4 * (max(num_elements, default=0) + num_numbers)
 
 
 def _is_averaged(parameter: Tensor) -> bool:
-    """Whether its gradient is not a fused optimizer's affair."""
+    """True if no fused optimizer takes the gradient of ``parameter``."""
     table = table_of(parameter)
     return table is None or table.group.rule is None
 
 
 def _call(method: Callable[[], Callable[[Tensor], None] | None], parameter: Tensor) -> None:
-    """Call the method that a weak reference leads to."""
+    """Call the method of a weak reference, if its object still lives."""
     found = method()
     if found is not None:
         found(parameter)

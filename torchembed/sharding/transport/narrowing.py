@@ -1,7 +1,5 @@
 """Rounding vectors and gradients to the precision in which they are sent."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,13 +17,14 @@ def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(narrow_dtype(tensor.dtype, dtype))
 
 
-def float16_scale(gradients: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+def float16_scale(gradients: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """The power of two, float32 ``[]``, that brings the largest of all ranks' float32 ``gradients``
-    to ``[2**14, 2**15)``, and its inverse. Never synchronizes; every rank of ``group`` calls it."""
+    to ``[2**14, 2**15)``, and its inverse. Collective; the host waits for no GPU."""
     magnitudes = gradients.abs()
     finite = magnitudes.where(torch.isfinite(magnitudes), 0.0).flatten()
     largest = torch.cat([finite, finite.new_zeros(1)]).amax()
     all_reduce(largest, group, dist.ReduceOp.MAX)
+    # The exponent's bits give the power of two exactly, without a logarithm's rounding.
     exponent = (largest.view(torch.int32) >> 23) - 127
     # Beyond 2**126 the inverse would not be a normal number.
     shift = (14 - exponent).clamp_max(126)

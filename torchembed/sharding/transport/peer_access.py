@@ -1,8 +1,7 @@
-"""Where each transport can be used: which GPUs can store into each other's memory."""
+"""Checks that a transport can be used: which GPUs can store into each other's memory."""
 
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,10 @@ from torchembed.sharding.wire import WireTransport
 
 
 def check_transport(transport: WireTransport, mesh: DeviceMesh, num_nodes: int) -> None:
-    """Raise where ``transport`` cannot be taken on ``mesh``, as far as every rank knows alike.
+    """Raise where ``transport`` cannot be used on ``mesh``, as far as all ranks know it alike.
 
     Raises:
-        TypeError: for no transport.
+        TypeError: for something other than a ``WireTransport``.
         ValueError: for a mesh of several nodes, or not of GPUs.
     """
     if not isinstance(transport, WireTransport):
@@ -34,16 +33,16 @@ def check_transport(transport: WireTransport, mesh: DeviceMesh, num_nodes: int) 
         )
 
 
-def check_peer_access(group: Any, device: torch.device) -> None:
+def check_peer_access(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raise on every rank of ``group`` where the GPU of one cannot store into that of another.
 
     Collective.
 
     Raises:
-        ValueError: says which ranks, and why.
+        ValueError: names the rank, and the reason.
     """
     mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    of_ranks = [mine] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group)
     visible = {
         str(torch.cuda.get_device_properties(index).uuid): index
@@ -51,11 +50,13 @@ def check_peer_access(group: Any, device: torch.device) -> None:
     }
     problem = peer_problem(of_ranks, dist.get_rank(group))
     for rank, (_, uuid) in enumerate(of_ranks):
-        # Of what this process does not see, making symmetric memory will tell.
+        # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about here: making
+        # symmetric memory fails where there is no access.
         other = visible.get(uuid, device.index)
         if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
             problem = problem or f"its GPU has no peer access to rank {rank}'s"
-    problems: list[Any] = [None] * len(of_ranks)
+    # Gathered, so that all ranks raise the same and none goes on to a collective alone.
+    problems = [problem] * len(of_ranks)
     dist.all_gather_object(problems, problem, group)
     for rank, found in enumerate(problems):
         if found is not None:
@@ -66,8 +67,8 @@ def check_peer_access(group: Any, device: torch.device) -> None:
 
 
 def peer_problem(of_ranks: Sequence[tuple[str, str]], rank: int) -> str | None:
-    """Why ``rank`` cannot store into others' memory, from each rank's host and GPU; None where
-    nothing of it is against that."""
+    """The reason for which ``rank`` cannot store into others' memory, from each rank's host and the
+    UUID of its GPU; None where these allow it."""
     host, uuid = of_ranks[rank]
     for other, (other_host, other_uuid) in enumerate(of_ranks):
         if other_host != host:

@@ -1,4 +1,4 @@
-"""Pooled vectors by push: into the memory of the ranks whose samples they are, gradients back."""
+"""Exchange of pooled vectors by push: stores into the memory of their samples' ranks, and back."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from torchembed.sharding.transport.narrowing import float16_scale, narrow_dtype
 from torchembed.sharding.wire import WirePrecision
 
 
-class Home(NamedTuple):
-    """Where the blocks of all ranks lie side by side in the vectors that come home: by part, and
-    among the shards of one by rank."""
+class ReceivedColumns(NamedTuple):
+    """Columns of all ranks' blocks in the vectors that a rank receives: side by side, ordered by
+    part, and within a part by the rank of the shard."""
 
     columns: list[list[int]]
     """The first column of each rank's blocks."""
@@ -28,11 +28,12 @@ class Home(NamedTuple):
 
     @property
     def num_columns(self) -> int:
+        """Columns of a received vector."""
         return sum(sum(of_part) for of_part in self.widths)
 
 
-def home_of(layout: Layout) -> Home:
-    """The home of a layout's blocks."""
+def received_columns(layout: Layout) -> ReceivedColumns:
+    """The columns at which the blocks of ``layout`` are received."""
     columns = [[0] * len(blocks) for blocks in layout.blocks]
     widths: list[list[int]] = [[] for _ in range(layout.num_parts)]
     in_order = sorted(
@@ -46,24 +47,24 @@ def home_of(layout: Layout) -> Home:
         columns[rank][number] = end
         widths[part].append(width)
         end += width
-    return Home(columns, widths)
+    return ReceivedColumns(columns, widths)
 
 
 def forward_moves(
     layout: Layout, batch_sizes: Sequence[int], rank: int, blocks: Sequence[int]
 ) -> list[Move]:
-    """From the ``[all samples, columns]`` of some of this rank's ``blocks`` to the ``[samples, all
-    columns]`` of every rank, as :class:`Home` says. Ranks begin with different ones, so that not
-    all store into the same one."""
-    home, num_ranks = home_of(layout), layout.num_ranks
+    """Moves from the ``[all samples, columns]`` of some of this rank's ``blocks`` to the
+    ``[samples, all columns]`` of every rank, as :class:`ReceivedColumns` orders them."""
+    received, num_ranks = received_columns(layout), layout.num_ranks
     starts = [0, *itertools.accumulate(batch_sizes)]
     moves, column = [], 0
     for number in blocks:
-        width, target = layout.blocks[rank][number].num_columns, home.columns[rank][number]
+        width, target = layout.blocks[rank][number].num_columns, received.columns[rank][number]
+        # Each rank begins with the one after it, so that not all store into the same one at once.
         for turn in range(num_ranks):
             peer = (rank + 1 + turn) % num_ranks
             size = batch_sizes[peer]
-            moves.append((peer, size, width, starts[peer], column, target, home.num_columns))
+            moves.append((peer, size, width, starts[peer], column, target, received.num_columns))
         column += width
     return moves
 
@@ -71,11 +72,12 @@ def forward_moves(
 def backward_moves(
     layout: Layout, batch_sizes: Sequence[int], rank: int, sources: Sequence[Sequence[int | None]]
 ) -> list[Move]:
-    """From this rank's ``[samples, columns]`` to the ``[all samples, columns]`` of every rank, its
-    blocks side by side.
+    """Moves from this rank's ``[samples, columns]`` to the ``[all samples, columns]`` of every
+    rank, whose blocks are side by side.
 
     Args:
-        sources: the first column of each rank's blocks here; None for those that are elsewhere.
+        sources: the first column of each rank's blocks in the source; None for blocks that are in
+            another one.
     """
     num_ranks, start, size = layout.num_ranks, sum(batch_sizes[:rank]), batch_sizes[rank]
     by_peer: list[list[Move]] = []
@@ -92,35 +94,37 @@ def backward_moves(
     return [move for turn in itertools.zip_longest(*by_peer) for move in turn if move is not None]
 
 
-class _HomePiece(NamedTuple):
-    """Columns at home that go to one place: of several shards the sum."""
+class _Segment(NamedTuple):
+    """Received columns that go to one place, summed over shards where there are several."""
 
     first: int
+    """First received column."""
     width: int
-    """Of each shard that is summed."""
+    """Columns of each shard."""
     place: int
+    """First column that they are written to."""
     num_shards: int = 1
 
 
 class GroupVectors(NamedTuple):
-    """The pooled vectors of some of a rank's blocks, which :meth:`PooledPush.store` has stored."""
+    """Pooled vectors of some of a rank's blocks, stored by :meth:`PooledPush.store`."""
 
     blocks: list[int]
     vectors: Tensor
-    """``[all samples, blocks, D]``; zeros that get the gradients."""
+    """``[all samples, blocks, D]``; zeros, which carry the gradients."""
 
 
 class PooledPush:
-    """Pushes the pooled vectors of one layout over the ranks of ``domain``.
+    """Pushes the pooled vectors of one layout between the ranks of ``domain``.
 
-    Exchanges ``ahead`` of a model's forward and those in it have channels of their own, so that the
-    ones may be on another stream than the others. Those of a kind come in one order of streams.
+    Exchanges ``ahead`` of a model's forward and those inside it have channels of their own, since
+    they may be on different streams. Exchanges of each kind are in one order on all ranks.
 
     Args:
-        wire: the precision in which vectors and gradients travel.
-        places: of each part, the sum of its shards' vectors, the first column in the values that
-            :meth:`__call__` makes; None for one that the caller has to see to.
-        num_columns: of the values; those of no part are left as they are found.
+        wire: the precision in which vectors and gradients are sent.
+        places: the first column of each part, summed over its shards, in the values that
+            :meth:`__call__` returns; None for parts that are returned separately.
+        num_columns: of the values; columns of no part are not written.
         dtype: of the vectors.
     """
 
@@ -134,34 +138,34 @@ class PooledPush:
         dtype: torch.dtype,
     ) -> None:
         self.layout, self.domain, self.wire, self.dtype = layout, domain, wire, dtype
-        self.home, self.num_columns = home_of(layout), num_columns
+        self.received, self.num_columns = received_columns(layout), num_columns
         self.forward_dtype = narrow_dtype(dtype, wire.forward)
         self.backward_dtype = narrow_dtype(dtype, wire.backward)
-        self.values_pieces: list[_HomePiece] = []
-        """To the values."""
-        self.staged_pieces: list[_HomePiece] = []
-        """To what the caller has to see to."""
-        self._staged: list[tuple[int, list[int]]] = []
-        """Parts that are the caller's, with the columns of their shards."""
+        self.value_segments: list[_Segment] = []
+        """Segments that go to the values."""
+        self.separate_segments: list[_Segment] = []
+        """Segments that are returned separately."""
+        self._separate: list[tuple[int, list[int]]] = []
+        """Parts that are returned separately, with the columns of their shards."""
         first = end = 0
-        for part, (place, widths) in enumerate(zip(places, self.home.widths, strict=True)):
+        for part, (place, widths) in enumerate(zip(places, self.received.widths, strict=True)):
             width = sum(widths)
             if place is None:
-                self.staged_pieces.append(_HomePiece(first, width, end))
-                self._staged.append((part, widths))
+                self.separate_segments.append(_Segment(first, width, end))
+                self._separate.append((part, widths))
                 end += width
             else:
-                self.values_pieces.append(_HomePiece(first, widths[0], place, len(widths)))
+                self.value_segments.append(_Segment(first, widths[0], place, len(widths)))
             first += width
-        self.num_staged = end
-        """Columns of those."""
+        self.num_separate = end
+        """Columns that are returned separately."""
         self.widths = [sum(block.num_columns for block in blocks) for blocks in layout.blocks]
 
     def store(
         self, blocks: Sequence[int], batch_sizes: Sequence[int], *, ahead: bool
     ) -> LookupStore:
-        """Where a lookup stores the vectors of some of this rank's ``blocks``, before
-        :meth:`__call__`."""
+        """A store for the lookup of some of this rank's ``blocks``, which comes before
+        :meth:`__call__`: it pushes the pooled vectors."""
         sizes = tuple(batch_sizes)
         channel = self.vectors_channel(sizes, ahead)
         moves = forward_moves(self.layout, sizes, self.domain.rank, blocks)
@@ -180,17 +184,18 @@ class PooledPush:
         *,
         ahead: bool,
     ) -> tuple[Tensor, list[tuple[int, list[Tensor]]]]:
-        """The values ``[B, num_columns]`` of this rank's samples, and for each part that has no
-        place there the ``[B, columns]`` from each of its shards, in the order of ranks.
+        """Receive the values ``[B, num_columns]`` of this rank's samples, and for each part that is
+        returned separately the ``[B, columns]`` from each of its shards, in the order of ranks.
 
-        Where gradients are enabled they require one on every rank.
+        Where gradients are enabled both require one on every rank, since backward is an exchange.
 
         Args:
-            groups: the pooled vectors of all of this rank's blocks.
+            groups: the stored vectors of all of this rank's blocks.
             batch_sizes: samples of each rank.
-            anchor: without elements; gets a gradient where it requires one.
-            others: what has columns among the values too, ``[B, columns]``, and which.
-            ahead: as for :meth:`store`.
+            anchor: a tensor without elements that ties the exchange to the graph where this rank
+                has no vectors.
+            others: matrices ``[B, columns]`` that are written to the values too, and where.
+            ahead: True for an exchange ahead of the model's forward, as for :meth:`store`.
         """
         if anchor is None:
             anchor = torch.empty(0, device=self.domain.device)
@@ -198,37 +203,38 @@ class PooledPush:
         blocks = [group.blocks for group in groups]
         tensors = [group.vectors for group in groups] + [other for other, _ in others]
         pieces = [of_other for _, of_other in others]
-        values, staged = _Push.apply(
+        values, separate = _Push.apply(
             anchor, self, tuple(batch_sizes), ahead, blocks, pieces, *tensors
         )
-        columns = iter(staged.split([w for _, widths in self._staged for w in widths], dim=1))
+        columns = iter(separate.split([w for _, widths in self._separate for w in widths], dim=1))
         by_part = [
-            (part, list(itertools.islice(columns, len(widths)))) for part, widths in self._staged
+            (part, list(itertools.islice(columns, len(widths)))) for part, widths in self._separate
         ]
         return values, by_part
 
     def vectors_channel(self, batch_sizes: tuple[int, ...], ahead: bool) -> Channel:
-        """Where vectors arrive."""
-        num_elements = max(batch_sizes) * self.home.num_columns
+        """The channel in which vectors arrive."""
+        num_elements = max(batch_sizes) * self.received.num_columns
         num_bytes = num_elements * self.forward_dtype.itemsize
         return self.domain.channel((self.layout, "vectors", ahead), num_bytes)
 
     def gradients_channel(self, batch_sizes: tuple[int, ...], ahead: bool) -> Channel:
-        """Where gradients arrive."""
+        """The channel in which gradients arrive."""
         num_elements = sum(batch_sizes) * max(self.widths)
         num_bytes = num_elements * self.backward_dtype.itemsize
         return self.domain.channel((self.layout, "gradients", ahead), num_bytes)
 
-    def sources_of(self, pieces: Sequence[_HomePiece]) -> list[list[int | None]]:
-        """Where the gradients of each rank's blocks are in what ``pieces`` go to."""
+    def sources_of(self, segments: Sequence[_Segment]) -> list[list[int | None]]:
+        """The first column of each rank's blocks in the matrix that ``segments`` go to, None for
+        blocks of none of them."""
 
         def source(column: int) -> int | None:
-            for first, width, place, num_shards in pieces:
+            for first, width, place, num_shards in segments:
                 if first <= column < first + width * num_shards:
                     return place + (column - first) % width
             return None
 
-        return [[source(column) for column in of_rank] for of_rank in self.home.columns]
+        return [[source(column) for column in of_rank] for of_rank in self.received.columns]
 
 
 class _Push(torch.autograd.Function):
@@ -246,12 +252,12 @@ class _Push(torch.autograd.Function):
         ctx.push, ctx.batch_sizes, ctx.ahead, ctx.blocks = push, batch_sizes, ahead, blocks
         num_samples = batch_sizes[push.domain.rank]
         values = anchor.new_empty(num_samples, push.num_columns, dtype=push.dtype)
-        staged = anchor.new_empty(num_samples, push.num_staged, dtype=push.dtype)
-        # What needs no other rank comes before they are waited for.
+        separate = anchor.new_empty(num_samples, push.num_separate, dtype=push.dtype)
+        # Local copies first: they overlap with the wait for the other ranks.
         ctx.others = place_in(values, tensors[len(blocks) :], pieces_of_others)
         channel = push.vectors_channel(batch_sizes, ahead)
-        channel.meet()
-        for out, pieces in ((values, push.values_pieces), (staged, push.staged_pieces)):
+        channel.barrier()
+        for out, pieces in ((values, push.value_segments), (separate, push.separate_segments)):
             for num_shards in sorted({piece.num_shards for piece in pieces}):
                 moves = [
                     (0, num_samples, piece.width, 0, piece.first, piece.place, out.shape[1])
@@ -259,27 +265,31 @@ class _Push(torch.autograd.Function):
                     if piece.num_shards == num_shards
                 ]
                 channel.collect(
-                    out, joined_moves(moves), push.home.num_columns, push.forward_dtype, num_shards
+                    out,
+                    joined_moves(moves),
+                    push.received.num_columns,
+                    push.forward_dtype,
+                    num_shards,
                 )
-        return values, staged
+        return values, separate
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, values: Tensor, staged: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, values: Tensor, separate: Tensor) -> tuple[Tensor | None, ...]:
         push, batch_sizes = ctx.push, ctx.batch_sizes
         rank, dtype, inverse = push.domain.rank, push.backward_dtype, None
-        grads, scale = [values, staged], 1.0 / len(batch_sizes)
+        grads, scale = [values, separate], 1.0 / len(batch_sizes)
         if dtype is torch.float16 and push.dtype is torch.float32:
-            moved = torch.cat([_columns(values, push.values_pieces), staged], dim=1) * scale
+            moved = torch.cat([_columns(values, push.value_segments), separate], dim=1) * scale
             factor, inverse = float16_scale(moved, push.domain.group)
-            # Each product is rounded as on its way through a collective.
+            # Scaled here and not by push, so that the roundings are those of the collective.
             grads, scale = [grad * scale * factor for grad in grads], None
         channel = push.gradients_channel(batch_sizes, ctx.ahead)
-        for grad, pieces in zip(grads, (push.values_pieces, push.staged_pieces), strict=True):
+        for grad, pieces in zip(grads, (push.value_segments, push.separate_segments), strict=True):
             moves = backward_moves(push.layout, batch_sizes, rank, push.sources_of(pieces))
             channel.push(grad, moves, dtype, scale)
         grads_of_others = taken_from(values, ctx.others)
-        channel.meet()
+        channel.barrier()
         received, num_samples = [], sum(batch_sizes)
         mine, stride = push.layout.blocks[rank], push.widths[rank]
         starts = [0, *itertools.accumulate(block.num_columns for block in mine)]
@@ -296,7 +306,7 @@ class _Push(torch.autograd.Function):
         return values.new_empty(0), *[None] * 5, *received, *grads_of_others
 
 
-def _columns(matrix: Tensor, pieces: Sequence[_HomePiece]) -> Tensor:
-    """Of ``matrix`` the columns to which ``pieces`` go, side by side."""
-    parts = [matrix[:, piece.place : piece.place + piece.width] for piece in pieces]
+def _columns(matrix: Tensor, segments: Sequence[_Segment]) -> Tensor:
+    """The columns of ``matrix`` that ``segments`` go to, side by side."""
+    parts = [matrix[:, s.place : s.place + s.width] for s in segments]
     return torch.cat([matrix[:, :0], *parts], dim=1)

@@ -1,4 +1,4 @@
-"""The mean over GPUs by push: each averages a share of all ranks' numbers, and gives it to all."""
+"""The mean over GPUs by push: each averages one share of the elements, and pushes it to all."""
 
 from collections.abc import Sequence
 
@@ -9,33 +9,34 @@ from torchembed.ops.push import Move
 from torchembed.sharding.transport.channel import PushDomain, half_bytes
 
 _WIDTH = 64
-"""Elements are cut into rows of so many, which ranks share out."""
+"""Elements of a row; the rows of a tensor are divided over ranks."""
 NUM_LANES = 2
+"""Number of streams, with channels of their own, that successive means alternate between."""
 
 
 class PushedMean:
-    """Means over the ranks of ``domain`` of tensors that every rank has alike.
+    """Averages tensors of equal shapes over the ranks of ``domain``, in place.
 
-    Each mean is summed in float32, in the order of ranks, by one rank: it has the same bits on all.
+    One rank sums each element in float32, in the order of ranks, so that all get the same bits.
 
     Args:
-        use: of no other means; these come in the same order on every rank.
+        use: name of these means, which come in the same order on every rank.
     """
 
     def __init__(self, domain: PushDomain, use: str) -> None:
         self._domain, self._use = domain, use
         self._streams: list[torch.cuda.Stream] = []
-        """Of each lane."""
+        """The stream of each lane."""
 
     def start(
         self, numbers: Sequence[FlatSpans], dtype: torch.dtype, number: int
     ) -> torch.cuda.Event:
-        """Begin :meth:`take` beside what else the current stream is given; it is done at the event
-        that is returned. ``numbers`` must be held until then.
+        """Start :meth:`average` on another stream than the current one, and return an event that is
+        recorded after it. ``numbers`` must be kept until then.
 
         Args:
-            number: of the mean in its backward. Means take turns at two lanes, so that one travels
-                while ranks wait for each other in the one before.
+            number: of the mean in its backward. Successive means alternate between two lanes, so
+                that one is sent while ranks wait for each other in the barrier of the one before.
         """
         if not self._streams:
             device = self._domain.device
@@ -44,16 +45,16 @@ class PushedMean:
         stream = self._streams[lane]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.take(numbers, dtype, lane)
+            self.average(numbers, dtype, lane)
             done = torch.cuda.Event()
             done.record()
         return done
 
-    def take(self, numbers: Sequence[FlatSpans], dtype: torch.dtype, lane: int) -> None:
-        """Make ``numbers`` their mean, which travels in ``dtype``, in place; all in one exchange of
-        the ``lane``.
+    def average(self, numbers: Sequence[FlatSpans], dtype: torch.dtype, lane: int) -> None:
+        """Average ``numbers`` over ranks in place, sent in ``dtype``, in one exchange of the
+        ``lane``.
 
-        Spans begin and end at multiples of 64 elements, but at a buffer's end. Collective; the
+        Spans begin and end at multiples of 64 elements, except at a buffer's end. Collective; the
         first of a size waits for the GPU and the other ranks.
         """
         domain, before = self._domain, 0
@@ -70,13 +71,15 @@ class PushedMean:
         num_bytes = share * domain.num_ranks * dtype.itemsize
         parts = domain.channel((self._use, "parts", lane), num_bytes)
         means = domain.channel((self._use, "means", lane), num_bytes)
+        # A reduce-scatter: every rank pushes each share of its rows to the rank that averages it.
         for _, rows, spans, before in placed:
             moves = shares(spans, before, rows_a_rank, domain.rank, domain.num_ranks)
             parts.push(rows, moves, dtype)
-        parts.meet()
+        parts.barrier()
         num_mine = min(share, num_rows * _WIDTH - domain.rank * share)
         parts.push_mean(means, dtype, share, num_mine)
-        means.meet()
+        # An all-gather: every rank has pushed its averaged share to all.
+        means.barrier()
         for flat, rows, spans, before in placed:
             moves = []
             for start, stop in spans:
@@ -88,17 +91,18 @@ class PushedMean:
 
 
 def most_bytes_of_means(num_bytes: int) -> int:
-    """Of a rank's memory, for all channels of a :class:`PushedMean` whose largest mean is of
-    ``num_bytes``, at most: in each lane of parts and of means two halves each, in sizes that are
-    powers of two and so, together, less than twice the largest."""
+    """The most bytes of a rank for all channels of a :class:`PushedMean`, whose largest mean has
+    ``num_bytes``."""
+    # Each lane has channels of parts and of means, with two halves each. Their sizes are powers of
+    # two, so that all sizes together are less than twice the largest.
     return NUM_LANES * 2 * 2 * 2 * half_bytes(num_bytes)
 
 
 def shares(
     spans: Sequence[tuple[int, int]], before: int, rows_a_rank: int, rank: int, num_ranks: int
 ) -> list[Move]:
-    """The moves of every rank's share of the rows of ``spans``, one after the other, to it, where
-    ``before`` rows of others come first. Each rank begins with another one's."""
+    """Moves of each rank's share of the rows of ``spans`` to that rank, where ``before`` rows of
+    other tensors come first. Each rank begins with the one after it."""
     moves: list[Move] = []
     for turn in range(num_ranks):
         peer = (rank + 1 + turn) % num_ranks

@@ -19,7 +19,7 @@ from torchembed.sharding.transport.collectives import (
 from torchembed.sharding.transport.columns import Piece
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
-from torchembed.sharding.transport.ranks import Ranks
+from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WirePrecision
 
 
@@ -39,7 +39,7 @@ class Route:
     is_valid: Tensor | None = None
     batch_sizes: list[int]
 
-    def __init__(self, layout: Layout, ranks: Ranks) -> None:
+    def __init__(self, layout: Layout, ranks: TableRanks) -> None:
         self._layout, self._ranks = layout, ranks
         self._group, self._rank = ranks.group, ranks.rank
 
@@ -144,7 +144,7 @@ class FixedRoute(Route):
         features: SparseFeatures,
         of_parts: Sequence[int],
         layout: Layout,
-        ranks: Ranks,
+        ranks: TableRanks,
         batch_sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__(layout, ranks)
@@ -208,7 +208,7 @@ class JaggedRoute(Route):
     num_ids_of_parts: list[int]
     num_ids_of_blocks: list[int] | None = None
 
-    def __init__(self, features: SparseFeatures, layout: Layout, ranks: Ranks) -> None:
+    def __init__(self, features: SparseFeatures, layout: Layout, ranks: TableRanks) -> None:
         super().__init__(layout, ranks)
         assert features.offsets is not None
         self._num_samples = features.batch_size

@@ -1,4 +1,4 @@
-"""The ranks that share a model's tables: their mesh, and the meshes of some of them."""
+"""The ranks that share a model's tables: their mesh, process groups, wire and transport."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,25 +12,25 @@ from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.data_parallel import max_over, row_gradient_mean
 from torchembed.sharding.transport.gradient_mean import GradientMean
 from torchembed.sharding.transport.peer_access import check_peer_access
+from torchembed.sharding.transport.process_groups import borrow_groups, subgroup
 from torchembed.sharding.transport.pushed_mean import PushedMean
-from torchembed.sharding.transport.rank_groups import borrow_groups, group_of_some
 from torchembed.sharding.wire import BUCKET_BYTES, WirePrecision, WireTransport
 from torchembed.tables.group import RankMaximum
 
 
 def num_nodes(mesh: DeviceMesh) -> int:
-    """Nodes of a mesh: a one-dimensional one is of one node."""
+    """Number of nodes of a mesh; one where it has one dimension."""
     return mesh.mesh.shape[0] if mesh.ndim == 2 else 1
 
 
 def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """``mesh`` in one dimension, node by node where it has two: nodes, and ranks in a node.
+    """``mesh`` in one dimension, node by node where it has two (nodes, ranks in a node).
 
     Collective where it has two dimensions.
 
     Raises:
-        ValueError: for more dimensions, ranks that do not increase, or two dimensions over some of
-            all processes.
+        ValueError: for more dimensions, ranks that do not increase, or two dimensions over a part
+            of all processes.
     """
     if mesh.ndim > 2:
         raise ValueError(
@@ -46,40 +46,43 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _mesh_of(processes: Sequence[int], mesh: DeviceMesh) -> DeviceMesh | None:
-    """A one-dimensional mesh of some processes of ``mesh``, None on the others; all call for it.
+    """A one-dimensional mesh of some processes of ``mesh``, None on the others. Collective.
 
     Raises:
-        ValueError: where ``mesh`` is of some of all processes: torch makes groups with all only.
+        ValueError: where ``mesh`` has a part of all processes only.
     """
+    # new_group is collective over all processes, those outside the mesh included.
     if mesh.size() < dist.get_world_size():
         raise ValueError(
             f"mesh must hold all {dist.get_world_size()} processes where it has two dimensions or "
             f"some of its ranks only share a table, got {mesh.size()}; start these by themselves"
         )
     everyone = len(processes) == dist.get_world_size()
-    group = dist.group.WORLD if everyone else group_of_some(processes)
+    group = dist.group.WORLD if everyone else subgroup(processes)
     return None if group is None else DeviceMesh.from_group(group, mesh.device_type)
 
 
-class Ranks:
-    """Every rank that shares a model's tables, as one of them sees it.
+class TableRanks:
+    """The ranks that share a model's tables, as seen by one of them.
 
-    Making one is collective: where a divided table is held by some of the ranks, these get a
+    The constructor is collective: where a divided table is held by some of the ranks, these get a
     process group of their own, as do the ranks that hold any table where some hold none. Groups are
-    made once, and used by further shardings over the same ranks.
+    made once, and reused by further shardings over the same ranks.
 
     Attributes:
-        mesh: one-dimensional; the ranks of plans are places in it.
+        mesh: one-dimensional; the ranks of plans are positions in it.
         group: its process group.
-        rank: this rank's place in it.
+        rank: this rank's position in it.
         gradient_group: another process group of the same ranks, for the dense gradients alone:
             these are reduced while backward exchanges vectors in ``group``.
-        sizes_group: another one, through the CPU, for a thread that announces ids ahead.
-        wire: the precision in which vectors and gradients travel.
-        push: the GPUs that store into each other's memory; None where none do.
-        gradient_mean: of the dense gradients of the model that is sharded; made last.
-        row_gradient_mean: for tables that every rank holds; needs that one.
-        max_over_holders: of all tables; None where no two ranks hold different ones.
+        sizes_group: another one, on the CPU, for a thread that exchanges sizes ahead.
+        wire: the precision in which vectors and gradients are sent.
+        push: the GPUs that store into each other's memory; None without push.
+        gradient_mean: averages the model's dense gradients; None before :meth:`average`.
+        row_gradient_mean: averages gradients of tables that every rank holds, by
+            ``gradient_mean``.
+        max_over_holders: the maximum over the ranks that hold tables; None where no two ranks
+            hold different ones.
     """
 
     def __init__(
@@ -91,10 +94,13 @@ class Ranks:
         transport: WireTransport = WireTransport.COLLECTIVE,
         all_hold_tables: bool = False,
     ) -> None:
-        """``all_hold_tables``: every rank has others than those of ``plans``.
+        """Make or borrow the process groups.
+
+        Args:
+            all_hold_tables: True if every rank has tables besides those of ``plans``.
 
         Raises:
-            ValueError: where ``transport`` cannot be taken between the GPUs of the ranks.
+            ValueError: where ``transport`` cannot be used between the GPUs of the ranks.
         """
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
@@ -110,6 +116,8 @@ class Ranks:
             check_peer_access(self.group, device)
             self.push = PushDomain(self.group, device)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
+        # Every rank walks all plans in the same order, also those of tables that it does not hold:
+        # making a group is collective over all processes.
         for plan in plans:
             ranks = _ranks_of(plan)
             if plan.placement.is_divided and ranks not in self._meshes:
@@ -125,8 +133,8 @@ class Ranks:
     def average(
         self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """From now on every backward leaves the mean over ranks in the gradients of
-        ``parameters``, and in those of the tables that every rank holds."""
+        """Average the gradients of ``parameters``, and of tables that every rank holds, over ranks
+        in every backward from now on."""
         push = None if self.push is None else PushedMean(self.push, "gradients")
         self.gradient_mean = GradientMean(
             parameters,
@@ -134,7 +142,7 @@ class Ranks:
             dtype=self.wire.dense,
             push=push,
             bucket_bytes=bucket_bytes,
-            held=self._groups,
+            borrowed=self._groups,
         )
 
     def _gradient_mean_of_now(self) -> GradientMean:
@@ -142,6 +150,7 @@ class Ranks:
         return self.gradient_mean
 
     def _max_over(self, ranks: tuple[int, ...]) -> RankMaximum | None:
+        """The maximum over ``ranks``, None where this rank is not one of several."""
         if ranks not in self._meshes:
             if self.mesh.size() < dist.get_world_size():
                 return _refuse_maximum
@@ -153,8 +162,8 @@ class Ranks:
     def holders(self, plan: TablePlan) -> DeviceMesh:
         """The mesh of the ranks that hold a part of a divided table, this one among them.
 
-        Where a row-wise table has fewer rows than ranks, and these can have no group of their own,
-        it is that of all.
+        It is the mesh of all ranks where a row-wise table has fewer rows than ranks, and these
+        cannot have a group of their own.
         """
         mesh = self._meshes.get(_ranks_of(plan), self.mesh)
         assert mesh is not None
@@ -169,7 +178,7 @@ def _refuse_maximum(_: Tensor) -> None:
 
 
 def _leaves_out_empty(plan: TablePlan, num_ranks: int) -> bool:
-    """Whether ``plan`` divides rows over all ranks, of which the last ones got none."""
+    """True if ``plan`` divides rows over all ranks and the last ranks got none."""
     ranks, num_rows = _ranks_of(plan), sum(shard.num_rows for shard in plan.shards)
     return (
         plan.placement is Placement.ROW_WISE
