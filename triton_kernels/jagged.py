@@ -9,11 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
-from torchembed.triton_kernels.row_blocks import index_type
 from torchembed.triton_kernels.searching import count_not_above
 
 _BLOCK_IDS = 512
-_BLOCK_ELEMENTS = 1024
 
 
 @triton.jit
@@ -133,77 +131,6 @@ def _bucketize_rows_place_kernel(
     if HAS_WEIGHTS:
         weights = tl.load(weights_ptr + positions, mask=mask, other=0.0)
         tl.store(new_weights_ptr + places, weights, mask=mask)
-
-
-@triton.jit
-def _pad_jagged_forward_kernel(
-    values_ptr,
-    offsets_ptr,
-    padded_ptr,
-    padding,
-    num_slots,
-    max_length,
-    dim,
-    INDEX: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """``padded[b, t] = values[offsets[b] + t]``, or ``padding``.
-
-    With ``values = [7, 8, 9]``, ``offsets = [0, 1, 3]``: ``[[7, padding], [8, 9]]``.
-    """
-    values_at, padded_at, present, mask = _slots(
-        offsets_ptr, num_slots, max_length, dim, INDEX, BLOCK_SLOTS, BLOCK_DIM
-    )
-    values = tl.load(values_ptr + values_at, mask=present, other=0)
-    tl.store(padded_ptr + padded_at, values, mask=present)
-    tl.store(padded_ptr + padded_at, padding, mask=mask & (present == 0))
-
-
-@triton.jit
-def _pad_jagged_backward_kernel(
-    grad_ptr,
-    offsets_ptr,
-    grad_values_ptr,
-    num_slots,
-    max_length,
-    dim,
-    INDEX: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """``grad_values[offsets[b] + t] = grad[b, t]`` for the slots that hold an element."""
-    values_at, padded_at, present, _ = _slots(
-        offsets_ptr, num_slots, max_length, dim, INDEX, BLOCK_SLOTS, BLOCK_DIM
-    )
-    grad = tl.load(grad_ptr + padded_at, mask=present, other=0)
-    tl.store(grad_values_ptr + values_at, grad, mask=present)
-
-
-@triton.jit
-def _slots(
-    offsets_ptr,
-    num_slots,
-    max_length,
-    dim,
-    INDEX: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """This program's block of slots: ``(where in the values, where in the padded batch, masks)``.
-
-    One mask says which slots hold an element, the other which there are.
-    """
-    slots = tl.program_id(0).to(INDEX) * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
-    columns = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    is_slot = slots < num_slots
-    bags, steps = slots // max_length, slots % max_length
-    start = tl.load(offsets_ptr + bags, mask=is_slot, other=0)
-    end = tl.load(offsets_ptr + bags + 1, mask=is_slot, other=0)
-    mask = is_slot[:, None] & (columns < dim)[None, :]
-    present = mask & (start + steps < end)[:, None]
-    values_at = (start + steps).to(INDEX)[:, None] * dim + columns[None, :]
-    return values_at, slots[:, None] * dim + columns[None, :], present, mask
 
 
 class _Arrangement(NamedTuple):
@@ -356,37 +283,3 @@ def launch_bucketize_rows(
             BLOCK=_BLOCK_IDS,
         )
     return new_values, _offsets_of(lengths, offsets.dtype), new_weights, positions
-
-
-def _slot_grid(padded: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The programs that cover ``padded [B, max_length, ...]``, and the block that each takes."""
-    num_slots, dim = padded.shape[0] * padded.shape[1], padded[0, 0].numel()
-    block_dim = min(triton.next_power_of_2(dim), 128)
-    block_slots = _BLOCK_ELEMENTS // block_dim
-    grid = (triton.cdiv(num_slots, block_slots), triton.cdiv(dim, block_dim))
-    shape = {"num_slots": num_slots, "max_length": padded.shape[1], "dim": dim}
-    return grid, shape | {"BLOCK_SLOTS": block_slots, "BLOCK_DIM": block_dim}
-
-
-def launch_pad_jagged_forward(
-    values: Tensor, offsets: Tensor, max_length: int, padding: float
-) -> Tensor:
-    padded = values.new_empty(offsets.numel() - 1, max_length, *values.shape[1:])
-    if padded.numel():
-        grid, shape = _slot_grid(padded)
-        with torch.cuda.device_of(values):
-            _pad_jagged_forward_kernel[grid](
-                values, offsets, padded, padding, INDEX=index_type(values, padded), **shape
-            )
-    return padded
-
-
-def launch_pad_jagged_backward(grad: Tensor, offsets: Tensor, num_values: int) -> Tensor:
-    grad_values = grad.new_zeros(num_values, *grad.shape[2:])
-    if grad.numel() and num_values:
-        grid, shape = _slot_grid(grad)
-        with torch.cuda.device_of(grad):
-            _pad_jagged_backward_kernel[grid](
-                grad, offsets, grad_values, INDEX=index_type(grad, grad_values), **shape
-            )
-    return grad_values

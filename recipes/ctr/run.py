@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
@@ -18,6 +17,7 @@ from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from torchembed.core import ranks
 from torchembed.models import DCNv2
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.tables import table_of
 from torchembed.training import (
     CheckpointFolder,
@@ -118,7 +118,7 @@ def run_seed(
         MetricsWriter(output, after_step=history.num_steps) as metrics,
         TrainPipeline(
             model,
-            F.binary_cross_entropy_with_logits,
+            binary_cross_entropy,
             optimizers,
             autocast=config.precision.autocast,
         ) as pipeline,

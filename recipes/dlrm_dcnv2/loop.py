@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.mlperf_log import MlperfLog
 from torchembed.data import BackgroundLoader, BatchSource
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.training import (
     CheckpointFolder,
     Epochs,
@@ -43,7 +43,7 @@ class TrainLoop:
         config, output = self.config, self.output
         self.pipeline = TrainPipeline(
             self.model,
-            F.binary_cross_entropy_with_logits,
+            binary_cross_entropy,
             self.optimizers,
             autocast=config.precision.autocast,
         )

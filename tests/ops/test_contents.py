@@ -124,12 +124,6 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"boundaries": torch.tensor([[0, 4, 1]])},
         ),
     ],
-    "pad_jagged_forward": [
-        ("offsets must lie in [0, 4), got 4", {"offsets": torch.tensor([0, 1, 4])}),
-    ],
-    "pad_jagged_backward": [
-        ("offsets must not decrease, got 0 after 1", {"offsets": torch.tensor([0, 1, 0])}),
-    ],
 }
 
 

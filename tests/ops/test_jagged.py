@@ -1,4 +1,4 @@
-"""Permuting features, splitting ids by row range and padding bags, against plain Python."""
+"""Permuting features and splitting ids by row range, against plain Python."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from tests.support.repeats import assert_repeats
 from tests.support.sizes import Sizes
 from tests.support.tolerance import assert_follows, assert_same_bits
 from tests.support.values import normal, not_contiguous
-from torchembed.ops.jagged import bucketize_rows, pad_jagged, permute_features
+from torchembed.ops.jagged import bucketize_rows, permute_features
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 IDS = (torch.int32, torch.int64)
@@ -27,8 +27,6 @@ OPS = (
     "permute_features_forward",
     "permute_features_backward",
     "bucketize_rows",
-    "pad_jagged_forward",
-    "pad_jagged_backward",
 )
 ONE_PER_FUNCTION = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
@@ -298,68 +296,6 @@ def test_no_id_is_lost(data: st.DataObject, device: torch.device) -> None:
     check_bucketize(bags, boundaries, device)
 
 
-def formula_pad(values: Tensor, bags: Bags, max_length: int, padding: float) -> Tensor:
-    rows = [values[positions[:max_length]] for positions in positions_of_bags(bags)]
-    filled = [
-        torch.cat([row, row.new_full((max_length - row.shape[0], *row.shape[1:]), padding)])
-        for row in rows
-    ]
-    empty = values.new_zeros(0, max_length, *values.shape[1:])
-    return torch.stack(filled) if filled else empty
-
-
-def check_pad(
-    bags: Bags, shape: tuple[int, ...], max_length: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    values = normal(bags.rows.numel(), *shape, seed=1, dtype=dtype, device=device)
-    values.requires_grad_()
-    output = pad_jagged(values, bags.offsets.to(device), max_length, padding=-2)
-    expected = formula_pad(values.detach().cpu(), bags, max_length, -2)
-    assert_same_bits(output, expected)
-
-    grad = normal(*output.shape, seed=2, dtype=dtype, device=device)
-    (actual,) = torch.autograd.grad(output, values, grad)
-    leaf = values.detach().cpu().requires_grad_()
-    total = (formula_pad(leaf, bags, max_length, -2) * grad.cpu()).sum() + 0 * leaf.sum()
-    assert torch.equal(actual.cpu(), torch.autograd.grad(total, leaf)[0])
-
-
-@pytest.mark.parametrize("max_length", [0, 1, 3])
-@pytest.mark.parametrize("case", JAGGED_CASES)
-def test_pad_edge_cases(case: str, max_length: int, device: torch.device) -> None:
-    check_pad(JAGGED_CASES[case], (), max_length, torch.float32, device)
-    check_pad(JAGGED_CASES[case], (3,), max_length, torch.float32, device)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (16,), (150,)], ids=str)
-def test_pad(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sizes: Sizes
-) -> None:
-    bags = random_jagged(2, sizes.batch_size, sizes.num_rows, max_length=sizes.max_length)
-    for max_length in (2, sizes.max_length + 1):
-        check_pad(bags, shape, max_length, dtype, device)
-
-
-@pytest.mark.parametrize("ids_dtype", IDS)
-@pytest.mark.parametrize("padding", [-1, 0, 1, 2**31 - 1])
-def test_pad_integers(padding: int, ids_dtype: torch.dtype, device: torch.device) -> None:
-    values = torch.tensor([7, 8, 9], device=device, dtype=ids_dtype)
-    offsets = torch.tensor([0, 1, 1, 3], device=device, dtype=torch.int32)
-    output = pad_jagged(values, offsets, 2, padding=padding)
-    assert output.dtype == ids_dtype
-    assert output.tolist() == [[7, padding], [padding, padding], [8, 9]]
-
-
-def test_pad_takes_the_offsets_of_one_feature(device: torch.device) -> None:
-    values = torch.tensor([7.0, 8.0, 9.0, 5.0], device=device, requires_grad=True)
-    offsets = torch.tensor([0, 1, 1, 3, 4], device=device)
-    output = pad_jagged(values, offsets[2:], 2)
-    assert output.tolist() == [[8.0, 9.0], [5.0, 0.0]]
-    (grad,) = torch.autograd.grad(output, values, torch.ones_like(output))
-    assert grad.tolist() == [0.0, 1.0, 1.0, 1.0]
-
-
 def jagged_arguments(bags: Bags, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values, offsets, boundaries in three buckets, and weights."""
     ranges = torch.tensor([[0, 4, 9, bags.num_rows]] * bags.num_features, device=device)
@@ -378,9 +314,7 @@ def every_result(
         values, offsets, [1, 1], **grouping, num_ids=2 * num_ids, weights=weights
     )
     split = bucketize_rows(values, offsets, ranges, batch_size=batch_size, weights=weights)
-    vectors = weights.unsqueeze(1) * torch.ones(3, device=weights.device)
-    padded = pad_jagged(vectors, offsets, 2, padding=0.5)
-    return [*swapped, *repeated, *split, padded]
+    return [*swapped, *repeated, *split]
 
 
 def with_gradient(
@@ -442,11 +376,6 @@ def test_opcheck(device: torch.device, sizes: Sizes) -> None:
         ops.permute_features_backward.default,
         (weights, offsets, new_offsets, [1, 0], 2, size, num_ids),
     )
-    padded = normal(2 * size, 3, 5, seed=0, device=device)
-    vectors = normal(num_ids, 5, seed=0, device=device)
-    torch.library.opcheck(ops.pad_jagged_forward.default, (vectors, offsets, 3, 0.5))
-    torch.library.opcheck(ops.pad_jagged_forward.default, (values, offsets, 3, -1))
-    torch.library.opcheck(ops.pad_jagged_backward.default, (padded, offsets, num_ids))
 
 
 def test_compiles_whole_for_any_size(device: torch.device, sizes: Sizes) -> None:
@@ -565,44 +494,3 @@ def test_bucketize_names_bad_arguments(name: str) -> None:
     }
     with pytest.raises(error, match=message):
         bucketize_rows(**arguments | changes)
-
-
-PAD_ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "values shape": (
-        ValueError,
-        r"^values must be \[L\] or \[L, D\], got shape \(3, 1, 1\)$",
-        {"values": torch.zeros(3, 1, 1)},
-    ),
-    "offsets dtype": (
-        TypeError,
-        r"^offsets must be int32 or int64, got float32; call \.long\(\)$",
-        {"offsets": torch.zeros(3)},
-    ),
-    "no offsets": (
-        ValueError,
-        r"^offsets must hold a number more than there are bags, got none$",
-        {"offsets": torch.zeros(0, dtype=torch.int64)},
-    ),
-    "negative length": (
-        ValueError,
-        r"^max_length must not be negative, got -1$",
-        {"max_length": -1},
-    ),
-    "padding of integers": (
-        TypeError,
-        r"^padding must be an integer where values are, got 0\.5$",
-        {"padding": 0.5},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PAD_ERRORS)
-def test_pad_names_bad_arguments(name: str) -> None:
-    error, message, changes = PAD_ERRORS[name]
-    arguments: dict[str, Any] = {
-        "values": torch.tensor([7, 8, 9]),
-        "offsets": torch.tensor([0, 1, 3]),
-        "max_length": 2,
-    }
-    with pytest.raises(error, match=message):
-        pad_jagged(**arguments | changes)

@@ -207,21 +207,6 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, r"^weights must hold 3 elements", {"weights": ONE}),
         (ValueError, r"^values must be contiguous", {"values": SPREAD_IDS}),
     ],
-    "pad_jagged_forward": [
-        (ValueError, r"^max_length must not be negative, got -1$", {"max_length": -1}),
-        (ValueError, r"^offsets must hold a number more than there", {"offsets": IDS[:0]}),
-        (ValueError, r"^values must be \[L\] or \[L, D\], got", {"values": IDS.view(1, 1, 3)}),
-        (ValueError, r"^values must be contiguous", {"values": SPREAD}),
-    ],
-    "pad_jagged_backward": [
-        (
-            ValueError,
-            r"^offsets must hold 4 elements \(one more than grad has rows\), got 3$",
-            {"grad": torch.ones(3, 2)},
-        ),
-        (ValueError, r"^grad must be \[B, max_length\] or", {"grad": torch.ones(3)}),
-        (ValueError, r"^num_values must not be negative, got -1$", {"num_values": -1}),
-    ],
 }
 
 

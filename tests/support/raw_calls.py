@@ -120,8 +120,6 @@ FITTING: dict[str, dict[str, Any]] = {
         "boundaries": torch.tensor([[0, 1, 4]]),
         "batch_size": 2,
     },
-    "pad_jagged_forward": {"values": IDS, "offsets": OFFSETS, "max_length": 2, "padding": 0},
-    "pad_jagged_backward": {"grad": torch.ones(2, 2), "offsets": OFFSETS, "num_values": 3},
 }
 SPREAD = torch.zeros(3, 1).expand(3, 2)
 """Two columns that are one in memory: reading it as if they lay side by side leaves it."""

@@ -141,11 +141,6 @@ def launch_bucketize(num_buckets: int, weights: Tensor | None) -> None:
     jagged.launch_bucketize_rows(ids(), OFFSETS, weights, boundaries, BATCH_SIZE)
 
 
-def launch_pad(values: Tensor) -> None:
-    padded = jagged.launch_pad_jagged_forward(values, OFFSETS, 5, 1)
-    jagged.launch_pad_jagged_backward(padded, OFFSETS, NUM_IDS)
-
-
 def launch_cross(dtype: torch.dtype, num_columns: int, x_is_x0: bool) -> None:
     x, bias = torch.zeros(BATCH_SIZE, num_columns, dtype=dtype), torch.zeros(num_columns)
     cross.launch_cross_epilogue_forward(x, x, bias, x)
@@ -238,8 +233,6 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "permute int32": lambda: launch_permute(ids(torch.int32), None),
     "bucketize": lambda: launch_bucketize(8, torch.zeros(NUM_IDS, dtype=torch.float16)),
     "bucketize into one": lambda: launch_bucketize(1, None),
-    "pad ids": lambda: launch_pad(ids()),
-    "pad vectors": lambda: launch_pad(torch.zeros(NUM_IDS, 150, dtype=torch.bfloat16)),
     "cross": lambda: launch_cross(torch.bfloat16, 432, False),
     "first cross": lambda: launch_cross(torch.float32, 7, True),
     "low-rank cross": lambda: launch_low_rank_cross(torch.bfloat16, 432, 512, 2048),
@@ -264,9 +257,9 @@ def test_compiles(name: str, ptx: dict[str, str]) -> None:
 
 def test_compiles_with_wide_addresses(ptx: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_blocks, "NARROW_LIMIT", 0)
-    for name in ("linearize fixed", "find runs", "pooled jagged", "adam", "pad ids", "cross"):
+    for name in ("linearize fixed", "find runs", "pooled jagged", "adam", "cross"):
         LAUNCHES[name]()
-    assert len(ptx) == 14
+    assert len(ptx) == 12
 
 
 def test_cross_products_are_on_tensor_cores_and_fit_twice(ptx: dict[str, str]) -> None:

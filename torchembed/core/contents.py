@@ -37,11 +37,10 @@ def check_rows(rows: Tensor, num_rows: int) -> None:
     check_in_range("rows", rows, -1, num_rows, "take them from linearize_ids")
 
 
-def check_offsets(name: str, offsets: Tensor, num_ids: int, *, from_zero: bool = True) -> None:
-    """Raise unless ``offsets`` do not decrease, start at 0 (or later where not ``from_zero``) and
-    end at ``num_ids`` or before."""
+def check_offsets(name: str, offsets: Tensor, num_ids: int) -> None:
+    """Raise unless ``offsets`` start at 0, do not decrease and end at ``num_ids`` or before."""
     advice = "offsets are the running sum of the bags' lengths"
-    if from_zero and int(offsets[0]) != 0:
+    if int(offsets[0]) != 0:
         raise ValueError(f"{name} must start at 0, got {int(offsets[0])}; {advice}")
     check_in_range(name, offsets, 0, num_ids + 1, advice)
     check_ascending(name, offsets, advice)

@@ -1,10 +1,9 @@
-"""Rearranging jagged batches: features in another order, ids by row range, bags padded."""
+"""Rearranging jagged batches: features in another order, ids by row range."""
 
 from torchembed.ops.jagged.function import (
     BucketizedRows,
     PermutedFeatures,
     bucketize_rows,
-    pad_jagged,
     permute_features,
 )
 
@@ -12,6 +11,5 @@ __all__ = [
     "BucketizedRows",
     "PermutedFeatures",
     "bucketize_rows",
-    "pad_jagged",
     "permute_features",
 ]

@@ -1,4 +1,4 @@
-"""The public functions ``permute_features``, ``bucketize_rows`` and ``pad_jagged``."""
+"""The public functions ``permute_features`` and ``bucketize_rows``."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +11,6 @@ from torchembed.core.stand_ins import makes_stand_ins
 from torchembed.ops.jagged.checks import check_permutation, check_permute_features_forward
 from torchembed.ops.jagged.schema import (
     bucketize_rows_op,
-    pad_jagged_backward_op,
-    pad_jagged_forward_op,
     permute_features_backward_op,
     permute_features_forward_op,
 )
@@ -101,22 +99,6 @@ class _BucketizeRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         return None, None, grads[2].index_select(0, positions), None, None
-
-
-class _PadJagged(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, offsets: Tensor, max_length: int, padding: float
-    ) -> Tensor:
-        ctx.save_for_backward(offsets)
-        ctx.num_values = values.shape[0]
-        return pad_jagged_forward_op(values, offsets, max_length, padding)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (offsets,) = ctx.saved_tensors
-        return pad_jagged_backward_op(grad.contiguous(), offsets, ctx.num_values), None, None, None
 
 
 def permute_features(
@@ -223,31 +205,3 @@ def bucketize_rows(
         batch_size,
     )
     return BucketizedRows(local, new_offsets, None if weights is None else new_weights, positions)
-
-
-def pad_jagged(values: Tensor, offsets: Tensor, max_length: int, *, padding: float = 0) -> Tensor:
-    """Bags as rows of one length: ``out[b, t] = values[offsets[b] + t]``, then ``padding``.
-
-    Elements of a bag beyond ``max_length`` are cut off and get no gradient. The offsets of one
-    feature out of a batch will do, with the values of the whole batch. Deterministic, never
-    synchronizes.
-
-    Worked example: ``values = [7, 8, 9]``, ``offsets = [0, 1, 1, 3]``, ``max_length = 2``,
-    ``padding = -1``: ``[[7, -1], [-1, -1], [8, 9]]``.
-
-    Args:
-        values: ``[L]`` or ``[L, D]``, int32, int64, float32, float16 or bfloat16.
-        offsets: ``[B + 1]``, int32 or int64, not decreasing, within ``[0, L]``.
-        padding: an integer where ``values`` are.
-
-    Returns:
-        ``[B, max_length]`` or ``[B, max_length, D]``.
-
-    Raises:
-        TypeError, ValueError: for a dtype, shape or device that does not fit.
-    """
-    if values.is_floating_point():
-        padding = float(padding)
-    elif not isinstance(padding, int):
-        raise TypeError(f"padding must be an integer where values are, got {padding}")
-    return _PadJagged.apply(values.contiguous(), offsets.contiguous(), max_length, padding)

@@ -98,26 +98,3 @@ def bucketize_rows_reference(
         new_weights,
         positions,
     )
-
-
-def _padded_positions(offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """For each slot of the padded batch its position in the values, and whether it has one."""
-    positions = offsets[:-1].unsqueeze(1) + torch.arange(max_length, device=offsets.device)
-    return positions, positions < offsets[1:].unsqueeze(1)
-
-
-def pad_jagged_forward_reference(
-    values: Tensor, offsets: Tensor, max_length: int, padding: float
-) -> Tensor:
-    positions, present = _padded_positions(offsets, max_length)
-    # One more element holds the padding.
-    padded = torch.cat([values, values.new_full((1, *values.shape[1:]), padding)])
-    return padded[torch.where(present, positions, values.shape[0])]
-
-
-def pad_jagged_backward_reference(grad: Tensor, offsets: Tensor, num_values: int) -> Tensor:
-    positions, present = _padded_positions(offsets, grad.shape[1])
-    # One more element takes the gradients of padding, and is cut off.
-    grad_values = grad.new_zeros(num_values + 1, *grad.shape[2:])
-    grad_values[torch.where(present, positions, num_values)] = grad
-    return grad_values[:num_values].clone()

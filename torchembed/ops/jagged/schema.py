@@ -7,10 +7,6 @@ from torchembed.core.dispatch import define_op
 from torchembed.ops.jagged.checks import (
     check_bucketize_rows,
     check_bucketize_rows_contents,
-    check_pad_jagged_backward,
-    check_pad_jagged_backward_contents,
-    check_pad_jagged_forward,
-    check_pad_jagged_forward_contents,
     check_permute_features_backward,
     check_permute_features_backward_contents,
     check_permute_features_forward,
@@ -18,8 +14,6 @@ from torchembed.ops.jagged.checks import (
 )
 from torchembed.ops.jagged.reference import (
     bucketize_rows_reference,
-    pad_jagged_backward_reference,
-    pad_jagged_forward_reference,
     permute_features_backward_reference,
     permute_features_forward_reference,
 )
@@ -72,16 +66,6 @@ def _bucketize_rows_fake(
     )
 
 
-def _pad_jagged_forward_fake(
-    values: Tensor, offsets: Tensor, max_length: int, padding: float
-) -> Tensor:
-    return values.new_empty(offsets.shape[0] - 1, max_length, *values.shape[1:])
-
-
-def _pad_jagged_backward_fake(grad: Tensor, offsets: Tensor, num_values: int) -> Tensor:
-    return grad.new_empty(num_values, *grad.shape[2:])
-
-
 permute_features_forward_op = define_op(
     "permute_features_forward(Tensor values, Tensor offsets, Tensor? weights, int[] permutation,"
     " int num_features, SymInt batch_size, SymInt num_ids) -> (Tensor, Tensor, Tensor)",
@@ -108,21 +92,4 @@ bucketize_rows_op = define_op(
     triton=f"{_TRITON}:launch_bucketize_rows",
     check=check_bucketize_rows,
     check_contents=check_bucketize_rows_contents,
-)
-pad_jagged_forward_op = define_op(
-    "pad_jagged_forward(Tensor values, Tensor offsets, SymInt max_length, Scalar padding)"
-    " -> Tensor",
-    reference=pad_jagged_forward_reference,
-    fake=_pad_jagged_forward_fake,
-    triton=f"{_TRITON}:launch_pad_jagged_forward",
-    check=check_pad_jagged_forward,
-    check_contents=check_pad_jagged_forward_contents,
-)
-pad_jagged_backward_op = define_op(
-    "pad_jagged_backward(Tensor grad, Tensor offsets, SymInt num_values) -> Tensor",
-    reference=pad_jagged_backward_reference,
-    fake=_pad_jagged_backward_fake,
-    triton=f"{_TRITON}:launch_pad_jagged_backward",
-    check=check_pad_jagged_backward,
-    check_contents=check_pad_jagged_backward_contents,
 )
