@@ -5,14 +5,13 @@ state, read and written; Adagrad with bfloat16 gradients and copies moves 20.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
+from torchembed.core.update_records import DenseUpdate
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import index_type
 
@@ -113,54 +112,43 @@ def _dense_update_kernel(
         tl.store(rounded_ptr + at, rounded, mask=mask)
 
 
-def launch_dense_update(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    rounded: Tensor | None,
-    grad: Tensor,
-    lr: Tensor,
-    step: Tensor | None,
-    grad_multiplier: Tensor | None,
-    skip: Tensor | None,
-    bounds: Sequence[int],
-    optimizer: int,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-) -> None:
+def launch_dense_update(update: DenseUpdate) -> None:
     """``torchembed::dense_update``; see :func:`torchembed.ops.dense_update.dense_update`."""
-    pairs = zip(bounds[::2], bounds[1::2], strict=True)
-    parts = [(start, stop) for start, stop in pairs if start < stop]
+    parts = [(start, stop) for start, stop in update.parts() if start < stop]
     if not parts:
         return
+    weight = update.weight
     with torch.cuda.device_of(weight):
-        scales = lr
-        if optimizer == OptimizerKind.ADAM:
+        scales = update.lr
+        if update.optimizer == OptimizerKind.ADAM:
             scales = torch.empty(2, device=weight.device, dtype=torch.float32)
             _dense_update_adam_scales_kernel[(1,)](
-                scales, lr, step, LOG_BETA1=_log(beta1), LOG_BETA2=_log(beta2), num_warps=1
+                scales,
+                update.lr,
+                update.step,
+                LOG_BETA1=_log(update.beta1),
+                LOG_BETA2=_log(update.beta2),
+                num_warps=1,
             )
         for first in range(0, len(parts), _MOST_PARTS):
             some = tuple(parts[first : first + _MOST_PARTS])
             # Without fused multiply-adds the update has the bits of the reference.
             _dense_update_kernel[(sum(triton.cdiv(stop - start, _BLOCK) for start, stop in some),)](
                 weight,
-                state0,
-                state1,
-                rounded,
-                grad,
+                update.state0,
+                update.state1,
+                update.rounded,
+                update.grad,
                 scales,
-                grad_multiplier,
-                skip,
+                update.grad_multiplier,
+                update.skip,
                 some,
-                eps,
-                1 - beta1,
-                1 - beta2,
-                weight_decay,
-                OPTIMIZER=optimizer,
-                HAS_DECAY=weight_decay != 0,
+                update.eps,
+                1 - update.beta1,
+                1 - update.beta2,
+                update.weight_decay,
+                OPTIMIZER=update.optimizer,
+                HAS_DECAY=update.weight_decay != 0,
                 ENDS_ALIGNED=all(stop % 8 == 0 for _, stop in some),
                 INDEX=index_type(weight),
                 BLOCK=_BLOCK,

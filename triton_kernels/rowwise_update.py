@@ -10,9 +10,9 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
+from torchembed.core.update_records import RowUpdate
 from torchembed.triton_kernels.random_bits import random_bits
 from torchembed.triton_kernels.rounding import round_to_nearest, stochastic_round
 from torchembed.triton_kernels.row_blocks import (
@@ -234,78 +234,63 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
-def launch_rowwise_update(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    unique_rows: Tensor,
-    starts: Tensor,
-    order: Tensor,
-    num_runs: Tensor,
-    chunk_runs: Tensor,
-    grad: Tensor,
-    gradient_rows: Tensor | None,
-    scales: Tensor | None,
-    lr: Tensor,
-    step: Tensor | None,
-    grad_multiplier: Tensor | None,
-    skip: Tensor | None,
-    row_offsets: Tensor | None,
-    row_keys: Tensor | None,
-    first_columns: Tensor | None,
-    optimizer: int,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    max_gradient: float,
-) -> None:
+def launch_rowwise_update(update: RowUpdate) -> None:
     """``torchembed::rowwise_update``; see :func:`torchembed.ops.rowwise_update.rowwise_update`."""
-    num_ids, dim = order.numel(), weight.shape[1]
+    weight, state0, row_keys = update.weight, update.state0, update.row_keys
+    num_ids, dim = update.order.numel(), weight.shape[1]
     if num_ids == 0 or weight.numel() == 0:
         return
     sums = empty_chunk_sums(num_ids, dim, weight.device)
-    index = index_type(weight, grad, order, sums.chunks)
+    index = index_type(weight, update.grad, update.order, sums.chunks)
+    lr = update.lr
     with torch.cuda.device_of(weight):
-        sum_chunks(sums, starts, order, chunk_runs, grad, gradient_rows, scales, index)
-        if optimizer == OptimizerKind.ADAM:
-            step_size = torch.empty_like(lr)
+        sum_chunks(sums, update, index)
+        if update.optimizer == OptimizerKind.ADAM:
+            # One launch more, so that every program reads the corrected step in place of taking
+            # powers of the betas in float64.
+            lr = torch.empty_like(update.lr)
             _rowwise_update_adam_step_kernel[(1,)](
-                step_size, lr, step, LOG_BETA1=_log(beta1), LOG_BETA2=_log(beta2), num_warps=1
+                lr,
+                update.lr,
+                update.step,
+                LOG_BETA1=_log(update.beta1),
+                LOG_BETA2=_log(update.beta2),
+                num_warps=1,
             )
-            lr = step_size
         has_row_state = state0 is not None and state0.dim() == 2
         block_columns = min(triton.next_power_of_2(dim), _BLOCK_ELEMENTS)
         block_runs = _BLOCK_ELEMENTS // block_columns
-        # Without fused multiply-adds the update has the bits of the reference for equal sums.
+        # The number of runs is on the device, so programs are as many as there could be runs; those
+        # past the last one end at once. Without fused multiply-adds the update has the bits of the
+        # reference for equal sums.
         _rowwise_update_kernel[(triton.cdiv(num_ids, block_runs),)](
             weight,
             state0,
-            state1,
-            unique_rows,
-            starts,
-            order,
-            num_runs,
+            update.state1,
+            update.unique_rows,
+            update.starts,
+            update.order,
+            update.num_runs,
             *sums,
-            grad,
-            gradient_rows,
-            scales,
+            update.grad,
+            update.gradient_rows,
+            update.scales,
             lr,
-            step,
-            grad_multiplier,
-            skip,
-            None if row_offsets is None else row_offsets.contiguous(),
-            None if row_keys is None else row_keys.contiguous(),
-            None if first_columns is None else first_columns.contiguous(),
+            update.step,
+            update.grad_multiplier,
+            update.skip,
+            update.row_offsets,
+            row_keys,
+            update.first_columns,
             0 if row_keys is None else row_keys.numel(),
-            eps,
-            1 - beta1,
-            1 - beta2,
-            weight_decay,
-            max_gradient,
-            OPTIMIZER=optimizer,
-            HAS_DECAY=weight_decay != 0,
-            HAS_MAX=max_gradient > 0,
+            update.eps,
+            1 - update.beta1,
+            1 - update.beta2,
+            update.weight_decay,
+            update.max_gradient,
+            OPTIMIZER=update.optimizer,
+            HAS_DECAY=update.weight_decay != 0,
+            HAS_MAX=update.max_gradient > 0,
             CHUNK=RUN_CHUNK,
             DIM=dim,
             BLOCK_RUNS=block_runs,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchembed.core.types import RUN_CHUNK
+from torchembed.core.update_records import RowUpdate
 from torchembed.triton_kernels.row_blocks import load_rows, row_block, store_rows
 
 _UNROLL = 16
@@ -217,22 +218,16 @@ def empty_chunk_sums(num_ids: int, dim: int, device: torch.device) -> ChunkSums:
     )
 
 
-def sum_chunks(
-    sums: ChunkSums,
-    starts: Tensor,
-    order: Tensor,
-    chunk_runs: Tensor,
-    grad: Tensor,
-    gradient_rows: Tensor | None,
-    scales: Tensor | None,
-    index: tl.dtype,
-) -> None:
-    """Write the sum of each whole chunk and group of a run to its slot; other slots stay."""
+def sum_chunks(sums: ChunkSums, update: RowUpdate, index: tl.dtype) -> None:
+    """Write the sum of each whole chunk and group of a run to its place; other places stay."""
     chunks, groups = sums
     if chunks is None:
         return
-    _sum_slots(chunks, starts, order, chunk_runs, grad, gradient_rows, scales, 1, index)
+    starts, chunk_runs = update.starts, update.chunk_runs
+    gradients = update.grad, update.gradient_rows, update.scales
+    _sum_slots(chunks, starts, update.order, chunk_runs, *gradients, 1, index)
     if groups is not None:
+        # Sums of chunks lie in sorted order already, one gradient row for each, unscaled.
         _sum_slots(groups, starts, None, chunk_runs, chunks, None, None, RUN_CHUNK, index)
 
 

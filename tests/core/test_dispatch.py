@@ -79,7 +79,7 @@ def test_a_cuda_kernel_leaves_the_calls_it_does_not_take_to_triton() -> None:
     _, picks = define(cuda=dispatch.CudaKernel(launch, "one number"), triton=triton_path())
     assert picks["CUDA"].kernel == "triton"
     assert picks["CUDA"].reason == "triton is installed; the C++ library takes one number"
-    either = dispatch._first_of(launch, launch_probe)
+    either = dispatch._with_fallback(launch, launch_probe)
     assert [either(torch.zeros(size)).tolist() for size in (1, 2)] == [[4], [3, 3]]
 
 

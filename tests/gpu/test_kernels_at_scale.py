@@ -15,6 +15,7 @@ from tests.support.bags import MISSING
 from tests.support.tolerance import assert_follows, assert_same_bits
 from tests.support.values import normal
 from torchembed.core.types import OnBadId, OptimizerKind
+from torchembed.core.update_records import RowUpdate
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.linearize_ids.reference import linearize_ids_reference
 from torchembed.ops.pooled_lookup import reference as pooled_reference
@@ -165,7 +166,7 @@ def test_updates(dtype: torch.dtype, dim: int, kind: OptimizerKind, device: torc
     ]
     moved = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
     rowwise_update_op(*moved)
-    rowwise_update_reference(*arguments)
+    rowwise_update_reference(RowUpdate(*arguments))
     weight, expected = moved[0].cpu(), arguments[0]
     for state, wanted in zip(moved[1 : 1 + num_states], states, strict=True):
         if kind is OptimizerKind.ROWWISE_ADAGRAD:  # 100 columns: a mean that rounds

@@ -11,6 +11,7 @@ from tests.support.row_updates import scalar
 from tests.support.tolerance import assert_same_bits
 from tests.support.values import normal
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
+from torchembed.core.update_records import RowUpdate
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, cuda
 from torchembed.ops.rowwise_update.cuda import cuda_kernel
 from torchembed.ops.segments import Runs, find_runs
@@ -37,13 +38,13 @@ def launch(kernel: Callable[..., Any], weight: Tensor, rows: Tensor, **options: 
     num_rows, rule = weight.shape[0], UpdateRule(kind=options["kind"], **options.get("rule", {}))
     weight = weight.clone()
     state = normal(*rule.state_shape(*weight.shape), seed=4, device=weight.device).abs()
-    result = kernel(
+    update = RowUpdate(
         *(weight, state, None, *find_runs(rows, num_rows), *options["gradients"]),
         *(scalar(0.1, weight.device), None, options["multiplier"], options["skip"]),
         *(None, None, None, int(rule.kind), rule.eps, 0.0, 0.0),
         *(rule.weight_decay, rule.max_gradient),
     )
-    return [result, weight, state]
+    return [kernel(update), weight, state]
 
 
 def check(rows: Tensor, num_rows: int, gradients: RowGradients, **options: Any) -> None:
@@ -120,17 +121,17 @@ def test_replays_of_a_graph(device: torch.device) -> None:
     kernel = cuda_kernel()
     assert kernel is not None
 
-    def replayed(*arguments: Any) -> Any:
+    def replayed(update: RowUpdate) -> Any:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = kernel.launch(*arguments)
+            result = kernel.launch(update)
         graph.replay()
         graph.replay()
         return result
 
-    def repeated(*arguments: Any) -> None:
-        launch_rowwise_update(*arguments)
-        launch_rowwise_update(*arguments)
+    def repeated(update: RowUpdate) -> None:
+        launch_rowwise_update(update)
+        launch_rowwise_update(update)
 
     rows, weight = skewed(60_000, 500, device), normal(500, DIM, seed=3, device=device)
     gradients = RowGradients(normal(rows.numel(), DIM, seed=0, device=device))

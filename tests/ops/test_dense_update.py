@@ -10,6 +10,7 @@ from tests.support import lanes
 from tests.support.tolerance import assert_follows, assert_same_bits
 from tests.support.values import normal, not_contiguous
 from torchembed.core.types import OptimizerKind
+from torchembed.core.update_records import DenseUpdate
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.ops.dense_update.reference import dense_update_reference
 
@@ -79,16 +80,18 @@ def test_has_the_bits_of_the_reference(
     update(tensors, rule, 0.1, 3, rounded=rounded, grad_multiplier=multiplier)
     weight, grad, *states, copy = expected
     dense_update_reference(
-        weight,
-        *(*states, None, None)[:2],
-        copy,
-        grad,
-        torch.tensor(0.1),
-        torch.tensor(3.0),
-        multiplier.cpu(),
-        None,
-        [0, 1500],
-        *(int(kind), rule.eps, rule.beta1, rule.beta2, rule.weight_decay),
+        DenseUpdate(
+            weight,
+            *(*states, None, None)[:2],
+            copy,
+            grad,
+            torch.tensor(0.1),
+            torch.tensor(3.0),
+            multiplier.cpu(),
+            None,
+            [0, 1500],
+            *(int(kind), rule.eps, rule.beta1, rule.beta2, rule.weight_decay),
+        )
     )
     for actual, same in zip((*tensors, rounded), expected, strict=True):
         assert_same_bits(actual, same)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.bags import Bags, random_fixed, random_jagged, random_rows
 from tests.support.tolerance import assert_same_bits
 from torchembed.core.types import RUN_CHUNK, OnBadId, OptimizerKind
+from torchembed.core.update_records import RowUpdate
 from torchembed.ops.linearize_ids.reference import linearize_ids_reference
 from torchembed.ops.pooled_lookup import reference as pooled_reference
 from torchembed.ops.rowwise_update.reference import rowwise_update_reference
@@ -179,8 +180,8 @@ def check_update(arguments: list[Any], device: torch.device) -> None:
     Under the others it may be off by one eps at the size of the largest element.
     """
     expected, result = moved(arguments, torch.device("cpu")), moved(arguments, device)
-    rowwise_update_reference(*expected)
-    launch_rowwise_update(*result)
+    rowwise_update_reference(RowUpdate(*expected))
+    launch_rowwise_update(RowUpdate(*result))
     for actual, wanted in zip(result[1:3], expected[1:3], strict=True):
         if wanted is not None:
             assert_same_bits(actual, wanted)
@@ -236,7 +237,7 @@ def test_rowwise_update_is_skipped(device: torch.device) -> None:
     arguments = update_arguments(rows, 8, OptimizerKind.ADAM, torch.bfloat16, options=True)
     arguments[14] = torch.ones(1)
     changed = moved(arguments, device)
-    launch_rowwise_update(*changed)
+    launch_rowwise_update(RowUpdate(*changed))
     for actual, before in zip(changed[:3], arguments[:3], strict=True):
         assert_same_bits(actual, before)
 
@@ -252,7 +253,7 @@ def test_the_sum_of_a_run_does_not_depend_on_the_batch(device: torch.device) -> 
         arguments = update_arguments(rows, 8, OptimizerKind.SGD, torch.float32, options=False)
         arguments[8] = torch.cat([torch.zeros(num_others, 8), grad])
         arguments = moved(arguments, device)
-        launch_rowwise_update(*arguments)
+        launch_rowwise_update(RowUpdate(*arguments))
         results.append(arguments[0][1])
     for result in results[1:]:
         assert_same_bits(result, results[0])

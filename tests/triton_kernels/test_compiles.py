@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.support import lanes
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
+from torchembed.core.update_records import DenseUpdate, RowUpdate
 from torchembed.ops.push import Moves
 from torchembed.triton_kernels import (
     binary_cross_entropy,
@@ -101,30 +102,32 @@ def launch_update(kind: OptimizerKind, dim: int, dtype: torch.dtype, options: bo
     state_shape = (NUM_ROWS,) if kind is OptimizerKind.ROWWISE_ADAGRAD else (NUM_ROWS, dim)
     one = torch.ones(1)
     rowwise_update.launch_rowwise_update(
-        torch.zeros(NUM_ROWS, dim, dtype=dtype),
-        None if kind is OptimizerKind.SGD else torch.zeros(state_shape),
-        torch.zeros(state_shape) if kind is OptimizerKind.ADAM else None,
-        ids(),
-        ids(torch.int32, NUM_IDS + 1),
-        ids(torch.int32),
-        torch.ones(1, dtype=torch.int32),
-        ids(torch.int32, NUM_IDS // RUN_CHUNK),
-        torch.zeros(NUM_IDS, dim, dtype=dtype),
-        ids(torch.int32) if options else None,
-        torch.zeros(NUM_IDS) if options else None,
-        one,
-        one,
-        one if options else None,
-        one if options else None,
-        torch.zeros(3, dtype=torch.int64) if options else None,
-        torch.zeros(2, dtype=torch.int64) if options else None,
-        torch.zeros(2, dtype=torch.int64) if options else None,
-        int(kind),
-        1e-8,
-        0.9,
-        0.999,
-        0.1 if options else 0.0,
-        1.0 if options else 0.0,
+        RowUpdate(
+            torch.zeros(NUM_ROWS, dim, dtype=dtype),
+            None if kind is OptimizerKind.SGD else torch.zeros(state_shape),
+            torch.zeros(state_shape) if kind is OptimizerKind.ADAM else None,
+            ids(),
+            ids(torch.int32, NUM_IDS + 1),
+            ids(torch.int32),
+            torch.ones(1, dtype=torch.int32),
+            ids(torch.int32, NUM_IDS // RUN_CHUNK),
+            torch.zeros(NUM_IDS, dim, dtype=dtype),
+            ids(torch.int32) if options else None,
+            torch.zeros(NUM_IDS) if options else None,
+            one,
+            one,
+            one if options else None,
+            one if options else None,
+            torch.zeros(3, dtype=torch.int64) if options else None,
+            torch.zeros(2, dtype=torch.int64) if options else None,
+            torch.zeros(2, dtype=torch.int64) if options else None,
+            int(kind),
+            1e-8,
+            0.9,
+            0.999,
+            0.1 if options else 0.0,
+            1.0 if options else 0.0,
+        )
     )
 
 
@@ -180,7 +183,7 @@ def launch_dense_update(kind: OptimizerKind, options: bool) -> None:
     rounded, grad = (low, low.clone()) if options else (None, weight.clone())
     bounds = [0, 1000, 1024, 5000]
     dense_update.launch_dense_update(
-        weight, *states, rounded, grad, one, one, *extras, bounds, *numbers
+        DenseUpdate(weight, *states, rounded, grad, one, one, *extras, bounds, *numbers)
     )
 
 

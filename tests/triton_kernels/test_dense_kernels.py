@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.support.values import normal
 from torchembed.core.types import OptimizerKind
+from torchembed.core.update_records import DenseUpdate
 from torchembed.triton_kernels import (
     binary_cross_entropy,
     column_sums,
@@ -94,7 +95,7 @@ def test_sum_partials(device: torch.device) -> None:
 def test_dense_update(device: torch.device, addresses: str) -> None:
     weight, grad, lr = torch.tensor([[10.0], [3.0], [2.0]], device=device)
     scalars = (lr, None, None, None, [0, 1], int(OptimizerKind.SGD), 0.0, 0.0, 0.0, 0.0)
-    dense_update.launch_dense_update(weight, None, None, None, grad, *scalars)
+    dense_update.launch_dense_update(DenseUpdate(weight, None, None, None, grad, *scalars))
     assert weight.item() == 4
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchembed.core.types import OnBadId, OptimizerKind
+from torchembed.core.update_records import RowUpdate
 from torchembed.triton_kernels import (
     bags,
     linearize_ids,
@@ -166,16 +167,18 @@ def test_rowwise_update(device: torch.device) -> None:
         integers(device),
     )
     rowwise_update.launch_rowwise_update(
-        weight,
-        None,
-        None,
-        *runs,
-        column(device, 3, 4),
-        *[None] * 2,
-        torch.full((1,), 2.0, device=device),
-        *[None] * 6,
-        int(OptimizerKind.SGD),
-        *[0.0] * 5,
+        RowUpdate(
+            weight,
+            None,
+            None,
+            *runs,
+            column(device, 3, 4),
+            *[None] * 2,
+            torch.full((1,), 2.0, device=device),
+            *[None] * 6,
+            int(OptimizerKind.SGD),
+            *[0.0] * 5,
+        )
     )
     assert weight.squeeze(1).tolist() == [10, 6]
 

@@ -8,17 +8,23 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchembed.core import environment
 
+Kernel: TypeAlias = Callable[..., Any]
+"""Takes an operation's arguments, or its record of them, and returns its results. The dispatcher
+calls all operations alike, so their signatures are not in the type."""
+Check: TypeAlias = Callable[..., None]
+"""Takes what a :data:`Kernel` takes, and raises where it does not fit."""
+
 _library = torch.library.Library("torchembed", "DEF")
 
 
 class PickedKernel(NamedTuple):
-    """What an operation runs for one dispatch key, and why; the doctor prints it."""
+    """Kernel that an operation runs for one dispatch key, and why; the doctor prints it."""
 
     op: str
     key: str
@@ -30,48 +36,44 @@ picked_kernels: list[PickedKernel] = []
 
 
 class CudaKernel(NamedTuple):
-    """A kernel of the C++ library for GPUs, beside an operation's Triton kernel."""
+    """Kernel of the C++ library for GPUs, which takes some calls in place of the Triton kernel."""
 
-    launch: Callable[..., Any]
-    """Takes the operation's arguments; NotImplemented for a call that it leaves to Triton."""
+    launch: Kernel
+    """Returns NotImplemented for a call that it leaves to Triton."""
     covers: str
-    """Which calls it takes, in words."""
+    """The calls that it takes, in words."""
 
 
-def _launcher(path: str) -> Callable[..., Any]:
+def _launcher(path: str) -> Kernel:
     """The function at ``module:name``, imported at its first call: importing Triton is slow."""
     module, name = path.split(":")
 
-    def launch(*args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+    def launch(*args: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args)
 
     launch.__name__ = name
     return launch
 
 
-def _first_of(launch: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ``launch``, and ``other`` where that does not take the call."""
+def _with_fallback(launch: Kernel, fallback: Kernel) -> Kernel:
+    """``launch``, and ``fallback`` for the calls that it answers by NotImplemented."""
 
-    def launch_either(*args: Any, **kwargs: Any) -> Any:
-        result = launch(*args, **kwargs)
-        return other(*args, **kwargs) if result is NotImplemented else result
+    def launch_either(*args: Any) -> Any:
+        result = launch(*args)
+        return fallback(*args) if result is NotImplemented else result
 
     return launch_either
 
 
-Check = Callable[..., None]
-"""Takes the operation's arguments, and raises where they do not fit."""
-
-
-def _behind(kernel: Callable[..., Any], *checks: Check | None) -> Callable[..., Any]:
-    """``kernel`` behind those of ``checks`` that there are, the last of them first."""
+def _checked(kernel: Kernel, *checks: Check | None) -> Kernel:
+    """``kernel`` that runs after the given ``checks``, the last of which runs first."""
     for check in checks:
         if check is not None:
             kernel = _after(check, kernel)
     return kernel
 
 
-def _after(check: Check, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _after(check: Check, kernel: Kernel) -> Kernel:
     @functools.wraps(kernel)
     def checked(*args: Any) -> Any:
         check(*args)
@@ -80,14 +82,36 @@ def _after(check: Check, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _while_not_capturing(check: Check) -> Check:
-    """``check``, left out where a CUDA graph is captured, since nothing can be read there."""
+def _skipped_in_capture(check: Check) -> Check:
+    """``check``, left out while a CUDA graph is captured, since nothing can be read there."""
 
     def check_or_not(*args: Any) -> None:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             check(*args)
 
     return check_or_not
+
+
+def _given_record(kernel: Kernel, record: Kernel | None) -> Kernel:
+    """``kernel``, which takes one ``record``, as a function of the record's fields."""
+    if record is None:
+        return kernel
+
+    @functools.wraps(kernel)
+    def launch(*args: Any) -> Any:
+        return kernel(record(*args))
+
+    return launch
+
+
+def _given_fields(kernel: Kernel) -> Kernel:
+    """``kernel``, which takes arguments one by one, as a function of one record of them."""
+
+    @functools.wraps(kernel)
+    def launch(arguments: tuple[Any, ...]) -> Any:
+        return kernel(*arguments)
+
+    return launch
 
 
 def _triton_is_installed() -> bool:
@@ -97,45 +121,52 @@ def _triton_is_installed() -> bool:
 def define_op(
     schema: str,
     *,
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
+    reference: Kernel,
+    fake: Kernel,
     triton: str | None = None,
     cuda: CudaKernel | None = None,
-    native: Callable[..., Any] | None = None,
+    native: Kernel | None = None,
     check: Check | None = None,
     check_contents: Check | None = None,
     native_missing: str = "it has no C++ kernel",
-) -> Callable[..., Any]:
+    record: Kernel | None = None,
+) -> Kernel:
     """Define ``torchembed::<schema>`` and register its implementations.
 
     Args:
-        schema: what follows ``torchembed::``, for example ``"f(Tensor x) -> Tensor"``.
-        reference: eager torch, the specification; it runs wherever no kernel is picked.
-        fake: shapes and dtypes of the results, for tracing.
+        schema: the part after ``torchembed::``, for example ``"f(Tensor x) -> Tensor"``.
+        reference: the specification, in eager torch; it runs wherever no kernel is picked.
+        fake: makes results of the right shapes and dtypes, for tracing.
         triton: ``"module:launcher"`` of the Triton kernel, for CUDA (and for the CPU under
             Triton's interpreter).
-        cuda: what takes some of the Triton kernel's calls on a GPU.
+        cuda: kernel that takes some of the Triton kernel's calls on a GPU.
         native: the C++ kernel for the CPU.
-        check: of dtypes, shapes, devices and numbers, before every kernel and in tracing; it reads
-            no tensor's contents.
-        check_contents: of what tensors hold, before every kernel where
+        check: checks dtypes, shapes, devices and numbers before every kernel and in tracing; it
+            reads no tensor's contents.
+        check_contents: checks what tensors hold, before every kernel where
             ``TORCHEMBED_CHECK_OPERATIONS`` is set; it may wait for a GPU.
         native_missing: why ``native`` is None.
+        record: makes one record of the operation's arguments, which all of the above then take in
+            their place, but for ``native``.
 
     Returns:
         The default overload, ready to call.
     """
     checks = [check]
     if check_contents is not None and environment.check_operations():
-        # Contents are read of tensors whose shapes fit alone.
-        checks.insert(0, _while_not_capturing(check_contents))
+        # First in the list, so it runs last: contents are read only of tensors whose shapes fit.
+        checks.insert(0, _skipped_in_capture(check_contents))
     name = _library.define(schema)
-    _library.impl(name, _behind(reference, *checks), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchembed::{name}", _behind(fake, check), lib=_library)
 
-    def pick(key: str, kernel: str, reason: str, function: Callable[..., Any] | None) -> None:
+    def implementation(kernel: Kernel, *checks: Check | None) -> Kernel:
+        return _given_record(_checked(kernel, *checks), record)
+
+    _library.impl(name, implementation(reference, *checks), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchembed::{name}", implementation(fake, check), lib=_library)
+
+    def pick(key: str, kernel: str, reason: str, function: Kernel | None) -> None:
         if function is not None:
-            _library.impl(name, _behind(function, *checks), key)
+            _library.impl(name, implementation(function, *checks), key)
         picked_kernels.append(PickedKernel(name, key, kernel, reason))
 
     if environment.force_reference():
@@ -149,7 +180,8 @@ def define_op(
     if triton is not None and interpreted and has_triton:
         pick("CPU", "triton", "TRITON_INTERPRET is set", _launcher(triton))
     elif native is not None:
-        pick("CPU", "native", f"the C++ library is loaded{not_interpreted}", native)
+        flat = native if record is None else _given_fields(native)
+        pick("CPU", "native", f"the C++ library is loaded{not_interpreted}", flat)
     else:
         pick("CPU", "reference", f"{native_missing}{not_interpreted}", None)
 
@@ -161,5 +193,5 @@ def define_op(
         pick("CUDA", "triton", "triton is installed", _launcher(triton))
     else:
         reason = f"triton is installed; the C++ library takes {cuda.covers}"
-        pick("CUDA", "triton", reason, _first_of(cuda.launch, _launcher(triton)))
+        pick("CUDA", "triton", reason, _with_fallback(cuda.launch, _launcher(triton)))
     return getattr(torch.ops.torchembed, name).default

@@ -1,43 +1,33 @@
-"""What ``torchembed::dense_update`` requires of its arguments."""
+"""Requirements of ``torchembed::dense_update`` on its arguments."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
+from torchembed.core.update_records import DenseUpdate
 
 UNIT = 8
-"""Elements, at a multiple of which each part begins, so that all are read 16 bytes at a time."""
+"""Elements; each part begins at a multiple of it, so that kernels read 16 bytes at a time."""
+_SCALARS = ("lr", "step", "grad_multiplier", "skip")
 
 _NUM_STATES = {int(OptimizerKind.SGD): 0, int(OptimizerKind.ADAGRAD): 1, int(OptimizerKind.ADAM): 2}
 
 
-def check_dense_update(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    rounded: Tensor | None,
-    grad: Tensor,
-    lr: Tensor,
-    step: Tensor | None,
-    grad_multiplier: Tensor | None,
-    skip: Tensor | None,
-    bounds: Sequence[int],
-    optimizer: int,
-    *_: float,
-) -> None:
+def check_dense_update(update: DenseUpdate) -> None:
+    weight, optimizer, grad = update.weight, update.optimizer, update.grad
     checks.check_dtype("weight", weight, (torch.float32,), "keep 16-bit copies in rounded")
     if optimizer not in _NUM_STATES:
         raise ValueError(f"optimizer must be the value of SGD, ADAGRAD or ADAM, got {optimizer}")
-    states = {"state0": state0, "state1": state1}
+    states = {"state0": update.state0, "state1": update.state1}
     for index, (name, state) in enumerate(states.items()):
         if state is not None:
             checks.check_dtype(name, state, (torch.float32,), "call .float()")
         elif index < _NUM_STATES[optimizer]:
             kind = OptimizerKind(optimizer).name
             raise ValueError(f"{name} must be given for {kind}, got None")
+    rounded = update.rounded
     if rounded is not None:
         checks.check_dtype("rounded", rounded, checks.FLOAT_DTYPES[1:], "leave it out for float32")
     checks.check_float("grad", grad)
@@ -50,12 +40,12 @@ def check_dense_update(
         if tensor is not grad and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, since it is updated in place")
     checks.check_contiguous("grad", grad)
-    scalars = {"lr": lr, "step": step, "grad_multiplier": grad_multiplier, "skip": skip}
+    scalars = {name: getattr(update, name) for name in _SCALARS}
     checks.check_scalars(**scalars)
-    if optimizer == OptimizerKind.ADAM and step is None:
+    if optimizer == OptimizerKind.ADAM and update.step is None:
         raise ValueError("step must be given for ADAM, got None")
     checks.check_same_device("weight", weight, grad=grad, rounded=rounded, **states, **scalars)
-    _check_bounds(bounds, weight.numel())
+    _check_bounds(update.bounds, weight.numel())
 
 
 def _check_bounds(bounds: Sequence[int], num_elements: int) -> None:

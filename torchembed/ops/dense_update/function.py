@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
+from torchembed.core.update_records import DenseUpdate
 from torchembed.ops.dense_update.schema import dense_update_op
 
 
@@ -84,21 +85,22 @@ def dense_update(
         raise ValueError(f"states must be {rule.num_states} tensor(s), got {len(states)}")
     parts = [slice(0, weight.numel())] if parts is None else parts
     bounds = [(part.start, part.stop) for part in parts]
-    first, second = (*states, None, None)[:2]
-    dense_update_op(
-        weight,
-        first,
-        second,
-        rounded,
-        grad.contiguous(),
-        lr,
-        step,
-        grad_multiplier,
-        skip,
-        list(itertools.chain.from_iterable(bounds)),
-        int(rule.kind),
-        rule.eps,
-        rule.beta1,
-        rule.beta2,
-        rule.weight_decay,
+    state0, state1 = (*states, None, None)[:2]
+    update = DenseUpdate(
+        weight=weight,
+        state0=state0,
+        state1=state1,
+        rounded=rounded,
+        grad=grad.contiguous(),
+        lr=lr,
+        step=step,
+        grad_multiplier=grad_multiplier,
+        skip=skip,
+        bounds=list(itertools.chain.from_iterable(bounds)),
+        optimizer=int(rule.kind),
+        eps=rule.eps,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=rule.weight_decay,
     )
+    dense_update_op(*update)

@@ -1,15 +1,12 @@
 """Defines ``torchembed::dense_update`` and picks its kernels."""
 
-from typing import Any
-
 from torchembed.core.dispatch import define_op
-from torchembed.ops.dense_update.checks import (
-    check_dense_update,
-)
+from torchembed.core.update_records import DenseUpdate
+from torchembed.ops.dense_update.checks import check_dense_update
 from torchembed.ops.dense_update.reference import dense_update_reference
 
 
-def _fake(*arguments: Any) -> None:
+def _fake(update: DenseUpdate) -> None:
     return None
 
 
@@ -22,4 +19,5 @@ dense_update_op = define_op(
     fake=_fake,
     triton="torchembed.triton_kernels.dense_update:launch_dense_update",
     check=check_dense_update,
+    record=DenseUpdate,
 )

@@ -1,26 +1,30 @@
-"""What ``torchembed::rowwise_update`` requires of its arguments."""
+"""Requirements of ``torchembed::rowwise_update`` on its arguments."""
 
 import torch
 from torch import Tensor
 
 from torchembed.core import checks, contents
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
+from torchembed.core.update_records import RowUpdate
 
 _KINDS = frozenset(map(int, OptimizerKind))
 _NUM_STATES = {int(OptimizerKind.SGD): 0, int(OptimizerKind.ADAM): 2}
 
+_SCALARS = ("lr", "step", "grad_multiplier", "skip")
+_TENSORS = RowUpdate._fields[1 : RowUpdate._fields.index("optimizer")]
+"""Names of all tensors but the weight."""
 _ONE_FOR_EACH_CHUNK = f"one for each {RUN_CHUNK} ids"
 
 
-def _check_states(
-    weight: Tensor, state0: Tensor | None, state1: Tensor | None, optimizer: int
-) -> None:
+def _check_states(update: RowUpdate) -> None:
+    weight, optimizer = update.weight, update.optimizer
     if optimizer not in _KINDS:
         raise ValueError(f"optimizer must be a value of OptimizerKind, got {optimizer}")
     num_states = _NUM_STATES.get(optimizer, 1)
     rowwise = optimizer == OptimizerKind.ROWWISE_ADAGRAD
     shape = weight.shape[:1] if rowwise else weight.shape
-    for index, (name, state) in enumerate((("state0", state0), ("state1", state1))):
+    states = (("state0", update.state0), ("state1", update.state1))
+    for index, (name, state) in enumerate(states):
         if (state is not None) != (index < num_states):
             needed, came = ("given", "None") if state is None else ("None", "a tensor")
             kind = OptimizerKind(optimizer).name
@@ -33,24 +37,17 @@ def _check_states(
                 )
 
 
-def _check_runs(
-    unique_rows: Tensor,
-    starts: Tensor,
-    order: Tensor,
-    num_runs: Tensor,
-    chunk_runs: Tensor,
-    num_ids: int,
-) -> None:
-    checks.check_ids("unique_rows", unique_rows)
+def _check_runs(update: RowUpdate, num_ids: int) -> None:
+    checks.check_ids("unique_rows", update.unique_rows)
     runs = (
-        ("unique_rows", unique_rows, num_ids, "one for each id"),
-        ("starts", starts, num_ids + 1, "one for each id, and the end"),
-        ("order", order, num_ids, "one for each id"),
-        ("num_runs", num_runs, 1, "a scalar in a tensor"),
-        ("chunk_runs", chunk_runs, num_ids // RUN_CHUNK, _ONE_FOR_EACH_CHUNK),
+        ("unique_rows", update.unique_rows, num_ids, "one for each id"),
+        ("starts", update.starts, num_ids + 1, "one for each id, and the end"),
+        ("order", update.order, num_ids, "one for each id"),
+        ("num_runs", update.num_runs, 1, "a scalar in a tensor"),
+        ("chunk_runs", update.chunk_runs, num_ids // RUN_CHUNK, _ONE_FOR_EACH_CHUNK),
     )
     for name, tensor, numel, meaning in runs:
-        if tensor is not unique_rows:
+        if tensor is not update.unique_rows:
             checks.check_dtype(name, tensor, (torch.int32,), "take the runs from find_runs")
         checks.check_numel(name, tensor, numel, meaning)
         checks.check_contiguous(name, tensor)
@@ -104,84 +101,39 @@ def _check_rounding(
         checks.check_contiguous(name, tensor)
 
 
-def check_rowwise_update(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    unique_rows: Tensor,
-    starts: Tensor,
-    order: Tensor,
-    num_runs: Tensor,
-    chunk_runs: Tensor,
-    grad: Tensor,
-    gradient_rows: Tensor | None,
-    scales: Tensor | None,
-    lr: Tensor,
-    step: Tensor | None,
-    grad_multiplier: Tensor | None,
-    skip: Tensor | None,
-    row_offsets: Tensor | None,
-    row_keys: Tensor | None,
-    first_columns: Tensor | None,
-    optimizer: int,
-    *_: float,
-) -> None:
+def check_rowwise_update(update: RowUpdate) -> None:
+    weight = update.weight
     checks.check_float("weight", weight)
     checks.check_dim("weight", weight, 2)
     if not weight.is_contiguous():
         raise ValueError("weight must be contiguous, since it is updated in place; copy it first")
-    num_ids = order.numel()
-    _check_states(weight, state0, state1, optimizer)
-    _check_runs(unique_rows, starts, order, num_runs, chunk_runs, num_ids)
-    _check_gradients(grad, gradient_rows, scales, num_ids, weight.shape[1])
-    scalars = {"lr": lr, "step": step, "grad_multiplier": grad_multiplier, "skip": skip}
+    num_ids = update.order.numel()
+    _check_states(update)
+    _check_runs(update, num_ids)
+    _check_gradients(update.grad, update.gradient_rows, update.scales, num_ids, weight.shape[1])
+    scalars = {name: getattr(update, name) for name in _SCALARS}
     checks.check_scalars(**scalars)
-    if step is None and (optimizer == OptimizerKind.ADAM or row_keys is not None):
+    needs_step = update.optimizer == OptimizerKind.ADAM or update.row_keys is not None
+    if update.step is None and needs_step:
         raise ValueError("step must be given for Adam and for stochastic rounding, got None")
-    _check_rounding(row_offsets, row_keys, first_columns)
-    checks.check_same_device(
-        "weight",
-        weight,
-        state0=state0,
-        state1=state1,
-        unique_rows=unique_rows,
-        starts=starts,
-        order=order,
-        num_runs=num_runs,
-        chunk_runs=chunk_runs,
-        grad=grad,
-        gradient_rows=gradient_rows,
-        scales=scales,
-        **scalars,
-        row_offsets=row_offsets,
-        row_keys=row_keys,
-        first_columns=first_columns,
-    )
+    _check_rounding(update.row_offsets, update.row_keys, update.first_columns)
+    tensors = {name: getattr(update, name) for name in _TENSORS}
+    checks.check_same_device("weight", weight, **tensors)
 
 
-def check_rowwise_update_contents(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    unique_rows: Tensor,
-    starts: Tensor,
-    order: Tensor,
-    num_runs: Tensor,
-    chunk_runs: Tensor,
-    grad: Tensor,
-    gradient_rows: Tensor | None,
-    *_: object,
-) -> None:
+def check_rowwise_update_contents(update: RowUpdate) -> None:
     advice = "take the runs from find_runs"
-    num_ids, count = order.numel(), int(num_runs)
-    contents.check_in_range("num_runs", num_runs.reshape(1), 0, num_ids + 1, advice)
-    contents.check_in_range("starts", starts[: count + 1], 0, num_ids + 1, advice)
-    contents.check_ascending("starts", starts[: count + 1], advice)
-    contents.check_in_range("order", order, 0, num_ids, advice)
-    contents.check_in_range("unique_rows", unique_rows[:count], 0, weight.shape[0], advice)
-    contents.check_ascending("unique_rows", unique_rows[:count], advice, distinct=True)
-    contents.check_in_range("chunk_runs", chunk_runs, -1, max(count, 1), advice)
-    if gradient_rows is not None and grad.shape[0]:
+    num_ids, count = update.order.numel(), int(update.num_runs)
+    starts, rows = update.starts[: count + 1], update.unique_rows[:count]
+    contents.check_in_range("num_runs", update.num_runs.reshape(1), 0, num_ids + 1, advice)
+    contents.check_in_range("starts", starts, 0, num_ids + 1, advice)
+    contents.check_ascending("starts", starts, advice)
+    contents.check_in_range("order", update.order, 0, num_ids, advice)
+    contents.check_in_range("unique_rows", rows, 0, update.weight.shape[0], advice)
+    contents.check_ascending("unique_rows", rows, advice, distinct=True)
+    contents.check_in_range("chunk_runs", update.chunk_runs, -1, max(count, 1), advice)
+    num_gradients = update.grad.shape[0]
+    if update.gradient_rows is not None and num_gradients:
         contents.check_in_range(
-            "gradient_rows", gradient_rows, 0, grad.shape[0], "they are rows of grad"
+            "gradient_rows", update.gradient_rows, 0, num_gradients, "they are rows of grad"
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.types import OptimizerKind
+from torchembed.core.update_records import RowUpdate
 from torchembed.ops.rowwise_update.schema import rowwise_update_op
 from torchembed.ops.segments import Runs
 
@@ -123,25 +124,30 @@ def rowwise_update(
         raise ValueError("rounding must be None for float32 weights, which need no rounding")
     grad, gradient_rows, scales = gradients
     row_offsets, row_keys, first_columns = (None, None, None) if rounding is None else rounding
-    rowwise_update_op(
-        weight,
-        states[0] if states else None,
-        states[1] if len(states) > 1 else None,
-        *runs,
-        grad.contiguous(),
-        None if gradient_rows is None else gradient_rows.contiguous(),
-        None if scales is None else scales.contiguous(),
-        lr,
-        step,
-        grad_multiplier,
-        skip,
-        None if row_offsets is None else row_offsets.contiguous(),
-        None if row_keys is None else row_keys.contiguous(),
-        None if first_columns is None else first_columns.contiguous(),
-        int(rule.kind),
-        rule.eps,
-        rule.beta1,
-        rule.beta2,
-        rule.weight_decay,
-        rule.max_gradient,
+    update = RowUpdate(
+        weight=weight,
+        state0=states[0] if states else None,
+        state1=states[1] if len(states) > 1 else None,
+        unique_rows=runs.unique_rows,
+        starts=runs.starts,
+        order=runs.order,
+        num_runs=runs.num_runs,
+        chunk_runs=runs.chunk_runs,
+        grad=grad.contiguous(),
+        gradient_rows=None if gradient_rows is None else gradient_rows.contiguous(),
+        scales=None if scales is None else scales.contiguous(),
+        lr=lr,
+        step=step,
+        grad_multiplier=grad_multiplier,
+        skip=skip,
+        row_offsets=None if row_offsets is None else row_offsets.contiguous(),
+        row_keys=None if row_keys is None else row_keys.contiguous(),
+        first_columns=None if first_columns is None else first_columns.contiguous(),
+        optimizer=int(rule.kind),
+        eps=rule.eps,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=rule.weight_decay,
+        max_gradient=rule.max_gradient,
     )
+    rowwise_update_op(*update)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchembed.core.random_bits import random_bits
 from torchembed.core.types import OptimizerKind
+from torchembed.core.update_records import RowUpdate
 
 
 def run_gradients(
@@ -69,82 +70,64 @@ def root(value: Tensor) -> Tensor:
     return value.double().sqrt().float()
 
 
-def rowwise_update_reference(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    unique_rows: Tensor,
-    starts: Tensor,
-    order: Tensor,
-    num_runs: Tensor,
-    chunk_runs: Tensor,
-    grad: Tensor,
-    gradient_rows: Tensor | None,
-    scales: Tensor | None,
-    lr: Tensor,
-    step: Tensor | None,
-    grad_multiplier: Tensor | None,
-    skip: Tensor | None,
-    row_offsets: Tensor | None,
-    row_keys: Tensor | None,
-    first_columns: Tensor | None,
-    optimizer: int,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    max_gradient: float,
-) -> None:
-    num_ids = order.numel()
-    if num_ids == 0 or weight.numel() == 0 or grad.shape[0] == 0:
+def rowwise_update_reference(update: RowUpdate) -> None:
+    weight, state0, state1, step = update.weight, update.state0, update.state1, update.step
+    num_ids = update.order.numel()
+    if num_ids == 0 or weight.numel() == 0 or update.grad.shape[0] == 0:
         return
-    sums = run_gradients(starts, order, grad, gradient_rows, scales)
-    # Shapes stay static: slots past the last run repeat it, and write the same values again.
-    slot = torch.arange(num_ids, device=weight.device).minimum((num_runs.long() - 1).clamp_min(0))
-    rows = unique_rows.long()[slot].clamp_min(0)
-    active = num_runs > 0
-    if skip is not None:
-        active = active & (skip == 0)
+    sums = run_gradients(
+        update.starts, update.order, update.grad, update.gradient_rows, update.scales
+    )
+    # Shapes stay static: entries past the last run repeat it, and write the same values again.
+    last_run = (update.num_runs.long() - 1).clamp_min(0)
+    run = torch.arange(num_ids, device=weight.device).minimum(last_run)
+    rows = update.unique_rows.long()[run].clamp_min(0)
+    active = update.num_runs > 0
+    if update.skip is not None:
+        active = active & (update.skip == 0)
 
-    gradient = sums[slot]
-    if grad_multiplier is not None:
-        gradient = gradient * grad_multiplier
-    if max_gradient > 0:
-        gradient = gradient.clamp(-max_gradient, max_gradient)
+    gradient = sums[run]
+    if update.grad_multiplier is not None:
+        gradient = gradient * update.grad_multiplier
+    if update.max_gradient > 0:
+        gradient = gradient.clamp(-update.max_gradient, update.max_gradient)
     old = weight[rows].float()
-    if weight_decay != 0:
-        gradient = gradient + weight_decay * old
+    if update.weight_decay != 0:
+        gradient = gradient + update.weight_decay * old
 
     def write(target: Tensor, updated: Tensor) -> None:
         target.index_copy_(0, rows, torch.where(active, updated, target[rows]))
 
-    if optimizer == OptimizerKind.SGD:
-        new = old - lr * gradient
-    elif optimizer == OptimizerKind.ADAGRAD:
+    if update.optimizer == OptimizerKind.SGD:
+        new = old - update.lr * gradient
+    elif update.optimizer == OptimizerKind.ADAGRAD:
         assert state0 is not None
         total = state0[rows] + gradient * gradient
         write(state0, total)
-        new = old - lr * (gradient / (root(total) + eps))
-    elif optimizer == OptimizerKind.ROWWISE_ADAGRAD:
+        new = old - update.lr * (gradient / (root(total) + update.eps))
+    elif update.optimizer == OptimizerKind.ROWWISE_ADAGRAD:
         assert state0 is not None
         total = state0[rows] + (gradient * gradient).mean(dim=1)
         write(state0, total)
-        new = old - lr * (gradient / (root(total) + eps).unsqueeze(1))
+        new = old - update.lr * (gradient / (root(total) + update.eps).unsqueeze(1))
     else:
-        assert optimizer == OptimizerKind.ADAM
+        assert update.optimizer == OptimizerKind.ADAM
         assert state0 is not None and state1 is not None and step is not None
-        mean = state0[rows] + (gradient - state0[rows]) * (1 - beta1)
-        square = state1[rows] + (gradient * gradient - state1[rows]) * (1 - beta2)
+        mean = state0[rows] + (gradient - state0[rows]) * (1 - update.beta1)
+        square = state1[rows] + (gradient * gradient - state1[rows]) * (1 - update.beta2)
         write(state0, mean)
         write(state1, square)
+        # In float64, since powers of a beta near 1 lose their digits in float32.
         count = step.double()
-        correction1, correction2 = 1 - beta1**count, 1 - beta2**count
-        step_size = (lr.double() * correction2.sqrt() / correction1).float()
-        new = old - step_size * (mean / (root(square) + eps))
+        correction1, correction2 = 1 - update.beta1**count, 1 - update.beta2**count
+        step_size = (update.lr.double() * correction2.sqrt() / correction1).float()
+        new = old - step_size * (mean / (root(square) + update.eps))
 
-    if row_keys is not None:
-        assert row_offsets is not None and step is not None
-        bits = rounding_bits(rows, weight.shape[1], row_offsets, row_keys, first_columns, step)
+    if update.row_keys is not None:
+        assert update.row_offsets is not None and step is not None
+        bits = rounding_bits(
+            rows, weight.shape[1], update.row_offsets, update.row_keys, update.first_columns, step
+        )
         rounded = stochastic_round(new, weight.dtype, bits)
     else:
         rounded = new.to(weight.dtype)

@@ -1,9 +1,8 @@
 """Defines ``torchembed::rowwise_update`` and picks its kernels."""
 
-from typing import Any
-
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.core.update_records import RowUpdate
 from torchembed.ops.rowwise_update.checks import (
     check_rowwise_update,
     check_rowwise_update_contents,
@@ -12,7 +11,7 @@ from torchembed.ops.rowwise_update.cuda import cuda_kernel
 from torchembed.ops.rowwise_update.reference import rowwise_update_reference
 
 
-def _fake(*arguments: Any) -> None:
+def _fake(update: RowUpdate) -> None:
     return None
 
 
@@ -32,4 +31,5 @@ rowwise_update_op = define_op(
     native_missing=_native.missing_reason(),
     check=check_rowwise_update,
     check_contents=check_rowwise_update_contents,
+    record=RowUpdate,
 )
