@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core.types import MOVE_FIELDS
+from torchembed.core.types import COPY_FIELDS
 from torchembed.triton_kernels.bags import bag_bounds, bag_extent, feature_at
 from torchembed.triton_kernels.push import TRITON_DTYPES, pushed_to
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
@@ -25,7 +25,7 @@ from torchembed.triton_kernels.row_blocks import (
 )
 from torchembed.triton_kernels.searching import count_not_above, count_not_above_each
 
-_MOVE_FIELDS = tl.constexpr(MOVE_FIELDS)
+_COPY_FIELDS = tl.constexpr(COPY_FIELDS)
 _BLOCK = 1024
 _UNROLL = 4
 # So few bags do not fill a GPU. Each may then have more registers, and more rows in flight.
@@ -73,7 +73,7 @@ def _pooled_lookup_forward_kernel(
     num_features,
     batch_size,
     blocks_per_feature,
-    moves_ptr,
+    copies_ptr,
     state_ptr,
     half_elements,
     FIXED: tl.constexpr,
@@ -93,8 +93,8 @@ def _pooled_lookup_forward_kernel(
     A program takes BLOCK_BAGS bags of a feature, all at once, and goes through them UNROLL ids at a
     time, then UNROLL_OF_REST ids at a time.
 
-    With ``moves``, one of each feature for each of NUM_RANKS ranks, vectors are stored as PUSHED
-    where :func:`~torchembed.triton_kernels.push._move_kernel` would move them from ``out``.
+    With ``copies``, one of each feature for each of NUM_RANKS ranks, vectors are stored as PUSHED
+    where :func:`~torchembed.triton_kernels.push._copy_kernel` would copy them from ``out``.
 
     Example: D = 1, ``weight = [[10], [20], [30]]``, two features and a batch of 2,
     ``rows = [0, 2, 2, 1, -1]``, ``offsets = [0, 2, 2, 3, 5]``: ``out = [[40, 30], [0, 20]]``; under
@@ -105,13 +105,13 @@ def _pooled_lookup_forward_kernel(
     feature = feature_at(bounds_ptr, place // NUM_RANKS, num_features, FIXED)
     sample = (program % blocks_per_feature) * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if moves_ptr is None:
+    if copies_ptr is None:
         inside = sample < batch_size
     else:
-        move = moves_ptr + (feature * NUM_RANKS + place % NUM_RANKS) * _MOVE_FIELDS
+        copy = copies_ptr + (feature * NUM_RANKS + place % NUM_RANKS) * _COPY_FIELDS
         out_row = sample
-        inside = sample < tl.load(move + 1)
-        sample += tl.load(move + 3).to(tl.int32)
+        inside = sample < tl.load(copy + 1)
+        sample += tl.load(copy + 3).to(tl.int32)
     start, length = bag_extent(bounds_ptr, feature, sample, batch_size, inside, FIXED, INDEX)
     longest = length if FIXED else tl.max(length, axis=0)
     rest = longest // UNROLL * UNROLL
@@ -150,14 +150,14 @@ def _pooled_lookup_forward_kernel(
     if MEAN:
         count = tl.zeros([BLOCK_BAGS], tl.float32) + tl.maximum(length, 1).to(tl.float32)
         total = tl.div_rn(total, count[:, None])
-    if moves_ptr is None:
+    if copies_ptr is None:
         out_row = sample.to(INDEX) * num_features + feature
         rounded = round_to_nearest(total, out_ptr.dtype.element_ty)
         store_rows(out_ptr, out_row, inside, columns, rounded, DIM, INDEX)
     else:
-        out = pushed_to(out_ptr, tl.load(move), state_ptr, half_elements, PUSHED)
-        out += tl.multiple_of(tl.load(move + 5), VECTOR)
-        stride = tl.multiple_of(tl.load(move + 6), VECTOR)
+        out = pushed_to(out_ptr, tl.load(copy), state_ptr, half_elements, PUSHED)
+        out += tl.multiple_of(tl.load(copy + 5), VECTOR)
+        stride = tl.multiple_of(tl.load(copy + 6), VECTOR)
         mask = inside[:, None] & (columns < DIM)[None, :]
         rounded = round_to_nearest(total, PUSHED)
         tl.store(out + out_row[:, None] * stride + columns[None, :], rounded, mask=mask)
@@ -192,9 +192,9 @@ def launch_push_pooled_lookup(
     per_id_weights: Tensor | None,
     num_features: int,
     batch_size: int,
-    moves: Tensor,
-    most_rows: int,
-    most_columns: int,
+    copies: Tensor,
+    max_rows: int,
+    max_columns: int,
     vector: int,
     buffers: list[Tensor],
     addresses: Tensor,
@@ -203,7 +203,7 @@ def launch_push_pooled_lookup(
     """``torchembed::push_pooled_lookup``; see :func:`torchembed.ops.push.push_pooled_lookup`."""
     bags = offsets, hotness, per_id_weights, num_features, batch_size, False
     pushed = _Pushed(
-        moves, most_rows, vector, state, len(buffers), buffers[0].shape[1], buffers[0].dtype
+        copies, max_rows, vector, state, len(buffers), buffers[0].shape[1], buffers[0].dtype
     )
     if num_features * batch_size > 0:
         _launch_forward(weight, rows, *bags, addresses, pushed)
@@ -212,8 +212,8 @@ def launch_push_pooled_lookup(
 class _Pushed(NamedTuple):
     """How vectors are stored into the buffers of ranks."""
 
-    moves: Tensor
-    most_rows: int
+    copies: Tensor
+    max_rows: int
     vector: int
     state: Tensor
     num_ranks: int
@@ -238,7 +238,7 @@ def _launch_forward(
     block = row_block(dim, weight.dtype)
     has_few = num_features * batch_size < _FEW_BAGS
     num_ranks = 1 if to is None else to.num_ranks
-    blocks_per_feature = triton.cdiv(batch_size if to is None else to.most_rows, block.rows)
+    blocks_per_feature = triton.cdiv(batch_size if to is None else to.max_rows, block.rows)
     grid = (num_features * num_ranks * blocks_per_feature, triton.cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
         bounds = bag_bounds(offsets, hotness, weight.device)
@@ -251,7 +251,7 @@ def _launch_forward(
             num_features,
             batch_size,
             blocks_per_feature,
-            None if to is None else to.moves,
+            None if to is None else to.copies,
             None if to is None else to.state,
             0 if to is None else to.half_elements,
             FIXED=bounds.fixed,

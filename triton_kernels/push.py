@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from torchembed.core import environment
-from torchembed.core.types import MOVE_FIELDS
+from torchembed.core.types import COPY_FIELDS
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 
 _INTERPRETED = tl.constexpr(environment.triton_interpreted())
@@ -29,7 +29,7 @@ TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_FIELDS = tl.constexpr(MOVE_FIELDS)
+_FIELDS = tl.constexpr(COPY_FIELDS)
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def _converted(value, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale"])
-def _move_kernel(
+def _copy_kernel(
     source_ptr,
     target_ptr,
-    moves_ptr,
+    copies_ptr,
     state_ptr,
     source_stride,
     half_elements,
@@ -60,7 +60,7 @@ def _move_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rectangles of one matrix to places in others: for each of the ``moves``, which are
+    """Rectangles of one matrix to places in others: for each of the ``copies``, which are
     ``(rank, rows, columns, r, c, target, stride)``,
     ``out[target + i * stride + j] = scale * source[r + i, c + j]``.
 
@@ -69,21 +69,21 @@ def _move_kernel(
     of the exchange that is over. Of NUM_TERMS rectangles side by side the sum is moved, in float32
     and from left to right.
 
-    Example: ``source = [[1, 2], [3, 4]]``, two ranks, ``moves = [(0, 1, 2, 0, 0, 0, 2),
+    Example: ``source = [[1, 2], [3, 4]]``, two ranks, ``copies = [(0, 1, 2, 0, 0, 0, 2),
     (1, 1, 1, 1, 1, 3, 2)]``: rank 0's buffer begins with 1 2, and element 3 of rank 1's is 4.
     """
-    move = moves_ptr + tl.program_id(0) * _FIELDS
-    num_rows = tl.load(move + 1)
+    copy = copies_ptr + tl.program_id(0) * _FIELDS
+    num_rows = tl.load(copy + 1)
     first = tl.program_id(1) * ROWS
     if first < num_rows:
-        num_columns = tl.multiple_of(tl.load(move + 2), VECTOR)
+        num_columns = tl.multiple_of(tl.load(copy + 2), VECTOR)
         row = first + tl.arange(0, ROWS)
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         if COLLECTS:
             source_ptr += (tl.load(state_ptr) & 1) * half_elements
-        source = source_ptr + (tl.load(move + 3) + row)[:, None] * source_stride
-        source_column = tl.multiple_of(tl.load(move + 4), VECTOR)
+        source = source_ptr + (tl.load(copy + 3) + row)[:, None] * source_stride
+        source_column = tl.multiple_of(tl.load(copy + 4), VECTOR)
         value = tl.load(source + (source_column + column)[None, :], mask=inside, other=0.0)
         if NUM_TERMS > 1:
             value = as_float32(value)
@@ -93,11 +93,11 @@ def _move_kernel(
             value += as_float32(addend)
         value = _converted(value, scale, SCALED, DTYPE)
         if PUSHES:
-            out = pushed_to(target_ptr, tl.load(move), state_ptr, half_elements, DTYPE)
+            out = pushed_to(target_ptr, tl.load(copy), state_ptr, half_elements, DTYPE)
         else:
             out = target_ptr
-        out += tl.multiple_of(tl.load(move + 5), VECTOR)
-        stride = tl.multiple_of(tl.load(move + 6), VECTOR)
+        out += tl.multiple_of(tl.load(copy + 5), VECTOR)
+        stride = tl.multiple_of(tl.load(copy + 6), VECTOR)
         tl.store(out + row[:, None] * stride + column[None, :], value, mask=inside)
 
 
@@ -193,9 +193,9 @@ def _mean_kernel(
 
 def launch_push_rectangles(
     source: Tensor,
-    moves: Tensor,
-    most_rows: int,
-    most_columns: int,
+    copies: Tensor,
+    max_rows: int,
+    max_columns: int,
     vector: int,
     buffers: list[Tensor],
     addresses: Tensor,
@@ -203,8 +203,8 @@ def launch_push_rectangles(
     scale: float | None,
 ) -> None:
     """``torchembed::push_rectangles``; see :func:`torchembed.ops.push.push`."""
-    _launch_moves(
-        *(source, source.stride(0), addresses, moves, most_rows, most_columns, vector),
+    _launch_copies(
+        *(source, source.stride(0), addresses, copies, max_rows, max_columns, vector),
         *(buffers[0].dtype, state, buffers[0].shape[1]),
         scale=scale,
         pushes=True,
@@ -215,39 +215,39 @@ def launch_collect_rectangles(
     buffer: Tensor,
     state: Tensor,
     stride: int,
-    moves: Tensor,
-    most_rows: int,
-    most_columns: int,
+    copies: Tensor,
+    max_rows: int,
+    max_columns: int,
     vector: int,
     num_terms: int,
     out: Tensor,
 ) -> None:
     """``torchembed::collect_rectangles``; see :func:`torchembed.ops.push.collect`."""
-    _launch_moves(
-        *(buffer, stride, out, moves, most_rows, most_columns, vector),
+    _launch_copies(
+        *(buffer, stride, out, copies, max_rows, max_columns, vector),
         *(out.dtype, state, buffer.shape[1]),
         collects=True,
         num_terms=num_terms,
     )
 
 
-def launch_move_rectangles(
-    source: Tensor, moves: Tensor, most_rows: int, most_columns: int, vector: int, out: Tensor
+def launch_copy_rectangles(
+    source: Tensor, copies: Tensor, max_rows: int, max_columns: int, vector: int, out: Tensor
 ) -> None:
-    """``torchembed::move_rectangles``; see :func:`torchembed.ops.push.move`."""
-    _launch_moves(
-        *(source, source.stride(0), out, moves, most_rows, most_columns, vector),
+    """``torchembed::copy_rectangles``; see :func:`torchembed.ops.push.copy_rectangles`."""
+    _launch_copies(
+        *(source, source.stride(0), out, copies, max_rows, max_columns, vector),
         *(out.dtype, None, 0),
     )
 
 
-def _launch_moves(
+def _launch_copies(
     source: Tensor,
     source_stride: int,
     target: Tensor,
-    moves: Tensor,
-    most_rows: int,
-    most_columns: int,
+    copies: Tensor,
+    max_rows: int,
+    max_columns: int,
     vector: int,
     dtype: torch.dtype,
     state: Tensor | None,
@@ -258,17 +258,17 @@ def _launch_moves(
     collects: bool = False,
     num_terms: int = 1,
 ) -> None:
-    """Launch :func:`_move_kernel`; ``half_elements`` of a buffer are a multiple of 64."""
-    if most_rows == 0 or most_columns == 0:
+    """Launch :func:`_copy_kernel`; ``half_elements`` of a buffer are a multiple of 64."""
+    if max_rows == 0 or max_columns == 0:
         return
-    columns = min(triton.next_power_of_2(most_columns), 256)
+    columns = min(triton.next_power_of_2(max_columns), 256)
     rows = _ELEMENTS // columns
-    grid = (moves.shape[0], triton.cdiv(most_rows, rows), triton.cdiv(most_columns, columns))
+    grid = (copies.shape[0], triton.cdiv(max_rows, rows), triton.cdiv(max_columns, columns))
     with torch.cuda.device_of(source):
-        _move_kernel[grid](
+        _copy_kernel[grid](
             source,
             target,
-            moves,
+            copies,
             state,
             source_stride,
             half_elements,

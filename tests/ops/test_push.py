@@ -49,15 +49,17 @@ def addresses(tensors: list[Tensor]) -> Tensor:
 def test_push_and_collect(device: torch.device, epoch: int) -> None:
     ranks = Ranks(device, torch.float32, epoch)
     source = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
-    moves = ops.Moves([(0, 1, 2, 0, 0, 0, 2), (1, 1, 1, 1, 1, 3, 2)], device)
-    ops.push(source, moves, ranks.exchange(0))
+    copies = ops.RectangleCopies(
+        [ops.RectangleCopy(0, 1, 2, 0, 0, 0, 2), ops.RectangleCopy(1, 1, 1, 1, 1, 3, 2)], device
+    )
+    ops.push(source, copies, ranks.exchange(0))
     halves = [buffer[(epoch + 1) % 2] for buffer in ranks.buffers]
     assert [half[:4].tolist() for half in halves] == [[1, 2, 0, 0], [0, 0, 0, 4]]
     assert sum(buffer.count_nonzero() for buffer in ranks.buffers) == 3
     for state in ranks.states:
         state[0] += 1
     out = torch.zeros(2, 3, device=device)
-    to_out = ops.Moves([(0, 2, 2, 0, 0, 1, 3)], device)
+    to_out = ops.RectangleCopies([ops.RectangleCopy(0, 2, 2, 0, 0, 1, 3)], device)
     ops.collect(ranks.exchange(1), 1, 2, to_out, out)
     assert out.tolist() == [[0, 0, 0], [0, 0, 4]]
 
@@ -67,18 +69,18 @@ def test_sums_of_what_arrived_side_by_side(device: torch.device) -> None:
     ranks = Ranks(device, torch.bfloat16)
     arrived = torch.tensor([[9, 256, 2, 1, 4, 1, 8], [9, 3, 0.5, -3, 0.25, 5, 1]])
     ranks.buffers[0][0, :14] = arrived.flatten().to(ranks.buffers[0])
-    moves = ops.Moves([(0, 2, 2, 0, 1, 1, 4)], device)
+    copies = ops.RectangleCopies([ops.RectangleCopy(0, 2, 2, 0, 1, 1, 4)], device)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.zeros(2, 4, dtype=dtype, device=device)
-        ops.collect(ranks.exchange(0), 0, 7, moves, out, 3)
+        ops.collect(ranks.exchange(0), 0, 7, copies, out, 3)
         assert out.tolist() == [[0, 258, 14, 0], [0, 5, 1.75, 0]]
 
 
 def test_scaled_in_its_dtype_and_then_rounded(device: torch.device) -> None:
     ranks = Ranks(device, torch.bfloat16)
     source = torch.linspace(-3, 5, 64, device=device).view(2, 32).to(torch.float16)
-    moves = ops.Moves([(0, 2, 32, 0, 0, 0, 32)], device)
-    ops.push(source, moves, ranks.exchange(0), 1 / 3)
+    copies = ops.RectangleCopies([ops.RectangleCopy(0, 2, 32, 0, 0, 0, 32)], device)
+    ops.push(source, copies, ranks.exchange(0), 1 / 3)
     expected = (source * (1 / 3)).to(torch.bfloat16)
     assert torch.equal(ranks.buffers[0][1].view(2, 32), expected)
 
@@ -120,9 +122,9 @@ def test_mean(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lookup_pushes_what_it_would_return(device: torch.device, dtype: torch.dtype) -> None:
     ranks = Ranks(device, torch.bfloat16)
-    weight, rows, moves = lookup_of_two_features(device, dtype)
+    weight, rows, copies = lookup_of_two_features(device, dtype)
     ops.push_pooled_lookup(
-        weight, rows, None, [1, 2], None, 2, 4, moves=moves, to=ranks.exchange(0)
+        weight, rows, None, [1, 2], None, 2, 4, copies=copies, to=ranks.exchange(0)
     )
     expected = pooled_lookup(
         weight,
@@ -140,25 +142,25 @@ def test_a_lookup_pushes_what_it_would_return(device: torch.device, dtype: torch
 
 def lookup_of_two_features(
     device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, ops.Moves]:
+) -> tuple[Tensor, Tensor, ops.RectangleCopies]:
     """A weight ``[20, 5]``, the rows of four samples with one id and two, and where their vectors
     go: rank 0 has three of the samples, rank 1 one; features are the other way round at home."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(20, 5, generator=generator).to(device, dtype)
     rows = torch.randint(-1, 20, (4 * 3,), generator=generator).to(device)
-    moves = [
-        (rank, size, 5, start, 0, target, 10)
+    copies = [
+        ops.RectangleCopy(rank, size, 5, start, 0, target, 10)
         for target in (5, 0)
         for rank, size, start in ((1, 1, 3), (0, 3, 0))
     ]
-    return weight, rows, ops.Moves(moves, device)
+    return weight, rows, ops.RectangleCopies(copies, device)
 
 
-MOVES: list[ops.Move] = [
-    (0, 3, 4, 1, 2, 8, 8),
-    (1, 2, 6, 0, 0, 0, 10),
-    (1, 0, 2, 0, 0, 60, 1),
-    (0, 1, 2, 4, 6, 2, 2),
+COPIES = [
+    ops.RectangleCopy(0, 3, 4, 1, 2, 8, 8),
+    ops.RectangleCopy(1, 2, 6, 0, 0, 0, 10),
+    ops.RectangleCopy(1, 0, 2, 0, 0, 60, 1),
+    ops.RectangleCopy(0, 1, 2, 4, 6, 2, 2),
 ]
 
 
@@ -170,21 +172,21 @@ def test_kernels_equal_the_reference(
 ) -> None:
     ranks, expected = Ranks(device, wire), Ranks(device, wire)
     source = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    moves = ops.Moves(MOVES, device)
-    ops.push(source.t().contiguous().t(), moves, ranks.exchange(0), scale)
-    bounds = moves.numbers, moves.most_rows, moves.most_columns, moves.vector
+    copies = ops.RectangleCopies(COPIES, device)
+    ops.push(source.t().contiguous().t(), copies, ranks.exchange(0), scale)
+    bounds = copies.numbers, copies.max_rows, copies.max_columns, copies.vector
     reference.push_rectangles_reference(source, *bounds, *expected.exchange(0), scale)
     for buffer, same in zip(ranks.buffers, expected.buffers, strict=True):
         assert_same_bits(buffer, same)
         assert same[1].any()
         assert not same[0].any()
     moved, same = torch.zeros(2, 5, 16, dtype=wire, device=device)
-    ops.move(source, moves, moved)
-    reference.move_rectangles_reference(source, *bounds, same)
+    ops.copy_rectangles(source, copies, moved)
+    reference.copy_rectangles_reference(source, *bounds, same)
     assert_same_bits(moved, same)
     state = torch.tensor([1, 0], dtype=torch.int32, device=device)
     out, same = torch.zeros(2, 5, 16, dtype=dtype, device=device)
-    ops.collect(expected.exchange(0)._replace(state=state), 0, 8, moves, out, 2)
+    ops.collect(expected.exchange(0)._replace(state=state), 0, 8, copies, out, 2)
     reference.collect_rectangles_reference(expected.buffers[0], state, 8, *bounds, 2, same)
     assert_same_bits(out, same)
 
@@ -214,16 +216,16 @@ def test_schemas_say_what_is_written(device: torch.device) -> None:
     ranks = Ranks(device, torch.float32, 1)
     ranks.flags[0][1] = 100  # each call is one exchange
     weight, rows, of_lookup = lookup_of_two_features(device, torch.float32)
-    source, moves = torch.ones(5, 8, device=device), ops.Moves(MOVES, device)
+    source, copies = torch.ones(5, 8, device=device), ops.RectangleCopies(COPIES, device)
     to, buffer, state = ranks.exchange(0), ranks.buffers[0], ranks.states[0]
     bounds, of_lookup = (
-        (m.numbers, m.most_rows, m.most_columns, m.vector) for m in (moves, of_lookup)
+        (m.numbers, m.max_rows, m.max_columns, m.vector) for m in (copies, of_lookup)
     )
     schemas = torch.ops.torchembed
     calls = {
         schemas.push_rectangles: (source, *bounds, *to, 0.5),
         schemas.collect_rectangles: (buffer, state, 8, *bounds, 2, source.clone()),
-        schemas.move_rectangles: (source, *bounds, torch.zeros(5, 16, device=device)),
+        schemas.copy_rectangles: (source, *bounds, torch.zeros(5, 16, device=device)),
         schemas.push_mean: (buffer, state, *to, 32, 32, 0),
         schemas.push_barrier: (ranks.flags, ranks._flags, state, ranks.failed, 0, 1.0),
         schemas.push_pooled_lookup: (weight, rows, None, [1, 2], None, 2, 4, *of_lookup, *to),

@@ -28,6 +28,7 @@ from tests.support.pushing import (
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import made_mesh, make_batch, make_model, vectors_of
 from torchembed.autograd.gradient_slots import FlatSpans
+from torchembed.ops.push import RectangleCopy
 from torchembed.sharding import WireTransport, make_plan
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.columns import joined_moves
@@ -232,6 +233,7 @@ def test_each_rank_takes_a_share_of_the_spans(
 
 
 def test_neighbours_move_together() -> None:
-    moves = [(0, 4, 2, 0, 0, 6, 9), (0, 4, 3, 0, 2, 8, 9), (0, 4, 1, 0, 5, 0, 9)]
+    rows = [(0, 4, 2, 0, 0, 6, 9), (0, 4, 3, 0, 2, 8, 9), (0, 4, 1, 0, 5, 0, 9)]
+    moves = [RectangleCopy(*row) for row in rows]
     assert joined_moves(moves) == [(0, 4, 5, 0, 0, 6, 9), moves[2]]
     assert joined_moves([]) == []

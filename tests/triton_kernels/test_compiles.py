@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from tests.support import lanes
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.core.update_records import DenseUpdate, RowUpdate
-from torchembed.ops.push import Moves
+from torchembed.ops.push import RectangleCopies, RectangleCopy
 from torchembed.triton_kernels import (
     binary_cross_entropy,
     column_sums,
@@ -198,8 +198,10 @@ def launch_push(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
     addresses, state, buffer = ids(count=2), ids(torch.int32, 2), torch.zeros(2, 1 << 20).to(wire)
     source = torch.zeros(BATCH_SIZE, 4 * width, dtype=dtype)
     weight = torch.zeros(NUM_ROWS, width, dtype=dtype)
-    moves = Moves([(1, BATCH_SIZE, width, 0, width, 0, 2 * width)] * 4, torch.device("cpu"))
-    bounds = moves.numbers, moves.most_rows, moves.most_columns, moves.vector
+    copies = RectangleCopies(
+        [RectangleCopy(1, BATCH_SIZE, width, 0, width, 0, 2 * width)] * 4, torch.device("cpu")
+    )
+    bounds = copies.numbers, copies.max_rows, copies.max_columns, copies.vector
     to = [buffer, buffer], addresses, state
     pooled_lookup.launch_push_pooled_lookup(
         weight, ids(), None, [1, 3], None, 2, BATCH_SIZE, *bounds, *to
@@ -208,7 +210,7 @@ def launch_push(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
     push.launch_push_barrier([state, state], addresses, state, state, 1, 1.0)
     push.launch_collect_rectangles(buffer, state, 2 * width, *bounds, 1, source)
     push.launch_collect_rectangles(buffer, state, 2 * width, *bounds, 2, source)
-    push.launch_move_rectangles(source, *bounds, source)
+    push.launch_copy_rectangles(source, *bounds, source)
     push.launch_push_mean(buffer, state, *to, 1 << 10, 1 << 10, 1)
 
 
@@ -277,7 +279,7 @@ def test_cross_products_are_on_tensor_cores_and_fit_twice(ptx: dict[str, str]) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pushes_are_16_bytes_at_a_time(dtype: torch.dtype, ptx: dict[str, str]) -> None:
     launch_push(dtype, dtype, 128)
-    for name in ("_move_kernel", "_mean_kernel", "_pooled_lookup_forward_kernel"):
+    for name in ("_copy_kernel", "_mean_kernel", "_pooled_lookup_forward_kernel"):
         assert re.search(r"st\.global\S*\.v4\.b32", ptx[name])
     assert "atom.global.sys.release" in ptx["_barrier_kernel"]
     assert "atom.global.sys.acquire" in ptx["_barrier_kernel"]

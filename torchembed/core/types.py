@@ -8,8 +8,8 @@ csrc/run_chunks.h is equal."""
 ROWS_OF_PARTIAL = 128
 """Samples whose gradients of a bias are summed together, where partial sums are added later;
 ``kSummedRows`` of csrc/cuda/shallow_product.h is equal."""
-MOVE_FIELDS = 7
-"""Numbers of a rectangle that is moved: see :data:`torchembed.ops.push.Move`."""
+COPY_FIELDS = 7
+"""Numbers of a copy of a rectangle, see :class:`torchembed.ops.push.RectangleCopy`."""
 
 
 class Pooling(enum.Enum):

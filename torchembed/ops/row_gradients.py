@@ -36,7 +36,7 @@ def summed_gradients(runs: Runs, gradients: RowGradients) -> Tensor:
     return sums
 
 
-def weight_gradient(
+def table_gradient(
     rows: Tensor,
     gradients: RowGradients,
     shape: torch.Size,

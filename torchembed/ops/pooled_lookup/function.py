@@ -15,7 +15,7 @@ from torchembed.ops.pooled_lookup.schema import (
     pooled_lookup_gradient_map_op,
     pooled_lookup_weights_backward_op,
 )
-from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
+from torchembed.ops.row_gradients import GradientSink, WeightGradient, table_gradient
 from torchembed.ops.rowwise_update import RowGradients
 
 LookupStore = Callable[[Tensor, Tensor, Tensor | None, list[int], Tensor | None, int, int], None]
@@ -87,7 +87,7 @@ class _PooledLookup(torch.autograd.Function):
                 ctx.sink(rows, gradients)
             else:
                 shape = torch.Size((rows_like.shape[0], dim))
-                grad_weight = weight_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
+                grad_weight = table_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
         return grad_weight, None, None, None, grad_per_id_weights, *[None] * 8
 
 

@@ -1,24 +1,24 @@
-"""Exchanges by push: ranks store rectangles and means into each other's memory, then wait for each
-other; what arrived is collected."""
+"""Exchanges by push: ranks store rectangles and means into each other's memory, wait for each other
+at a barrier, and collect what arrived."""
 
+from torchembed.ops.push.copies import RectangleCopies, RectangleCopy, copies_on
 from torchembed.ops.push.function import (
     Exchange,
     collect,
-    move,
+    copy_rectangles,
     push,
     push_barrier,
     push_mean,
     push_pooled_lookup,
 )
-from torchembed.ops.push.moves import Move, Moves, moves_on
 
 __all__ = [
     "Exchange",
-    "Move",
-    "Moves",
+    "RectangleCopies",
+    "RectangleCopy",
     "collect",
-    "move",
-    "moves_on",
+    "copies_on",
+    "copy_rectangles",
     "push",
     "push_barrier",
     "push_mean",

@@ -1,11 +1,11 @@
 """The specification of exchanges by push in eager torch.
 
-A **channel** is a buffer of two halves on every rank, ``buffers[rank]`` ``[2, elements]``, in the
-dtype that travels. Exchange number ``epoch`` (1, 2, ...) uses half ``epoch % 2``. ``state`` int32
-``[2]`` of a rank is the number of exchanges that are over, which wraps around, and 1 once a rank
-has failed to come. Kernels reach the buffers by ``addresses``; here the tensors are written.
+A **channel** is a double buffer on every rank, ``buffers[rank]`` ``[2, elements]``, in the dtype
+that is sent. Exchange number ``epoch`` (1, 2, ...) uses half ``epoch % 2``. ``state`` int32 ``[2]``
+of a rank is the number of exchanges that are over, which wraps around, and 1 once a rank has timed
+out. Kernels reach the buffers by ``addresses``; here the tensors are written.
 
-``most_rows``, ``most_columns`` and ``vector`` bound the numbers of the moves, for a kernel's grid.
+``max_rows``, ``max_columns`` and ``vector`` bound the numbers of the copies, for a kernel's grid.
 """
 
 import time
@@ -18,9 +18,9 @@ from torchembed.ops.pooled_lookup.reference import pooled_lookup_forward_referen
 
 def push_rectangles_reference(
     source: Tensor,
-    moves: Tensor,
-    most_rows: int,
-    most_columns: int,
+    copies: Tensor,
+    max_rows: int,
+    max_columns: int,
     vector: int,
     buffers: list[Tensor],
     addresses: Tensor,
@@ -30,36 +30,36 @@ def push_rectangles_reference(
     half = _coming_half(state)
     if scale is not None:
         source = source * scale
-    for rank, *rectangle in moves.tolist():
-        _move_rectangle(source, rectangle, buffers[rank][half])
+    for rank, *rectangle in copies.tolist():
+        _copy_rectangle(source, rectangle, buffers[rank][half])
 
 
 def collect_rectangles_reference(
     buffer: Tensor,
     state: Tensor,
     stride: int,
-    moves: Tensor,
-    most_rows: int,
-    most_columns: int,
+    copies: Tensor,
+    max_rows: int,
+    max_columns: int,
     vector: int,
     num_terms: int,
     out: Tensor,
 ) -> None:
     arrived = buffer[_half(state)]
-    for _, num_rows, num_columns, row, column, *place in moves.tolist():
+    for _, num_rows, num_columns, row, column, *place in copies.tolist():
         first = arrived[row * stride + column :]
         terms = first.as_strided((num_terms, num_rows, num_columns), (num_columns, stride, 1))
         total = terms[0].float()
         for term in terms[1:]:
             total = total + term
-        _move_rectangle(total, [num_rows, num_columns, 0, 0, *place], out)
+        _copy_rectangle(total, [num_rows, num_columns, 0, 0, *place], out)
 
 
-def move_rectangles_reference(
-    source: Tensor, moves: Tensor, most_rows: int, most_columns: int, vector: int, out: Tensor
+def copy_rectangles_reference(
+    source: Tensor, copies: Tensor, max_rows: int, max_columns: int, vector: int, out: Tensor
 ) -> None:
-    for _, *rectangle in moves.tolist():
-        _move_rectangle(source, rectangle, out)
+    for _, *rectangle in copies.tolist():
+        _copy_rectangle(source, rectangle, out)
 
 
 def push_mean_reference(
@@ -112,9 +112,9 @@ def push_pooled_lookup_reference(
     per_id_weights: Tensor | None,
     num_features: int,
     batch_size: int,
-    moves: Tensor,
-    most_rows: int,
-    most_columns: int,
+    copies: Tensor,
+    max_rows: int,
+    max_columns: int,
     vector: int,
     buffers: list[Tensor],
     addresses: Tensor,
@@ -126,11 +126,11 @@ def push_pooled_lookup_reference(
         output_dtype=buffers[0].dtype,
     )
     half = _coming_half(state)
-    by_feature = moves.view(num_features, len(buffers), moves.shape[1]).tolist()
+    by_feature = copies.view(num_features, len(buffers), copies.shape[1]).tolist()
     for feature, of_feature in enumerate(by_feature):
         for rank, num_rows, num_columns, row, _, *place in of_feature:
             rectangle = [num_rows, num_columns, row, 0, *place]
-            _move_rectangle(pooled[:, feature], rectangle, buffers[rank][half])
+            _copy_rectangle(pooled[:, feature], rectangle, buffers[rank][half])
 
 
 def _half(state: Tensor) -> int:
@@ -139,12 +139,13 @@ def _half(state: Tensor) -> int:
 
 
 def _coming_half(state: Tensor) -> int:
+    """The half of the exchange that is under way."""
     return 1 - _half(state)
 
 
-def _move_rectangle(source: Tensor, rectangle: list[int], out: Tensor) -> None:
-    """Write one, ``(num_rows, num_columns, row, column, target, stride)``, to ``out``, which is
-    contiguous, in its dtype."""
+def _copy_rectangle(source: Tensor, rectangle: list[int], out: Tensor) -> None:
+    """Copy ``rectangle``, the fields of a copy after its rank, to the contiguous ``out``, in its
+    dtype."""
     num_rows, num_columns, row, column, target, stride = rectangle
     if num_rows and num_columns:
         place = out.view(-1)[target:].as_strided((num_rows, num_columns), (stride, 1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.ops.row_gradients import GradientSink, WeightGradient, weight_gradient
+from torchembed.ops.row_gradients import GradientSink, WeightGradient, table_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
 
@@ -37,7 +37,7 @@ class _SequenceLookup(torch.autograd.Function):
             ctx.sink(rows, gradients)
         else:
             shape = torch.Size((rows_like.shape[0], grad.shape[1]))
-            grad_weight = weight_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
+            grad_weight = table_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
         return grad_weight, None, None, None, None
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torchembed.ops.push import (
     Exchange,
-    Move,
+    RectangleCopy,
     collect,
-    moves_on,
+    copies_on,
     push,
     push_barrier,
     push_mean,
@@ -125,22 +125,24 @@ class Channel:
     def push(
         self,
         source: Tensor,
-        moves: Sequence[Move],
+        moves: Sequence[RectangleCopy],
         dtype: torch.dtype,
         scale: float | None = None,
     ) -> None:
         """Store ``moves`` of ``source [rows, columns]``, times ``scale``, into the ranks' buffers
         in ``dtype``."""
         self._domain.check()
-        push(source, moves_on(source.device, tuple(moves)), self.exchange(dtype), scale)
+        push(source, copies_on(source.device, tuple(moves)), self.exchange(dtype), scale)
 
-    def push_lookup(self, lookup: Sequence[Any], moves: Sequence[Move], dtype: torch.dtype) -> None:
+    def push_lookup(
+        self, lookup: Sequence[Any], moves: Sequence[RectangleCopy], dtype: torch.dtype
+    ) -> None:
         """Store ``moves`` of what a ``lookup``, the arguments of a
         :obj:`~torchembed.ops.pooled_lookup.LookupStore`, pools into the ranks' buffers in
         ``dtype``."""
         self._domain.check()
-        on_device = moves_on(self._domain.device, tuple(moves))
-        push_pooled_lookup(*lookup, moves=on_device, to=self.exchange(dtype))
+        on_device = copies_on(self._domain.device, tuple(moves))
+        push_pooled_lookup(*lookup, copies=on_device, to=self.exchange(dtype))
 
     def push_mean(self, means: "Channel", dtype: torch.dtype, share: int, num_mine: int) -> None:
         """Push the mean over ranks of what has arrived to all ranks, at this rank's share.
@@ -174,14 +176,14 @@ class Channel:
     def collect(
         self,
         out: Tensor,
-        moves: Sequence[Move],
+        moves: Sequence[RectangleCopy],
         stride: int,
         dtype: torch.dtype,
         num_terms: int = 1,
     ) -> None:
         """Move what arrived, in rows of ``stride`` elements of ``dtype``, in the exchange that is
         over to ``out``; the sum of ``num_terms`` rectangles that are side by side."""
-        on_device = moves_on(out.device, tuple(moves))
+        on_device = copies_on(out.device, tuple(moves))
         collect(self.exchange(dtype), self._domain.rank, stride, on_device, out, num_terms)
 
 

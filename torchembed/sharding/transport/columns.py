@@ -7,21 +7,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.ops.push import Move, move, moves_on
+from torchembed.ops.push import RectangleCopy, copies_on, copy_rectangles
 
 Piece = tuple[int, int, int]
 """Columns that stay side by side: where they begin, how many they are, where they begin there."""
 
 
-def joined_moves(moves: Sequence[Move]) -> list[Move]:
+def joined_moves(moves: Sequence[RectangleCopy]) -> list[RectangleCopy]:
     """``moves`` of rows of one matrix to another one, in which neighbours are one."""
-    joined: list[Move] = []
+    joined: list[RectangleCopy] = []
     for one in moves:
-        rank, num_rows, width, row, column, target, stride = one
         if joined:
             before = joined[-1]
-            if (before[4] + before[2], before[5] + before[2]) == (column, target):
-                joined[-1] = (rank, num_rows, before[2] + width, row, *before[4:6], stride)
+            ends = before.column + before.num_columns, before.target + before.num_columns
+            if ends == (one.column, one.target):
+                joined[-1] = one._replace(
+                    num_columns=before.num_columns + one.num_columns,
+                    column=before.column,
+                    target=before.target,
+                )
                 continue
         joined.append(one)
     return joined
@@ -77,5 +81,7 @@ def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
 def _copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
     """Write the ``pieces`` of ``source`` to ``out``, which has as many rows and is contiguous."""
     num_rows, stride = out.shape
-    moves = [(0, num_rows, width, 0, here, there, stride) for here, width, there in pieces]
-    move(source, moves_on(out.device, tuple(joined_moves(moves))), out)
+    moves = [
+        RectangleCopy(0, num_rows, width, 0, here, there, stride) for here, width, there in pieces
+    ]
+    copy_rectangles(source, copies_on(out.device, tuple(joined_moves(moves))), out)

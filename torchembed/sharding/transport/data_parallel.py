@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchembed.ops.row_gradients import WeightGradient, weight_gradient
+from torchembed.ops.row_gradients import WeightGradient, table_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.sharding.transport.collectives import gather_size
 from torchembed.sharding.transport.gradient_mean import GradientMean
@@ -60,7 +60,7 @@ def row_gradient_mean(mean_of_now: Callable[[], GradientMean]) -> GradientReduct
     ) -> None:
         mean, rows = mean_of_now(), recorded.rows
         num_rows, dim = weight.shape
-        dense = weight_gradient(
+        dense = table_gradient(
             rows,
             recorded.gradients,
             weight.shape,

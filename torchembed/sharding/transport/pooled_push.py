@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchembed.ops.pooled_lookup import LookupStore
-from torchembed.ops.push import Move
+from torchembed.ops.push import RectangleCopy
 from torchembed.sharding.transport.channel import Channel, PushDomain
 from torchembed.sharding.transport.columns import Piece, joined_moves, place_in, taken_from
 from torchembed.sharding.transport.layout import Layout
@@ -52,7 +52,7 @@ def received_columns(layout: Layout) -> ReceivedColumns:
 
 def forward_moves(
     layout: Layout, batch_sizes: Sequence[int], rank: int, blocks: Sequence[int]
-) -> list[Move]:
+) -> list[RectangleCopy]:
     """Moves from the ``[all samples, columns]`` of some of this rank's ``blocks`` to the
     ``[samples, all columns]`` of every rank, as :class:`ReceivedColumns` orders them."""
     received, num_ranks = received_columns(layout), layout.num_ranks
@@ -64,14 +64,16 @@ def forward_moves(
         for turn in range(num_ranks):
             peer = (rank + 1 + turn) % num_ranks
             size = batch_sizes[peer]
-            moves.append((peer, size, width, starts[peer], column, target, received.num_columns))
+            moves.append(
+                RectangleCopy(peer, size, width, starts[peer], column, target, received.num_columns)
+            )
         column += width
     return moves
 
 
 def backward_moves(
     layout: Layout, batch_sizes: Sequence[int], rank: int, sources: Sequence[Sequence[int | None]]
-) -> list[Move]:
+) -> list[RectangleCopy]:
     """Moves from this rank's ``[samples, columns]`` to the ``[all samples, columns]`` of every
     rank, whose blocks are side by side.
 
@@ -80,7 +82,7 @@ def backward_moves(
             another one.
     """
     num_ranks, start, size = layout.num_ranks, sum(batch_sizes[:rank]), batch_sizes[rank]
-    by_peer: list[list[Move]] = []
+    by_peer: list[list[RectangleCopy]] = []
     for turn in range(num_ranks):
         peer = (rank + 1 + turn) % num_ranks
         blocks = layout.blocks[peer]
@@ -88,7 +90,7 @@ def backward_moves(
         for block, source in zip(blocks, sources[peer], strict=True):
             width, target = block.num_columns, start * stride + column
             if source is not None:
-                moves.append((peer, size, width, 0, source, target, stride))
+                moves.append(RectangleCopy(peer, size, width, 0, source, target, stride))
             column += width
         by_peer.append(moves)
     return [move for turn in itertools.zip_longest(*by_peer) for move in turn if move is not None]
@@ -260,7 +262,9 @@ class _Push(torch.autograd.Function):
         for out, pieces in ((values, push.value_segments), (separate, push.separate_segments)):
             for num_shards in sorted({piece.num_shards for piece in pieces}):
                 moves = [
-                    (0, num_samples, piece.width, 0, piece.first, piece.place, out.shape[1])
+                    RectangleCopy(
+                        0, num_samples, piece.width, 0, piece.first, piece.place, out.shape[1]
+                    )
                     for piece in pieces
                     if piece.num_shards == num_shards
                 ]
@@ -298,7 +302,7 @@ class _Push(torch.autograd.Function):
             out = values.new_empty(num_samples, len(of_group), width)
             row = len(of_group) * width
             moves = [
-                (0, num_samples, width, 0, starts[block], place * width, row)
+                RectangleCopy(0, num_samples, width, 0, starts[block], place * width, row)
                 for place, block in enumerate(of_group)
             ]
             channel.collect(out, joined_moves(moves), stride, dtype)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from torchembed.autograd.gradient_slots import FlatSpans
-from torchembed.ops.push import Move
+from torchembed.ops.push import RectangleCopy
 from torchembed.sharding.transport.channel import PushDomain, half_bytes
 
 _WIDTH = 64
@@ -83,7 +83,8 @@ class PushedMean:
         for flat, rows, spans, before in placed:
             moves = []
             for start, stop in spans:
-                moves.append((0, stop - start, _WIDTH, before, 0, start * _WIDTH, _WIDTH))
+                copy = RectangleCopy(0, stop - start, _WIDTH, before, 0, start * _WIDTH, _WIDTH)
+                moves.append(copy)
                 before += stop - start
             means.collect(rows, moves, _WIDTH, dtype)
             if rows.numel() > flat.numel():
@@ -100,10 +101,10 @@ def most_bytes_of_means(num_bytes: int) -> int:
 
 def shares(
     spans: Sequence[tuple[int, int]], before: int, rows_a_rank: int, rank: int, num_ranks: int
-) -> list[Move]:
+) -> list[RectangleCopy]:
     """Moves of each rank's share of the rows of ``spans`` to that rank, where ``before`` rows of
     other tensors come first. Each rank begins with the one after it."""
-    moves: list[Move] = []
+    moves: list[RectangleCopy] = []
     for turn in range(num_ranks):
         peer = (rank + 1 + turn) % num_ranks
         place = before
@@ -112,6 +113,8 @@ def shares(
             high = min((peer + 1) * rows_a_rank - place + start, stop)
             if low < high:
                 target = (rank - peer) * rows_a_rank + place + low - start
-                moves.append((peer, high - low, _WIDTH, low, 0, target * _WIDTH, _WIDTH))
+                moves.append(
+                    RectangleCopy(peer, high - low, _WIDTH, low, 0, target * _WIDTH, _WIDTH)
+                )
             place += stop - start
     return moves
