@@ -1,1 +1,1 @@
-"""Where gradients are written and when: slots in flat buffers, deferred gradients of weights."""
+"""Memory and time of gradients: slots in flat buffers, and deferred gradients of weights."""

@@ -9,9 +9,11 @@ from torch import Tensor
 
 
 def first_order(layer: str, instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For ``backward`` of an ``autograd.Function``: where its result is differentiated once more,
-    as after ``create_graph=True``, an error says that ``layer`` cannot, and what can be used
-    ``instead``. As torch's ``once_differentiable`` otherwise."""
+    """Decorator of ``backward`` of an ``autograd.Function`` that has no second derivative.
+
+    Like torch's ``once_differentiable``, but the error says that ``layer`` cannot be differentiated
+    twice, as after ``create_graph=True``, and names what can be used ``instead``.
+    """
     message = (
         f"{layer} has no second derivative, and one was asked for (create_graph=True, a gradient "
         f"penalty, or a Hessian); use {instead} there"
@@ -27,6 +29,8 @@ def first_order(layer: str, instead: str) -> Callable[[Callable[..., Any]], Call
             )
             if not is_differentiated:
                 return results
+            # Refused when the second backward comes and not here: create_graph=True alone asks for
+            # a graph that many callers never go back through.
             parts = results if isinstance(results, tuple) else (results,)
             source = next(grad for grad in grads if grad is not None and grad.requires_grad)
             return tuple(
@@ -40,7 +44,7 @@ def first_order(layer: str, instead: str) -> Callable[[Callable[..., Any]], Call
 
 
 class _Refusal(torch.autograd.Function):
-    """A gradient as it is, whose own gradient is an error."""
+    """Identity of a gradient, whose own backward is an error."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, source: Tensor, message: str) -> Tensor:

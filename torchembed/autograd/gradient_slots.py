@@ -1,4 +1,5 @@
-"""Where the gradient of a parameter belongs: its part of a flat buffer, that is used as a whole."""
+"""Slots of gradients: the parts of flat buffers in which parameters' gradients are written, so that
+optimizers and all-reduces take a buffer as a whole."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,15 +11,15 @@ from torch import Tensor
 class GradientSlot:
     """The part of a flat buffer that belongs to the gradient of one parameter.
 
-    What computes gradients may write the first one of a step there; ``weight.grad`` is then that
-    part of the buffer, and nothing is copied. A gradient that lies elsewhere is as good, and costs
-    whoever needs the whole buffer a copy.
+    A backward function may write the first gradient of a step there; ``weight.grad`` is then that
+    part of the buffer, and nothing is copied. A gradient in other memory is valid too, and is
+    copied by whoever needs the whole buffer.
 
     Args:
         parameter: a leaf, of the dtype of ``flat``.
         flat: the buffer.
-        start: where the gradient begins in it.
-        stop: where the next one begins; zeros fill what is between.
+        start: element of the buffer at which the gradient begins.
+        stop: element at which the next one begins; the elements between them are zeros.
     """
 
     def __init__(self, parameter: Tensor, flat: Tensor, start: int, stop: int) -> None:
@@ -28,9 +29,9 @@ class GradientSlot:
         self.memory = flat[start : start + parameter.numel()].view(parameter.shape)
         self._flat, self._start, self._stop = flat, start, stop
         self._is_claimed = False
-        # Until the engine has accumulated what was written, a second use of the parameter in the
-        # same backward must not write there. A frozen parameter may be freed later, but torch takes
-        # no hook of it meanwhile.
+        # From claim() until the engine has accumulated the gradient, a second use of the parameter
+        # in the same backward must not write to the slot; the hook ends that time. Torch takes no
+        # hook of a frozen parameter, which may be unfrozen later, so it is unfrozen for a moment.
         is_frozen = not parameter.requires_grad
         parameter.requires_grad_(True)
         self._hook = parameter.register_post_accumulate_grad_hook(self._release)
@@ -41,22 +42,23 @@ class GradientSlot:
         self._is_claimed = False
 
     def claim(self, parameter: Tensor) -> Tensor | None:
-        """Memory for the gradient of ``parameter``; None where it holds another already, or the
-        parameter was moved or cast since."""
+        """Memory for the gradient of ``parameter``; None where the parameter has a gradient or is
+        getting one already, or was moved or cast since the slot was made."""
         if parameter.grad is not None or self._is_claimed:
             return None
         if parameter.dtype is not self.memory.dtype or parameter.device != self.memory.device:
             return None
         self._is_claimed = True
-        # A tensor of its own: the engine makes no copy of a gradient that nobody else holds.
+        # A new tensor over the memory: the engine takes a gradient without a copy only where it
+        # holds the last reference to it.
         return self.memory.detach()
 
     def holds(self, grad: Tensor | None) -> bool:
-        """Whether ``grad`` lies here."""
+        """True where ``grad`` is in this slot."""
         return grad is not None and grad.data_ptr() == self.memory.data_ptr()
 
     def __reduce__(self) -> Any:
-        # A parameter that is pickled leaves its optimizer behind.
+        # A pickled or copied parameter leaves its optimizer, and so its slot, behind.
         return _no_slot, ()
 
 
@@ -65,25 +67,25 @@ def _no_slot() -> None:
 
 
 def slot_of(parameter: Tensor) -> GradientSlot | None:
-    """The slot of the gradient of ``parameter``, where something has made one."""
+    """The slot of the gradient of ``parameter``; None where no optimizer has made one."""
     return getattr(parameter, "torchembed_gradient_slot", None)
 
 
 class FlatSpans(NamedTuple):
-    """Parts of a flat buffer."""
+    """Parts of a flat buffer, as ranges of its elements."""
 
     flat: Tensor
     spans: list[tuple[int, int]]
-    """Where each begins and ends."""
+    """Begin and end of each part."""
 
     def parts(self) -> list[Tensor]:
-        """Each part's memory."""
+        """The parts themselves, views of the buffer."""
         return [self.flat[start:stop] for start, stop in self.spans]
 
 
 def joint_spans(parameters: Sequence[Tensor]) -> FlatSpans | None:
-    """The parts of a flat buffer that are the slots of ``parameters``, in order, and nothing else:
-    one for all that come one after the other. None where some have none, or in other buffers."""
+    """The parts of one flat buffer that the slots of ``parameters`` make up, in order; neighbours
+    are one part. None where a parameter has no slot, or one in another buffer."""
     slots = [slot_of(parameter) for parameter in parameters]
     first = slots[0]
     if first is None:
@@ -100,7 +102,7 @@ def joint_spans(parameters: Sequence[Tensor]) -> FlatSpans | None:
 
 
 def gather_gradients(parameters: Sequence[Tensor]) -> None:
-    """Bring gradients of ``parameters`` that lie elsewhere into their slots."""
+    """Copy gradients of ``parameters`` that are in other memory to their slots."""
     slots, elsewhere = [], []
     for parameter in parameters:
         slot = slot_of(parameter)
@@ -112,6 +114,7 @@ def gather_gradients(parameters: Sequence[Tensor]) -> None:
     if slots:
         torch._foreach_copy_(slots, elsewhere)  # type: ignore[attr-defined]
     for gradient in elsewhere:
-        # Backward, that goes on elsewhere, would use their memory again before they are copied.
+        # This stream copies while backward goes on on another one, where the allocator would hand
+        # out the gradient's memory again.
         if gradient.is_cuda:
             gradient.record_stream(torch.cuda.current_stream())

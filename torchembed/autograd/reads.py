@@ -1,4 +1,4 @@
-"""Which tensors of some are read."""
+"""Finding out which of some tensors the operations in a block of code read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from torchembed.core.trees import tensors_in
 
 
 class ReadsOf(TorchDispatchMode):
-    """Finds out, within it, whose memory operations are given.
+    """Context that records whose memory the operations within it are given.
 
     Args:
-        tensors: looked through at each operation, so that it may change meanwhile.
+        tensors: tensors to look for; read anew at each operation, so the sequence may grow.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
         self.found: set[int] = set()
-        """``id`` of each of them that one was given, or some of its memory."""
+        """``id`` of each tensor that an operation was given, as a whole or in part."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Others than plain tensors stand for none, as while something is compiled.
+        # Subclasses, such as the fake tensors of a compilation, have no memory to compare.
         given = [t for t in tensors_in((args, kwargs)) if type(t) in (Tensor, nn.Parameter)]
         extents = list(map(_extent, given))
         for tensor in self._tensors:
@@ -36,7 +36,7 @@ class ReadsOf(TorchDispatchMode):
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses between which the elements of ``tensor`` are."""
+    """The first address of ``tensor`` and the one after its last element."""
     first = tensor.data_ptr()
     if tensor.numel() == 0:
         return first, first

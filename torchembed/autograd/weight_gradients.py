@@ -11,45 +11,47 @@ from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.reads import ReadsOf
 
 Compute = Callable[[Tensor | None], Tensor]
-"""Computes a gradient: into the given tensor, or into a new one where that is None."""
+"""Function that computes a gradient, into the given tensor or, where that is None, a new one."""
 
 
 class Completion(NamedTuple):
-    """What becomes of gradients that are on their way over ranks, once backward is done but for
-    deferred gradients that do not read what is changed."""
+    """Early use of gradients that are averaged over ranks, such as updating their parameters.
+
+    It begins once backward is done but for deferred gradients that do not read ``changed``.
+    """
 
     stream: "torch.cuda.Stream"
-    """Waits for backward, and for them."""
+    """Stream of the early use, which waits for backward and for the averages."""
     note: Callable[[Sequence[Tensor]], None]
-    """Called on the stream with parameters whose gradients are there, and will not change."""
+    """Called on the stream with parameters whose gradients are final."""
     changed: Sequence[Tensor]
-    """What it may change."""
+    """Tensors that the early use may change."""
 
 
 class DeferredWeightGradients:
     """Lets backward compute the gradients of inputs first, and those of weights after them.
 
     Within it, torchembed's linear and cross layers leave the gradients of their weights for later,
-    and the last part of sums over samples for biases, so that what waits for the gradients of
-    embeddings (wires, row updates) can run beside them::
+    and the last part of sums over samples for biases. Work that waits for the gradients of
+    embeddings (exchanges, row updates) can then run on another stream at the same time::
 
         with DeferredWeightGradients() as deferred:
             loss.backward()          # gradients of inputs, and of other modules' weights
-            ...                      # start on another stream what waits for those
+            ...                      # launch the work that waits for those on another stream
         # every weight.grad is there
 
-    With a ``stream``, each gradient is computed there as soon as backward comes by its layer, and
-    on leaving the current stream waits for it; without one, on leaving or in :meth:`run`, on the
-    current stream, and where layers share a weight its gradients are added up. Both can be captured
-    in a CUDA graph. Hooks of ``register_post_accumulate_grad_hook`` run when the gradient is there,
-    and torch may have run them before; those of ``register_hook`` see nothing.
-    ``torch.autograd.grad`` gives no gradients of weights meanwhile. Of a model that is trained on
+    With a ``stream``, each gradient is computed there as soon as backward passes its layer, and the
+    current stream waits for it on leaving. Without one, gradients are computed on leaving or in
+    :meth:`run`, on the current stream, and those of a weight that layers share are added up. Both
+    can be captured in a CUDA graph. Hooks of ``register_post_accumulate_grad_hook`` run when the
+    gradient is there, and torch may have run them before; those of ``register_hook`` see nothing.
+    ``torch.autograd.grad`` gives no gradients of weights within it. For a model that is trained on
     several ranks use one for each backward, since other gradients are averaged within it already.
 
     Args:
         stream: a CUDA stream.
-        completion: for gradients that are averaged over ranks, which the current stream waits for
-            where it is None.
+        completion: early use of gradients that are averaged over ranks; the current stream waits
+            for these where it is None.
 
     Raises:
         RuntimeError: on entering, where another one is entered.
@@ -60,16 +62,18 @@ class DeferredWeightGradients:
     ) -> None:
         self.stream, self.completion = stream, completion
         self.weights: list[Tensor] = []
-        """Of the gradients deferred so far, in their order."""
+        """Weights whose gradients were deferred so far, in that order."""
         self._waiting: list[tuple[Tensor, Compute]] = []
         self._held: list[Compute] = []
-        """What the stream reads; freed where the current stream has waited for it."""
+        """Functions that hold the tensors which the other stream reads: kept until the current
+        stream has waited for it, since the allocator does not know of that stream."""
         self._seen: set[int] = set()
         self._completions: list[Callable[[], None]] = []
         self._uses_stream = False
         self._backward_done: torch.cuda.Event | None = None
         self._late_reads: set[int] = set()
-        """Of what the completion may change, what gradients were computed from after that."""
+        """``id`` of tensors that the completion may change and that gradients were computed from
+        after backward: their changes must wait for those gradients."""
 
     def __enter__(self) -> Self:
         if _entered:
@@ -85,7 +89,8 @@ class DeferredWeightGradients:
             if error is None:
                 self.run()
         finally:
-            # Before what is held there is freed, where backward failed too.
+            # Also where backward failed: the other stream may still read the tensors that are freed
+            # below.
             self._wait()
             self._waiting.clear()
             self._held.clear()
@@ -99,7 +104,8 @@ class DeferredWeightGradients:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute what waits, and let the current stream wait for what runs on another one."""
+        """Compute the deferred gradients, and let the current stream wait for those that run on
+        another one."""
         with self._noting_late_reads():
             while self._waiting:
                 _accumulate(*self._waiting.pop(0))
@@ -121,7 +127,8 @@ class DeferredWeightGradients:
         self._late_reads = reads.found
 
     def _wait(self) -> None:
-        """Let the current stream wait for the other one, which a capture may not know yet."""
+        """Let the current stream wait for the other one, if that was used: waiting for a stream
+        that no capture has forked to is an error in one."""
         if self.stream is not None and self._uses_stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 
@@ -143,29 +150,28 @@ class DeferredWeightGradients:
 
 
 _entered: list[DeferredWeightGradients] = []
-"""None or one. Backward runs on threads of the engine, so this is no context variable."""
+"""The entered context, if any. No context variable, since backward runs on the engine's threads."""
 
 
 def are_deferred() -> bool:
-    """Whether gradients of weights are deferred now."""
+    """True while gradients of weights are deferred."""
     return bool(_entered) and not torch.compiler.is_compiling()
 
 
 def keep_parameters(ctx: Any, *parameters: Tensor | None) -> None:
-    """In ``forward``: let ``ctx.parameters`` be those of ``parameters`` that are leaves, and None
-    in the place of others.
+    """Keep in ``ctx.parameters`` those of ``parameters`` that are leaves, with None for others.
 
-    What ``backward`` finds among saved tensors may be another tensor, where hooks have saved them
-    (activation checkpointing, ``save_on_cpu``): with the same numbers, but nobody's parameter.
+    For ``forward``. Saved tensors will not do: where hooks save them (activation checkpointing,
+    ``save_on_cpu``), ``backward`` gets copies, which are nobody's parameter.
     """
     leaves = [None if p is None or not p.is_leaf else p for p in parameters]
     ctx.parameters = [None] * len(leaves) if torch.compiler.is_compiling() else leaves
 
 
 def weight_gradient(weight: Tensor | None, compute: Compute) -> Tensor | None:
-    """What ``backward`` of an ``autograd.Function`` returns for ``weight``.
+    """Gradient of ``weight`` for ``backward`` of an ``autograd.Function`` to return.
 
-    That is ``compute``'s result, in the slot of the weight's gradient where it has one; or None,
+    That is ``compute``'s result, in the slot of the weight's gradient where it has one; or None
     where the gradient is deferred.
 
     Args:
@@ -181,13 +187,13 @@ def weight_gradient(weight: Tensor | None, compute: Compute) -> Tensor | None:
 
 
 def product_gradient(weight: Tensor | None, grad: Tensor, x: Tensor) -> Tensor | None:
-    """:func:`weight_gradient` of the product ``x @ weight.T``: ``grad.T @ x``."""
+    """:func:`weight_gradient` for the product ``x @ weight.T``: ``grad.T @ x``."""
     return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
 
 
 def gradient_memory(saved: Tensor, parameter: Tensor | None) -> Tensor:
-    """Where ``backward`` may write the gradient of ``parameter`` that it then returns: its slot, or
-    new memory, like ``saved``.
+    """Memory for the gradient of ``parameter`` that ``backward`` writes and returns: its slot, or
+    new memory like ``saved``.
 
     Args:
         parameter: as :func:`keep_parameters` kept it.
@@ -198,7 +204,7 @@ def gradient_memory(saved: Tensor, parameter: Tensor | None) -> Tensor:
 
 
 def _accumulate(weight: Tensor, compute: Compute) -> None:
-    """What the engine does with a leaf's gradient."""
+    """Compute the gradient of ``weight`` and accumulate it, as the engine does for a leaf."""
     slot = slot_of(weight)
     grad = compute(None if slot is None else slot.claim(weight))
     if weight.grad is None:
@@ -210,18 +216,19 @@ def _accumulate(weight: Tensor, compute: Compute) -> None:
 
 
 def is_waiting(weight: Tensor) -> bool:
-    """Whether a gradient of ``weight`` is still to be computed."""
+    """True where a gradient of ``weight`` is still to be computed."""
     return any(weight is other for entered in _entered for other, _ in entered._waiting)
 
 
 def are_waiting() -> bool:
-    """Whether gradients of weights are still to be computed, beside what comes before them now."""
+    """True where gradients of weights are still to be computed."""
     return any(entered._waiting for entered in _entered)
 
 
 @contextlib.contextmanager
 def on_gradient_stream() -> Iterator[None]:
-    """Work within comes after all gradients computed so far, on whatever stream they were."""
+    """Context whose work is ordered after all gradients computed so far, on the stream of deferred
+    gradients where there is one."""
     stream = _entered[0].stream if _entered else None
     if stream is None:
         yield
@@ -234,15 +241,19 @@ def on_gradient_stream() -> Iterator[None]:
 
 @contextlib.contextmanager
 def completing(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Work within makes the gradients of ``parameters`` what they will be. It is on the stream of
-    the completion, if there is one, after backward and what reads the parameters then; there
-    :attr:`Completion.note` is called."""
+    """Context whose work makes the gradients of ``parameters`` final.
+
+    With a completion, the work is on its stream, ordered after backward and after deferred
+    gradients that read the parameters, and :attr:`Completion.note` is called there at the end.
+    """
     completion = _entered[0].completion if _entered else None
     if completion is None:
         yield
         return
     done = _entered[0]._backward_done
     assert done is not None  # gradients complete in `run`, which begins with it
+    # A parameter that a deferred gradient reads may not change before that is computed; for others
+    # it is enough that backward is done.
     if any(id(p) in _entered[0]._late_reads for p in parameters):
         completion.stream.wait_stream(torch.cuda.current_stream())
     else:
@@ -253,7 +264,7 @@ def completing(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def when_gradients_are_complete(callback: Callable[[], None]) -> None:
-    """Run ``callback`` at the end of the backward that calls this, deferred gradients included."""
+    """Run ``callback`` at the end of the current backward, after deferred gradients."""
     if _entered:
         _entered[0]._completions.append(callback)
     else:

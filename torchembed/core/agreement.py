@@ -3,21 +3,25 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def check_agreement(texts: Mapping[str, Sequence[str]], group: Any = None) -> None:
-    """Raise on every rank where one of ``texts``, lists of lines by what they say, is not the same
-    on all of them.
+def check_agreement(
+    texts: Mapping[str, Sequence[str]], group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on every rank unless ``texts`` are the same on all of them.
 
-    Collective; small: a digest is compared, and texts exchanged only where it differs.
+    Collective and small: digests are compared, and texts exchanged only where these differ.
+
+    Args:
+        texts: lists of lines, by what they describe.
+        group: the ranks; the default process group where None.
 
     Raises:
-        ValueError: names what differs, between which ranks, and in each the first line that the
-            other lacks.
+        ValueError: names the text that differs, two ranks where it does, and in each the first line
+            that the other lacks.
     """
     digest = hashlib.sha256(json.dumps({**texts}, default=list).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8)
@@ -25,7 +29,7 @@ def check_agreement(texts: Mapping[str, Sequence[str]], group: Any = None) -> No
     dist.all_gather(digests, mine, group=group)
     if all(torch.equal(other, mine) for other in digests):
         return
-    by_rank: list[Any] = [None] * len(digests)
+    by_rank: list[dict[str, list[str]]] = [{}] * len(digests)
     dist.all_gather_object(by_rank, {name: list(lines) for name, lines in texts.items()}, group)
     for rank, theirs in enumerate(by_rank):
         for name in dict.fromkeys([*by_rank[0], *theirs]):

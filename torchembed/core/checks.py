@@ -1,4 +1,4 @@
-"""Checks of arguments, whose errors name the argument, what is required, what came, what to do."""
+"""Checks of arguments; errors name the argument, the requirement, the value and the remedy."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ ID_DTYPES = (torch.int32, torch.int64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``, and so on, for errors."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -40,8 +41,7 @@ def check_dim(name: str, tensor: Tensor, dim: int) -> None:
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ``ValueError`` unless the elements of ``tensor`` lie side by side, as kernels read
-    them."""
+    """Raise ``ValueError`` unless ``tensor`` is contiguous, as kernels read it."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous; call .contiguous()")
 
@@ -60,13 +60,14 @@ def check_not_negative(name: str, value: int) -> None:
 
 
 def check_output_dtype(dtype: torch.dtype) -> None:
-    """Raise ``TypeError`` unless ``dtype``, of vectors that were looked up, is one of floats."""
+    """Raise ``TypeError`` unless ``dtype`` is float32, float16 or bfloat16."""
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"output_dtype must be float32, float16 or bfloat16, got {dtype}")
 
 
 def check_numel(name: str, tensor: Tensor, numel: int, meaning: str) -> None:
-    """Raise ``ValueError`` unless ``tensor`` holds ``numel`` elements; ``meaning`` says which."""
+    """Raise ``ValueError`` unless ``tensor`` holds ``numel`` elements; ``meaning`` explains that
+    number in the error."""
     if tensor.numel() != numel:
         raise ValueError(f"{name} must hold {numel} elements ({meaning}), got {tensor.numel()}")
 

@@ -1,7 +1,7 @@
 """Checks of what tensors hold, for ``TORCHEMBED_CHECK_OPERATIONS``.
 
-Each takes a pass over its tensor and makes the host wait for a GPU, so operations run them only
-where that variable is set. csrc/contents.h says the same for the C++ library's own operations.
+Each check passes over its tensor and makes the host wait for a GPU, so operations run them only
+where that variable is set. csrc/contents.h has the same checks for the C++ library's operations.
 """
 
 from torch import Tensor

@@ -16,20 +16,19 @@ _num_made = 0
 
 
 class CpuGroup:
-    """All ranks, through the CPU, in a gloo process group of their own.
+    """Gloo process group of all ranks, for collectives of picklable objects through the CPU.
 
-    Its collectives are of picklable objects and may run in any thread, one at a time. They do not
-    wait longer than the time limit, and their error names the ranks that did not come. After such
-    an error the group is of no use.
+    Collectives may run in any thread, one at a time. They wait no longer than the time limit, and
+    their error names the ranks that did not call them. After such an error the group is unusable.
 
-    Without a process group, or with one of a single rank, nothing is sent.
+    Without a default process group, or with one of a single rank, nothing is sent.
     """
 
     def __init__(self, what: str, timeout: datetime.timedelta | None = None) -> None:
-        """Every rank must make one.
+        """Make the group; collective over all ranks.
 
         Args:
-            what: what is begun, as "could not ..." goes on.
+            what: the action that the group is made for, to complete the error "could not ...".
             timeout: how long a rank waits for the others; the default process group's where None.
 
         Raises:
@@ -40,7 +39,7 @@ class CpuGroup:
         self._group: dist.ProcessGroup | None = None
         if ranks.world_size() > 1:
             self._roll_call = RollCall(f"cpu-group/{_num_made}", self.timeout)
-            # Making a group says nothing of who is missing, so it begins once all ranks are here.
+            # dist.new_group does not say which rank is missing, so a roll call comes first.
             self._roll_call.wait_for_all(what)
             with self._naming_ranks(what):
                 group = dist.new_group(backend="gloo", timeout=self.timeout)
@@ -68,7 +67,7 @@ class CpuGroup:
         return items
 
     def gather_on_first_rank(self, item: T, what: str) -> list[T] | None:
-        """As :meth:`gather`, on rank 0; None on the others."""
+        """Every rank's ``item`` on rank 0, None on the others; raises as :meth:`gather` does."""
         if self._group is None:
             return [item]
         items = [item] * ranks.world_size() if ranks.rank() == 0 else None

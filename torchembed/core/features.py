@@ -1,7 +1,8 @@
 """Batches of sparse features, and the results of looking them up.
 
-The classes read the like of TorchRec's ``KeyedJaggedTensor``, ``KeyedTensor`` and ``JaggedTensor``;
-:func:`as_sparse_features` takes TorchRec's own by their methods, without importing TorchRec.
+The classes have the methods of TorchRec's ``KeyedJaggedTensor``, ``KeyedTensor`` and
+``JaggedTensor`` that reading takes; :func:`as_sparse_features` takes TorchRec's own by their
+methods, without importing TorchRec.
 """
 
 import dataclasses
@@ -92,10 +93,10 @@ class SparseFeatures:
         Args:
             ids: from each feature to a bag for each sample: a sequence of ids, a one-dimensional
                 tensor or array, or one id. They become int64.
-            weights: of the same features, lengths and forms; they become float32.
+            weights: one for each id, in the same form; they become float32.
 
         Raises:
-            TypeError: for what is no bag, or no whole number.
+            TypeError: for a value that is no bag, or an id that is no whole number.
             ValueError: where features differ in their number of samples, or weights from ids.
         """
         if not isinstance(ids, Mapping):
@@ -118,7 +119,8 @@ class SparseFeatures:
         ids: Sequence[Sequence[Any]],
         weights: Sequence[Sequence[Any]] | None = None,
     ) -> "SparseFeatures":
-        """As :meth:`from_dict`, of a list with the bags of each feature, in the order of ``keys``.
+        """A batch on the CPU of lists with the bags of each feature, in the order of ``keys``;
+        otherwise as :meth:`from_dict`.
 
         ``SparseFeatures.from_lists(["user", "genre"], [[7, 7, 2], [[3, 9], [], [9]]])``
         """
@@ -181,8 +183,8 @@ def names_in(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     """``names`` as a tuple.
 
     Raises:
-        TypeError: for a single string, whose characters would be taken for names, and for what is
-            no sequence of strings.
+        TypeError: for a single string, whose characters would be taken for names, and for anything
+            else that is no sequence of strings.
     """
     if isinstance(names, str):
         raise TypeError(
@@ -239,7 +241,8 @@ def _concatenated(batches: list[SparseFeatures]) -> SparseFeatures:
         hotness = hotness if batch.hotness == hotness else None
     lengths = torch.cat([batch.lengths() for batch in batches], dim=1)
     batch_size = lengths.shape[1]
-    # The bag of each id among all, in the order in which the ids come.
+    # Ids come batch by batch, each feature-major; a stable sort by their bag in the joint batch
+    # makes them feature-major as a whole.
     bags = torch.arange(lengths.numel(), device=lengths.device).view_as(lengths)
     split = bags.split([batch.batch_size for batch in batches], dim=1)
     of_ids = torch.cat([part.reshape(-1) for part in split])
@@ -263,7 +266,7 @@ def _concatenated(batches: list[SparseFeatures]) -> SparseFeatures:
 
 
 def _num_ids(batch: SparseFeatures) -> int:
-    """Ids that bags of ``batch`` hold; there may be more behind them."""
+    """Number of ids in the bags of ``batch``; ``values`` may be longer."""
     return batch.values.numel() if batch.offsets is None else int(batch.offsets[-1])
 
 
@@ -272,7 +275,7 @@ def with_offsets(features: SparseFeatures) -> SparseFeatures:
     synchronizes."""
     if features.hotness is None:
         return features
-    # Filled on the device: a GPU would be waited for by a copy.
+    # Filled on the device, since a copy from the host would wait for a GPU.
     first = torch.zeros(1, dtype=torch.int64, device=features.values.device)
     lengths = [first.new_full((features.batch_size,), count) for count in features.hotness]
     offsets = torch.cat([first, *lengths]).cumsum(0)
@@ -280,12 +283,13 @@ def with_offsets(features: SparseFeatures) -> SparseFeatures:
 
 
 class KeyedTensor:
-    """Pooled vectors of several keys side by side: ``values [B, sum of widths]``."""
+    """Pooled vectors of several keys, concatenated: ``values [B, sum of widths]``."""
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
         self._keys, self._widths, self._values = list(keys), list(length_per_key), values
 
     def keys(self) -> list[str]:
+        """Names of the keys, in the order of their columns."""
         return self._keys
 
     def values(self) -> Tensor:
@@ -293,6 +297,7 @@ class KeyedTensor:
         return self._values
 
     def length_per_key(self) -> list[int]:
+        """Columns of each key."""
         return self._widths
 
     def to_dict(self) -> dict[str, Tensor]:

@@ -1,13 +1,12 @@
-"""Names for parts of a profile."""
+"""Named ranges of code in profiles."""
 
 import contextlib
-from typing import Any
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 
-def named_range(name: str) -> Any:
+def named_range(name: str) -> contextlib.AbstractContextManager[object]:
     """A context that profiles show as ``name``.
 
     Without one of ``torch.profiler`` or ``torch.autograd.profiler`` it does nothing:

@@ -1,4 +1,4 @@
-"""Tensors over part of a larger one's memory that look to others like tensors of their own."""
+"""Tensors over part of another tensor's memory with a storage that ends where they do."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from torch import Tensor
 def with_own_storage(part: Tensor) -> Tensor:
     """A tensor over the memory of ``part``, whose storage begins and ends where ``part`` does.
 
-    What writes files (safetensors, accelerate, transformers) takes tensors of one storage for one
-    tensor under several names and keeps one of them; ``torch.save`` writes whole storages. Neither
-    sees here that ``part`` lies beside others. Nothing is copied: writes to one are writes to the
-    other, and the memory stays as long as either does. Version counters are apart.
+    Libraries that write files (safetensors, accelerate, transformers) take tensors of one storage
+    for one tensor under several names, and keep one of them; ``torch.save`` writes whole storages.
+    Nothing is copied: writes to one are writes to the other, and the memory lives as long as either
+    does. Version counters are separate.
 
     Args:
         part: contiguous, without gradient.
@@ -21,7 +21,7 @@ def with_own_storage(part: Tensor) -> Tensor:
         it with other processes, which a storage of its own would hide.
     """
     if (
-        type(part) is not Tensor  # but a stand-in, without memory
+        type(part) is not Tensor  # a fake or functional tensor, without memory
         or part.device.type not in ("cpu", "cuda")
         or part.numel() == 0
         or part.untyped_storage().nbytes() == part.nbytes

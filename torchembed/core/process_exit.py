@@ -12,12 +12,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_process_within(seconds: float) -> None:
-    """Let the process exit with code 1 after ``seconds``, whatever it waits for by then; before
-    that, what each thread is doing is printed.
+    """End the process with code 1 after ``seconds``, whatever it waits for by then, and print each
+    thread's traceback first.
 
-    For a process whose GPU hangs: an exception may not be its end, since CUDA and NCCL wait for the
-    GPU while the interpreter closes. The thread that ends it is not one of Python's, which are gone
-    at that time.
+    For a process whose GPU hangs: an exception may not end it, since CUDA and NCCL wait for the GPU
+    while the interpreter closes. The thread that ends it is faulthandler's own, since Python's
+    threads are gone by that time.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
 

@@ -1,4 +1,4 @@
-"""Whether all ranks run the same thing."""
+"""Checks that all ranks run the same program with the same settings."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from torchembed.core.agreement import check_agreement
 
 
 def check_ranks_agree(**texts: str | Mapping[str, str]) -> None:
-    """Raise on every rank where one of ``texts`` is not the same on all of them.
+    """Raise on every rank unless each of ``texts`` is the same on all of them.
 
     Every rank must call it, best right after joining the others. Only a digest of each text is
     sent, unless they differ. A mapping is a text of lines ``key = value``, by key.
@@ -22,7 +22,8 @@ def check_ranks_agree(**texts: str | Mapping[str, str]) -> None:
         ``check_ranks_agree(config=repr(config), code=source_files(torchembed))``
 
     Raises:
-        ValueError: names what differs, between which ranks, and its first line that does.
+        ValueError: names the text that differs, two ranks where it does, and the first line that
+            one has and the other lacks.
     """
     if ranks.world_size() > 1:
         check_agreement({name: _lines(text) for name, text in texts.items()})
@@ -30,7 +31,7 @@ def check_ranks_agree(**texts: str | Mapping[str, str]) -> None:
 
 def source_files(*packages: ModuleType) -> dict[str, str]:
     """A digest of each Python file and compiled library of ``packages``, and their versions and
-    torch's: what :func:`check_ranks_agree` compares as the code."""
+    torch's, for :func:`check_ranks_agree` to compare as the code."""
     files = {"torch": str(torch.__version__)}
     for package in packages:
         if hasattr(package, "__version__"):

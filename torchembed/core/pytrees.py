@@ -1,5 +1,5 @@
-"""Batches and results as PyTorch's trees, so that ``torch.export``, ``torch.func`` and what else
-walks them finds their tensors."""
+"""Registration of batches and results as PyTorch's pytrees, so that ``torch.export``,
+``torch.func`` and others find their tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def _flatten_features(features: SparseFeatures) -> tuple[list[Any], Any]:
 
 
 def _unflatten_features(leaves: Any, context: Any) -> SparseFeatures:
-    # Unchecked: whoever maps a tree may put anything in place of its tensors.
+    # Without the checks of the constructor: a mapped tree may hold anything in place of tensors.
     made = object.__new__(SparseFeatures)
     keys, batch_size, hotness = context
     fields = {"keys": tuple(keys), "batch_size": batch_size}
@@ -47,7 +47,7 @@ def _unflatten_jagged(leaves: Any, context: Any) -> JaggedTensor:
 
 
 def register_trees() -> None:
-    """Make ``SparseFeatures``, ``KeyedTensor`` and ``JaggedTensor`` trees to PyTorch; once."""
+    """Register ``SparseFeatures``, ``KeyedTensor`` and ``JaggedTensor`` as pytrees, once."""
     _register(SparseFeatures, _flatten_features, _unflatten_features, _TENSORS)
     _register(KeyedTensor, _flatten_keyed, _unflatten_keyed, _TENSORS[:1])
     _register(JaggedTensor, _flatten_jagged, _unflatten_jagged, _TENSORS[:2])

@@ -1,4 +1,4 @@
-"""Ids, or their weights, in nested Python lists, as flat tensors."""
+"""Flat tensors of ids, or of their weights, from nested Python lists."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def bags_of_features(name: str, features: Mapping[str, Sequence[Any]]) -> list[list[list[Any]]]:
-    """Lists of each bag of each feature, ``[F][B][ids]``.
+    """The bags of each feature as lists, ``[F][B][ids]``.
 
     Args:
-        name: of the argument, for errors.
+        name: name of the argument, for errors.
         features: from each feature to a bag for each sample: a sequence, a one-dimensional tensor
             or array, or one number.
 
     Raises:
-        TypeError: for what is no sequence of bags.
+        TypeError: for a feature that is no sequence of bags.
         ValueError: where features have different numbers of samples.
     """
     found = {feature: _bags(name, feature, bags) for feature, bags in features.items()}
@@ -57,7 +57,7 @@ def flat_ids(features: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]]) -
     """The numbers of ``bags [F][B][ids]`` as int64 ``[L]``.
 
     Raises:
-        TypeError: for a number that is not whole, and for anything else, by feature and sample.
+        TypeError: for a value that is no whole number, by feature and sample.
     """
     return _flat("ids", "whole numbers", features, bags, _INTEGERS).to(torch.int64)
 
@@ -66,7 +66,7 @@ def flat_weights(features: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]
     """The numbers of ``bags [F][B][ids]`` as float32 ``[L]``.
 
     Raises:
-        TypeError: for anything but numbers, by feature and sample.
+        TypeError: for a value that is no number, by feature and sample.
     """
     kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *_INTEGERS)
     return _flat("weights", "numbers", features, bags, kinds).to(torch.float32)
@@ -93,7 +93,8 @@ def _flat(
 
 
 def _tensor(numbers: Sequence[Any]) -> Tensor | None:
-    """``numbers`` in the dtype that holds them; None where there is no such tensor, of one dim."""
+    """``numbers`` as a one-dimensional tensor of the dtype that torch gives them; None where they
+    make none."""
     try:
         tensor = torch.tensor(numbers, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -25,7 +25,7 @@ def signed64(value: int) -> int:
 
 
 def shift_right(value: Tensor, bits: int) -> Tensor:
-    """int64 ``value`` as 64 bits, moved right by ``bits``; zeros come in."""
+    """Logical right shift of int64 ``value`` by ``bits``: zeros are shifted in."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""The ranks that have come to a collective, by the store through which ranks find each other."""
+"""Record, in the process group's store, of which ranks have entered a collective."""
 
 import contextlib
 import datetime
@@ -20,9 +20,10 @@ STORE_SECONDS = 10.0
 class RollCall:
     """Records in the default process group's store how many collectives each rank has come to.
 
-    A collective that fails says nothing of who failed it; the store does. Operations of a store
-    hang where the process that serves it is stopped, so each runs in a thread with a time limit.
-    After one that failed none is tried again, since a roll call must not make others fail.
+    The error of a failed collective does not say which rank is missing; this record does. A store
+    hangs where the process that serves it is stopped, so each operation on it runs in a thread with
+    a time limit. After one has failed none is tried again, since a roll call must not make the
+    collective fail.
     """
 
     def __init__(self, name: str, timeout: datetime.timedelta) -> None:

@@ -1,8 +1,8 @@
-"""Tensors that stand for others, and keeping none of them.
+"""Stand-ins, that is fake and functional tensors, and caches that hold none of them.
 
-Inside ``FakeTensorMode``, ``torch.export`` and transforms as ``torch.func.grad``, tensors that are
-made stand for tensors of a call to come, or of a level that ends. What outlives the call, a cache
-above all, may not hold one.
+Tensors that are made inside ``FakeTensorMode``, ``torch.export`` and transforms such as
+``torch.func.grad`` stand for tensors of a later call, or of a level of the transform that ends.
+Objects that outlive the call, caches above all, may not hold one.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ def is_stand_in(tensor: Tensor) -> bool:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where the elements of ``tensor`` begin; 0 where it has none of its own."""
+    """The address of the first element of ``tensor``; 0 for a stand-in, which has none."""
     return tensor.data_ptr() if type(tensor) in _PLAIN else 0
 
 
 def in_transform() -> bool:
     """True inside a transform of ``torch.func``, as ``grad`` or ``vmap``."""
-    # Dynamo traces what is inside by itself.
+    # Dynamo traces transforms itself, and cannot trace the question.
     return not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def makes_stand_ins() -> bool:
-    """True where new tensors may stand for others."""
+    """True where newly made tensors may be stand-ins."""
     return not torch.compiler.is_dynamo_compiling() and (
         in_transform() or type(torch.empty(0, device="cpu")) is not Tensor
     )
@@ -50,13 +50,13 @@ def makes_stand_ins() -> bool:
 
 @contextlib.contextmanager
 def making_real_tensors() -> Iterator[None]:
-    """Meanwhile tensors are no stand-ins, whatever the call is traced for."""
+    """Context in which new tensors are real, whatever mode or transform the call is inside of."""
     with _disable_current_modes(), torch._C._DisableFuncTorch():
         yield
 
 
 class KeptTensors(Generic[K, V]):
-    """Trees of tensors by a key, each made once and kept; stand-ins are not kept.
+    """Cache of trees of tensors by key, each made once; trees with stand-ins are not kept.
 
     Args:
         limit: the number of trees kept; None for no limit.
@@ -71,11 +71,11 @@ class KeptTensors(Generic[K, V]):
 
     @property
     def is_full(self) -> bool:
-        """True where no other tree will be kept."""
+        """True where no further tree will be kept."""
         return len(self._kept) == self._limit
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """What is kept under ``key``, or else what ``make`` gives."""
+        """The value kept under ``key``, or else that of ``make()``, which is kept from then on."""
         if key in self._kept:
             return self._kept[key]
         made = make()

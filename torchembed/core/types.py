@@ -1,26 +1,26 @@
-"""What several rooms speak of: closed sets, and how many are summed at a time."""
+"""Closed sets of choices, and constants of the order of sums, for all rooms and kernels."""
 
 import enum
 
 RUN_CHUNK = 32
-"""Occurrences of a row whose gradients are summed together, as a chunk of its run; ``kRunChunk`` of
-csrc/run_chunks.h is equal."""
+"""Occurrences of a row whose gradients are summed together, as a chunk of its run; equal to
+``kRunChunk`` in csrc/run_chunks.h."""
 ROWS_OF_PARTIAL = 128
-"""Samples whose gradients of a bias are summed together, where partial sums are added later;
-``kSummedRows`` of csrc/cuda/shallow_product.h is equal."""
+"""Samples whose gradients of a bias are summed together, where partial sums are added up later;
+equal to ``kSummedRows`` in csrc/cuda/shallow_product.h."""
 COPY_FIELDS = 7
 """Numbers of a copy of a rectangle, see :class:`torchembed.ops.push.RectangleCopy`."""
 
 
 class Pooling(enum.Enum):
-    """How the vectors of a bag become one vector. An empty bag gives zeros under both."""
+    """Pooling of a bag's vectors into one. An empty bag gives zeros under both."""
 
     SUM = "sum"
     MEAN = "mean"
 
 
 class OnBadId(enum.IntEnum):
-    """What happens to an id outside ``[0, num_rows)``; the values cross into kernels."""
+    """Treatment of an id outside ``[0, num_rows)``; kernels get the values."""
 
     RAISE = 0
     """The id is looked up as zeros and an ``IndexError`` names it: on the CPU at once, on a GPU
@@ -32,7 +32,7 @@ class OnBadId(enum.IntEnum):
 
 
 class OptimizerKind(enum.IntEnum):
-    """The rule of a row update; the values cross into kernels."""
+    """Rule of an update; kernels get the values."""
 
     SGD = 0
     ADAGRAD = 1

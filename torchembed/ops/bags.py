@@ -1,4 +1,4 @@
-"""How ids are grouped into bags: checked arguments shared by the operations that pool."""
+"""Bags of ids: arguments that describe them, and their checks, for all operations that pool."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torchembed.core import checks
 
 _MAX_BAGS = 2**31
-"""Bags are numbered by int32 where gradients are taken back to them."""
+"""Limit of bags in a batch: backward numbers them by int32."""
 
 
 def hotness_of_bags(offsets: Tensor | None, hotness: Sequence[int] | None) -> list[int]:
@@ -40,11 +40,11 @@ def check_bags(
         offsets: ``[num_features * batch_size + 1]``, int32 or int64, starting at 0, not decreasing,
             ending at L or before: ids from ``offsets[-1]`` on are spare capacity that no bag holds,
             and their rows are -1. None where every bag of a feature has the same number of ids.
-        hotness: ids a bag for each feature, the same for every sample; not read where there are
+        hotness: ids in each bag, by feature, the same for every sample; not read where there are
             ``offsets``.
 
     Raises:
-        TypeError, ValueError: where they do not.
+        TypeError, ValueError: where it does not.
     """
     checks.check_not_negative("num_features", num_features)
     checks.check_not_negative("batch_size", batch_size)

@@ -1,4 +1,4 @@
-"""Lookups by PyTorch's own operations: for what kernels do not take, float64 and maxima, and for
+"""Lookups by PyTorch's own operations, for float64 and maxima, which kernels do not take, and for
 transforms of ``torch.func``, which see through PyTorch's operations only."""
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ def eager_sequence_lookup(weight: Tensor, rows: Tensor, *, sparse: bool) -> Tens
         sparse: whether the gradient of ``weight`` is a ``torch.sparse_coo`` tensor.
     """
     if weight.shape[0] == 0:
+        # Zeros that require a gradient where the weight does.
         return weight.sum(0).expand(rows.numel(), -1)
     if rows.numel() == 0:
         return torch.nn.functional.embedding(rows, weight, sparse=sparse)
@@ -36,8 +37,8 @@ def bags_of_positions(
     batch_size: int,
     device: torch.device,
 ) -> Tensor:
-    """The bag of each position, int64 ``[L]``, feature-major: bag ``(f, b)`` is ``f * B + b``. What
-    no bag holds gets the number of bags."""
+    """The bag of each position, int64 ``[L]``, feature-major: bag ``(f, b)`` is ``f * B + b``.
+    Positions in no bag get the number of bags."""
     if offsets is not None:
         positions = torch.arange(num_ids, dtype=offsets.dtype, device=device)
         return torch.searchsorted(offsets, positions, right=True) - 1
@@ -58,7 +59,7 @@ def pool_vectors(vectors: Tensor, bags: Tensor, num_bags: int, pooling: Pooling)
 
     Args:
         vectors: ``[L, D]``; sums are in their dtype.
-        bags: of each vector, int64 ``[L]``, at most ``num_bags``, which stands for none.
+        bags: bag of each vector, int64 ``[L]``; ``num_bags`` stands for none.
     """
     sums = vectors.new_zeros(num_bags + 1, vectors.shape[1]).index_add(0, bags, vectors)
     if pooling is Pooling.MEAN:
@@ -71,12 +72,12 @@ def pool_vectors(vectors: Tensor, bags: Tensor, num_bags: int, pooling: Pooling)
 def max_of_bags(vectors: Tensor, is_counted: Tensor, bags: Tensor, num_bags: int) -> Tensor:
     """The largest element of each column among the vectors of each bag, ``[num_bags, D]``.
 
-    A bag in which nothing counts gives zeros. The gradient goes to the first vector that has the
+    A bag in which no vector counts gives zeros. The gradient goes to the first vector that has the
     largest element, as ``torch.nn.EmbeddingBag``'s. Deterministic, never synchronizes.
 
     Args:
         vectors: ``[L, D]``.
-        is_counted: bool ``[L]``.
+        is_counted: bool ``[L]``; False for vectors that are left out.
         bags: as for :func:`pool_vectors`.
     """
     num_ids, dim = vectors.shape
@@ -86,6 +87,8 @@ def max_of_bags(vectors: Tensor, is_counted: Tensor, bags: Tensor, num_bags: int
     shape, values = (num_bags + 1, dim), vectors.detach()
     largest = values.new_full(shape, -torch.inf).scatter_reduce(0, bags, values, "amax")
     positions = torch.arange(num_ids, device=bags.device).unsqueeze(1).expand(num_ids, dim)
+    # scatter_reduce would share a gradient among equal maxima; the first of them is found by
+    # position, and the gather below gives it all.
     of_bag = largest.gather(0, bags)
     is_largest = (values == of_bag) | (values.isnan() & of_bag.isnan())
     positions = torch.where(is_largest, positions, num_ids)

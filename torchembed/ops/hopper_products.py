@@ -1,4 +1,5 @@
-"""What the C++ library's matrix products for GPUs of compute capability 9.0 have in common."""
+"""Conditions and arguments that all of the C++ library's matrix products for GPUs of compute
+capability 9.0 share."""
 
 import contextlib
 import functools
@@ -12,7 +13,7 @@ from torchembed.core.types import ROWS_OF_PARTIAL
 _GPU = (9, 0)
 _MOST_DEPTH = 512
 _UNIT = 8
-"""Of depth and columns: 16 bytes."""
+"""Divisor of depth and columns: 16 bytes of 16-bit numbers, the unit of bulk tensor copies."""
 COVERS = (
     f"16-bit numbers, a depth up to {_MOST_DEPTH}, depth and columns by {_UNIT}, on GPUs of "
     "compute capability 9.0"
@@ -21,15 +22,19 @@ COVERS = (
 
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
-    """As in :mod:`torchembed.ops.rowwise_update.cuda`, and of the right generation."""
+    """True for a GPU of the right generation with a driver that runs the library's kernels."""
     from torchembed.triton_kernels.segments import library_sort_on
 
     return torch.cuda.get_device_capability(device) == _GPU and library_sort_on(device) is not None
 
 
 def takes(left: Tensor, *matrices: Tensor) -> bool:
-    """Whether the library takes a product with ``left [B, depth]`` that has the columns of
-    ``matrices``: its other factor, and what its epilogue reads."""
+    """True where the library has a kernel for the product of ``left [B, depth]``.
+
+    Args:
+        left: left factor.
+        matrices: the right factor, and what the epilogue reads, all with the product's columns.
+    """
     depth, num_columns = left.shape[1], matrices[0].shape[1]
     return (
         left.dtype in (torch.bfloat16, torch.float16)
@@ -44,14 +49,17 @@ def takes(left: Tensor, *matrices: Tensor) -> bool:
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The current stream of its device, as the library takes it."""
+    """The handle of the current stream on the device of ``tensor``, as the library takes it."""
     return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 @contextlib.contextmanager
 def partial_sums(sums: Tensor, num_rows: int) -> Iterator[Tensor]:
-    """Where a product puts float32 sums over 128 rows each: ``sums`` itself where it is ``[P, N]``;
-    else memory that is added up into ``sums [N]`` on leaving."""
+    """Float32 memory ``[P, N]`` for a product's sums over 128 rows each.
+
+    That is ``sums`` itself where it is ``[P, N]``; else new memory, whose rows are added up into
+    ``sums [N]`` on leaving.
+    """
     from torchembed.triton_kernels.column_sums import sum_partials
 
     if sums.dim() == 2:

@@ -1,4 +1,4 @@
-"""What becomes of a lookup's gradient: a dense or sparse tensor, or an entry in a sink."""
+"""Gradients of tables from gradients of looked-up rows: dense, sparse, or handed to a sink."""
 
 import enum
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_upda
 from torchembed.ops.segments import Runs, find_runs
 
 GradientSink = Callable[[Tensor, RowGradients], None]
-"""Takes ``rows [L]`` and their gradients during backward, in place of a gradient of ``weight``."""
+"""Function that backward calls with ``rows [L]`` and their gradients, in place of giving ``weight``
+a gradient."""
 
 
 class WeightGradient(enum.Enum):
@@ -27,11 +28,11 @@ class WeightGradient(enum.Enum):
 
 def summed_gradients(runs: Runs, gradients: RowGradients) -> Tensor:
     """The sum of each run's gradients, float32 ``[L, D]``; zeros from ``num_runs`` on."""
-    slots = torch.arange(runs.order.numel(), device=runs.order.device)
-    sums = torch.zeros(slots.numel(), gradients.grad.shape[1], device=slots.device)
+    numbers = torch.arange(runs.order.numel(), device=runs.order.device)
+    sums = torch.zeros(numbers.numel(), gradients.grad.shape[1], device=numbers.device)
     # zeros - (-1) * sum: updating row u by run u at a learning rate of -1 leaves the sum itself.
-    numbered = Runs(slots.where(slots < runs.num_runs, -1), *runs[1:])
-    rate = torch.full((1,), -1.0, device=slots.device)
+    numbered = Runs(numbers.where(numbers < runs.num_runs, -1), *runs[1:])
+    rate = torch.full((1,), -1.0, device=numbers.device)
     rowwise_update(sums, (), numbered, gradients, UpdateRule(kind=OptimizerKind.SGD), rate)
     return sums
 
@@ -46,11 +47,13 @@ def table_gradient(
 ) -> Tensor:
     """The gradient of a weight of ``shape`` ``[R, D]`` for ``rows [L]`` and their ``gradients``.
 
-    The dense form is deterministic and float32 until its final rounding to ``dtype``; ``runs`` of
-    equal rows, where they are known, spare it finding them.
+    The dense form is deterministic, and float32 until its final rounding to ``dtype``.
+
+    Args:
+        runs: runs of equal ``rows`` where they are known, which spares the dense form finding them.
     """
     if form is WeightGradient.DENSE:
-        # zeros - (-1) * sum: a learning rate of -1 leaves the sum itself.
+        # The kernel of row updates adds up and writes: zeros - (-1) * sum is the sum itself.
         total = torch.zeros(shape, device=rows.device)
         rate = torch.full((1,), -1.0, device=rows.device)
         rule = UpdateRule(kind=OptimizerKind.SGD)
@@ -70,6 +73,6 @@ def table_gradient(
     else:
         rows = torch.where(rows >= 0, rows, rows.amax()).clamp_min(0)
     indices = rows.long().unsqueeze(0)
-    # Said aloud, since torch 2.11 warns where it is only an argument.
+    # As a context, since torch 2.11 warns of the argument.
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
         return torch.sparse_coo_tensor(indices, values, shape)

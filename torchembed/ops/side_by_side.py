@@ -1,4 +1,4 @@
-"""Matrices side by side, without a copy of one that was made with columns for the others."""
+"""Concatenation of matrices along columns, in place where the last was made with free columns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class _ReservedColumns:
-    """The columns of a matrix before those that somebody else has been given."""
+    """The free columns at the beginning of a matrix whose other columns hold looked-up vectors."""
 
     def __init__(self, whole: Tensor, num_columns: int) -> None:
         self._whole, self._num_columns = whole, num_columns
         self._are_taken = False
 
     def filled(self, leading: Sequence[Tensor]) -> Tensor | None:
-        """The whole matrix with ``leading`` in them; None where that does not fit, or others are
-        there already."""
+        """The whole matrix with ``leading`` in its free columns; None where that does not fit, or
+        they are taken already."""
         whole = self._whole
         is_alike = all(
             (part.shape[0], part.dtype, part.device) == (whole.shape[0], whole.dtype, whole.device)
@@ -33,8 +33,8 @@ class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, *leading: Tensor) -> Tensor:
         ctx.widths = [part.shape[1] for part in leading]
-        # Whoever has saved the other columns for backward finds them as they were: torch need not
-        # see this write, which is of columns that nobody has seen.
+        # Written through .data, so that the version counter stays: other functions have saved views
+        # of this memory for backward, and only columns that nobody has read change.
         filled, first = whole.data, 0
         for part in leading:
             filled[:, first : first + part.shape[1]] = part
@@ -58,7 +58,7 @@ def after_reserved(whole: Tensor, num_reserved: int) -> Tensor:
 
 
 def joined_in_place(parts: Sequence[Tensor]) -> Tensor | None:
-    """What :func:`side_by_side` gives where it need not copy the last part; else None."""
+    """The result of :func:`side_by_side` where it need not copy the last part; else None."""
     if len(parts) < 2 or torch.compiler.is_compiling():
         return None
     reserved = getattr(parts[-1], "torchembed_reserved", None)

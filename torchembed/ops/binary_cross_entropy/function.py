@@ -34,6 +34,9 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     neither overflows nor cancels for any z. Arithmetic is float32, and the order of the sum follows
     from the number of logits: deterministic. Never synchronizes. Labels get no gradient.
 
+    One kernel forward, two above 8192 logits, and one backward, where torch's function launches
+    five and four.
+
     Worked example: logits 0 and 0 with labels 0 and 1 give ``log(2)``, and gradients 1/4 and -1/4.
 
     Args:

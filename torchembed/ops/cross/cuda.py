@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +13,19 @@ from torchembed.ops.hopper_products import COVERS, partial_sums, stream_of, take
 _MOST_LAYERS, _MOST_PARTS, _PART_COLUMNS = 4, 4, 64
 
 
-def _launch_forward(x0: Tensor, h: Tensor, u: Tensor, bias: Tensor, x: Tensor) -> Any:
+def _launch_forward(x0: Tensor, h: Tensor, u: Tensor, bias: Tensor, x: Tensor) -> object:
     """``torchembed::low_rank_cross_forward``; see
-    :func:`torchembed.ops.cross.low_rank_cross_network`. Other sums in the product than Triton's."""
+    :func:`torchembed.ops.cross.low_rank_cross_network`.
+
+    The product is added up in another order than Triton's.
+    """
     if not (takes(h, x0, u, x) and bias.is_contiguous() and bias.data_ptr() % 4 == 0):
         return NotImplemented
     with torch.cuda.device_of(x0):
         return torch.ops.torchembed_native.low_rank_cross_forward(x0, h, u, bias, x, stream_of(x0))
 
 
-def _launch_backward(grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, sums: Tensor) -> Any:
+def _launch_backward(grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, sums: Tensor) -> object:
     """``torchembed::low_rank_cross_backward``."""
     if not takes(grad_h, grad, v, x0):
         return NotImplemented
@@ -35,7 +37,7 @@ def _launch_backward(grad: Tensor, grad_h: Tensor, v: Tensor, x0: Tensor, sums: 
 
 def _launch_input_backward(
     grad_h: Tensor, v: Tensor, grads: Sequence[Tensor], z: Sequence[Tensor], widths: Sequence[int]
-) -> Any:
+) -> object:
     """``torchembed::low_rank_cross_input_backward``."""
     starts = itertools.accumulate(widths[:-1])
     if not (
@@ -53,15 +55,15 @@ def _launch_input_backward(
 
 
 def forward_kernel() -> CudaKernel | None:
-    """Of ``low_rank_cross_forward``."""
+    """Kernel of ``low_rank_cross_forward``; None where the library has none."""
     return _native.cuda_kernel("low_rank_cross_forward", _launch_forward, COVERS)
 
 
 def backward_kernel() -> CudaKernel | None:
-    """Of ``low_rank_cross_backward``."""
+    """Kernel of ``low_rank_cross_backward``; None where the library has none."""
     return _native.cuda_kernel("low_rank_cross_backward", _launch_backward, COVERS)
 
 
 def input_backward_kernel() -> CudaKernel | None:
-    """Of ``low_rank_cross_input_backward``."""
+    """Kernel of ``low_rank_cross_input_backward``; None where the library has none."""
     return _native.cuda_kernel("low_rank_cross_input_backward", _launch_input_backward, COVERS)

@@ -29,7 +29,7 @@ class _CrossEpilogue(torch.autograd.Function):
 
 
 def cross_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    """What a cross layer does after its matrix products: ``x0 * (z + bias) + x``.
+    """Epilogue of a cross layer, after its matrix products: ``x0 * (z + bias) + x``.
 
     One pass forward and one backward, where eager torch makes three and six. Arithmetic is float32,
     and so are the sums over the batch for the gradient of ``bias``, in an order that the shape

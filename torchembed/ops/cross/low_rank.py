@@ -51,7 +51,8 @@ class _LowRankCrossNetwork(torch.autograd.Function):
         )
         is_needed = ctx.needs_input_grad[1 + len(ctx.widths) :]
         grads, grads_v, grads_u, grads_bias = [], [], [], []
-        # Below the last layer, sums are over the rows of a product's tiles; float32's have fewer.
+        # Below the last layer a product's kernel adds up the rows of its tiles. Those of float32
+        # have fewer rows than a partial sum, so their kernel adds up everything itself.
         by_tiles = grad.dtype is not torch.float32
         sums = [
             empty_sums(b, of_b, grad.shape[0], has_partials=by_tiles or layer == num_layers - 1)
@@ -76,7 +77,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
                 grad_parts = low_rank_cross_input_backward_op(
                     grad_h, v[0], grads, list(zs), ctx.widths
                 )
-            # After the last use of v, which may be updated as soon as its gradient is there.
+            # After the last use of v: its optimizer may update it as soon as the gradient is there.
             if is_needed[layer]:
                 grad_v = product_gradient(of_v[layer], grad_h, xs[layer])
             grads_bias.insert(0, grad_bias)
@@ -93,10 +94,10 @@ def low_rank_cross_network(
 ) -> Tensor:
     """Low-rank cross layers of DCN-V2: ``x[l+1] = x0 * (u[l] @ (v[l] @ x[l]) + bias[l]) + x[l]``.
 
-    R. Wang et al., "DCN V2: Improved Deep & Cross Network", WWW 2021, equation 2. What follows the
-    second product of a layer is its epilogue, in float32, forward and backward; the gradients by
-    which ``x0`` enters each layer are summed once, in the last pass of backward. The sums over
-    samples for ``bias`` are float32, in an order that the shape fixes: deterministic. Never
+    R. Wang et al., "DCN V2: Improved Deep & Cross Network", WWW 2021, equation 2. Everything after
+    the second product of a layer is the product's epilogue, in float32, forward and backward. The
+    gradients of ``x0`` from all layers are added up once, in the last pass of backward. The sums
+    over samples for ``bias`` are float32, in an order that the shape fixes: deterministic. Never
     synchronizes. Under ``torch.autocast`` everything is cast. Gradients of ``v`` and ``u`` may be
     deferred (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`).
 

@@ -8,7 +8,7 @@ from torchembed.ops.linear.reference import put_sums_reference
 
 
 def epilogue_dtype(x0: Tensor, z: Tensor, x: Tensor) -> torch.dtype:
-    """Torch's promotion of the three; the bias does not take part."""
+    """The dtype that torch promotes the three to; the bias does not take part."""
     return torch.promote_types(torch.promote_types(x0.dtype, z.dtype), x.dtype)
 
 
@@ -55,5 +55,5 @@ def low_rank_cross_input_backward_reference(
     total = grad_h.float() @ v.float() + grads[0].float()
     for grad, factor in zip(grads, z, strict=True):
         total = total + grad.float() * factor.float()
-    # No result may share the memory of another.
+    # Clones, since results of an operation may not share memory.
     return [part.clone() for part in total.to(grad_h.dtype).split(widths, dim=1)]

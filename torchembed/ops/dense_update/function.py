@@ -13,7 +13,7 @@ from torchembed.ops.dense_update.schema import dense_update_op
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseRule:
-    """How an element ``w`` with gradient ``g`` changes; all arithmetic is float32.
+    """Rule of an update of dense elements: ``w`` by its gradient ``g``, in float32 arithmetic.
 
     First ``g *= grad_multiplier``, then ``g += weight_decay * w``. Then, as the optimizers of
     ``torch.optim`` of the same name:
@@ -58,8 +58,9 @@ def dense_update(
     skip: Tensor | None = None,
     parts: Sequence[slice] | None = None,
 ) -> None:
-    """Update every element of a flat weight, or of some ``parts``, in one pass: changes all tensors
-    but ``grad``.
+    """Update every element of a flat weight, or of some ``parts`` of it, in one pass.
+
+    Changes ``weight``, ``states`` and ``rounded``.
 
     Deterministic; never synchronizes. Scalars that change between steps are tensors on the device
     of ``weight``.
@@ -76,7 +77,8 @@ def dense_update(
         step: float32, one element, counted from 1; needed by Adam.
         grad_multiplier: float32, one element; multiplies every gradient (inverse loss scale).
         skip: float32, one element; nothing changes where it is not zero.
-        parts: of the weight, each with a start, a multiple of 8, and a stop; all of it where None.
+        parts: slices of the weight to update, each with a stop and with a start that is a multiple
+            of 8; the whole weight where None.
 
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.

@@ -1,4 +1,4 @@
-"""What the ``torchembed::`` operations of the jagged family require of their arguments."""
+"""Requirements of the jagged operations on their arguments."""
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def check_permute_features_backward_contents(
     num_values: int,
 ) -> None:
     contents.check_offsets("offsets", offsets, num_values)
-    # They may end past grad, where too small a capacity dropped the last ids.
+    # They may end past the end of grad, where too small a capacity dropped the last ids.
     contents.check_ascending("new_offsets", new_offsets, "take them from permute_features_forward")
 
 

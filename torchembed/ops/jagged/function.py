@@ -37,7 +37,7 @@ class BucketizedRows(NamedTuple):
     weights: Tensor | None
     """``[L]``, in the order of ``values``; None where none were given."""
     positions: Tensor
-    """``[L]``, int32: where each given id stands in ``values``."""
+    """``[L]``, int32: the position of each given id in ``values``."""
 
 
 class _PermuteFeatures(torch.autograd.Function):
@@ -177,12 +177,12 @@ def bucketize_rows(
     Bucket w of feature f takes the ids in ``[boundaries[f, w], boundaries[f, w + 1])`` and holds
     them less ``boundaries[f, w]``; bag ``(f, b)`` of bucket w is bag ``(w * F + f) * B + b`` of the
     result. An id in none of the ranges becomes -1 in the first bucket whose range is not empty (the
-    last where all are empty), so that none is lost and a table with one holder keeps its bad ids;
+    last where all are empty), so that none is lost and a table on one rank keeps its bad ids;
     spare positions from ``offsets[-1]`` on stay behind all bags, as -1. The order within a bag is
     kept. Every shape follows from the arguments' shapes; deterministic, never synchronizes.
 
-    ``positions`` undoes it: ``values[positions[p]]`` of the result is what id p became, and the
-    gradient of ``weights`` flows back through it.
+    ``positions`` inverts the permutation: id p became ``values[positions[p]]`` of the result, and
+    the gradient of ``weights`` is gathered by it.
 
     Worked example: one feature, two samples, ``values = [5, 0, 9, 3]``, ``offsets = [0, 3, 4]``,
     ``boundaries = [[0, 4, 8]]``: ``values = [0, -1, 3, 1]``, ``offsets = [0, 2, 3, 4, 4]``,

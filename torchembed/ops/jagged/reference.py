@@ -24,7 +24,7 @@ def _permuted_bags(permutation: list[int], batch_size: int, device: torch.device
 def _sources(offsets: Tensor, new_offsets: Tensor, bags: Tensor, num_ids: int) -> Tensor:
     """The position that each id of the result is a copy of, int64; -1 for spare ones."""
     new_bags = _bags_of_ids(new_offsets, num_ids)
-    # One more bag takes the positions past the last.
+    # An extra bag takes the positions past the last one, so that every index is in range.
     shifts = torch.nn.functional.pad(offsets[bags].long() - new_offsets[:-1].long(), (0, 1))
     positions = torch.arange(num_ids, device=offsets.device)
     return torch.where(new_bags < bags.numel(), positions + shifts[new_bags], -1)
@@ -73,16 +73,16 @@ def bucketize_rows_reference(
     num_buckets, num_bags = boundaries.shape[1] - 1, offsets.numel() - 1
     bags = _bags_of_ids(offsets, values.numel())
     in_bag = bags < num_bags
-    # One more row of empty ranges serves the ids that no bag holds.
+    # An extra row of empty ranges is for ids that no bag holds.
     ranges = torch.cat([boundaries, boundaries.new_zeros(1, num_buckets + 1)])
     ranges = ranges[torch.where(in_bag, bags // max(batch_size, 1), -1)]
     ids = values.long().unsqueeze(1)
     buckets = (ids >= ranges[:, 1:-1]).sum(1, keepdim=True)
     inside = (ids >= ranges[:, :1]) & (ids < ranges[:, -1:])
     local = torch.where(inside, ids - ranges.gather(1, buckets), -1).squeeze(1)
-    # What is in no range goes to the first bucket that has one.
-    home = (ranges[:, 1:-1] <= ranges[:, :1]).sum(1, keepdim=True)
-    buckets = torch.where(inside, buckets, home).squeeze(1)
+    # Ids in no range go to the first bucket that has one, so that none is lost.
+    fallback = (ranges[:, 1:-1] <= ranges[:, :1]).sum(1, keepdim=True)
+    buckets = torch.where(inside, buckets, fallback).squeeze(1)
 
     buckets = torch.where(in_bag, buckets, num_buckets)
     order = torch.sort(buckets, stable=True).indices

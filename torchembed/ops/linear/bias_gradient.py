@@ -1,4 +1,4 @@
-"""Gradients of biases: sums over samples, of which a kernel that passes over them makes a part."""
+"""Gradients of biases: sums over samples, which other kernels make in part on their way."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,17 @@ from torchembed.ops.linear.schema import sum_partials_op
 def empty_sums(
     bias: Tensor, parameter: Tensor | None, num_rows: int, *, has_partials: bool = True
 ) -> Tensor:
-    """Where an operation puts the sums over ``num_rows`` samples for ``bias [N]``: its gradient's
-    memory, ``[N]``. Where gradients of weights are deferred, and the operation has partial sums
-    over :data:`~torchembed.core.types.ROWS_OF_PARTIAL` samples, float32 ``[P, N]`` for these, which
-    :func:`bias_gradient` adds.
+    """Memory for an operation's sums over ``num_rows`` samples, for the gradient of ``bias [N]``.
+
+    That is the gradient's own memory, ``[N]``. Where gradients of weights are deferred, it is
+    float32 ``[P, N]`` for partial sums over :data:`~torchembed.core.types.ROWS_OF_PARTIAL` samples
+    each, which :func:`bias_gradient` adds up later.
 
     Args:
-        bias: as it was saved; ``parameter``, as it was kept.
+        bias: the saved tensor.
+        parameter: the parameter behind it, as
+            :func:`~torchembed.autograd.weight_gradients.keep_parameters` kept it.
+        has_partials: True where the operation can give partial sums.
     """
     if not (has_partials and are_deferred()):
         return gradient_memory(bias, parameter)
@@ -26,8 +30,10 @@ def empty_sums(
 
 
 def bias_gradient(bias: Tensor, parameter: Tensor | None, sums: Tensor) -> Tensor | None:
-    """What ``backward`` returns for ``bias``, once ``sums`` are there; arguments as for
-    :func:`empty_sums`."""
+    """The gradient of ``bias`` from ``sums``, for ``backward`` to return; None where deferred.
+
+    Arguments are those of :func:`empty_sums`.
+    """
     if sums.dim() == 1:
         return sums
 

@@ -50,7 +50,7 @@ class _LinearReluStack(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         xs = [x]
         for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
-            # On a GPU the matrix product's own epilogue adds and rectifies.
+            # On a GPU the matrix product's own epilogue adds the bias and applies the ReLU.
             xs.append(torch.ops.aten._addmm_activation(bias, xs[-1], weight.t()))
         ctx.save_for_backward(*xs, *parameters)
         keep_parameters(ctx, *parameters)
@@ -64,6 +64,7 @@ class _LinearReluStack(torch.autograd.Function):
         weights, biases = parameters[::2], parameters[1::2]
         of_weights, of_biases = ctx.parameters[::2], ctx.parameters[1::2]
         is_needed = ctx.needs_input_grad
+        # Layers below the lowest one that needs a gradient are not passed through.
         grads: list[Tensor | None] = [None] * len(is_needed)
         lowest = max(is_needed.index(True) - 1, 0) // 2
         sums = {
@@ -81,14 +82,16 @@ class _LinearReluStack(torch.autograd.Function):
                 grads[0] = grad @ weights[0]
             if is_needed[2 + 2 * layer]:
                 grads[2 + 2 * layer] = bias_gradient(biases[layer], of_biases[layer], sums[layer])
-            # After the last use of a weight, which may be updated as soon as its gradient is there.
+            # After the last use of a weight: its optimizer may update it as soon as the gradient is
+            # there.
             if is_needed[1 + 2 * layer]:
                 grads[1 + 2 * layer] = product_gradient(of_weights[layer], grad, xs[layer])
         return tuple(grads)
 
 
 def _with_whole_rows(grad: Tensor) -> Tensor:
-    """Rows that are apart, as those of a concatenation's gradient, need no copy."""
+    """``grad`` with contiguous rows: kernels take rows with gaps between them, as those of a
+    concatenation's gradient, without a copy."""
     return grad if grad.stride(1) == 1 else grad.contiguous()
 
 
@@ -111,7 +114,7 @@ class _LinearToOne(torch.autograd.Function):
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What everything is cast to, under ``torch.autocast``."""
+    """The dtype that ``torch.autocast`` casts to on the device of ``x``; None outside of it."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -179,11 +182,12 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear_relu_stack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Linear layers with a rectifier each: ``x[l+1] = relu(x[l] @ weights[l].T + biases[l])``.
+    """Linear layers with a ReLU each: ``x[l+1] = relu(x[l] @ weights[l].T + biases[l])``.
 
-    Each is one matrix product with an epilogue, which adds and rectifies. Backward masks a layer's
-    gradient and sums it for its bias in one pass, or in the epilogue of the product that makes it;
-    layers below all that need gradients cost it nothing. The rest is as for :func:`linear`.
+    Each layer is one matrix product, whose epilogue adds the bias and applies the ReLU. Backward
+    masks a layer's gradient and sums it for its bias in one pass, or in the epilogue of the product
+    that makes it; layers below all that need gradients cost it nothing. The rest is as for
+    :func:`linear`.
 
     Args:
         x: ``[..., K]``, float32, float16 or bfloat16.
@@ -207,7 +211,8 @@ def linear_relu_stack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
 
 
 def _relu_stack(x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-    """Of each layer's weight and bias in turn, by their names in errors."""
+    """The stack of the layers in ``parameters``: weight and bias of each in turn, by their names in
+    errors."""
     dtype = _autocast_dtype(x)
     if dtype is not None:
         x = x.to(dtype)

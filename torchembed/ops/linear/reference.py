@@ -19,12 +19,12 @@ def linear_relu_input_backward_reference(
 
 
 def put_sums_reference(grad: Tensor, sums: Tensor) -> None:
-    """The sum over all rows of float32 ``grad`` into ``sums [N]``; or, into row p of ``sums [P,
-    N]``, that over the p-th 128 rows."""
+    """Write the sum over all rows of float32 ``grad`` to ``sums [N]``; or that over the p-th 128
+    rows to row p of ``sums [P, N]``."""
     if sums.dim() == 1:
         sums.copy_(grad.sum(0))
         return
-    # Of no rows there is one part, which is empty.
+    # Without rows, split gives one empty part, and sums has no row for it.
     for partial, rows in zip(sums, grad.split(ROWS_OF_PARTIAL), strict=False):
         partial.copy_(rows.sum(0))
 

@@ -1,4 +1,4 @@
-"""What ``torchembed::linearize_ids`` requires of its arguments."""
+"""Requirements of ``torchembed::linearize_ids`` on its arguments."""
 
 import torch
 from torch import Tensor

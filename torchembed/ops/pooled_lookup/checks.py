@@ -1,4 +1,4 @@
-"""What the ``torchembed::pooled_lookup_*`` operations require of their arguments."""
+"""Requirements of the ``torchembed::pooled_lookup_*`` operations on their arguments."""
 
 import torch
 from torch import Tensor

@@ -19,7 +19,8 @@ from torchembed.ops.row_gradients import GradientSink, WeightGradient, table_gra
 from torchembed.ops.rowwise_update import RowGradients
 
 LookupStore = Callable[[Tensor, Tensor, Tensor | None, list[int], Tensor | None, int, int], None]
-"""Takes weight, rows, offsets, hotness, per-id weights, features and samples of a lookup."""
+"""Function that pools and stores the sums itself, given weight, rows, offsets, hotness, per-id
+weights, and the numbers of features and samples of a lookup."""
 
 
 class _PooledLookup(torch.autograd.Function):
@@ -51,7 +52,7 @@ class _PooledLookup(torch.autograd.Function):
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise
         # the weight is not saved, so that an update before backward is no error.
         weights_need_grad = ctx.needs_input_grad[4]
-        # R and the dtype go along in a tensor without elements: Dynamo keeps no sizes in ctx.
+        # R and the dtype are saved by a tensor without elements: Dynamo keeps no sizes in ctx.
         rows_like = weight.new_empty(weight.shape[0], 0)
         ctx.save_for_backward(
             weight if weights_need_grad else None, rows, offsets, per_id_weights, rows_like
@@ -68,7 +69,7 @@ class _PooledLookup(torch.autograd.Function):
         grad = grad.contiguous()
         grad_weight = grad_per_id_weights = None
         if ctx.needs_input_grad[4]:
-            # First, since a sink may update the rows.
+            # Before the sink is called, since that may update the rows.
             assert per_id_weights is not None
             grad_per_id_weights = pooled_lookup_weights_backward_op(
                 grad, weight, rows, offsets, ctx.hotness, ctx.mean
@@ -127,10 +128,10 @@ def pooled_lookup(
         output_dtype: float32, float16 or bfloat16; the weight's where None.
         weight_form: form of the gradient of ``weight``.
         sink: called in backward with ``rows`` and their gradients; ``weight`` then gets none.
-        known_map: what :func:`fixed_gradient_map` gave for bags of this form, which spares backward
-            finding it.
-        store: pools, and stores the sums where others get them; what is returned then are zeros,
-            whose gradient is that of the sums.
+        known_map: the result of :func:`fixed_gradient_map` for bags of this form, which spares
+            backward computing it.
+        store: pools and stores the sums itself, for example in another rank's memory; the result is
+            then zeros, whose gradient is that of the sums.
 
     Returns:
         ``[batch_size, num_features, D]``.
@@ -159,9 +160,12 @@ def pooled_lookup(
 def fixed_gradient_map(
     rows: Tensor, *, hotness: Sequence[int], batch_size: int, pooling: Pooling
 ) -> tuple[Tensor, Tensor]:
-    """For each position of ``rows [L]``, in bags of fixed ``hotness`` without weights, which row of
-    the gradient ``[batch_size * num_features, D]`` is its own, and what multiplies that: a function
-    of the bags' form, not of the ids."""
+    """Row of the gradient ``[batch_size * num_features, D]`` that belongs to each position of
+    ``rows [L]``, int32 ``[L]``, and its factor, float32 ``[L]``, or ``[0]`` where all are 1.
+
+    For bags of fixed ``hotness`` without weights. It depends on the form of the bags alone, not on
+    the ids, so it can be kept from batch to batch.
+    """
     mean = pooling is Pooling.MEAN
     fixed = list(hotness)
     return pooled_lookup_gradient_map_op(rows, None, fixed, None, len(fixed), batch_size, mean)

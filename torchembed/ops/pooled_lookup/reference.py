@@ -42,7 +42,7 @@ def pooled_lookup_forward_reference(
     vectors = torch.where((rows >= 0).unsqueeze(1), vectors, 0.0)
     if per_id_weights is not None:
         vectors = vectors * per_id_weights.float().unsqueeze(1)
-    # Sums each bag one id after the other on every device; index_add_ would on a GPU use atomics.
+    # segment_reduce adds in one order on every device; index_add_ uses atomics on a GPU.
     pooled = torch.segment_reduce(vectors, "sum", offsets=offsets, unsafe=True, initial=0)
     if mean:
         pooled = pooled / lengths.clamp_min(1).unsqueeze(1)

@@ -15,7 +15,7 @@ from torchembed.ops.segments import Runs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """How a row changes. ``g`` is its summed gradient, ``w`` the row; all arithmetic is float32.
+    """Rule of a row update: row ``w`` by its summed gradient ``g``, in float32 arithmetic.
 
     First ``g *= grad_multiplier``, then ``g`` is clamped to ``[-max_gradient, max_gradient]`` where
     that is positive, then ``g += weight_decay * w``. Then:
@@ -56,7 +56,7 @@ class UpdateRule:
         return (num_rows, dim)
 
     def state_bytes(self, num_rows: int, dim: int) -> int:
-        """Of all its state tensors."""
+        """Bytes of all state tensors of a table of ``num_rows`` by ``dim``."""
         return self.num_states * 4 * math.prod(self.state_shape(num_rows, dim))
 
 
@@ -75,7 +75,7 @@ class RowGradients(NamedTuple):
 
 
 class RoundingKeys(NamedTuple):
-    """What makes stochastic rounding a function of (seed, table, row, step, column) alone."""
+    """Keys that make stochastic rounding a function of (seed, table, row, step, column) alone."""
 
     row_offsets: Tensor
     """int64 ``[T + 1]``: table t holds rows ``[row_offsets[t], row_offsets[t + 1])``."""
@@ -83,7 +83,8 @@ class RoundingKeys(NamedTuple):
     """int64 ``[T]``: each table's key, shifted so that a row of the group draws what its row of the
     table draws, see :func:`torchembed.tables.shifted_row_key`."""
     first_columns: Tensor | None = None
-    """int64 ``[T]``: which column of its whole table the first column is; None: all zeros."""
+    """int64 ``[T]``: the number, in its whole table, of each table's first column here; None: all
+    zeros."""
 
 
 def rowwise_update(

@@ -20,7 +20,7 @@ def run_gradients(
     terms = grad[positions if gradient_rows is None else gradient_rows.long()[positions]].float()
     if scales is not None:
         terms = terms * scales[positions].unsqueeze(1)
-    # One after the other on every device; index_add_ would on a GPU use atomics.
+    # segment_reduce adds in one order on every device; index_add_ uses atomics on a GPU.
     return torch.segment_reduce(terms, "sum", offsets=starts, unsafe=True, initial=0)
 
 

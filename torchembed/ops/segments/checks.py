@@ -1,4 +1,4 @@
-"""What ``torchembed::find_runs`` requires of its arguments."""
+"""Requirements of ``torchembed::find_runs`` on its arguments."""
 
 from torch import Tensor
 

@@ -23,13 +23,13 @@ class Runs(NamedTuple):
     num_runs: Tensor
     """``[1]``, int32."""
     chunk_runs: Tensor
-    """``[L // 32]``, int32: the run that has a whole chunk at each slot of 32 sorted positions, -1
-    where none has.
+    """``[L // 32]``, int32: the run of the whole chunk that starts in each window of 32 sorted
+    positions, -1 where none does.
 
     A chunk of run u is 32 sorted positions from ``starts[u] + 32 * k`` on that lie wholly in the
-    run; updates sum chunks side by side. It is at the slot in which it starts, so it holds that
-    slot's last position and shares the slot with no other. Example: of runs with 3, 60 and 2
-    positions, the second has the chunk ``[3, 35)`` at slot 0, and ``chunk_runs = [1, -1]``.
+    run; updates sum chunks in parallel. A chunk that starts in a window holds the window's last
+    position, so a window has one at most. Example: of runs with 3, 60 and 2 positions, the second
+    has the chunk ``[3, 35)``, which starts in window 0, and ``chunk_runs = [1, -1]``.
     """
 
 

@@ -1,4 +1,4 @@
-"""What ``torchembed::sequence_lookup_forward`` requires of its arguments."""
+"""Requirements of ``torchembed::sequence_lookup_forward`` on its arguments."""
 
 import torch
 from torch import Tensor

@@ -22,7 +22,7 @@ class _SequenceLookup(torch.autograd.Function):
         sink: GradientSink | None,
     ) -> Tensor:
         out = sequence_lookup_forward_op(weight, rows, output_dtype)
-        # R and the dtype go along in a tensor without elements: Dynamo keeps no sizes in ctx.
+        # R and the dtype are saved by a tensor without elements: Dynamo keeps no sizes in ctx.
         ctx.save_for_backward(rows, weight.new_empty(weight.shape[0], 0))
         ctx.form, ctx.sink = form, sink
         return out
