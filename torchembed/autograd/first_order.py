@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
+Backward: TypeAlias = Callable[..., Any]
+"""Takes an ``autograd.Function``'s context and the gradients of its results; returns those of its
+arguments, one or a tuple."""
 
-def first_order(layer: str, instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+
+def first_order(layer: str, instead: str) -> Callable[[Backward], Backward]:
     """Decorator of ``backward`` of an ``autograd.Function`` that has no second derivative.
 
     Like torch's ``once_differentiable``, but the error says that ``layer`` cannot be differentiated
@@ -19,7 +23,7 @@ def first_order(layer: str, instead: str) -> Callable[[Callable[..., Any]], Call
         f"penalty, or a Hessian); use {instead} there"
     )
 
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> Any:
             with torch.no_grad():
@@ -52,5 +56,5 @@ class _Refusal(torch.autograd.Function):
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
         raise RuntimeError(ctx.message)

@@ -1,8 +1,8 @@
 """Slots of gradients: the parts of flat buffers in which parameters' gradients are written, so that
 optimizers and all-reduces take a buffer as a whole."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class GradientSlot:
         """True where ``grad`` is in this slot."""
         return grad is not None and grad.data_ptr() == self.memory.data_ptr()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         # A pickled or copied parameter leaves its optimizer, and so its slot, behind.
         return _no_slot, ()
 

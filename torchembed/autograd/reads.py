@@ -1,12 +1,11 @@
 """Finding out which of some tensors the operations in a block of code read."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchembed.core.trees import tensors_in
+from torchembed.core.trees import Tree, tensors_in
 
 
 class ReadsOf(TorchDispatchMode):
@@ -23,8 +22,12 @@ class ReadsOf(TorchDispatchMode):
         """``id`` of each tensor that an operation was given, as a whole or in part."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., Tree],
+        types: Sequence[type],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         # Subclasses, such as the fake tensors of a compilation, have no memory to compare.
         given = [t for t in tensors_in((args, kwargs)) if type(t) in (Tensor, nn.Parameter)]
         extents = list(map(_extent, given))

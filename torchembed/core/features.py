@@ -7,14 +7,14 @@ methods, without importing TorchRec.
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchembed.core import checks
-from torchembed.core.ragged import bags_of_features, flat_ids, flat_weights
+from torchembed.core.ragged import Bags, Number, bags_of_features, flat_ids, flat_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class SparseFeatures:
     @classmethod
     def from_dict(
         cls,
-        ids: Mapping[str, Sequence[Any]],
-        weights: Mapping[str, Sequence[Any]] | None = None,
+        ids: Mapping[str, Bags],
+        weights: Mapping[str, Bags] | None = None,
     ) -> "SparseFeatures":
         """A batch on the CPU of ids in Python lists; its bags are jagged, whatever their lengths.
 
@@ -116,8 +116,8 @@ class SparseFeatures:
     def from_lists(
         cls,
         keys: Sequence[str],
-        ids: Sequence[Sequence[Any]],
-        weights: Sequence[Sequence[Any]] | None = None,
+        ids: Sequence[Bags],
+        weights: Sequence[Bags] | None = None,
     ) -> "SparseFeatures":
         """A batch on the CPU of lists with the bags of each feature, in the order of ``keys``;
         otherwise as :meth:`from_dict`.
@@ -156,7 +156,7 @@ class SparseFeatures:
         counts = torch.tensor(self.hotness, dtype=torch.int64, device=self.values.device)
         return counts.unsqueeze(1).expand(shape)
 
-    def _map(self, function: Any) -> "SparseFeatures":
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "SparseFeatures":
         return dataclasses.replace(
             self,
             values=function(self.values),
@@ -196,7 +196,7 @@ def names_in(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def _counts(argument: str, counts: Any) -> tuple[int, ...]:
+def _counts(argument: str, counts: Sequence[int]) -> tuple[int, ...]:
     if isinstance(counts, str) or not isinstance(counts, Iterable):
         raise TypeError(
             f"{argument} must be a sequence of counts, one for each key, got {counts!r}"
@@ -204,13 +204,14 @@ def _counts(argument: str, counts: Any) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _is_count(number: Any) -> bool:
-    is_whole = isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
-    return is_whole and number >= 0
+def _is_count(number: object) -> bool:
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        return False
+    return bool(number >= 0)
 
 
 def _weights_beside(
-    keys: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]], weights: Mapping[str, Any]
+    keys: Sequence[str], bags: Sequence[Sequence[Sequence[Number]]], weights: Mapping[str, Bags]
 ) -> Tensor:
     """The weights of ``bags [F][B][ids]``, float32 ``[L]``."""
     if set(weights) != set(keys):

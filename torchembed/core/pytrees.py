@@ -1,8 +1,7 @@
 """Registration of batches and results as PyTorch's pytrees, so that ``torch.export``,
 ``torch.func`` and others find their tensors."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -12,12 +11,12 @@ from torchembed.core.features import JaggedTensor, KeyedTensor, SparseFeatures
 _TENSORS = ("values", "offsets", "weights")
 
 
-def _flatten_features(features: SparseFeatures) -> tuple[list[Any], Any]:
+def _flatten_features(features: SparseFeatures) -> tuple[list[pytree.PyTree], pytree.Context]:
     tensors = [getattr(features, name) for name in _TENSORS]
     return tensors, (features.keys, features.batch_size, features.hotness)
 
 
-def _unflatten_features(leaves: Any, context: Any) -> SparseFeatures:
+def _unflatten_features(leaves: Iterable[pytree.PyTree], context: pytree.Context) -> SparseFeatures:
     # Without the checks of the constructor: a mapped tree may hold anything in place of tensors.
     made = object.__new__(SparseFeatures)
     keys, batch_size, hotness = context
@@ -28,21 +27,21 @@ def _unflatten_features(leaves: Any, context: Any) -> SparseFeatures:
     return made
 
 
-def _flatten_keyed(tensor: KeyedTensor) -> tuple[list[Tensor], Any]:
+def _flatten_keyed(tensor: KeyedTensor) -> tuple[list[Tensor], pytree.Context]:
     return [tensor.values()], (tuple(tensor.keys()), tuple(tensor.length_per_key()))
 
 
-def _unflatten_keyed(leaves: Any, context: Any) -> KeyedTensor:
+def _unflatten_keyed(leaves: Iterable[pytree.PyTree], context: pytree.Context) -> KeyedTensor:
     (values,) = leaves
     keys, widths = context
     return KeyedTensor(keys, widths, values)
 
 
-def _flatten_jagged(tensor: JaggedTensor) -> tuple[list[Tensor], Any]:
+def _flatten_jagged(tensor: JaggedTensor) -> tuple[list[Tensor], pytree.Context]:
     return [tensor.values(), tensor.offsets()], None
 
 
-def _unflatten_jagged(leaves: Any, context: Any) -> JaggedTensor:
+def _unflatten_jagged(leaves: Iterable[pytree.PyTree], context: pytree.Context) -> JaggedTensor:
     return JaggedTensor(*leaves)
 
 
@@ -54,14 +53,16 @@ def register_trees() -> None:
 
 
 def _register(
-    kind: type[Any],
-    flatten: Callable[[Any], tuple[list[Any], Any]],
-    unflatten: Callable[[Any, Any], Any],
+    kind: type,
+    flatten: Callable[[pytree.PyTree], tuple[list[pytree.PyTree], pytree.Context]],
+    unflatten: Callable[[Iterable[pytree.PyTree], pytree.Context], pytree.PyTree],
     names: Sequence[str],
 ) -> None:
     keys = [pytree.GetAttrKey(name) for name in names]
 
-    def flatten_with_keys(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    def flatten_with_keys(
+        tree: pytree.PyTree,
+    ) -> tuple[list[tuple[pytree.GetAttrKey, pytree.PyTree]], pytree.Context]:
         leaves, context = flatten(tree)
         return list(zip(keys, leaves, strict=True)), context
 

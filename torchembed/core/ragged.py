@@ -1,15 +1,20 @@
 """Flat tensors of ids, or of their weights, from nested Python lists."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+Number: TypeAlias = int | float
+Bags: TypeAlias = Sequence[Any]
+"""A feature's bag for each sample: a sequence of numbers, a one-dimensional tensor or array, or one
+number."""
+
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def bags_of_features(name: str, features: Mapping[str, Sequence[Any]]) -> list[list[list[Any]]]:
+def bags_of_features(name: str, features: Mapping[str, Bags]) -> list[list[list[Number]]]:
     """The bags of each feature as lists, ``[F][B][ids]``.
 
     Args:
@@ -28,18 +33,19 @@ def bags_of_features(name: str, features: Mapping[str, Sequence[Any]]) -> list[l
     return list(found.values())
 
 
-def _bags(name: str, feature: str, bags: Any) -> list[list[Any]]:
+def _bags(name: str, feature: str, bags: Bags) -> list[list[Number]]:
     if isinstance(bags, (str, bytes, Mapping)) or not hasattr(bags, "__len__"):
         raise TypeError(
             f"{name} of feature {feature} must be a sequence with a bag for each sample, "
             f"got {bags!r}"
         )
-    if hasattr(bags, "tolist"):
-        bags = bags.tolist()
+    # An array or tensor: its numbers come one by one otherwise, which is slow.
+    to_list = getattr(bags, "tolist", None)
+    bags = bags if to_list is None else to_list()
     return [_bag(name, feature, sample, bag) for sample, bag in enumerate(bags)]
 
 
-def _bag(name: str, feature: str, sample: int, bag: Any) -> list[Any]:
+def _bag(name: str, feature: str, sample: int, bag: Any) -> list[Number]:
     if isinstance(bag, (list, tuple)):
         return list(bag)
     if hasattr(bag, "tolist"):
@@ -53,7 +59,7 @@ def _bag(name: str, feature: str, sample: int, bag: Any) -> list[Any]:
     )
 
 
-def flat_ids(features: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]]) -> Tensor:
+def flat_ids(features: Sequence[str], bags: Sequence[Sequence[Sequence[Number]]]) -> Tensor:
     """The numbers of ``bags [F][B][ids]`` as int64 ``[L]``.
 
     Raises:
@@ -62,7 +68,7 @@ def flat_ids(features: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]]) -
     return _flat("ids", "whole numbers", features, bags, _INTEGERS).to(torch.int64)
 
 
-def flat_weights(features: Sequence[str], bags: Sequence[Sequence[Sequence[Any]]]) -> Tensor:
+def flat_weights(features: Sequence[str], bags: Sequence[Sequence[Sequence[Number]]]) -> Tensor:
     """The numbers of ``bags [F][B][ids]`` as float32 ``[L]``.
 
     Raises:
@@ -76,7 +82,7 @@ def _flat(
     name: str,
     kind: str,
     features: Sequence[str],
-    bags: Sequence[Sequence[Sequence[Any]]],
+    bags: Sequence[Sequence[Sequence[Number]]],
     dtypes: Sequence[torch.dtype],
 ) -> Tensor:
     flat = _tensor([number for of_feature in bags for bag in of_feature for number in bag])
@@ -92,7 +98,7 @@ def _flat(
     raise TypeError(f"{name} must be {kind} of one kind")
 
 
-def _tensor(numbers: Sequence[Any]) -> Tensor | None:
+def _tensor(numbers: Sequence[Number]) -> Tensor | None:
     """``numbers`` as a one-dimensional tensor of the dtype that torch gives them; None where they
     make none."""
     try:

@@ -1,16 +1,17 @@
 """The base of the optimizers of dense parameters: one update over a flat buffer."""
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Collection
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT, StateDict
 
 from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
-from torchembed.optim.hyperparameters import check_hyperparameters, rule_numbers
+from torchembed.optim.hyperparameters import ParamGroup, check_hyperparameters, rule_numbers
 from torchembed.optim.learning_rate import learning_rate
 
 
@@ -23,11 +24,12 @@ class DenseOptimizer(torch.optim.Optimizer):
     which are part of the state; one kernel updates the master and rounds it. Make the optimizer
     after moving or casting the module, and one at a time for a parameter.
 
-    What else writes to a parameter, as ``load_state_dict`` does, is taken up by the next step; a
-    write to ``parameter.data`` of 16 bits is not seen, and lost.
-    Parameters without a gradient are left alone; the step count is the group's. Gradients live in
-    one buffer until the backward after the next ``zero_grad``, and those that
-    ``torch.autograd.grad`` returns may until the next step: clone what should last.
+    Other writes to a parameter, such as those of ``load_state_dict``, are noticed by the next step;
+    a write to ``parameter.data`` of 16 bits is not noticed, and is lost.
+    Parameters without a gradient are left alone; the step count is the group's. Gradients keep
+    their memory until the backward after the next ``zero_grad``, and those that
+    ``torch.autograd.grad`` returns may share it until the next step: clone gradients that should
+    last.
 
     :meth:`step` never synchronizes and can be captured in a CUDA graph; call :meth:`before_replay`
     before each replay.
@@ -36,23 +38,21 @@ class DenseOptimizer(torch.optim.Optimizer):
     each 16-bit parameter.
 
     Args:
-        dtype: that the parameters are cast to, float16 or bfloat16; as they are where None. Masters
-            begin with the values before the cast.
+        dtype: type that the parameters are cast to, float16 or bfloat16; None leaves them as they
+            are. Masters begin with the values before the cast.
     """
 
     kind: ClassVar[OptimizerKind]
     state_names: ClassVar[tuple[str, ...]] = ()
 
     grad_scale: Tensor | None
-    """Given by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
+    """Loss scale, set by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
     found_inf: Tensor | int
     skip: Tensor | None = None
-    """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing. For
-    whoever finds out there that a batch is bad."""
+    """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing. For code
+    that finds out on the device that a batch is bad."""
 
-    def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], *, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, params: ParamsT, defaults: ParamGroup, *, dtype: torch.dtype | None) -> None:
         if dtype is not None and dtype not in checks.FLOAT_DTYPES:
             raise TypeError(
                 f"dtype must be float32, float16 or bfloat16, got {checks.dtype_name(dtype)}"
@@ -63,8 +63,8 @@ class DenseOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of further parameters, and lay them out."""
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group of further parameters, and lay them out in flat buffers."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -83,9 +83,9 @@ class DenseOptimizer(torch.optim.Optimizer):
         )
 
     def before_replay(self) -> None:
-        """Show what was set since, learning rates and values of parameters, to CUDA graphs that
-        hold :meth:`step`; call it before one is replayed. A tensor ``lr`` on the parameters' device
-        is seen anyway."""
+        """Copy learning rates and values of parameters that were set since to the tensors that
+        CUDA graphs of :meth:`step` read; call it before each replay. Graphs read a tensor ``lr`` on
+        the parameters' device themselves."""
         for group, buffers in zip(self.param_groups, self._buffers, strict=True):
             for buffer in buffers:
                 buffer.flat.take_changed_values()
@@ -96,18 +96,19 @@ class DenseOptimizer(torch.optim.Optimizer):
         return [buffer.flat for buffers in self._buffers for buffer in buffers]
 
     def _publish_state(self) -> None:
-        """Show each parameter's part of the flat state in ``self.state``."""
+        """Make ``self.state`` views of each parameter's part of the flat state."""
         self.state.clear()
         for buffers in self._buffers:
             for buffer in buffers:
                 for parameter, entry in zip(buffer.flat.parameters, buffer.entries(), strict=True):
                     self.state[parameter] = entry
 
-    def _rule(self, group: dict[str, Any]) -> DenseRule:
+    def _rule(self, group: ParamGroup) -> DenseRule:
         return DenseRule(kind=self.kind, **rule_numbers(group))
 
     def _loss_scaling(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """The inverse loss scale, under a scaler, and the flag that skips the step."""
+        """The inverse loss scale, under a scaler that has not unscaled yet, and the flag that skips
+        the step; None where there is none."""
         of_caller = None if self.skip is None else self.skip.to(device)
         if not hasattr(self, "found_inf"):
             return None, of_caller
@@ -119,7 +120,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         return None if scale is None else scale.to(device).float().reciprocal(), skip
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; never synchronizes.
 
         Raises:
@@ -138,9 +139,8 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_early(self, parameters: Collection[Tensor]) -> None:
-        """Update some parameters, whose gradients are there and not to change, before :meth:`step`,
-        which then updates the others only: both are one step. ``zero_grad`` between them makes two
-        of it."""
+        """Update some parameters whose gradients are final before :meth:`step`, which then updates
+        the others only: both are one step, unless ``zero_grad`` is called between them."""
         self._update_some(parameters)
 
     def _update_some(self, parameters: Collection[Tensor] | None) -> None:
@@ -151,14 +151,14 @@ class DenseOptimizer(torch.optim.Optimizer):
                 buffer.update(rule, group, multiplier, skip, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any torch optimizer."""
+        """Discard the gradients of all parameters, as any torch optimizer does."""
         super().zero_grad(set_to_none)
         for buffers in self._buffers:
             for buffer in buffers:
                 buffer.updated.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's; values that something else has written are in the masters."""
+    def state_dict(self) -> StateDict:
+        """State in torch's form; its masters hold what other code has written to parameters."""
         for flat in self.flat_parameters():
             flat.take_changed_values()
         packed = super().state_dict()
@@ -170,7 +170,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         return {**packed, "state": state}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Copy hyperparameters and state from ``state_dict``, in place.
 
         16-bit parameters become their masters, rounded; where ``state_dict`` has no ``master``, as
@@ -205,7 +205,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         rates = [group["lr"] for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
         for group, rate in zip(self.param_groups, rates, strict=True):
-            if isinstance(rate, Tensor):  # that a CUDA graph may have captured
+            if isinstance(rate, Tensor):  # filled in place: a CUDA graph may have captured it
                 group["lr"] = rate.fill_(float(group["lr"]))
         self._publish_state()
         for number, parameter in enumerate(parameters):
@@ -230,7 +230,7 @@ class _Buffer:
         self.step = torch.zeros((), device=flat.values.device)
         """Updates done, float32 ``[]``."""
         self.updated: set[Tensor] = set()
-        """Parameters that the step under way has updated early."""
+        """Parameters that :meth:`DenseOptimizer.step_early` has updated in the current step."""
         self._lr: tuple[float, Tensor] | None = None
 
     def entries(self) -> list[dict[str, Tensor]]:
@@ -247,13 +247,13 @@ class _Buffer:
     def update(
         self,
         rule: DenseRule,
-        group: dict[str, Any],
+        group: ParamGroup,
         multiplier: Tensor | None,
         skip: Tensor | None,
         parameters: Collection[Tensor] | None,
     ) -> None:
-        """A step of ``rule`` with the hyperparameters of ``group``, of some parameters, or of those
-        that it has not updated yet."""
+        """Step ``parameters``, or those not updated early where None, by ``rule`` with the
+        hyperparameters of ``group``."""
         flat = self.flat
         among = set(flat.parameters if parameters is None else parameters) - self.updated
         chosen = [p for p in flat.parameters if p in among and p.grad is not None]
@@ -278,7 +278,7 @@ class _Buffer:
         )
         flat.values_were_updated(chosen)
 
-    def current_lr(self, group: dict[str, Any]) -> Tensor:
+    def current_lr(self, group: ParamGroup) -> Tensor:
         """The learning rate as a float32 tensor on the parameters' device."""
         lr = learning_rate(group, self.step.device)
         if isinstance(lr, Tensor):

@@ -1,10 +1,8 @@
 """The optimizers of dense parameters by name. Their formulas are those of :class:`DenseRule`."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from torchembed.core.types import OptimizerKind
 from torchembed.optim.dense import DenseOptimizer
@@ -17,14 +15,14 @@ class DenseSGD(DenseOptimizer):
         params: dense parameters, or parameter groups of them.
         lr: learning rate, a number or a tensor.
         weight_decay: L2 penalty.
-        dtype: that the parameters are cast to, over float32 masters; as they are where None.
+        dtype: type that the parameters are cast to, over float32 masters; None leaves them.
     """
 
     kind = OptimizerKind.SGD
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         *,
         weight_decay: float = 0.0,
@@ -39,7 +37,7 @@ class DenseAdagrad(DenseOptimizer):
     Args:
         params, weight_decay, dtype: as for :class:`DenseSGD`.
         lr_decay: step t uses ``lr / (1 + (t - 1) * lr_decay)``.
-        initial_accumulator_value: what every sum starts from.
+        initial_accumulator_value: initial value of every sum.
         eps: added to the root.
     """
 
@@ -48,7 +46,7 @@ class DenseAdagrad(DenseOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
@@ -81,7 +79,7 @@ class DenseAdam(DenseOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad where the columns of a row are on several ranks."""
+"""Row-wise Adagrad for tables whose columns are sharded over ranks."""
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ def update_divided_columns(
     skip: Tensor | None,
     stochastic: bool,
 ) -> None:
-    """One step of row-wise Adagrad, whose mean of squares is over the columns of all ranks.
+    """One step of row-wise Adagrad, with the mean of squares over the columns of all ranks.
 
-    The rows that a batch touches are the same on each rank that holds columns of the table, so
-    their runs are too, and one number a run is summed over the ranks. The accumulators are then
-    the unsharded table's, on each of them. It takes more passes over the summed gradients than
+    A batch touches the same rows on each rank that holds columns of the table, so their runs are
+    the same, and one number for each run is summed over these ranks. The accumulators are then the
+    unsharded table's, on each rank. It takes more passes over the summed gradients than
     :func:`~torchembed.ops.rowwise_update.rowwise_update`, whose arguments these are.
 
     Args:
@@ -45,24 +45,25 @@ def update_divided_columns(
         gradient = gradient + rule.weight_decay * weight[rows].float()
 
     squares = table.sum_over_columns((gradient * gradient).sum(dim=1))
-    num_slots = squares.shape[0]
-    rows, gradient = rows[:num_slots], gradient[:num_slots]
-    slots = torch.arange(num_slots + 1, device=weight.device, dtype=torch.int32)
-    is_updated = slots[:-1] < runs.num_runs
+    num_sums = squares.shape[0]
+    rows, gradient = rows[:num_sums], gradient[:num_sums]
+    numbers = torch.arange(num_sums + 1, device=weight.device, dtype=torch.int32)
+    is_updated = numbers[:-1] < runs.num_runs
     if skip is not None:
         is_updated = is_updated & (skip == 0)
-    # By a tensor, since a GPU multiplies by the reciprocal of a number. Spare slots add nothing, to
-    # row 0.
+    # Divided by a tensor: for a number a GPU would multiply by the reciprocal, and round twice.
+    # Entries past the last run add zero to row 0.
     mean = squares / squares.new_full((), table.spec.dim)
     added = torch.where(is_updated, mean, 0.0)
     total = state[rows] + added
     state.index_add_(0, rows, added)
     divisor = root(total) + rule.eps
-    no_chunks = slots.new_full((num_slots // RUN_CHUNK,), -1)
+    # One gradient for each run is left, so runs have one position each and no whole chunks.
+    no_chunks = numbers.new_full((num_sums // RUN_CHUNK,), -1)
     rowwise_update(
         weight,
         (),
-        Runs(runs.unique_rows[:num_slots], slots, slots[:-1], runs.num_runs, no_chunks),
+        Runs(runs.unique_rows[:num_sums], numbers, numbers[:-1], runs.num_runs, no_chunks),
         RowGradients(gradient / divisor.unsqueeze(1)),
         UpdateRule(kind=OptimizerKind.SGD),
         lr,

@@ -11,7 +11,7 @@ from torchembed.core.own_storage import with_own_storage
 from torchembed.tables import table_of
 
 _ALIGNMENT = 128
-"""Elements. Every parameter begins at a multiple of 256 bytes or more, as cuBLAS likes it."""
+"""Elements. Every parameter begins at a multiple of 256 bytes or more, as cuBLAS's kernels want."""
 
 
 class FlatParameters:
@@ -19,7 +19,7 @@ class FlatParameters:
 
     Making one replaces the data of each parameter, in ``dtype``, by a view of ``values``, and makes
     its part of ``gradients`` the slot of its gradient. ``master`` holds the values in float32; it
-    is ``values`` itself where these are float32. What lies between parameters is zero.
+    is ``values`` itself where these are float32. Elements between parameters are zero.
 
     Args:
         parameters: dense leaves on one device.
@@ -69,22 +69,22 @@ class FlatParameters:
 
     def values_are_current(self) -> None:
         """Note that ``values`` and ``master`` agree."""
-        # Whoever writes to a parameter, also through load_state_dict, counts its version up.
+        # Every write to a parameter, also by load_state_dict, increments its version counter.
         self._versions = [parameter._version for parameter in self.parameters]
 
     def values_were_updated(self, updated: Sequence[Tensor]) -> None:
         """Note that ``values`` and ``master`` have changed for some parameters, so that a backward
-        which needs what was there before is an error."""
+        which needs their former values is an error."""
         torch.autograd.graph.increment_version(updated)
         self.values_are_current()
 
     def take_changed_values(self) -> None:
-        """Take the values of parameters that something else has written into ``master``.
+        """Copy the values of parameters that other code has written to ``master``.
 
-        Elements that are those of ``master``, rounded, keep what was rounded off.
+        Elements that equal those of ``master``, rounded, keep the digits that rounding dropped.
 
         Raises:
-            RuntimeError: where a parameter has other memory by now.
+            RuntimeError: where a parameter has other memory than this object gave it.
         """
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         dtypes = {parameter.dtype for parameter in self.parameters}
@@ -108,10 +108,10 @@ class FlatParameters:
         self._versions = versions
 
     def gather_gradients(self, chosen: Sequence[Tensor]) -> list[slice]:
-        """Bring gradients of ``chosen`` parameters that lie elsewhere into ``gradients``; the parts
-        of it that are theirs.
+        """Copy gradients of ``chosen`` parameters from other memory to ``gradients``; returns the
+        parts of it that are theirs.
 
-        Each part is as long as can be: one for all where every parameter is chosen.
+        Neighbours are one part, so there is one in all where every parameter is chosen.
         """
         gather_gradients(chosen)
         parts: list[slice] = []
@@ -135,10 +135,10 @@ def flatten_parameters(
         dtype: of the values; that of each parameter where None.
 
     Raises:
-        TypeError: for a table's weight, or a parameter of another dtype.
+        TypeError: for a table's weight, or a parameter that is not float32, float16 or bfloat16.
         ValueError: for a parameter on the meta device. Nothing is changed then.
     """
-    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if table_of(parameter) is not None:
             raise TypeError(
@@ -149,5 +149,5 @@ def flatten_parameters(
         if parameter.is_meta:
             raise ValueError("params must be real, got one on the meta device; call to_empty()")
         key = parameter.device, dtype or parameter.dtype
-        together.setdefault(key, []).append(parameter)
-    return [FlatParameters(same, of) for (_, of), same in together.items()]
+        by_kind.setdefault(key, []).append(parameter)
+    return [FlatParameters(same, of) for (_, of), same in by_kind.items()]

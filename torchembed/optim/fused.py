@@ -1,16 +1,17 @@
 """The base of the fused optimizers: a ``torch.optim.Optimizer`` over embedding tables."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT, StateDict
 
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
-from torchembed.optim.hyperparameters import check_hyperparameters, rule_numbers
+from torchembed.optim.hyperparameters import ParamGroup, check_hyperparameters, rule_numbers
 from torchembed.optim.learning_rate import learning_rate
 from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
@@ -45,32 +46,30 @@ class FusedOptimizer(torch.optim.Optimizer):
     state_names: ClassVar[tuple[str, ...]] = ()
 
     grad_scale: Tensor | None
-    """Given by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
+    """Loss scale, set by ``GradScaler`` for the time of one step, as ``found_inf`` is."""
     found_inf: Tensor | int
     skip: Tensor | None = None
     """float32 ``[1]``; where it is not zero on the device, :meth:`step` discards the gradients and
-    changes nothing. For whoever finds out there that a batch is bad."""
+    changes nothing. For code that finds out on the device that a batch is bad."""
     overflow: Tensor | None = None
-    """float32 ``[]``; of the last scaled step, 1 where it was skipped since a gradient was not
-    finite."""
+    """float32 ``[]``; 1 where the last scaled step was skipped for a gradient not finite."""
 
-    def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], *, stochastic_rounding: bool
-    ) -> None:
+    def __init__(self, params: ParamsT, defaults: ParamGroup, *, stochastic_rounding: bool) -> None:
         check_hyperparameters(defaults)
         self._key: object | None = None
         if not isinstance(params, Tensor):
             # A rank may hold no table, and steps with the others all the same.
-            params = list(params) or [{"params": []}]
+            given: list[Any] = list(params)
+            params = given or [{"params": []}]
         super().__init__(params, defaults)
         self._key = object()
-        """Names this optimizer in its tables' update keys."""
+        """Identity of this optimizer in its tables' update keys."""
         self._step_supports_amp_scaling = True
         self._stochastic_rounding = stochastic_rounding
         self._lr_tensors: dict[tuple[int, torch.device], tuple[float, Tensor]] = {}
         self._take_over(first=0)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of further tables, and take them over."""
         super().add_param_group(param_group)
         if self._key is not None:
@@ -112,13 +111,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._publish_state()
 
     def _update_key(self, table: Table, index: int) -> Hashable:
-        """Names this optimizer, the parameter group and, where ranks update the rows of one table
-        together, that table: it is in a group of its own then, so that the ranks' runs are alike.
+        """Key of the tables that may be updated together: this optimizer and the parameter group.
+
+        A table whose rows several ranks update together has a key of its own, so that it is alone
+        in its table group and these ranks have the same runs.
         """
         return self._key, index, table.spec.name if self._spans_ranks(table) else None
 
     def _spans_ranks(self, table: Table) -> bool:
-        """Whether a row's update needs numbers of the ranks that hold its other columns."""
+        """True where a row's update needs sums over the ranks that hold its other columns."""
         return self.kind is OptimizerKind.ROWWISE_ADAGRAD and table.sum_over_columns is not None
 
     def __reduce__(self) -> NoReturn:
@@ -127,7 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "make one for the copied module and give it this one's state_dict()"
         )
 
-    def _table_groups(self, index: int, group: dict[str, Any]) -> list[TableGroup]:
+    def _table_groups(self, index: int, group: ParamGroup) -> list[TableGroup]:
         """The table groups of parameter group ``index``."""
         found = {}
         for table in map(_table, group["params"]):
@@ -138,22 +139,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             found[id(table.group)] = table.group
         return list(found.values())
 
-    def _rule(self, group: dict[str, Any]) -> UpdateRule:
+    def _rule(self, group: ParamGroup) -> UpdateRule:
         return UpdateRule(kind=self.kind, max_gradient=group["max_gradient"], **rule_numbers(group))
 
     def _publish_state(self) -> None:
-        """Show each table's part of its group's state in ``self.state``."""
+        """Make ``self.state`` views of each table's part of its group's state."""
         self.state.clear()
         for index, group in enumerate(self.param_groups):
             self._table_groups(index, group)
             for parameter in group["params"]:
                 table = _table(parameter)
-                entry: dict[str, Any] = {"step": table.group.step}
+                entry: dict[str, Tensor] = {"step": table.group.step}
                 for name, state in zip(self.state_names, table.group.states, strict=True):
                     entry[name] = table.group.table_rows(state, table)
                 self.state[parameter] = entry
 
-    def _lr(self, index: int, group: dict[str, Any], table_group: TableGroup) -> Tensor:
+    def _lr(self, index: int, group: ParamGroup, table_group: TableGroup) -> Tensor:
         """The learning rate as a float32 ``[1]`` on the tables' device; never synchronizes."""
         device = table_group.weight.device
         lr = learning_rate(group, device)
@@ -177,8 +178,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [entry for table_group in groups for entry in table_group.pending]
 
     def before_replay(self) -> None:
-        """Show learning rates that were set since to CUDA graphs that hold :meth:`step`; call it
-        before one is replayed. A tensor ``lr`` on the tables' device is seen anyway."""
+        """Copy learning rates that were set since to the tensors that CUDA graphs of :meth:`step`
+        read; call it before each replay. Graphs read a tensor ``lr`` on the tables' device
+        themselves."""
         for (index, device), (known, tensor) in self._lr_tensors.items():
             lr = learning_rate(self.param_groups[index], device)
             if not isinstance(lr, Tensor) and lr != known:
@@ -190,8 +192,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The inverse loss scale ``[1]`` and the flag ``[1]`` that skips the step, under a scaler.
 
-        As torch's optimizers do, all tables skip where the gradients of one are not finite, on
-        whichever rank. The collective is every rank's, also of one that has no gradients.
+        As with torch's optimizers, all tables skip where the gradients of one are not finite, on
+        any rank. The collective needs every rank, also one that has no gradients.
         """
         if not hasattr(self, "found_inf"):
             return None, None
@@ -199,7 +201,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             entry.wait()
         scale, found_inf = self.grad_scale, self.found_inf
         if scale is None:
-            # GradScaler takes its attributes back only where step succeeds.
+            # GradScaler deletes its attributes only after a step that succeeds.
             del self.grad_scale, self.found_inf
             raise RuntimeError(
                 "scaler.unscale_(optimizer) was called for a fused optimizer, which unscales in "
@@ -217,7 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return scale.float().reciprocal().reshape(1), skip.reshape(1)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Apply and discard all gradients recorded since the last step; never synchronizes.
 
         Raises:
@@ -242,8 +244,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_early(self) -> None:
-        """Apply and discard the gradients that are there already, before :meth:`step`, which then
-        applies the others: those that come over ranks with the dense gradients."""
+        """Apply and discard the gradients that are there already. :meth:`step` then applies those
+        that are averaged over ranks with the dense gradients."""
         self._apply_recorded()
 
     def _apply_recorded(self) -> None:
@@ -276,7 +278,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         weight, group = table_group.weight, self.param_groups[index]
         multiplier = None if multiplier is None else multiplier.to(weight.device)
         skip = None if skip is None else skip.to(weight.device)
-        # First, since the count needs no gradients.
+        # Before the wait, since the count needs no gradients.
         table_group.step += 1.0 if skip is None else skip == 0
         entry.wait()
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
@@ -320,13 +322,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if table.update_key == self._update_key(table, index):
                     table.group.discard()
 
-    def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's: ``state`` by parameter number, and ``param_groups``."""
+    def state_dict(self) -> StateDict:
+        """State in torch's form: ``state`` by parameter number, and ``param_groups``."""
         self._publish_state()
         return super().state_dict()
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Copy hyperparameters and every table's state from ``state_dict``, in place.
 
         Raises:
@@ -357,6 +359,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _table(parameter: Tensor) -> Table:
+    """The table whose weight ``parameter`` is."""
     table = table_of(parameter)
     if table is None:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Loss scaling that follows the gradients of tables, too."""
+"""Loss scaling that follows the gradients of tables as well as dense ones."""
 
 from typing import Any
 
@@ -18,16 +18,22 @@ class GradScaler(torch.amp.GradScaler):
     one small collective in :meth:`update`, which every one of them calls. Never synchronizes.
 
     Args:
-        device: as for torch's, like all other arguments.
-        group: the processes that train together; all of them where it is None.
+        device: the device type, as for torch's scaler, which takes all other arguments, too.
+        group: the processes that train together; all of them where None.
     """
 
-    def __init__(self, device: str = "cuda", *arguments: Any, group: Any = None, **others: Any):
+    def __init__(
+        self,
+        device: str = "cuda",
+        *arguments: Any,
+        group: dist.ProcessGroup | None = None,
+        **others: Any,
+    ):
         super().__init__(device, *arguments, **others)
         self._group = group
 
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **others: Any) -> Any:
-        """As torch's."""
+        """Unscale the gradients and step ``optimizer``, or skip it, as torch's scaler does."""
         if self.is_enabled() and isinstance(optimizer, JointOptimizer):
             for part in optimizer.optimizers:
                 self.step(part, *arguments, **others)
@@ -42,13 +48,13 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch's, for the gradients of dense parameters."""
+        """Unscale the gradients of dense parameters, as torch's scaler does."""
         for part in separate([optimizer]):
             if part is optimizer or not isinstance(part, FusedOptimizer):
                 super().unscale_(part)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's; collective where processes train together.
+        """Update the scale, as torch's scaler does; collective where processes train together.
 
         Raises:
             RuntimeError: where no optimizer was stepped by :meth:`step` since the last call.
@@ -69,6 +75,7 @@ class GradScaler(torch.amp.GradScaler):
             for flag in flags:
                 combined = combined.maximum(flag.to(scale.device, non_blocking=True))
             dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._group)
+            # The base class reads the flags of all optimizers: one joint flag stands for them.
             self._per_optimizer_states.clear()
             self._per_optimizer_states[0]["found_inf_per_device"] = {scale.device: combined}
         super().update()

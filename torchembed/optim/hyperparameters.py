@@ -1,14 +1,16 @@
-"""What every optimizer asks of its hyperparameters."""
+"""Hyperparameters that the optimizers of tables and of dense parameters share."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
+ParamGroup: TypeAlias = dict[str, Any]
+"""Parameter group of an optimizer, as torch has it: ``params``, and its hyperparameters by name."""
 
-def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
+
+def check_hyperparameters(defaults: ParamGroup) -> None:
     """Raise ``ValueError`` for ``betas`` outside [0, 1) and for negative numbers; a tensor is not
-    read, since a GPU would be waited for."""
+    read, since that would wait for a GPU."""
     for name, value in defaults.items():
         if name == "betas":
             if not all(0.0 <= beta < 1.0 for beta in value):
@@ -17,8 +19,8 @@ def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must not be negative, got {value}")
 
 
-def rule_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rules of rows and of dense elements both take of a parameter group."""
+def rule_numbers(group: ParamGroup) -> dict[str, float]:
+    """Hyperparameters of ``group`` that the rules of rows and of dense elements both have."""
     beta1, beta2 = group.get("betas", (0.9, 0.999))
     return {
         "eps": group.get("eps", 0.0),

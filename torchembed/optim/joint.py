@@ -7,21 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT, StateDict
 
+from torchembed.optim.hyperparameters import ParamGroup
 from torchembed.tables import table_of
 
 
 class JointOptimizer(torch.optim.Optimizer):
     """The optimizers of a model's tables and of its dense parameters as one.
 
-    Made by ``with_dense`` of :class:`~torchembed.optim.Adagrad` and the others of tables.
-    ``param_groups`` are those of both, tables' first, so that learning-rate schedulers work, and so
-    is ``state_dict``, in the form of any torch optimizer's. ``torchembed.optim.GradScaler``,
-    ``TrainPipeline`` and ``TrainingRun`` take this one; torch's own ``GradScaler`` each of
-    ``optimizers``, one by one.
+    Made by ``with_dense`` of :class:`~torchembed.optim.Adagrad` and the others for tables.
+    ``param_groups`` are those of both, tables' first, so that learning-rate schedulers work, and
+    ``state_dict`` holds both in torch's form. ``torchembed.optim.GradScaler``, ``TrainPipeline``
+    and ``TrainingRun`` take this optimizer; torch's own ``GradScaler`` takes each of
+    ``optimizers``.
 
     Attributes:
-        optimizers: of tables, and of dense parameters; each where there are any.
+        optimizers: the optimizer of the tables and that of the dense parameters, where there are
+            any.
     """
 
     grad_scale: Tensor | None
@@ -37,14 +40,14 @@ class JointOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(note)
         self._share_groups()
-        # Torch's scaler then leaves scaled gradients to step, which refuses them.
+        # With this flag torch's scaler does not unscale but calls step, which refuses it.
         self._step_supports_amp_scaling = True
 
     def _share_groups(self) -> None:
-        """Show the parts' groups themselves, which they replace when they load a state."""
+        """Make ``param_groups`` the parts' own groups, which loading a state replaces."""
         self.param_groups = [g for optimizer in self.optimizers for g in optimizer.param_groups]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Refused once the optimizer is made: its parts take tables or dense parameters."""
         if hasattr(self, "optimizers"):
             raise TypeError(
@@ -53,8 +56,8 @@ class JointOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step both; never synchronizes.
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step both optimizers; never synchronizes.
 
         Raises:
             RuntimeError: under torch's own ``GradScaler``, and as the parts' ``step``.
@@ -75,14 +78,14 @@ class JointOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients of both."""
+        """Discard the gradients of both optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's: ``state`` by parameter number, and ``param_groups``."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
+    def state_dict(self) -> StateDict:
+        """State in torch's form: ``state`` by parameter number, and ``param_groups``."""
+        state: dict[int, StateDict] = {}
+        groups: list[ParamGroup] = []
         for first, part in zip(self._first_numbers(), self.optimizers, strict=True):
             packed = part.state_dict()
             state |= {number + first: entry for number, entry in packed["state"].items()}
@@ -92,12 +95,12 @@ class JointOptimizer(torch.optim.Optimizer):
             ]
         return {"state": state, "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Copy hyperparameters and state from ``state_dict``, in place.
 
         Raises:
-            ValueError: where parameter groups, state names or shapes do not match; where only the
-                dense part's do not, the tables' is loaded then.
+            ValueError: where parameter groups, state names or shapes do not match. Where only those
+                of the dense part do not, the tables' state has been loaded.
         """
         if len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError(
@@ -147,17 +150,19 @@ def separate(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Op
 
 
 def split_parameters(
-    params: Iterable[Any], only_of_tables: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    params: ParamsT, only_of_tables: Sequence[str]
+) -> tuple[list[ParamGroup], list[ParamGroup]]:
     """Parameter groups of the tables, and of the dense parameters, among ``params``.
 
     Args:
         params: tensors, or parameter groups of them.
         only_of_tables: hyperparameters that dense groups go without.
     """
-    given = list(params)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    of_tables, of_dense = [], []
+    given: list[Any] = list(params)
+    has_groups = bool(given) and isinstance(given[0], Mapping)
+    groups: list[ParamGroup] = given if has_groups else [{"params": given}]
+    of_tables: list[ParamGroup] = []
+    of_dense: list[ParamGroup] = []
     for group in groups:
         members = group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)

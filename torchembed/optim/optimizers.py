@@ -1,9 +1,10 @@
 """The fused optimizers by name. Their formulas are those of :class:`UpdateRule`."""
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from torchembed.core.types import OptimizerKind
 from torchembed.optim.dense import DenseOptimizer
@@ -15,18 +16,18 @@ _ONLY_OF_TABLES = ("max_gradient", "stochastic_rounding")
 
 
 class _WithDense(FusedOptimizer):
-    """An optimizer of tables whose rule dense parameters can have, too."""
+    """Optimizer of tables whose rule exists for dense parameters, too."""
 
     dense_counterpart: ClassVar[type[DenseOptimizer]]
 
     @classmethod
-    def with_dense(cls, params: Iterable[Any], **hyperparameters: Any) -> JointOptimizer:
+    def with_dense(cls, params: ParamsT, **hyperparameters: Any) -> JointOptimizer:
         """One optimizer of tables and dense parameters: ``Adagrad.with_dense(model.parameters(),
         lr=0.01)`` steps tables by this class, and the rest by ``DenseAdagrad`` and the like.
 
         Args:
-            params: of both kinds, or parameter groups of them.
-            hyperparameters: of this class; the dense rule takes those that it has.
+            params: parameters of both kinds, or parameter groups of them.
+            hyperparameters: arguments of this class; the dense rule takes those that it has.
 
         Raises:
             ValueError: where there is no parameter.
@@ -35,7 +36,7 @@ class _WithDense(FusedOptimizer):
         if not of_tables and not of_dense:
             raise ValueError("params must hold at least one parameter, got none")
         rest = {n: value for n, value in hyperparameters.items() if n not in _ONLY_OF_TABLES}
-        parts: list[Any] = []
+        parts: list[torch.optim.Optimizer] = []
         if of_tables:
             parts.append(cls(of_tables, **hyperparameters))  # type: ignore[call-arg]
         if of_dense:
@@ -59,7 +60,7 @@ class SGD(_WithDense):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         *,
         weight_decay: float = 0.0,
@@ -76,7 +77,7 @@ class Adagrad(_WithDense):
     Args:
         params, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`.
         lr_decay: step t uses ``lr / (1 + (t - 1) * lr_decay)``.
-        initial_accumulator_value: what every sum starts from.
+        initial_accumulator_value: initial value of every sum.
         eps: added to the root.
     """
 
@@ -86,7 +87,7 @@ class Adagrad(_WithDense):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
@@ -134,7 +135,7 @@ class Adam(_WithDense):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

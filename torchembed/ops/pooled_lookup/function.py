@@ -63,7 +63,7 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows, offsets, per_id_weights, rows_like = ctx.saved_tensors
         batch_size, num_features, dim = grad.shape
         grad = grad.contiguous()

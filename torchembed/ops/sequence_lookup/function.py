@@ -29,7 +29,7 @@ class _SequenceLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, rows_like = ctx.saved_tensors
         gradients = RowGradients(grad.contiguous())
         grad_weight = None
