@@ -1,4 +1,4 @@
-"""Where bags begin and end, told the same way for jagged bags and for those of fixed hotness.
+"""Bounds of bags, in one form for jagged bags and for those of fixed hotness.
 
 Kernels take one tensor of ``bounds``: the offsets ``[F * B + 1]`` of jagged bags, or, under FIXED,
 the running sum ``[F + 1]`` of the ids that a sample has, followed by the features ``[F]``, hottest
@@ -28,7 +28,8 @@ class Bounds(NamedTuple):
 
 
 _captured: dict[int, Tensor] = {}
-"""By address, what a CUDA graph has captured: a replay reads it however long ago that was."""
+"""Bounds that a CUDA graph has captured, by address: the graph may be replayed when the cache below
+has long dropped them."""
 
 
 def bag_bounds(offsets: Tensor | None, hotness: Sequence[int], device: torch.device) -> Bounds:
@@ -38,6 +39,7 @@ def bag_bounds(offsets: Tensor | None, hotness: Sequence[int], device: torch.dev
     """
     if offsets is not None:
         return Bounds(offsets, fixed=False)
+    # Kept by value, so that steps of one hotness copy nothing to the device and can be captured.
     tensor = _fixed_bounds(tuple(hotness), device)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.setdefault(tensor.data_ptr(), tensor)
@@ -48,6 +50,8 @@ def bag_bounds(offsets: Tensor | None, hotness: Sequence[int], device: torch.dev
 def _fixed_bounds(hotness: tuple[int, ...], device: torch.device) -> Tensor:
     """``[2 * F + 1]``, int64: 0, the sums of ``hotness`` up to each feature, then all features by
     falling hotness."""
+    # Programs start in the order of their numbers: the longest first, and none is left alone at the
+    # end of a launch.
     hottest_first = sorted(range(len(hotness)), key=lambda feature: -hotness[feature])
     bounds = [0, *itertools.accumulate(hotness), *hottest_first]
     return torch.tensor(bounds, dtype=torch.int64, device=device)
@@ -55,8 +59,10 @@ def _fixed_bounds(hotness: tuple[int, ...], device: torch.device) -> Tensor:
 
 @triton.jit
 def feature_at(bounds_ptr, place, num_features, FIXED: tl.constexpr):
-    """The feature that programs take at ``place``: the hottest first, so that what is left at the
-    end is short; with jagged bags, of which nothing is known, as they come.
+    """The feature that programs at ``place`` take.
+
+    Features are taken by falling hotness, so that the last programs of a launch are short; those of
+    jagged bags, whose lengths the host does not know, in their own order.
 
     Example: hotness (1, 3): place 0 is feature 1.
     """
@@ -78,6 +84,7 @@ def bag_extent(
     starts at ``1 * 2 + 1 * 3 = 5`` and has 3 ids.
     """
     if FIXED:
+        # Every bag of the feature has one length, so its bounds follow from two numbers.
         first = tl.load(bounds_ptr + feature)
         length = tl.load(bounds_ptr + feature + 1) - first
         start = first * batch_size + sample * length

@@ -18,6 +18,7 @@ number of logits alone."""
 def _exp_of_minus(x):
     """``exp(-x)`` for x of 0 or more, as ``2**-n * exp(-r)`` with ``x = n log(2) + r``: the GPU's
     own is less exact the larger x is (W. Cody, W. Waite, 1980; the parts of log(2) are theirs)."""
+    # exp(-200) is 0 in float32; an infinite x would make r a NaN.
     x = tl.where(x > 200.0, 200.0, x)
     n = tl.floor(x * 1.44269504 + 0.5)
     r = (x - n * 0.693145751953125) - n * 1.42860682030941723e-6
@@ -58,7 +59,7 @@ def _binary_cross_entropy_forward_kernel(
     mask = at < num_logits
     z = as_float32(tl.load(logits_ptr + at, mask=mask, other=0.0))
     y = as_float32(tl.load(labels_ptr + at, mask=mask, other=0.0))
-    # A NaN goes into the loss, which max might drop.
+    # tl.maximum may drop a NaN; this comparison keeps it, so that the loss shows it.
     larger = tl.where(z < 0, 0.0, z)
     loss = larger - z * y + _log_of_one_plus(_exp_of_minus(tl.abs(z)))
     total = tl.sum(tl.where(mask, loss, 0.0), axis=0)
@@ -81,6 +82,7 @@ def _binary_cross_entropy_backward_kernel(
     mask = at < num_logits
     z = as_float32(tl.load(logits_ptr + at, mask=mask, other=0.0))
     y = as_float32(tl.load(labels_ptr + at, mask=mask, other=0.0))
+    # Of exp(z) and exp(-z) the one that is at most 1, so that nothing overflows.
     small = _exp_of_minus(tl.abs(z))
     sigmoid = tl.where(z < 0, small, 1.0) / (1.0 + small)
     slope = (sigmoid - y) * (tl.load(grad_ptr) / num_logits)

@@ -20,8 +20,11 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(num_rows: int, *, are_apart: bool) -> _Tiling:
-    """Of few rows one program sums whole columns at once, so that no second kernel adds partial
-    sums; where these are wanted, programs are many, and each reads all that it reads at once."""
+    """Tiling for a matrix of ``num_rows``; ``are_apart`` where partial sums are wanted as they are.
+
+    Where there are few rows, one program sums whole columns, so that no second kernel adds partial
+    sums. Where these are wanted, a program takes the 128 rows of one, in a single block.
+    """
     if num_rows > 1024:
         return _Tiling(128, 32, 128, 4)
     if are_apart:
@@ -54,8 +57,11 @@ def _multiply_and_sum_kernel(
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_mask = columns < num_columns
     first_row = tl.program_id(0) * ROWS_PER_PROGRAM
+    # One sum for each row of the block, added up only after the loop, so that threads need not
+    # communicate within it.
     sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for step in range(0, ROWS_PER_PROGRAM, BLOCK_ROWS):
+        # Blocks past the end would read nothing; leaving them out spares the loop's body.
         if first_row + step < num_rows:
             rows = first_row + step + tl.arange(0, BLOCK_ROWS)
             at = rows[:, None].to(INDEX) * num_columns + columns[None, :]
@@ -70,7 +76,9 @@ def _multiply_and_sum_kernel(
                     value = value * factor
                 rounded = round_to_nearest(value, product_ptr.dtype.element_ty)
                 tl.store(product_ptr + at, rounded, mask=mask)
+            # Before rounding, so that the sum has float32's precision.
             sums += value
+    # Where this program's sum is the whole, sums_ptr is the result itself, in its own dtype.
     total = round_to_nearest(tl.sum(sums, axis=0), sums_ptr.dtype.element_ty)
     tl.store(sums_ptr + tl.program_id(0) * num_columns + columns, total, mask=column_mask)
 
@@ -87,7 +95,7 @@ def multiply_and_sum(
     its sum over rows, before it is rounded, to ``total [N]``; without a factor only the sum. Into
     float32 ``total [P, N]`` go the sums over 128 rows each.
 
-    All are contiguous, but that rows of ``matrix`` may be apart, as those of a slice are.
+    All are contiguous, but ``matrix`` may have gaps between its rows, as a slice of columns has.
     """
     num_rows, num_columns = matrix.shape
     if num_rows == 0 or num_columns == 0:
@@ -110,6 +118,7 @@ def multiply_and_sum(
             num_columns,
             matrix.stride(0),
             RECTIFY=rectify,
+            # Rows with gaps between them may reach further than the number of elements tells.
             INDEX=index_type(matrix) if matrix.is_contiguous() else tl.int64,
             ROWS_PER_PROGRAM=tiling.rows_per_program,
             BLOCK_ROWS=tiling.block_rows,

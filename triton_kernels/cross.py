@@ -67,6 +67,7 @@ def _cross_epilogue_backward_kernel(
     column_mask = columns < num_columns
     bias = as_float32(tl.load(bias_ptr + columns, mask=column_mask, other=0.0))
     first_row = tl.program_id(0).to(INDEX) * ROWS_PER_PROGRAM
+    # Programs write partial sums in place of adding to one with atomics, whose order is not fixed.
     sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for step in range(0, ROWS_PER_PROGRAM, BLOCK_ROWS):
         rows = first_row + step + tl.arange(0, BLOCK_ROWS)
@@ -77,9 +78,10 @@ def _cross_epilogue_backward_kernel(
         z = as_float32(tl.load(z_ptr + at, mask=mask, other=0.0))
         grad_x0 = grad * (z + bias[None, :])
         if X_IS_X0:
+            # x enters the layer a second time, by the identity: its gradient is grad itself.
             grad_x0 += grad
         grad_z = grad * x0
-        sums += grad_z
+        sums += grad_z  # before it is rounded
         grad_x0 = round_to_nearest(grad_x0, grad_x0_ptr.dtype.element_ty)
         grad_z = round_to_nearest(grad_z, grad_z_ptr.dtype.element_ty)
         tl.store(grad_x0_ptr + at, grad_x0, mask=mask)
@@ -89,6 +91,7 @@ def _cross_epilogue_backward_kernel(
 
 
 def launch_cross_epilogue_forward(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    """``torchembed::cross_epilogue_forward``; see :func:`torchembed.ops.cross.cross_epilogue`."""
     dtype = torch.promote_types(torch.promote_types(x0.dtype, z.dtype), x.dtype)
     out = torch.empty_like(x0, dtype=dtype)
     num_rows, num_columns = x0.shape
@@ -113,6 +116,7 @@ def launch_cross_epilogue_forward(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor
 def launch_cross_epilogue_backward(
     grad: Tensor, x0: Tensor, z: Tensor, bias: Tensor, x_is_x0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """``torchembed::cross_epilogue_backward``."""
     num_rows, num_columns = x0.shape
     grad_x0, grad_z = torch.empty_like(x0), torch.empty_like(z)
     num_partials = triton.cdiv(num_rows, _ROWS_PER_PROGRAM)

@@ -20,7 +20,7 @@ _ADAGRAD = tl.constexpr(int(OptimizerKind.ADAGRAD))
 
 # Each thread of 4 warps holds 8 elements: one access of 16 bytes to a 16-bit tensor.
 _BLOCK = 1024
-# Of a launch; for each number of parts a kernel is compiled.
+# Most parts of one launch: a kernel is compiled for each number of parts.
 _MOST_PARTS = 8
 
 
@@ -32,6 +32,8 @@ def _dense_update_adam_scales_kernel(
 
     Example: lr 1, step 1, beta1 0 and beta2 3/4 give 1 and 1/2.
     """
+    # In float64, since powers of a beta near 1 lose their digits in float32; and in a kernel of its
+    # own, since float64 in every program would be slow.
     count = tl.load(step_ptr).to(tl.float64)
     correction1 = 1.0 - tl.exp(count * LOG_BETA1)
     correction2 = 1.0 - tl.exp(count * LOG_BETA2)
@@ -61,17 +63,19 @@ def _dense_update_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One element a lane by the rules of :class:`torchembed.ops.dense_update.DenseRule`; of the
-    ``parts``, which begin at multiples of 8, and under ENDS_ALIGNED end there, each has blocks of
-    its own.
-    ``scales`` is the learning rate or, under Adam, what :func:`_dense_update_adam_scales_kernel`
-    gives.
+    """Update of one element in each lane by :class:`torchembed.ops.dense_update.DenseRule`.
+
+    Each of the ``parts`` has blocks of its own. They begin at multiples of 8, and under
+    ENDS_ALIGNED end there. ``scales`` is the learning rate or, under Adam, the result of
+    :func:`_dense_update_adam_scales_kernel`.
 
     Example: SGD with lr 2, ``weight = [10]``, ``grad = [3]``: ``weight = [10 - 2 * 3] = [4]``.
     """
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0.0:
             return
+    # Finds the part that this program's block is in. The parts are arguments, not a tensor: a step
+    # needs no copy to the device, and the search unrolls to a few comparisons.
     block = tl.program_id(0)
     first, stop = tl.zeros([], INDEX), tl.zeros([], INDEX)
     before = 0
@@ -82,6 +86,7 @@ def _dense_update_kernel(
         first = tl.where(is_here, part_start + (block - before).to(INDEX) * BLOCK, first)
         stop = tl.where(is_here, part_stop, stop)
         before += num_blocks
+    # Parts begin at multiples of 8; told so, the compiler reads 16 bytes at once.
     at = tl.multiple_of(first, 8) + tl.arange(0, BLOCK)
     mask = at < (tl.multiple_of(stop, 8) if ENDS_ALIGNED else stop)
     gradient = as_float32(tl.load(grad_ptr + at, mask=mask, other=0.0))
@@ -94,6 +99,7 @@ def _dense_update_kernel(
     if OPTIMIZER == _SGD:
         weight -= lr * gradient
     elif OPTIMIZER == _ADAGRAD:
+        # Lanes past the end get a state of 1, so that they divide by no zero.
         total = tl.load(state0_ptr + at, mask=mask, other=1.0) + gradient * gradient
         tl.store(state0_ptr + at, total, mask=mask)
         weight -= lr * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
@@ -158,4 +164,5 @@ def launch_dense_update(update: DenseUpdate) -> None:
 
 
 def _log(beta: float) -> float:
+    """The logarithm of ``beta``, by which a kernel takes its powers; -inf for 0."""
     return math.log(beta) if beta else -math.inf

@@ -29,7 +29,9 @@ def _sum_features_kernel(
     FLOATING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All ids of feature f: the sums over ``sources[ranges[f]:ranges[f + 1]]`` of those features.
+    """Values of feature f: the sums over the features ``sources[ranges[f]:ranges[f + 1]]``.
+
+    Forward each feature has one source, which is copied; backward those it was copied to.
 
     With ``values = [7, 8, 9]``, of which feature 0 has one and feature 1 has two, and one source
     each, 1 and 0: out is ``[8, 9, 7]``.
@@ -38,13 +40,15 @@ def _sum_features_kernel(
     mask = positions < num_values
     feature = count_not_above(out_offsets_ptr + batch_size, num_features, positions, batch_size, 1)
     inside = mask & (feature < num_features)
+    # Bags of a feature lie one after the other in both, so positions within a feature are the same.
     within = positions - tl.load(out_offsets_ptr + feature * batch_size, mask=inside, other=0)
     first = tl.load(ranges_ptr + feature, mask=inside, other=0)
     counts = tl.load(ranges_ptr + feature + 1, mask=inside, other=0) - first
     total = tl.zeros((BLOCK,), dtype=tl.float32 if FLOATING else tl.int64)
-    for turn in range(tl.max(counts, axis=0)):
-        present = turn < counts
-        source = tl.load(sources_ptr + first + turn, mask=present, other=0)
+    # As many rounds as the feature with the most sources in this block needs.
+    for number in range(tl.max(counts, axis=0)):
+        present = number < counts
+        source = tl.load(sources_ptr + first + number, mask=present, other=0)
         start = tl.load(source_offsets_ptr + source * batch_size, mask=present, other=0)
         # Too small a capacity dropped the last ids: they have no gradient to read.
         kept = present & (start + within < num_sources)
@@ -55,7 +59,7 @@ def _sum_features_kernel(
     tl.store(out_ptr + positions, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# With one bucket as a constant Triton 3.6 fails to compile.
+# Specialized to one bucket, as a constant, Triton 3.6 fails to compile it.
 @triton.jit(do_not_specialize=["num_buckets"])
 def _bucketize_rows_count_kernel(
     values_ptr,
@@ -87,14 +91,16 @@ def _bucketize_rows_count_kernel(
     first = tl.load(ranges_ptr + buckets)
     inside = in_bag & (ids >= first) & (ids < tl.load(ranges_ptr + num_buckets))
     local = tl.where(inside, ids - first, -1)
-    # What is in no range goes to the first bucket that has one.
-    home = count_not_above(ranges_ptr + 1, num_buckets - 1, tl.load(ranges_ptr), 1, 1)
-    buckets = tl.where(inside, buckets, home)
+    # Ids in no range go to the first bucket that has one, so that none is lost.
+    fallback = count_not_above(ranges_ptr + 1, num_buckets - 1, tl.load(ranges_ptr), 1, 1)
+    buckets = tl.where(inside, buckets, fallback)
     # Integer sums: the same in whatever order the programs come.
     tl.atomic_add(lengths_ptr + buckets * num_bags + bags, 1, mask=in_bag, sem="relaxed")
     buckets = tl.where(in_bag, buckets, num_buckets).to(tl.int32)
     tl.store(buckets_ptr + positions, buckets, mask=mask)
     tl.store(local_ptr + positions, local.to(local_ptr.dtype.element_ty), mask=mask)
+    # Counts for each tile, bucket-major: their running sum is where each tile's ids of a bucket
+    # begin, which makes the second kernel a stable counting sort without atomics.
     num_tiles = tl.num_programs(0)
     for bucket in range(num_buckets + 1):
         count = tl.sum((mask & (buckets == bucket)).to(tl.int32), axis=0)
@@ -122,6 +128,7 @@ def _bucketize_rows_place_kernel(
     num_tiles = tl.num_programs(0)
     places = tl.zeros((BLOCK,), dtype=tl.int32)
     for bucket in range(num_buckets + 1):
+        # The running count within the tile keeps ids of a bucket in their order.
         here = buckets == bucket
         start = tl.load(tile_starts_ptr + bucket * num_tiles + tl.program_id(0))
         places = tl.where(here, start + tl.cumsum(here.to(tl.int32), axis=0) - 1, places)
@@ -134,23 +141,24 @@ def _bucketize_rows_place_kernel(
 
 
 class _Arrangement(NamedTuple):
-    """What a permutation of ``F`` features says, on a device."""
+    """Index tensors of a permutation of ``F`` features, on a device."""
 
     features: Tensor
     """``[K]``: the permutation."""
     identity: Tensor
     """``[K + 1]``: 0, 1, 2 and so on, ranges of one."""
     places: Tensor
-    """``[K]``: where the permutation holds each feature, by feature."""
+    """``[K]``: positions of the permutation sorted by the feature there."""
     ranges: Tensor
-    """``[F + 1]``: feature f is at ``places[ranges[f]:ranges[f + 1]]``."""
+    """``[F + 1]``: feature f is at the positions ``places[ranges[f]:ranges[f + 1]]``."""
 
 
 @functools.cache
 def _arrangement(
     permutation: tuple[int, ...], num_features: int, device: torch.device
 ) -> _Arrangement:
-    """Made once and kept: copying to a device makes the host wait, and captured graphs read it."""
+    """The index tensors of ``permutation``, made once and kept: a copy to a device makes the host
+    wait, and captured graphs read them."""
     features = torch.tensor(permutation, dtype=torch.int64)
     counts = torch.bincount(features, minlength=num_features)
     return _Arrangement(
@@ -162,7 +170,7 @@ def _arrangement(
 
 
 def _offsets_of(lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[n + 1]``, in ``dtype``: the sums of the ``lengths`` before each, and of all."""
+    """Offsets of bags of the given ``lengths [n]``: their running sum from 0, ``[n + 1]``."""
     offsets = torch.zeros(lengths.numel() + 1, device=lengths.device, dtype=dtype)
     torch.cumsum(lengths, 0, dtype=dtype, out=offsets[1:])
     return offsets
@@ -206,6 +214,8 @@ def launch_permute_features_forward(
     batch_size: int,
     num_ids: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """``torchembed::permute_features_forward``; see
+    :func:`torchembed.ops.jagged.permute_features`."""
     arrangement = _arrangement(tuple(permutation), num_features, values.device)
     samples = torch.arange(batch_size, device=values.device)
     bags = (arrangement.features.unsqueeze(1) * batch_size + samples).flatten()
@@ -228,6 +238,9 @@ def launch_permute_features_backward(
     batch_size: int,
     num_values: int,
 ) -> Tensor:
+    """``torchembed::permute_features_backward``."""
+    # The forward copy with sources and results exchanged: a feature that was repeated has several
+    # sources, which are added up in the order of the permutation.
     arrangement = _arrangement(tuple(permutation), num_features, grad.device)
     sources = (arrangement.ranges, arrangement.places)
     return _sum_features(grad, new_offsets, *sources, offsets, batch_size, num_values)
@@ -236,6 +249,7 @@ def launch_permute_features_backward(
 def launch_bucketize_rows(
     values: Tensor, offsets: Tensor, weights: Tensor | None, boundaries: Tensor, batch_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``torchembed::bucketize_rows``; see :func:`torchembed.ops.jagged.bucketize_rows`."""
     device = values.device
     num_ids, num_bags, num_buckets = values.numel(), offsets.numel() - 1, boundaries.shape[1] - 1
     if num_ids == 0 or num_bags == 0:

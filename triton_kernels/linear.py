@@ -1,5 +1,6 @@
-"""The launchers of ``linear_relu_backward``, after a product too, and ``sum_rows``, and the kernels
-of ``linear_to_one_*``: products of a matrix and a vector, which cuBLAS makes slowly.
+"""Triton launchers of ``linear_relu_backward``, of ``linear_relu_input_backward`` and of
+``sum_rows``, and the kernels of ``linear_to_one_*``, products of a matrix and a vector, for which
+cuBLAS is slow.
 
 Byte floor of ``linear_relu_backward``: gradient and output read, the product's gradient written,
 once each; of ``linear_to_one_*``: x read once, and in backward its gradient written.
@@ -50,6 +51,8 @@ def _linear_to_one_forward_kernel(
     """``out[r] = sum(x[r] * weight) + bias``: ``[2, 3] * [4, 5] + 1 = 24``."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
+    # Products are added up over columns only after the loop, so that threads need not communicate
+    # within it.
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = 0
     while first < num_columns:
@@ -109,6 +112,7 @@ def _linear_to_one_backward_kernel(
     total = round_to_nearest(tl.sum(weight_sums, axis=0), weight_sums_ptr.dtype.element_ty)
     tl.store(weight_sums_ptr + tl.program_id(0) * num_columns + columns, total, mask=column_mask)
     if bias_sums_ptr is not None:
+        # Every program of a row of blocks has the sum of its rows' gradients; the first writes it.
         if tl.program_id(1) == 0:
             bias = round_to_nearest(tl.sum(bias_sums, axis=0), bias_sums_ptr.dtype.element_ty)
             tl.store(bias_sums_ptr + tl.program_id(0), bias)
@@ -142,7 +146,8 @@ def launch_linear_to_one_backward(
     """``torchembed::linear_to_one_backward``."""
     num_rows, num_columns = x.shape
     grad_x = torch.empty_like(x)
-    # Of few rows one program sums whole columns, so that no second kernel adds partial sums.
+    # Where there are few rows, one program sums whole columns, which spares a second kernel for
+    # partial sums.
     rows_per_program = 1024 if num_rows <= 1024 else 256
     block_columns = 8 if num_rows <= 1024 else 64
     num_partials = triton.cdiv(num_rows, rows_per_program)

@@ -43,6 +43,7 @@ def _linearize_ids_kernel(
     first = tl.program_id(0).to(INDEX) * BLOCK
     position = first + tl.arange(0, BLOCK)
     inside = position < num_ids
+    # One search for most blocks, since few blocks hold the end of a feature.
     ends_ptr = bounds_ptr + bounds_stride
     feature = count_not_above_each(
         ends_ptr, num_features, first, bounds_stride, bounds_scale, BLOCK
@@ -54,12 +55,15 @@ def _linearize_ids_kernel(
     value = tl.load(values_ptr + position, mask=in_bag, other=0).to(tl.int64)
     bad = in_bag & ((value < 0) | (value >= limit))
     if CLAMP:
+        # A table without rows has no nearest id, so its ids become row -1.
         nearest = tl.minimum(tl.maximum(value, 0), limit - 1)
         row = tl.where(limit > 0, first_row + nearest, -1)
     else:
         row = tl.where(in_bag & (bad == 0), first_row + value, -1)
     tl.store(rows_ptr + position, row.to(rows_ptr.dtype.element_ty), mask=inside)
 
+    # A minimum, so that the result does not depend on the order of programs; only a program with a
+    # bad id pays for the atomic.
     first_bad = tl.min(tl.where(bad, position, num_ids).to(tl.int64), axis=0)
     if first_bad < num_ids:
         tl.atomic_min(first_bad_ptr, first_bad, sem="relaxed")

@@ -1,6 +1,6 @@
-"""Triton kernels of the ``low_rank_cross_*`` operations: a matrix product of small depth, and what
-a cross layer does with it before it leaves the registers. A float32 product is made by cuBLAS
-first, which is faster at it; the kernels take the product itself then, and no second factor.
+"""Triton kernels of the ``low_rank_cross_*`` operations: matrix products of small depth, with the
+rest of a cross layer as their epilogue, in registers. In float32 cuBLAS is faster at the product,
+so the kernels get the finished product then, and no second factor.
 
 Byte floor of a layer of ``B`` samples and ``N`` columns, in passes over ``[B, N]``: forward reads
 x0 and x and writes z and the output; backward reads the gradient and x0 and writes two gradients.
@@ -30,8 +30,11 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(num_rows: int, dtype: torch.dtype, num_read: int) -> _Tiling:
-    """For an epilogue that reads ``num_read`` matrices: two programs fit on a multiprocessor, or
-    three smaller ones where they read much, so that one computes where others read and write."""
+    """Tiling for an epilogue that reads ``num_read`` matrices.
+
+    Two programs fit on a multiprocessor, or three smaller ones where the epilogue reads much, so
+    that one computes while others read and write.
+    """
     if dtype is torch.float32:
         return _Tiling(32, 128, 16, 4, 1)
     if num_rows > 1024 and num_read > 2:
@@ -89,7 +92,8 @@ def _low_rank_cross_forward_kernel(
         tl.store(z_ptr + at, round_to_nearest(z, z_ptr.dtype.element_ty), mask=mask)
         out = x0 * z + x
         tl.store(out_ptr + at, round_to_nearest(out, out_ptr.dtype.element_ty), mask=mask)
-        # Nothing of the second half is loaded before the first is done.
+        # Keeps the compiler from loading the second half's operands before the first is done, which
+        # would double the registers in use.
         tl.debug_barrier()
 
 
@@ -141,9 +145,10 @@ def _low_rank_cross_backward_kernel(
         grad_z = grad_x * x0
         rounded = round_to_nearest(grad_z, grad_z_ptr.dtype.element_ty)
         tl.store(grad_z_ptr + at, rounded, mask=mask)
+        # Rows past the end hold zeros, so they add nothing to the sum.
         partial = partial_bias_ptr + row_tile * num_columns + columns
         tl.store(partial, tl.sum(grad_z, axis=0), mask=column_mask)
-        tl.debug_barrier()
+        tl.debug_barrier()  # as in the forward kernel
 
 
 @triton.jit
@@ -157,7 +162,7 @@ def _store_part(
     END: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """Write what of a tile is in columns START to END of the whole."""
+    """Store the columns START to END of the whole matrix, as far as this tile has them."""
     inside = ((columns >= START) & (columns < END))[None, :] & mask
     at = rows[:, None].to(INDEX) * (END - START) + (columns - START)[None, :]
     tl.store(part_ptr + at, round_to_nearest(value, part_ptr.dtype.element_ty), mask=inside)
@@ -208,9 +213,11 @@ def _low_rank_cross_input_backward_kernel(
         for layer in tl.static_range(NUM_LAYERS):
             grad = as_float32(tl.load(grad_ptrs[layer] + at, mask=mask, other=0.0))
             if layer == 0:
+                # x0 is also the first layer's input, which goes through it by the identity.
                 total += grad
             total += grad * as_float32(tl.load(z_ptrs[layer] + at, mask=mask, other=0.0))
-            tl.debug_barrier()
+            tl.debug_barrier()  # one layer's operands in registers at a time
+        # Each part of x0 has its own tensor; a tile may span several, which the masks tell apart.
         for part in tl.static_range(NUM_PARTS):
             _store_part(
                 part_ptrs[part],
@@ -251,6 +258,7 @@ def _launch(
             INDEX=index_type(like, inner),
             BLOCK_ROWS=tiling.block_rows,
             BLOCK_COLUMNS=tiling.block_columns,
+            # tl.dot needs a depth of 16 at least.
             BLOCK_DEPTH=min(tiling.block_depth, max(16, triton.next_power_of_2(depth))),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -263,6 +271,7 @@ def launch_low_rank_cross_forward(
     """``torchembed::low_rank_cross_forward``; see
     :func:`torchembed.ops.cross.low_rank_cross_network`."""
     out, z = torch.empty_like(x0), torch.empty_like(x0)
+    # The first layer's x is x0, which the kernel then reads once.
     is_first = x.data_ptr() == x0.data_ptr()
     factors = (h @ u.t(), None) if h.dtype is torch.float32 else (h, u)
     _launch(
@@ -288,6 +297,7 @@ def launch_low_rank_cross_scale(grad: Tensor, x0: Tensor, sums: Tensor) -> Tenso
 
 
 def _backward_factors(grad_h: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Both factors of ``grad_h @ v``; or the product itself and None, in float32."""
     return (grad_h @ v, None) if grad_h.dtype is torch.float32 else (grad_h, v)
 
 

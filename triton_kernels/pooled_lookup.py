@@ -28,7 +28,8 @@ from torchembed.triton_kernels.searching import count_not_above, count_not_above
 _COPY_FIELDS = tl.constexpr(COPY_FIELDS)
 _BLOCK = 1024
 _UNROLL = 4
-# So few bags do not fill a GPU. Each may then have more registers, and more rows in flight.
+# Fewer bags than these do not fill a GPU; each program may then have more registers, and more rows
+# in flight.
 _FEW_BAGS = 2**15
 _UNROLL_OF_FEW = 8
 _REGISTERS_OF_FEW = 64
@@ -49,8 +50,9 @@ def _add_rows(
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on: on their way all
-    together, added in the order of the positions."""
+    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on, loaded together
+    and added in the order of the positions."""
+    # Unrolled, so that all loads are issued before the first sum waits for one.
     for step in tl.static_range(NUM_STEPS):
         in_bag = inside & (first + step < length)
         position = start + first + step
@@ -100,6 +102,7 @@ def _pooled_lookup_forward_kernel(
     ``rows = [0, 2, 2, 1, -1]``, ``offsets = [0, 2, 2, 3, 5]``: ``out = [[40, 30], [0, 20]]``; under
     MEAN ``[[20, 30], [0, 10]]``.
     """
+    # Programs of one feature come one after the other: rows of its table that repeat are in cache.
     program = tl.program_id(0)
     place = program // blocks_per_feature
     feature = feature_at(bounds_ptr, place // NUM_RANKS, num_features, FIXED)
@@ -108,11 +111,14 @@ def _pooled_lookup_forward_kernel(
     if copies_ptr is None:
         inside = sample < batch_size
     else:
+        # Samples of this program are those of one rank: counted from 0 in its memory, and from the
+        # copy's row in the batch.
         copy = copies_ptr + (feature * NUM_RANKS + place % NUM_RANKS) * _COPY_FIELDS
         out_row = sample
         inside = sample < tl.load(copy + 1)
         sample += tl.load(copy + 3).to(tl.int32)
     start, length = bag_extent(bounds_ptr, feature, sample, batch_size, inside, FIXED, INDEX)
+    # Bags of a block are gone through together, as far as the longest; masks end the shorter ones.
     longest = length if FIXED else tl.max(length, axis=0)
     rest = longest // UNROLL * UNROLL
 
@@ -148,6 +154,7 @@ def _pooled_lookup_forward_kernel(
             INDEX,
         )
     if MEAN:
+        # A scalar under FIXED; the sum makes it a block. An empty bag divides its zeros by 1.
         count = tl.zeros([BLOCK_BAGS], tl.float32) + tl.maximum(length, 1).to(tl.float32)
         total = tl.div_rn(total, count[:, None])
     if copies_ptr is None:
@@ -210,7 +217,7 @@ def launch_push_pooled_lookup(
 
 
 class _Pushed(NamedTuple):
-    """How vectors are stored into the buffers of ranks."""
+    """Destination of vectors in the buffers of ranks, see ``push_pooled_lookup``."""
 
     copies: Tensor
     max_rows: int
@@ -233,7 +240,8 @@ def _launch_forward(
     out: Tensor,
     to: _Pushed | None,
 ) -> None:
-    """To the matrix ``out``, or to the buffers whose addresses it holds."""
+    """Launch the forward kernel; ``out`` is the matrix of results or, with ``to``, the addresses of
+    the ranks' buffers."""
     dim = weight.shape[1]
     block = row_block(dim, weight.dtype)
     has_few = num_features * batch_size < _FEW_BAGS
@@ -307,7 +315,7 @@ def _pooled_lookup_gradient_map_kernel(
         in_bag = bag < num_bags
         first = tl.load(bounds_ptr + bag, mask=in_bag, other=0)
         length = tl.load(bounds_ptr + bag + 1, mask=in_bag, other=1) - first
-        # No batch has no bags, and its zero must not divide.
+        # An empty batch has no bags to find, but the divisor is computed all the same.
         num_samples = tl.maximum(batch_size, 1)
         feature = bag // num_samples
         sample = bag % num_samples

@@ -1,13 +1,14 @@
-"""The Triton kernels of exchanges by push: ranks store into each other's memory, then meet.
+"""The Triton kernels of exchanges by push: ranks store into each other's memory, then wait for each
+other at a barrier.
 
-Byte floor of an exchange: what is sent read once and stored once, over the wire where it is another
-rank's; what arrived read once and written once.
+Byte floor of an exchange: sent data read once and stored once, over NVLink where it is another
+rank's; arrived data read once and written once.
 
-A channel has two halves. Exchange number ``epoch`` (1, 2, ...) uses half ``epoch % 2``: whoever
-stores into a half has met every rank in the exchange before, so each of them had read what the
-exchange before that one left there. ``state`` int32 ``[2]`` is the number of exchanges that are
-over, and 1 once a rank has failed to come; flags and epochs only increase, and wrap around at
-``2 ** 31``. Their last bit names the half: a remainder of a negative number would be negative.
+A channel is double-buffered. Exchange number ``epoch`` (1, 2, ...) uses half ``epoch % 2``. A rank
+that stores into a half has passed the barrier of the exchange before, so every rank had read the
+data that the exchange before that one left in this half. ``state`` int32 ``[2]`` is the number of
+exchanges that are over, and 1 once a rank has timed out. Flags and epochs only increase, and wrap
+around at ``2 ** 31``; the half is their last bit, since a negative number's remainder is negative.
 """
 
 import torch
@@ -23,7 +24,7 @@ from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 _INTERPRETED = tl.constexpr(environment.triton_interpreted())
 _NUM_WARPS = 4
 _ELEMENTS = 4096
-"""Of a program."""
+"""Elements that a program copies."""
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -34,7 +35,7 @@ _FIELDS = tl.constexpr(COPY_FIELDS)
 
 @triton.jit
 def _converted(value, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
-    """``value`` times ``scale`` in its own dtype, then in DTYPE."""
+    """``value`` times ``scale``, rounded to its own dtype as torch's product is, then to DTYPE."""
     if SCALED:
         value = round_to_nearest(as_float32(value) * scale, value.dtype)
     if value.dtype != DTYPE:
@@ -60,22 +61,23 @@ def _copy_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rectangles of one matrix to places in others: for each of the ``copies``, which are
-    ``(rank, rows, columns, r, c, target, stride)``,
-    ``out[target + i * stride + j] = scale * source[r + i, c + j]``.
+    """Copy rectangles: ``out[target + i * stride + j] = scale * source[r + i, c + j]`` for each of
+    the ``copies``, which are ``(rank, rows, columns, r, c, target, stride)``.
 
-    If PUSHES, ``target_ptr`` are addresses of every rank's buffer, and ``out`` is the coming
-    exchange's half of that of ``rank``; if COLLECTS, ``source`` is in this rank's buffer the half
-    of the exchange that is over. Of NUM_TERMS rectangles side by side the sum is moved, in float32
-    and from left to right.
+    If PUSHES, ``target_ptr`` holds the addresses of every rank's buffer, and ``out`` is the half of
+    the buffer of ``rank`` for the exchange under way. If COLLECTS, ``source`` is the half of this
+    rank's buffer for the exchange that is over. With NUM_TERMS, the sum of so many neighbouring
+    rectangles is copied, added in float32 and from left to right.
 
     Example: ``source = [[1, 2], [3, 4]]``, two ranks, ``copies = [(0, 1, 2, 0, 0, 0, 2),
     (1, 1, 1, 1, 1, 3, 2)]``: rank 0's buffer begins with 1 2, and element 3 of rank 1's is 4.
     """
+    # The grid is as large as the largest rectangle; programs past the end of theirs do nothing.
     copy = copies_ptr + tl.program_id(0) * _FIELDS
     num_rows = tl.load(copy + 1)
     first = tl.program_id(1) * ROWS
     if first < num_rows:
+        # Columns and targets are multiples of VECTOR; told so, the compiler makes accesses as wide.
         num_columns = tl.multiple_of(tl.load(copy + 2), VECTOR)
         row = first + tl.arange(0, ROWS)
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -103,14 +105,15 @@ def _copy_kernel(
 
 @triton.jit
 def pushed_to(buffers_ptr, rank, state_ptr, half_elements, DTYPE: tl.constexpr):
-    """Where in the buffer of ``rank`` the coming exchange's half begins."""
+    """Pointer to the half of the buffer of ``rank`` for the exchange under way."""
+    # The epoch is read on the device, so one captured graph serves both halves.
     address = tl.load(buffers_ptr + rank).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(address, 16) + ((tl.load(state_ptr) + 1) & 1) * half_elements
 
 
 @triton.jit
 def _nanoseconds(before):
-    """The GPU's clock; the interpreter has none, and each look at it takes one there."""
+    """The GPU's clock in nanoseconds; ``before + 1`` in the interpreter, which has none."""
     if _INTERPRETED:
         return before + 1
     return globaltimer()
@@ -127,10 +130,10 @@ def _barrier_kernel(
     limit_nanoseconds,
     BLOCK: tl.constexpr,
 ):
-    """Tell every rank that this one has stored all of the exchange's, and wait until each has.
+    """Barrier: tell every rank that this one has stored its part, and wait until each rank has.
 
-    Ranks' flags hold the last epoch of every rank. Where one does not come in time, the exchange
-    ends as if it had, later ones wait no more, and ``failed`` is 1 + the first rank that is late.
+    A rank's flags hold the last epoch of every rank. Where one does not arrive in time, the
+    exchange ends as if it had, later ones do not wait, and ``failed`` is 1 + the first late rank.
 
     Example: two ranks, ``state = [4, 0]``: rank 0 stores 5 in ``flags[0]`` of both, waits until its
     own are at least ``[5, 5]``, and leaves ``state = [5, 0]``.
@@ -138,17 +141,22 @@ def _barrier_kernel(
     lane = tl.arange(0, BLOCK)
     inside = lane < num_ranks
     epoch = tl.load(state_ptr) + 1
+    # After a time-out no exchange waits again: the host raises, and until then nothing may hang.
     limit = tl.where(tl.load(state_ptr + 1) == 0, limit_nanoseconds, 0)
     theirs = tl.load(flags_ptr + lane, mask=inside, other=0).to(tl.pointer_type(tl.int32))
+    # Released system-wide: a peer that sees the flag sees all that earlier kernels stored in its
+    # memory.
     tl.atomic_xchg(theirs + rank, epoch, mask=inside, sem="release", scope="sys")
     mine = own_flags_ptr + lane
     start = _nanoseconds(tl.zeros([], tl.int64))
     now = start
+    # By differences, since epochs wrap around; a peer may be an exchange ahead. Volatile, since the
+    # compiler would otherwise read the flag once.
     is_late = tl.load(mine, mask=inside, other=epoch, volatile=True) - epoch < 0
     while (tl.max(is_late.to(tl.int32), axis=0) > 0) & (now - start < limit):
         is_late = tl.load(mine, mask=inside, other=epoch, volatile=True) - epoch < 0
         now = _nanoseconds(now)
-    # What the ranks stored before their flags is to be seen by what comes after this kernel.
+    # Acquires what ranks released by their flags, so that later kernels see their stores.
     tl.atomic_add(mine, 0, mask=inside, sem="acquire", scope="sys")
     if tl.max(is_late.to(tl.int32), axis=0) > 0:
         tl.store(failed_ptr, 1 + tl.min(tl.where(is_late, lane, BLOCK), axis=0))
@@ -169,8 +177,9 @@ def _mean_kernel(
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The mean of what every rank has pushed of this one's share, into every rank's buffer of
-    means: ``means[r][rank * share + i] = sum over ranks s of parts[s * share + i] / NUM_RANKS``, in
+    """Mean over ranks of this rank's share, stored into every rank's buffer of means.
+
+    ``means[r][rank * share + i] = sum over ranks s of parts[s * share + i] / NUM_RANKS``, in
     float32 and in the order of s.
 
     Example: two ranks, ``share = 2``, ``parts = [1, 2, 3, 6]``: rank 1 stores 2 4 in elements 2 and
@@ -185,8 +194,9 @@ def _mean_kernel(
         total += as_float32(tl.load(parts + first, mask=inside, other=0.0))
     DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
     mean = round_to_nearest(tl.div_rn(total, tl.full([BLOCK], NUM_RANKS, tl.float32)), DTYPE)
-    for turn in tl.static_range(NUM_RANKS):
-        peer = (rank + 1 + turn) % NUM_RANKS
+    # Each rank begins with the one after it, so that not all store to the same one at a time.
+    for distance in tl.static_range(1, NUM_RANKS + 1):
+        peer = (rank + distance) % NUM_RANKS
         means = pushed_to(means_ptr, peer, means_state_ptr, half_elements, DTYPE)
         tl.store(means + tl.cast(share, tl.int64) * rank + offset, mean, mask=inside)
 

@@ -1,4 +1,4 @@
-"""Between float32, in which kernels compute, and the 16-bit types, in which rows may be kept."""
+"""Conversions between float32, in which kernels compute, and the 16-bit types of rows."""
 
 import triton
 import triton.language as tl
@@ -22,6 +22,7 @@ def round_to_nearest(value, DTYPE: tl.constexpr):
     """Float32 ``value`` as DTYPE, to nearest, ties to even."""
     if _INTERPRETED and DTYPE == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
+        # Half of the last kept bit is added, less one where that bit is 0: ties go to even.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         quiet_nan = 0x7FC0
         rounded = tl.where(value == value, rounded, quiet_nan)
@@ -40,12 +41,14 @@ def stochastic_round(value, random, DTYPE: tl.constexpr):
     Example: 1 + 2**-9 lies a quarter of the way from 1 to 1 + 2**-7, its neighbours in bfloat16.
     With upper bits 0xC000 (three quarters of 2**16) it becomes 1 + 2**-7, with 0xBFFF it becomes 1.
     """
+    # An exponent of all ones is an infinity or NaN, to which noise must not be added.
     bits = value.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     if DTYPE == tl.bfloat16:
         noise = (random >> 48).to(tl.int32)
         rounded = ((bits + noise) & -0x10000).to(tl.float32, bitcast=True)
         return round_to_nearest(tl.where(finite, rounded, value), DTYPE)
+    # float16 keeps 10 bits of the fraction's 23: noise goes to the 13 below.
     noise = (random >> 51).to(tl.int32)
     normal = ((bits + noise) & -0x2000).to(tl.float32, bitcast=True)
     # Below 2**-14 float16 is spaced evenly, by 2**-24; both products are exact.

@@ -1,4 +1,4 @@
-"""Blocks of rows: what a program takes of a row-major matrix, and how it reads and writes it."""
+"""Blocks of rows of a row-major matrix: their shape, and how programs load and store them."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torchembed.triton_kernels.rounding import as_float32
 
 NARROW_LIMIT = 2**31 - 2**20
-"""Tensors of fewer elements than this are addressed in 32 bits. The margin covers what a program
-computes before it masks it off: no block reaches 2**20 elements past the end."""
+"""Tensors of fewer elements than this are addressed in 32 bits. The margin is for addresses that a
+program computes and then masks off: no block reaches 2**20 elements past the end."""
 
 NUM_WARPS = 4
 
@@ -45,7 +45,7 @@ def row_block(dim: int, *dtypes: torch.dtype, num_warps: int = NUM_WARPS) -> Row
 
 @triton.jit
 def column_block(BLOCK_D: tl.constexpr, VECTOR: tl.constexpr):
-    """``[BLOCK_D]``, 0 1 2 ...; a thread takes VECTOR of them in one access.
+    """Columns ``[BLOCK_D]``, 0 1 2 ..., of which a thread takes VECTOR in one access.
 
     Left alone, the compiler gives all matrices of a program the layout that suits the narrowest
     dtype, and then reads a float32 row in halves of its sectors.

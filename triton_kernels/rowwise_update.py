@@ -28,12 +28,13 @@ from torchembed.triton_kernels.run_sums import (
 )
 from torchembed.triton_kernels.searching import count_not_above
 
-# A warp takes two rows of 128 columns: with more it has too few registers to have company, and with
-# one too little is on the way.
+# A warp takes two rows of 128 columns. With more, its registers leave no space for other warps on
+# the multiprocessor; with one, too few loads are in flight.
 _NUM_WARPS = 4
 _BLOCK_ELEMENTS = 1024
 _UNROLL = 4
-# No run comes back to another's row, so rows make room in the cache for gradients.
+# A row is read and written once in a step, so it makes room in the cache for gradients, which
+# several runs may read.
 _EVICT = tl.constexpr("evict_first")
 
 _SGD = tl.constexpr(int(OptimizerKind.SGD))
@@ -49,6 +50,7 @@ def _rowwise_update_adam_step_kernel(
 
     Example: lr 1, step 1, beta1 0 and beta2 3/4 give ``sqrt(1/4) / 1 = 1/2``.
     """
+    # In float64, since powers of a beta near 1 lose their digits in float32.
     count = tl.load(step_ptr).to(tl.float64)
     correction1 = 1.0 - tl.exp(count * LOG_BETA1)
     correction2 = 1.0 - tl.exp(count * LOG_BETA2)
@@ -61,6 +63,7 @@ def _rounding_bits(
     row, columns, row_offsets_ptr, row_keys_ptr, first_columns_ptr, num_tables, step
 ):
     """64 random bits for each element, a function of table, row, step and column alone."""
+    # The last table that begins at or before the row, so never one without rows.
     table = count_not_above(row_offsets_ptr, num_tables, row, 1, 1) - 1
     row_key = random_bits(tl.load(row_keys_ptr + table), row)
     step_key = random_bits(row_key, step.to(tl.int64))
@@ -118,6 +121,7 @@ def _rowwise_update_kernel(
     ``starts = [0, 2, 2]``, ``order = [0, 1]``, ``grad = [[3], [4]]``, lr 2:
     ``weight[1] = 20 - 2 * (3 + 4) = 6``.
     """
+    # The grid is for as many runs as there could be; most programs may have none.
     first_run = tl.program_id(0).to(INDEX) * BLOCK_RUNS
     num_runs = tl.load(num_runs_ptr)
     if first_run >= num_runs:
@@ -135,7 +139,8 @@ def _rowwise_update_kernel(
         row_total = tl.load(state0_ptr + row, mask=inside, other=0.0)
 
     if OPTIMIZER == _ROWWISE_ADAGRAD and DIM > BLOCK_D:
-        # A row that takes several parts is summed twice: its step needs the mean of all.
+        # A row longer than a block is gone through twice, since the step of each element needs the
+        # mean of squares of all of them.
         squares = tl.zeros([BLOCK_RUNS], tl.float32)
         for first_column in range(0, DIM, BLOCK_D):
             columns = first_column + column_block(BLOCK_D, VECTOR)
@@ -167,6 +172,7 @@ def _rowwise_update_kernel(
 
     for first_column in range(0, DIM, BLOCK_D):
         columns = first_column + column_block(BLOCK_D, VECTOR)
+        # Loaded before the gradients are summed, so that both are under way at once.
         old = load_rows(weight_ptr, row, inside, columns, DIM, INDEX, _EVICT)
         if OPTIMIZER != _SGD and OPTIMIZER != _ROWWISE_ADAGRAD:
             state0 = load_rows(state0_ptr, row, inside, columns, DIM, INDEX, _EVICT)
@@ -225,12 +231,13 @@ def _rowwise_update_kernel(
         store_rows(weight_ptr, row, inside, columns, rounded, DIM, INDEX, _EVICT)
 
     if OPTIMIZER == _ROWWISE_ADAGRAD:
-        # Every thread that holds a part of the row has read its state, and one writes it.
+        # One thread writes the row's state: only after every thread that reads it has done so.
         tl.debug_barrier()
         tl.store(state0_ptr + row, row_total, mask=inside)
 
 
 def _log(beta: float) -> float:
+    """The logarithm of ``beta``, by which a kernel takes its powers; -inf for 0."""
     return math.log(beta) if beta > 0 else -math.inf
 
 

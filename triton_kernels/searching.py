@@ -6,13 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def count_not_above(entries_ptr, num_entries, value, stride, scale):
-    """How many of ``scale * entries[i * stride]``, ``i < num_entries``, are at most ``value``.
+    """Number of ``scale * entries[i * stride]``, ``i < num_entries``, that are at most ``value``.
 
-    The entries do not decrease. ``value`` is a block; its elements are searched for side by side.
+    The entries do not decrease. ``value`` is a block, whose elements are searched for in parallel.
 
     Example: among entries 0 2 2 5, the value 2 gives 3.
     """
     count = tl.zeros_like(value)
+    # All lanes take the same number of steps: each halves the range, whatever the comparison says.
     remaining = tl.full([], num_entries, tl.int64)
     while remaining > 0:
         half = (remaining + 1) // 2
@@ -27,7 +28,8 @@ def count_not_above(entries_ptr, num_entries, value, stride, scale):
 def count_not_above_each(entries_ptr, num_entries, first, stride, scale, BLOCK: tl.constexpr):
     """:func:`count_not_above` of each of ``first + [0, BLOCK)``.
 
-    Few blocks have an entry among their numbers. In the others the first one's count is all.
+    One search serves a block without an entry among its numbers, as most blocks are: the count of
+    its first number is that of all.
 
     Example: among entries 0 2 2 7, four numbers from 2 on are 3 each.
     """

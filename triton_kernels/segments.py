@@ -1,8 +1,8 @@
 """The kernels of ``find_runs``.
 
-A stable radix sort orders the rows: the library's own CUDA kernels over only the bits that rows
-use, or torch's where the library was built without them. Two Triton kernels then find where runs
-start, and a third one which of them have whole chunks. Nothing waits for the host: every size
+A stable radix sort orders the rows: the library's own CUDA kernels, over only the bits that rows
+use, or torch's where the library was built without them. Two Triton kernels then find the starts of
+runs, and a third one which runs have whole chunks. Nothing waits for the host: every size
 follows from the number of ids.
 
 Byte floor of the Triton kernels: the sorted rows read twice, rows and starts of runs written once.
@@ -21,17 +21,17 @@ from torch import Tensor
 from torchembed.core.types import RUN_CHUNK
 from torchembed.triton_kernels.row_blocks import index_type
 
-# Sorted positions that a program takes; more where there are so many programs that reading each
-# other's counts would cost.
+# Sorted positions that a program takes. More for many ids, since every program reads the counts of
+# all programs.
 _BLOCK = 1024
 _LARGE_BLOCK = 2048
 _MANY_IDS = 2**20
-_BLOCK_SLOTS = 128
+_BLOCK_WINDOWS = 128
 
 
 @triton.jit
 def _starts_run(sorted_rows_ptr, position, num_ids):
-    """The row at each sorted ``position``, and whether it is the first of its run."""
+    """The row at each sorted ``position``, and a mask of those that begin a run."""
     row = tl.load(sorted_rows_ptr + position, mask=position < num_ids, other=-1)
     has_previous = (position > 0) & (position < num_ids)
     previous = tl.load(sorted_rows_ptr + position - 1, mask=has_previous, other=-1)
@@ -76,6 +76,8 @@ def _find_runs_kernel(
     it is ``order`` already, and ``order_ptr`` None.
     """
     program = tl.program_id(0)
+    # Each program adds up the counts of the others itself: a scan in a kernel of its own would cost
+    # a launch, and a decoupled look-back would need programs to wait for each other.
     runs_before = 0
     num_runs = 0
     for first_block in range(0, num_blocks, BLOCK):
@@ -93,47 +95,49 @@ def _find_runs_kernel(
     if order_ptr is not None:
         order = tl.load(sorted_order_ptr + position, mask=inside, other=0)
         tl.store(order_ptr + position, order.to(tl.int32), mask=inside)
-    ends_slot = inside & (position % CHUNK == CHUNK - 1)
-    tl.store(chunk_runs_ptr + position // CHUNK, run, mask=ends_slot)
+    # A whole chunk that starts in a window of CHUNK positions holds the window's last one.
+    ends_window = inside & (position % CHUNK == CHUNK - 1)
+    tl.store(chunk_runs_ptr + position // CHUNK, run, mask=ends_window)
 
-    # Slots that no run has: these, and those that runs write, are all of them.
+    # Entries from num_runs on belong to no run. Runs write the others, so every entry is written
+    # once, and nothing has to be filled before.
     no_row = tl.full([BLOCK], -1, unique_rows_ptr.dtype.element_ty)
     tl.store(unique_rows_ptr + position, no_row, mask=inside & (position >= num_runs))
     no_start = tl.zeros([BLOCK], tl.int32) + num_ids
-    has_slot = (position >= num_runs) & (position <= num_ids)
-    tl.store(starts_ptr + position, no_start.to(tl.int32), mask=has_slot)
+    has_no_run = (position >= num_runs) & (position <= num_ids)
+    tl.store(starts_ptr + position, no_start.to(tl.int32), mask=has_no_run)
     if program == 0:
         tl.store(num_runs_ptr, num_runs)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_windows"])
 def _find_runs_chunks_kernel(
     chunk_runs_ptr,
     starts_ptr,
-    num_slots,
+    num_windows,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """Makes ``chunk_runs[j]``, the run of the last position of slot j, -1 where no whole chunk of
-    the run holds that position.
+    """Set ``chunk_runs[j]``, the run of the last position of window j, to -1 where that position is
+    in no whole chunk of the run.
 
     Example: CHUNK 2, ``starts`` 1 3 5 6, ``chunk_runs`` 0 1 2: run 0 has the chunk [1, 3) and run 1
     has [3, 5), but run 2 is too short. ``chunk_runs`` becomes 0 1 -1.
     """
-    slot = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
-    last = slot * CHUNK + (CHUNK - 1)
-    run = tl.load(chunk_runs_ptr + slot, mask=slot < num_slots, other=-1)
+    window = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    last = window * CHUNK + (CHUNK - 1)
+    run = tl.load(chunk_runs_ptr + window, mask=window < num_windows, other=-1)
     has_run = run >= 0
     start = tl.load(starts_ptr + run, mask=has_run, other=0)
     end = tl.load(starts_ptr + run + 1, mask=has_run, other=0)
     chunk_start = last - (last - start) % CHUNK
     is_partial = has_run & (chunk_start + CHUNK > end)
-    tl.store(chunk_runs_ptr + slot, tl.full([BLOCK], -1, tl.int32), mask=is_partial)
+    tl.store(chunk_runs_ptr + window, tl.full([BLOCK], -1, tl.int32), mask=is_partial)
 
 
 Sort = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Rows and their number of different ones to the rows in stable order and their positions."""
+"""Takes rows and their limit; returns the rows in stable order and the position that each had."""
 
 
 def _library_sort(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -149,8 +153,8 @@ def library_sort_on(device: torch.device) -> Sort | None:
 
 
 def _that_runs(sort: Sort, device: torch.device) -> Sort | None:
-    """``sort``, unless it fails on ``device``: a driver that is older than the compiler cannot run
-    what it made."""
+    """``sort``; None, with a warning, where it fails on ``device``: a driver that is older than the
+    compiler cannot run its kernels."""
     try:
         sort(torch.zeros(1, dtype=torch.int32, device=device), 1)
     except RuntimeError as error:
@@ -180,15 +184,15 @@ def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
     """``torchembed::find_runs``; see :func:`torchembed.ops.segments.find_runs`."""
     num_ids, device = rows.numel(), rows.device
     unique_rows = torch.empty(num_ids, dtype=rows.dtype, device=device)
-    num_slots = num_ids // RUN_CHUNK
-    chunk_runs = torch.empty(num_slots, dtype=torch.int32, device=device)
+    num_windows = num_ids // RUN_CHUNK
+    chunk_runs = torch.empty(num_windows, dtype=torch.int32, device=device)
     if num_ids == 0:
         starts = torch.zeros(1, dtype=torch.int32, device=device)
         order = torch.empty_like(unique_rows, dtype=torch.int32)
         return unique_rows, starts, order, starts.clone(), chunk_runs
     starts = torch.empty(num_ids + 1, dtype=torch.int32, device=device)
     num_runs = torch.empty(1, dtype=torch.int32, device=device)
-    # One block more where L fills its blocks: ``starts`` has L + 1 slots.
+    # For L + 1 positions, since ``starts`` has L + 1 entries.
     block = _BLOCK if num_ids < _MANY_IDS else _LARGE_BLOCK
     num_blocks = triton.cdiv(num_ids + 1, block)
     counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
@@ -215,8 +219,8 @@ def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
             BLOCK=block,
             INDEX=index,
         )
-        if num_slots:
-            _find_runs_chunks_kernel[(triton.cdiv(num_slots, _BLOCK_SLOTS),)](
-                chunk_runs, starts, num_slots, CHUNK=RUN_CHUNK, BLOCK=_BLOCK_SLOTS, INDEX=index
+        if num_windows:
+            _find_runs_chunks_kernel[(triton.cdiv(num_windows, _BLOCK_WINDOWS),)](
+                chunk_runs, starts, num_windows, CHUNK=RUN_CHUNK, BLOCK=_BLOCK_WINDOWS, INDEX=index
             )
     return unique_rows, starts, order, num_runs, chunk_runs

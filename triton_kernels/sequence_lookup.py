@@ -40,6 +40,7 @@ def _sequence_lookup_forward_kernel(
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = position < num_ids
     row = tl.load(rows_ptr + position, mask=inside, other=-1)
+    # Rows of -1 load nothing and give zeros, so the store needs no case for them.
     vectors = load_rows(weight_ptr, row, row >= 0, columns, DIM, INDEX)
     rounded = round_to_nearest(vectors, out_ptr.dtype.element_ty)
     store_rows(out_ptr, position, inside, columns, rounded, DIM, INDEX)

@@ -1,4 +1,4 @@
-"""A tile of a matrix product, for kernels that go on with it before it leaves the registers."""
+"""Tiles of matrix products in registers, for kernels with epilogues."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,8 @@ _INTERPRETED = tl.constexpr(environment.triton_interpreted())
 
 @triton.jit
 def tile(num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """The number of this program's tile among rows, and its rows and columns."""
+    """This program's tile of the product: its number among tiles of rows, its rows and columns."""
+    # Tiles of one row of tiles are next to each other, so that the left factor stays in cache.
     num_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     row_tile = tl.program_id(0) // num_tiles
     column_tile = tl.program_id(0) % num_tiles
@@ -50,6 +51,7 @@ def _product(
     for first in range(0, DEPTH, BLOCK_DEPTH):
         depth = first + tl.arange(0, BLOCK_DEPTH)
         a_mask, b_mask = row_mask, column_mask
+        # Masks along the depth only where the last block is partial.
         if DEPTH % BLOCK_DEPTH != 0:
             a_mask = row_mask & (depth < DEPTH)[None, :]
             b_mask = column_mask & (depth < DEPTH)[:, None]
@@ -61,9 +63,11 @@ def _product(
             b_at = depth[:, None].to(INDEX) * num_columns + columns[None, :]
         b = tl.load(b_ptr + b_at, mask=b_mask, other=0.0)
         if _INTERPRETED:
+            # The interpreter gets products of bfloat16 wrong.
             total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
         else:
             total = tl.dot(a, b, total)
+    # tl.split divides the last dimension, so the two halves are moved there first.
     halves = tl.reshape(total, (BLOCK_ROWS, 2, BLOCK_COLUMNS // 2))
     return tl.split(tl.permute(halves, (0, 2, 1)))
 
@@ -77,7 +81,7 @@ def _loaded_product(
     INDEX: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A tile of a product that is there already, in the same halves."""
+    """A tile of a finished product, in the same halves."""
     row_at, row_mask = rows[:, None].to(INDEX) * num_columns, (rows < num_rows)[:, None]
     left = half_columns(num_columns, 0, BLOCK_COLUMNS)[None, :]
     right = half_columns(num_columns, 1, BLOCK_COLUMNS)[None, :]

@@ -140,7 +140,7 @@ def test_rowwise_update_chunks(device: torch.device) -> None:
             SPAN=span,
             CHUNK=2,
             DIM=1,
-            BLOCK_SLOTS=4,
+            BLOCK_WINDOWS=4,
             BLOCK_D=1,
             UNROLL=2,
             INDEX=tl.int32,

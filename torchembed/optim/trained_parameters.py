@@ -50,7 +50,7 @@ def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
 
 
 def _identity(parameter: Tensor) -> object:
-    """What stays the same where a table's parameter is replaced, as by ``load_state_dict``."""
+    """Identity of a parameter that lasts where a table's is replaced, as by ``load_state_dict``."""
     table = table_of(parameter)
     return parameter if table is None else table
 
