@@ -41,7 +41,7 @@ def load_error() -> str | None:
 
 
 def advice() -> str:
-    """What was imported, and what to do where its library is not built or does not load."""
+    """The path that was imported, and what to do where its library is missing or does not load."""
     then = "then `python -m torchembed.doctor`"
     folder = PACKAGE.parent
     if not (folder / "setup.py").exists():

@@ -92,7 +92,7 @@ def _differ(found: str | None, wanted: str) -> bool:
 
 
 def describe_pairing(torch_version: str) -> str:
-    """What goes with this torch, in one sentence."""
+    """The releases that go with this torch, in one sentence."""
     row = versions.pairing_of(torch_version)
     if row is None:
         return (

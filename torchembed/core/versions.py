@@ -42,8 +42,9 @@ NUMPY_LIMIT = "2.4"
 FBGEMM_DISTRIBUTION = {"cpu": "fbgemm-gpu-cpu", "gpu": "fbgemm-gpu"}
 
 TORCHREC_NEEDS = ("tensordict", "pyre-extensions", "iopath")
-"""What torchrec imports beside torch and fbgemm. It goes in without its dependencies: it asks for
-the distribution fbgemm-gpu by name, also where there is no GPU, and pins an old torchmetrics."""
+"""Modules that torchrec imports besides torch and fbgemm. It goes in without its dependencies: it
+asks for the distribution fbgemm-gpu by name, also where there is no GPU, and pins an old
+torchmetrics."""
 
 NEEDED_MODULES = {
     "native": ("torch", "setuptools"),
@@ -54,7 +55,7 @@ NEEDED_MODULES = {
         *("build", "hypothesis", "pytest", "pytest_timeout", "sklearn", "xdist"),
     ),
 }
-"""What each make target imports where it runs an interpreter that it did not set up."""
+"""Modules that each make target imports where it runs an interpreter that it did not set up."""
 
 
 def release(version: str) -> str:

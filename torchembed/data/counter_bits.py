@@ -1,6 +1,6 @@
 """``core.random_bits`` on numpy arrays.
 
-Readers run in threads beside a train step. numpy works in the calling thread alone, where torch
+Readers run in threads while a step is trained. numpy works in the calling thread alone, where torch
 would start a team of threads for each of them.
 """
 

@@ -1,4 +1,4 @@
-"""``tables.json``, which the preprocessing writes beside MLPerf's days."""
+"""``tables.json``, which the preprocessing writes into the folder of MLPerf's days."""
 
 import json
 from pathlib import Path

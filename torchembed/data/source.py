@@ -86,7 +86,7 @@ class BatchSource(ABC):
     @abstractmethod
     def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
         """One task a batch, in order. Drawing a task reads what must be read in order; running it
-        does the rest of the work, in any thread and beside other tasks.
+        does the rest of the work, in any thread and concurrently with other tasks.
 
         Args:
             after: what of the epoch has been read already, by any numbers of ranks, one after the

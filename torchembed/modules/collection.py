@@ -1,4 +1,4 @@
-"""What the two collections share: their configs, tables, slots and names."""
+"""The base of the two collections: their configs, tables, slots and names."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -101,7 +101,7 @@ class Collection(StagedCollection[B, R, V]):
         )
 
     def _lookup_key(self, config: EmbeddingConfig) -> Any:
-        """What tables must have in common, besides dim and dtype, to be looked up in one call."""
+        """The key that tables must share, besides dim and dtype, to be looked up in one call."""
         return None
 
     def _table_weights(self) -> nn.ModuleDict:
@@ -109,8 +109,8 @@ class Collection(StagedCollection[B, R, V]):
 
     @property
     def description(self) -> CollectionDescription:
-        """What the collection looks up, and how. Its tables are those of ``table_set``, in the
-        order of the configs."""
+        """The tables and features that the collection looks up, and how. Its tables are those of
+        ``table_set``, in the order of the configs."""
         return CollectionDescription(
             configs=tuple(self._configs),
             container=self._container,
@@ -126,7 +126,7 @@ class Collection(StagedCollection[B, R, V]):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """The device of the tables."""
         return self._tables[0].parameter.device
 
     def _stateless(self, features: Any) -> tuple[V, BadIds]:

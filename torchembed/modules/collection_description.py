@@ -12,7 +12,7 @@ from torchembed.ops.row_gradients import WeightGradient
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectionDescription:
-    """What a collection looks up, and how; the same on all ranks.
+    """The tables and features that a collection looks up, and how; the same on all ranks.
 
     Attributes:
         configs: of the whole tables, in order.

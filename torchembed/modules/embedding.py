@@ -120,7 +120,7 @@ class EmbeddingBag(SingleTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Lookup[Tensor]:
-        """What ``forward`` gives, and which ids were bad, which raise nothing: for servers.
+        """The vectors of ``forward``, and which ids were bad, without raising: for servers.
 
         Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
         may call it at once. Bad ids are looked up as the module treats them, under
@@ -287,7 +287,7 @@ class Embedding(SingleTable):
         return vectors.view(*input.shape, self.embedding_dim)
 
     def lookup(self, input: Tensor) -> Lookup[Tensor]:
-        """What ``forward`` gives, and which ids were bad, which raise nothing: for servers.
+        """The vectors of ``forward``, and which ids were bad, without raising: for servers.
 
         Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
         may call it at once. Bad ids are looked up as the module treats them, under

@@ -97,7 +97,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         return self._is_weighted
 
     def lookup(self, features: Any) -> Lookup[KeyedTensor]:
-        """What ``forward`` gives, and which ids were bad, which raise nothing: for servers.
+        """The vectors of ``forward``, and which ids were bad, without raising: for servers.
 
         Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
         may call it at once. Bad ids are looked up as the module treats them, under

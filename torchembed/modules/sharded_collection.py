@@ -59,7 +59,7 @@ class SlotExchange(NamedTuple):
 
 
 class HeldTables(NamedTuple):
-    """What this rank holds of a collection's tables."""
+    """This rank's part of a collection's tables."""
 
     table_set: TableSet
     numbers: tuple[int, ...]
@@ -168,7 +168,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         return made
 
     def _assign_slots(self, device: torch.device) -> None:
-        """Find out which slots travel, once this rank's tables are held."""
+        """Find out which slots' ids are exchanged, once this rank's tables are held."""
         tables, plans = self._feature_slots.tables, self._plans
         is_replicated = [plans[t].placement is Placement.DATA_PARALLEL for t in tables]
         self._replicated_slots = [s for s, replicated in enumerate(is_replicated) if replicated]
@@ -304,8 +304,8 @@ class ShardedCollection(StagedCollection[B, R, V]):
         return batch, agreed.batch_sizes
 
     def _sizes_group(self, *, ahead: bool) -> Any:
-        """The group through which a jagged batch is announced, ``ahead`` of its forward or in it:
-        collectives of two threads may not meet in one."""
+        """The group through which sizes of a jagged batch are exchanged, ``ahead`` of its forward
+        or in it: collectives of two threads in one group may be paired wrongly."""
         return self._ranks.sizes_group if ahead else self._ranks.group
 
     def agreed_capacity(self, needed: int) -> int:

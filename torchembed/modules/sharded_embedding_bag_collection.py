@@ -69,7 +69,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         super()._set_output_dtype(dtype)
 
     def _pooled_push(self, domain: PushDomain) -> PooledPush:
-        """What pushes vectors to their places among the values, but those of means, which are found
+        """The push of vectors to their places among the values, but those of means, which are found
         from sums."""
         parts, layout, _ = self._sharded
         columns, firsts = dict.fromkeys(self._sharded_slots, 0), []
@@ -125,7 +125,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return self._checked(batch)
 
     def _jagged_route(self, batch: SparseFeatures) -> JaggedRoute | None:
-        """The way of the ids that travel, where their lengths vary."""
+        """The route of the ids that are exchanged, where their lengths vary."""
         if not self._sharded_slots or batch.hotness is not None:
             return None
         parts, layout, _ = self._sharded
@@ -220,7 +220,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
     def _sums(
         self, sharded: SlotRows
     ) -> tuple[SlotRows, list[Pooling], torch.dtype, WeightGradient]:
-        """What pools this rank's blocks: sums, which are divided at home where means are due."""
+        """The arguments that pool this rank's blocks: sums, which the samples' rank divides for
+        means."""
         poolings = [Pooling.SUM] * len(self._sharded.layout.blocks[self._ranks.rank])
         return sharded, poolings, self._output_dtype, self._weight_form
 
@@ -244,7 +245,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
 
 
 class _BucketizedBags(NamedTuple):
-    """A batch with checked ids, and where hotness is not fixed the way of those that travel."""
+    """A batch with checked ids, and, where hotness is not fixed, the route of those exchanged."""
 
     batch: SparseFeatures
     route: JaggedRoute | None

@@ -34,7 +34,7 @@ class ShardedEmbeddingCollection(
     """Gives what the unsharded collection gives, for this rank's samples.
 
     Every rank calls it equally often, with any number of samples, also none. Gradients of the rows
-    are the mean over ranks. Waits once a batch and width of shards for the sizes of what travels,
+    are the mean over ranks. Waits once a batch and width of shards for the sizes of the exchange,
     which a :class:`~torchembed.training.TrainPipeline` does ahead.
     """
 

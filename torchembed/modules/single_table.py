@@ -128,7 +128,7 @@ class SingleTable(TableModule):
         return rows.masked_fill(is_padding, -1), is_padding
 
     def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
-        """What ``forward`` returns for ``features``; ``is_trained`` where it admits their rows."""
+        """The result of ``forward`` for ``features``; ``is_trained`` where it admits their rows."""
         raise NotImplementedError
 
     def _stateless(self, features: SparseFeatures) -> Lookup[Tensor]:

@@ -25,7 +25,7 @@ from torchembed.tables import Admission, Table, TableGroup, TableSet
 
 
 class SlotName(NamedTuple):
-    """What an error says of a slot."""
+    """The names of a slot in errors."""
 
     table: str
     feature: str
@@ -62,18 +62,18 @@ class Ids(NamedTuple):
 
 
 class GroupRows(NamedTuple):
-    """What one group looks up for a batch."""
+    """The lookups of one table group for a batch."""
 
     entry: GroupSlots
     features: SparseFeatures
     """A feature for each of the entry's slots; its values are rows of the group, -1 for none."""
     runs: Runs | None
-    """Of equal rows, where they were found ahead for the optimizer's step."""
+    """Runs of equal rows, where they were found ahead for the optimizer's step."""
     ids: Ids | None = None
     """Kept for an index that admission changes, until then."""
 
     def gradient_map(self, pooling: Pooling, num_empty: int = 0) -> tuple[Tensor, Tensor] | None:
-        """Where the positions of ``features`` have their gradients, where that was known before;
+        """The map from positions of ``features`` to their gradients, where it was known before;
         ``num_empty`` features without ids come first."""
         features, maps = self.features, self.entry.gradient_maps
         if self.runs is None or features.hotness is None or features.weights is not None:
@@ -107,7 +107,7 @@ class GroupRows(NamedTuple):
 
 
 class SlotRows(NamedTuple):
-    """What the slots of a module look up for a batch: all that follows from its ids."""
+    """The lookups of a module's slots for a batch: all that follows from its ids."""
 
     groups: list[GroupRows]
     batch_size: int

@@ -19,9 +19,9 @@ from torchembed.modules.table_module import TableModule
 from torchembed.tables import Admission
 
 B = TypeVar("B")
-"""What a collection keeps of a batch's bucketized ids."""
+"""A collection's own record of a batch's bucketized ids."""
 R = TypeVar("R")
-"""What a collection keeps of a batch's routed ids, and of their rows."""
+"""A collection's own record of a batch's routed ids, and of their rows."""
 V = TypeVar("V")
 """The vectors that a collection looks up, a tree of tensors."""
 
@@ -205,7 +205,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     def look_up(self, admitted: Admitted[R]) -> LookedUp[R, V]:
         """The vectors of a batch, which ``forward`` then returns without a second lookup.
 
-        On another stream than forward's it runs beside what the model does before it needs the
+        On a stream of its own it runs concurrently with what the model does before it needs the
         vectors, and so does its backward.
         """
         vectors = self._look_up(admitted.rows, ahead=True)
@@ -257,7 +257,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """The device of the tables."""
         raise NotImplementedError
 
     def _bucketize(self, features: SparseFeatures) -> B:
@@ -281,11 +281,11 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         raise NotImplementedError
 
     def _look_up(self, rows: R, *, ahead: bool) -> V:
-        """The vectors of ``rows``; ``ahead`` of forward, beside which it then may run."""
+        """The vectors of ``rows``; ``ahead`` of forward, maybe concurrently with it."""
         raise NotImplementedError
 
     def _result(self, features: Tree, vectors: V) -> Tree:
-        """What forward returns for ``features``, whose vectors were looked up."""
+        """The result of forward for ``features``, from the vectors that were looked up."""
         raise NotImplementedError
 
 

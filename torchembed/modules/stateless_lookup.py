@@ -28,7 +28,7 @@ class Lookup(NamedTuple, Generic[T]):
     """The result of ``lookup``."""
 
     vectors: T
-    """What ``forward`` gives, without gradients."""
+    """The vectors of ``forward``, without gradients."""
     bad_ids: BadIds
 
 

@@ -58,7 +58,7 @@ class StepProgram:
 
     @functools.cached_property
     def epochs(self) -> AdmissionEpochs:
-        """Of the batches that all engines have tables admit."""
+        """Numbers the batches whose rows tables admit, for all engines."""
         return AdmissionEpochs(self.device)
 
 

@@ -1,4 +1,4 @@
-"""Where rows and their optimizer state live."""
+"""Tables: rows and their optimizer state, and the index that turns ids into rows."""
 
 from torchembed.tables.group import (
     GradientReduction,

@@ -77,13 +77,13 @@ class WeightHolder(Protocol):
     _parameters: dict[str, nn.Parameter | None]
 
     def held_weight(self) -> Tensor:
-        """What ``weight`` is now."""
+        """The value of ``weight`` now."""
         ...
 
 
 class Table:
-    """What one device holds of a table: rows ``[first_row, first_row + num_rows)``, and of these
-    the columns ``[first_column, first_column + num_columns)``; in one group.
+    """The part of a table that one device holds: rows ``[first_row, first_row + num_rows)``, and of
+    these the columns ``[first_column, first_column + num_columns)``; in one group.
 
     ``parameter`` is ``[num_rows, num_columns]``, part of the memory of the group's weight under a
     storage of its own: what ``state_dict``, any ``torch.optim`` optimizer and other libraries see.
@@ -112,7 +112,8 @@ class Table:
         self.is_sharded = False
         """True where this rank holds rows that not every rank holds."""
         self.as_global: Callable[[Tensor], Tensor] = _as_it_is
-        """Of this table's rows, or their optimizer state, what a distributed checkpoint takes."""
+        """Turns this table's rows, or their optimizer state, into what a distributed checkpoint
+        takes."""
         self.sum_over_columns: ColumnSum | None = None
         """For a table whose columns are on several ranks."""
         self.max_over_holders: RankMaximum | None = None
@@ -148,7 +149,7 @@ class RecordedGradients(NamedTuple):
     rows: Tensor
     gradients: RowGradients
     known_runs: Runs | None = None
-    """Of equal ``rows``, where they were found before."""
+    """Runs of equal ``rows``, where they were found before."""
     ready: torch.cuda.Event | None = None
     """From when on another stream of the GPU may use them."""
 

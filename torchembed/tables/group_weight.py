@@ -12,7 +12,7 @@ from torchembed.tables.group import TableGroup
 
 
 class GroupWeight(NamedTuple):
-    """What a lookup in a group reads, and who gets the gradients."""
+    """The weight that a lookup in a group reads, and where its gradients go."""
 
     rows: Tensor
     """``[R, D]``."""
@@ -101,7 +101,7 @@ def group_weight(group: TableGroup) -> GroupWeight:
 
 
 def _given_weight(group: TableGroup, *, is_recorded: bool) -> Tensor:
-    """What the modules hold as the weights of the group's tables, one after the other.
+    """The weights that the modules hold for the group's tables, one after the other.
 
     Args:
         is_recorded: whether the group's optimizer, if it has one, is to train what is not given.

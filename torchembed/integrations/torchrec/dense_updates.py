@@ -128,7 +128,7 @@ class _Group:
         self.lr = torch.zeros(1, device=device)
         self._known_lr = 0.0
         self._steps = torch.zeros(len(aliased), device="cpu")
-        """What the optimizer counts for each pair, in this memory from the first step on."""
+        """The optimizer's step count for each pair, in this memory from the first step on."""
         self._counts = self._steps.unbind()
         self._counted = [True] * len(aliased), torch.ones(len(aliased), device="cpu")
         """Which parameters the last step counted, also as 0 and 1."""

@@ -65,7 +65,7 @@ class PipelineSteps:
         updates = DenseUpdates(plain_optimizers(optimizer) if self._is_cuda else [], aliased)
         self._optimizers = [*self._model.table_optimizers, updates]
         self._assumptions: list[Hashable] | None = None
-        """What captured steps assume of the optimizers."""
+        """The optimizers' state that captured steps rely on."""
         of_user = AliasedOptimizer(optimizer, aliased, updates.aliased)
         self._pipeline = TrainPipeline(
             self._model,

@@ -23,7 +23,7 @@ class Placement(enum.Enum):
     """Rank w holds rows ``[w * n, (w + 1) * n)`` with ``n = ceil(rows / ranks)``."""
     TABLE_ROW_WISE = "table_row_wise"
     """The rows are split, as under ``ROW_WISE``, over the ranks of one node. Each rank's part of a
-    pooled sum travels by itself, as under ``ROW_WISE``."""
+    pooled sum is sent by itself, as under ``ROW_WISE``."""
 
     @property
     def is_divided(self) -> bool:
@@ -45,7 +45,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """Where the rows of one table are."""
+    """The placement of one table: the rows and columns that each rank holds."""
 
     table: str
     placement: Placement
@@ -66,7 +66,7 @@ def _shard(entries: Mapping[str, object]) -> Shard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """Where the tables of a model are; ``print`` it for a table, ``to_json`` it to keep it."""
+    """The placement of a model's tables; ``print`` shows it, ``to_json`` keeps it."""
 
     num_ranks: int
     tables: tuple[TablePlan, ...]

@@ -1,4 +1,4 @@
-"""Where the slots of a sharded module go: blocks of bags for each rank."""
+"""The assignment of a sharded module's slots to ranks: blocks of bags for each rank."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -65,7 +65,7 @@ class Route:
         )
 
     def return_pooled(self, pooled: Tensor) -> list[Tensor]:
-        """Send the samples' vectors home.
+        """Send the samples' vectors back to the samples' ranks.
 
         Args:
             pooled: ``[all samples, columns]``, those of this rank's blocks side by side.
@@ -194,13 +194,13 @@ class JaggedRoute(Route):
     Made in three parts, each by every rank in the same order: the constructor sorts this rank's ids
     by the rank that holds their rows; :meth:`exchange_sizes` tells the others how many will come;
     :meth:`exchange_ids` sends them, and only then the route can be used. The first two may run in
-    another thread than the third, beside whatever its device does.
+    another thread than the third, while the device does other work.
 
     Without :meth:`exchange_sizes`, :meth:`exchange_ids` takes a capacity that all sizes follow
     from. Spare positions are sent too then, and no bag holds them.
 
     Attributes:
-        num_ids_of_parts: of each part, this rank's; once they were announced.
+        num_ids_of_parts: of each part, this rank's; once sizes were exchanged.
         num_ids_of_blocks: of each of this rank's blocks, all ranks'; None where the host does not
             know.
     """
@@ -215,7 +215,7 @@ class JaggedRoute(Route):
         self._buckets = bucketize_ids(features, layout)
 
     def _bounds(self, num_pieces: int) -> Tensor:
-        """Of the sorted ids in so many pieces of as many bags each: where they begin, and end."""
+        """The bounds, in the sorted ids, of ``num_pieces`` segments of as many bags each."""
         offsets = self._buckets.offsets
         num_bags = (offsets.shape[0] - 1) // max(num_pieces, 1)
         return offsets[torch.arange(num_pieces + 1, device=offsets.device) * num_bags]
@@ -225,7 +225,7 @@ class JaggedRoute(Route):
         return self._bounds(self._layout.num_ranks).diff().amax()
 
     def exchange_sizes(self, group: Any) -> None:
-        """Find out how many ids travel; on a GPU this waits for this rank's sizes.
+        """Find out how many ids are sent; on a GPU this waits for this rank's sizes.
 
         Args:
             group: of the same ranks, through the CPU; of one thread's collectives.
@@ -248,8 +248,9 @@ class JaggedRoute(Route):
         """Send the ids to where their rows are; never waits for a GPU.
 
         Args:
-            capacity: of what each rank sends to each, where it was not announced; the same on all
-                ranks. Where :meth:`needed_capacity` says more on any, the route is of no use.
+            capacity: the number of ids that each rank sends to each, where sizes were not
+                exchanged; the same on all ranks. Where :meth:`needed_capacity` says more on any,
+                the route is of no use.
         """
         layout, group, buckets = self._layout, self._group, self._buckets
         num_samples, num_ranks = self._num_samples, layout.num_ranks
@@ -302,12 +303,13 @@ class JaggedRoute(Route):
         )
 
     def _offsets_of(self, lengths: Tensor, values: Tensor, capacity: int | None) -> Tensor:
-        """Of ``lengths`` among ``values``; within these also where the capacity was too small."""
+        """Offsets of ``lengths`` among ``values``, in bounds also where the capacity was too
+        small."""
         offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
         return offsets if capacity is None else offsets.clamp_max(values.shape[0])
 
     def _places_sent(self, capacity: int | None) -> slice | Tensor:
-        """Where what is sent to the ranks stands in the sorted ids; spare positions anywhere."""
+        """The positions in the sorted ids of what is sent to each rank; spare ones may be any."""
         if capacity is None:
             return slice(sum(self._send))
         starts = self._bounds(self._layout.num_ranks)[:-1]
@@ -315,7 +317,7 @@ class JaggedRoute(Route):
         return places.clamp_max(self._buckets.values.shape[0] - 1).flatten()
 
     def return_sequences(self, vectors: Tensor) -> Tensor:
-        """Send each id's vector home.
+        """Send each id's vector back to the rank of its sample.
 
         Args:
             vectors: ``[ids of this rank's features, D]``, in their order.
