@@ -88,9 +88,9 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     """
 
     is_pooled = True
-    """Whether the result has one shape for all batches of as many samples."""
+    """True if the result has one shape for all batches of as many samples."""
     always_waits_for_sizes = False
-    """Whether :meth:`exchange_sizes` waits also where hotness is fixed."""
+    """True if :meth:`exchange_sizes` waits also where hotness is fixed."""
 
     reserved_columns: int = 0
     """Columns in memory before the pooled vectors; :class:`~torchembed.EmbeddingBagCollection`
@@ -98,7 +98,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     _output_dtype: torch.dtype
     _casts_vectors = False
-    """Whether what casts the module also casts the vectors that it gives."""
+    """True if what casts the module also casts the vectors that it gives."""
 
     _reusable: "Sequence[_Reusable[R, V]]" = ()
 
@@ -166,7 +166,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     @property
     def admission_changes_tables(self) -> bool:
-        """Whether :meth:`admit` may insert or evict rows, so that it must see each trained batch
+        """True if :meth:`admit` may insert or evict rows, so that it must see each trained batch
         once and no other."""
         groups = self._table_set.current_groups()
         return any(group.index.changes_on_admission for group in groups)
@@ -290,7 +290,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
 
 def is_same_batch(one: SparseFeatures, other: SparseFeatures) -> bool:
-    """Whether two batches are made of the same tensors, in the same way."""
+    """True if two batches are made of the same tensors, in the same way."""
     return one is other or (
         one.values is other.values
         and one.offsets is other.offsets
