@@ -48,8 +48,8 @@ _cpu_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def make_cpu_group() -> None:
-    """Where the default process group carries no CPU tensors, make a group that does, with its time
-    limit, for this module's collectives from now on; collective."""
+    """Make a group that carries CPU tensors, where the default process group carries none, with its
+    time limit, for this module's collectives from now on; collective."""
     if dist.is_initialized() and "cpu:" not in _backends() and _group() is None:
         made, default = dist.new_group(backend="gloo", timeout=default_timeout()), dist.group.WORLD
         assert isinstance(made, dist.ProcessGroup)

@@ -52,7 +52,7 @@ class PlainUpdates:
         update(self._optimizers, skip)
 
 
-class LateUpdates:
+class LateUpdates(PlainUpdates):
     """The steps of dense optimizers after backward, which leaves gradients of weights to its end.
 
     Args:
@@ -60,15 +60,12 @@ class LateUpdates:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = list(optimizers)
+        super().__init__(optimizers)
         self._ours = [o for o in optimizers if isinstance(o, DenseOptimizer)]
 
     def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
         del skip  # nothing is updated before
         return DeferredWeightGradients()
-
-    def update(self, skip: Tensor | None) -> None:
-        update(self._optimizers, skip)
 
     def _without_pre_hooks(self) -> list[DenseOptimizer]:
         """Optimizers that may update early: a pre-hook would have to see all gradients first."""

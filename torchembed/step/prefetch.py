@@ -146,8 +146,8 @@ class Prefetch:
         return lookups
 
     def _admission(self, buffer: int, flag: BadIdFlag | None) -> Admission:
-        """Of the buffer's batch. It will be trained where it was copied there since it was last
-        admitted, and has no bad id; nothing is found out where no table asks."""
+        """The admission of the buffer's batch, which will be trained if it was copied there since
+        the buffer was last admitted and has no bad id; empty where no table asks."""
         if self._epochs is None or self.buffers.is_fresh is None:
             return Admission()
         is_fresh = self.buffers.is_fresh[buffer]

@@ -17,7 +17,7 @@ class GroupWeight(NamedTuple):
     rows: Tensor
     """``[R, D]``."""
     is_recorded: bool
-    """Whether gradients go to ``group.record``, as the sink of a lookup, and not to ``rows``."""
+    """True if gradients go to ``group.record``, as the sink of a lookup, and not to ``rows``."""
 
 
 def _split_sparse(grad: Tensor, first_rows: list[int]) -> list[Tensor]:

@@ -187,7 +187,7 @@ def _check_movable(members: list[Table]) -> None:
 
 
 def _owns_memory(table: Table) -> bool:
-    """Whether the memory of the table's parameter holds nothing else, and is no group's of several
+    """True if the memory of the table's parameter holds nothing else, and is no group's of several
     tables, all of whose memory it would keep."""
     rows = table.parameter.data
     if not rows.is_contiguous() or rows.untyped_storage().nbytes() != rows.nbytes:

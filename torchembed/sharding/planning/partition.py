@@ -16,7 +16,7 @@ class Partition(Protocol):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that hold rows, in increasing order."""
+        """The ranks that hold rows, in increasing order."""
         ...
 
     def rank_of(self, ids: Tensor) -> Tensor:

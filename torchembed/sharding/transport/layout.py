@@ -59,10 +59,10 @@ class Layout:
             for shard in part.shards:
                 self.blocks[shard.rank].append(Block(number, shard.num_columns))
         self.partitions = [part.partition for part in parts]
-        """Of each part."""
+        """The partition of each part's ids."""
         self._ranges = [partition.boundaries(num_ranks) for partition in self.partitions]
         self.are_ranges = None not in self._ranges
-        """Whether each rank holds a range of each part's ids."""
+        """True if each rank holds a range of each part's ids."""
         self.reorder = PieceOrder()
         self._known: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
