@@ -42,7 +42,8 @@ def test_maxima_are_torchs(
 ) -> None:
     # Whole numbers of little size: many elements are the largest of their bag together.
     settings = {"mode": "max", "padding_idx": padding_idx}
-    expected = run(nn.EmbeddingBag, form, dtype, device, **settings)
+    # On a GPU torch's maximum has no deterministic backward, which the tests require.
+    expected = run(nn.EmbeddingBag, form, dtype, torch.device("cpu"), **settings)
     found = run(torchembed.EmbeddingBag, form, dtype, device, **settings)
     for ours, theirs in zip(found, expected, strict=True):
         assert_same_bits(ours, theirs)
@@ -111,6 +112,7 @@ def test_bad_ids_do_not_count_in_a_maximum(device: torch.device) -> None:
     assert bag(torch.tensor([[7, 1], [9, 8]], device=device)).tolist() == [[-2.0], [0.0]]
 
 
+@pytest.mark.usefixtures("fastest_algorithms")  # torch's maximum has no other backward on a GPU
 def test_a_fused_optimizer_trains_a_maximum(device: torch.device) -> None:
     weight = whole_numbers(NUM_ROWS, DIM, seed=2, dtype=torch.float32).to(device)
     ours = torchembed.EmbeddingBag(NUM_ROWS, DIM, mode="max", _weight=weight.clone())

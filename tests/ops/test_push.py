@@ -158,10 +158,11 @@ def lookup_of_two_features(
 
 COPIES = [
     ops.RectangleCopy(0, 3, 4, 1, 2, 8, 8),
-    ops.RectangleCopy(1, 2, 6, 0, 0, 0, 10),
+    ops.RectangleCopy(1, 2, 6, 0, 0, 32, 10),
     ops.RectangleCopy(1, 0, 2, 0, 0, 60, 1),
     ops.RectangleCopy(0, 1, 2, 4, 6, 2, 2),
 ]
+"""No two of them overlap, not in one tensor either: kernels copy them in any order."""
 
 
 @pytest.mark.parametrize("scale", [None, 1 / 3])
