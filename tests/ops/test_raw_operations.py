@@ -13,7 +13,9 @@ import torchembed.ops.pooled_lookup
 import torchembed.ops.rowwise_update
 import torchembed.ops.segments
 import torchembed.ops.sequence_lookup  # noqa: F401
+from tests.support import raw_dense_calls, raw_push_calls
 from tests.support.raw_calls import FITTING, IDS, LONG, OFFSETS, ONE, RUNS, SPREAD, WEIGHT
+from torchembed.core.trees import map_tensors
 
 SPREAD_IDS = torch.zeros(1, dtype=LONG).expand(3)
 NOT_THERE = torch.zeros(3, dtype=LONG, device="meta")
@@ -209,44 +211,45 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     ],
 }
 
+ALL_FITTING = {**FITTING, **raw_dense_calls.FITTING, **raw_push_calls.FITTING}
+ALL_ERRORS = {**ERRORS, **raw_dense_calls.ERRORS, **raw_push_calls.ERRORS}
+
 
 def on(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
     """``arguments`` with the tensors that are on the CPU on ``device``, strides kept."""
 
-    def moved(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
-            return value
-        one_memory = value.stride().count(0) > 0
-        return value.to(device) if not one_memory else value[..., :1].to(device).expand_as(value)
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        one_memory = tensor.stride().count(0) > 0
+        return tensor.to(device) if not one_memory else tensor[..., :1].to(device).expand_as(tensor)
 
-    return {name: moved(value) for name, value in arguments.items()}
+    return map_tensors(moved, arguments)
 
 
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("name", ALL_FITTING)
 def test_takes_arguments_that_fit(name: str, device: torch.device) -> None:
-    getattr(torch.ops.torchembed, name)(**on(device, FITTING[name]))
+    arguments = on(device, ALL_FITTING[name])
+    getattr(torch.ops.torchembed, name)(**raw_push_calls.with_addresses(arguments))
 
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [(name, index) for name, cases in ERRORS.items() for index in range(len(cases))],
+    [(name, index) for name, cases in ALL_ERRORS.items() for index in range(len(cases))],
 )
 def test_refuses_what_does_not_fit(name: str, index: int, device: torch.device) -> None:
-    error, message, changes = ERRORS[name][index]
-    arguments = on(device, FITTING[name] | changes)
+    error, message, changes = ALL_ERRORS[name][index]
+    arguments = on(device, ALL_FITTING[name] | changes)
     message = message.replace("on cpu", f"on {torch.empty(0, device=device).device}")
     with pytest.raises(error, match=message):
         getattr(torch.ops.torchembed, name)(**arguments)
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", ALL_ERRORS)
 def test_refuses_while_tracing_too(name: str) -> None:
-    for error, message, changes in ERRORS[name]:
+    for error, message, changes in ALL_ERRORS[name]:
         if "got meta" in message or "contig" in message:  # moving tensors changes these
             continue
-        on_meta = {
-            key: value.to("meta") if isinstance(value, torch.Tensor) else value
-            for key, value in (FITTING[name] | changes).items()
-        }
+        on_meta = map_tensors(lambda tensor: tensor.to("meta"), ALL_FITTING[name] | changes)
         with pytest.raises(error, match=message):
             getattr(torch.ops.torchembed, name)(**on_meta)

@@ -46,11 +46,61 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be contiguous; call .contiguous()")
 
 
+def check_whole_rows(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` unless ``tensor`` is a matrix whose rows are contiguous, with gaps
+    between them or without."""
+    check_dim(name, tensor, 2)
+    if not tensor.is_contiguous() and tensor.stride(1) != 1:
+        raise ValueError(
+            f"{name} must have contiguous rows, got strides {tensor.stride()}; call .contiguous()"
+        )
+
+
 def check_matrix(name: str, tensor: Tensor) -> None:
     """Raise unless ``tensor`` is a contiguous matrix of float32, float16 or bfloat16."""
     check_float(name, tensor)
     check_dim(name, tensor, 2)
     check_contiguous(name, tensor)
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """Raise ``ValueError`` unless ``tensor`` has ``shape``; ``meaning`` explains it in the
+    error."""
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{name} must have shape {tuple(shape)} ({meaning}), got {tuple(tensor.shape)}"
+        )
+
+
+def check_operand(
+    name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, like_name: str, like: Tensor
+) -> None:
+    """Raise unless ``tensor`` is contiguous, has ``shape``, and has the dtype and the device of
+    ``like``."""
+    if tensor.dtype is not like.dtype:
+        raise TypeError(
+            f"{name} must be {dtype_name(like.dtype)} as {like_name} is, "
+            f"got {dtype_name(tensor.dtype)}; cast one of them"
+        )
+    check_memory(name, tensor, shape, meaning, like_name, like)
+
+
+def check_memory(
+    name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, like_name: str, like: Tensor
+) -> None:
+    """Raise ``ValueError`` unless ``tensor`` is contiguous, has ``shape``, and is on the device of
+    ``like``."""
+    # Each call of a check costs the host a tenth of a microsecond: only what fails calls them.
+    if tensor.shape != shape or tensor.device != like.device or not tensor.is_contiguous():
+        check_shape(name, tensor, shape, meaning)
+        check_same_device(like_name, like, **{name: tensor})
+        check_contiguous(name, tensor)
+
+
+def check_rank(name: str, rank: int, num_ranks: int) -> None:
+    """Raise ``ValueError`` unless ``rank`` is in ``[0, num_ranks)``."""
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"{name} must be in [0, {num_ranks}), the ranks, got {rank}")
 
 
 def check_not_negative(name: str, value: int) -> None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
-from torchembed.core import checks
 from torchembed.ops.cross.schema import cross_epilogue_backward_op, cross_epilogue_forward_op
 from torchembed.ops.linear import linear
 
@@ -50,18 +49,6 @@ def cross_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    checks.check_float("x0", x0)
-    checks.check_dim("x0", x0, 2)
-    for name, other in (("z", z), ("x", x)):
-        checks.check_float(name, other)
-        if other.shape != x0.shape:
-            raise ValueError(
-                f"{name} must have the shape of x0, {tuple(x0.shape)}, got {tuple(other.shape)}"
-            )
-    checks.check_float("bias", bias)
-    checks.check_dim("bias", bias, 1)
-    checks.check_numel("bias", bias, x0.shape[1], "one for each column of x0")
-    checks.check_same_device("x0", x0, z=z, bias=bias, x=x)
     # The first layer's x is x0: one gradient for both saves a pass over them, and torch.compile
     # takes no tensor twice.
     return _CrossEpilogue.apply(

@@ -5,6 +5,14 @@ import torch
 from torch import Tensor
 
 from torchembed.core.dispatch import define_op
+from torchembed.ops.cross.checks import (
+    check_cross_epilogue_backward,
+    check_cross_epilogue_forward,
+    check_low_rank_cross_backward,
+    check_low_rank_cross_forward,
+    check_low_rank_cross_input_backward,
+    check_low_rank_cross_scale,
+)
 from torchembed.ops.cross.cuda import backward_kernel, forward_kernel, input_backward_kernel
 from torchembed.ops.cross.reference import (
     cross_epilogue_backward_reference,
@@ -57,6 +65,7 @@ cross_epilogue_forward_op = define_op(
     reference=cross_epilogue_forward_reference,
     fake=_forward_fake,
     triton=f"{_TRITON}:launch_cross_epilogue_forward",
+    check=check_cross_epilogue_forward,
 )
 cross_epilogue_backward_op = define_op(
     "cross_epilogue_backward(Tensor grad, Tensor x0, Tensor z, Tensor bias, bool x_is_x0)"
@@ -64,6 +73,7 @@ cross_epilogue_backward_op = define_op(
     reference=cross_epilogue_backward_reference,
     fake=_backward_fake,
     triton=f"{_TRITON}:launch_cross_epilogue_backward",
+    check=check_cross_epilogue_backward,
 )
 low_rank_cross_forward_op = define_op(
     "low_rank_cross_forward(Tensor x0, Tensor h, Tensor u, Tensor bias, Tensor x)"
@@ -72,12 +82,14 @@ low_rank_cross_forward_op = define_op(
     fake=_low_rank_forward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_forward",
     cuda=forward_kernel(),
+    check=check_low_rank_cross_forward,
 )
 low_rank_cross_scale_op = define_op(
     "low_rank_cross_scale(Tensor grad, Tensor x0, Tensor(a!) sums) -> Tensor",
     reference=low_rank_cross_scale_reference,
     fake=_low_rank_scale_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_scale",
+    check=check_low_rank_cross_scale,
 )
 low_rank_cross_backward_op = define_op(
     "low_rank_cross_backward(Tensor grad, Tensor grad_h, Tensor v, Tensor x0,"
@@ -86,6 +98,7 @@ low_rank_cross_backward_op = define_op(
     fake=_low_rank_backward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_backward",
     cuda=backward_kernel(),
+    check=check_low_rank_cross_backward,
 )
 low_rank_cross_input_backward_op = define_op(
     "low_rank_cross_input_backward(Tensor grad_h, Tensor v, Tensor[] grads, Tensor[] z,"
@@ -94,4 +107,5 @@ low_rank_cross_input_backward_op = define_op(
     fake=_low_rank_input_backward_fake,
     triton=f"{_LOW_RANK_TRITON}:launch_low_rank_cross_input_backward",
     cuda=input_backward_kernel(),
+    check=check_low_rank_cross_input_backward,
 )

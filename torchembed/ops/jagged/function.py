@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchembed.core.stand_ins import makes_stand_ins
-from torchembed.ops.jagged.checks import check_permutation, check_permute_features_forward
+from torchembed.ops.jagged.checks import check_permutation
 from torchembed.ops.jagged.schema import (
     bucketize_rows_op,
     permute_features_backward_op,
@@ -136,31 +136,30 @@ def permute_features(
             there, or too small a ``num_ids``.
     """
     permutation = list(permutation)
-    check_permutation(permutation, num_features)
     if sorted(permutation) == list(range(num_features)):
         num_ids = values.shape[0] if num_ids is None else num_ids
     elif num_ids is None:
+        check_permutation(permutation, num_features)
         raise ValueError(
             f"num_ids must be given, since permutation {permutation} repeats or leaves out some of "
             f"the {num_features} features; sum the lengths of the features it names"
         )
-    values, offsets = values.contiguous(), offsets.contiguous()
-    weights = None if weights is None else weights.contiguous()
-    check_permute_features_forward(
-        values, offsets, weights, permutation, num_features, batch_size, num_ids
+    new_values, new_offsets, new_weights = _PermuteFeatures.apply(
+        values.contiguous(),
+        offsets.contiguous(),
+        None if weights is None else weights.contiguous(),
+        permutation,
+        num_features,
+        batch_size,
+        num_ids,
     )
     if values.device.type == "cpu" and not torch.compiler.is_compiling() and not makes_stand_ins():
-        features = torch.tensor(permutation, dtype=torch.int64)
-        starts, ends = offsets[features * batch_size], offsets[(features + 1) * batch_size]
-        needed = int((ends - starts).sum())
+        needed = int(new_offsets[-1])
         if num_ids < needed:
             raise ValueError(
                 f"num_ids must be {needed} or more, the ids of features {permutation}, "
                 f"got {num_ids}"
             )
-    new_values, new_offsets, new_weights = _PermuteFeatures.apply(
-        values, offsets, weights, permutation, num_features, batch_size, num_ids
-    )
     return PermutedFeatures(new_values, new_offsets, None if weights is None else new_weights)
 
 
