@@ -3,37 +3,31 @@
 import contextlib
 import datetime
 import faulthandler
-import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.support.rank_processes import Ended, Forked, RankProcesses
+
 LIMIT_SECONDS = 600.0
 STARTED, RETURNED, RAISED = "started", "returned", "raised"
 
 
 def _rank_main(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    rank: int,
-    num_ranks: int,
-    backend: str,
-    folder: str,
-    messages: Any,
+    messages: Connection, call: bytes, rank: int, num_ranks: int, backend: str, folder: str
 ) -> None:
     with _stacks_file(folder, rank).open("w") as stacks:
-        # For the parent to read: where a rank is that crashes, and where one is that hangs.
+        # For the tests' process to read: where a rank is that crashes, and where one is that hangs.
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
@@ -47,14 +41,15 @@ def _rank_main(
                 store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
                 timeout=datetime.timedelta(seconds=LIMIT_SECONDS / 2),
             )
-            messages.put((rank, STARTED, None))
+            messages.send((rank, STARTED, None))
+            function, arguments = pickle.loads(call)
             result = function(*arguments)
             dist.barrier()
             dist.destroy_process_group()
-            # Here, and not in the queue's own thread, whose errors nobody sees.
-            messages.put((rank, RETURNED, pickle.dumps(result)))
+            # Pickled by value: the pipe's own pickler would share a tensor's memory, and this ends.
+            messages.send((rank, RETURNED, pickle.dumps(result)))
         except BaseException:
-            messages.put((rank, RAISED, traceback.format_exc()))
+            messages.send((rank, RAISED, traceback.format_exc()))
             raise
         finally:
             faulthandler.unregister(signal.SIGUSR1)
@@ -79,75 +74,65 @@ def run_on_ranks(
             that takes over ``limit_seconds``, or with the signal or exit status of one that ended
             by itself.
     """
-    context = multiprocessing.get_context("spawn")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    call = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
-        messages = context.Queue()
-        processes = [
-            context.Process(
-                target=_rank_main,
-                args=(function, arguments, rank, num_ranks, backend, folder, messages),
-                daemon=True,
-            )
-            for rank in range(num_ranks)
-        ]
-        for process in processes:
-            process.start()
+        of_ranks = [(call, rank, num_ranks, backend, folder) for rank in range(num_ranks)]
+        processes = RankProcesses(_rank_main, of_ranks)
         try:
-            return _collect(messages, processes, folder, limit_seconds)
+            return _collect(processes, num_ranks, folder, limit_seconds)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            processes.end()
 
 
 def _collect(
-    messages: Any, processes: Sequence[BaseProcess], folder: str, limit_seconds: float
+    processes: RankProcesses, num_ranks: int, folder: str, limit_seconds: float
 ) -> list[Any]:
-    num_ranks, num_started = len(processes), 0
+    num_started = 0
+    pids: dict[int, int] = {}
     by_rank: dict[int, Any] = {}
     end = time.monotonic() + LIMIT_SECONDS
     while len(by_rank) < num_ranks:
-        ended = [r for r, p in enumerate(processes) if r not in by_rank and p.exitcode is not None]
-        try:
-            rank, kind, content = messages.get(timeout=0.2)
-        except queue.Empty:
-            # Whoever had ended before has no message left to come.
-            assert not ended, "\n".join(_how_it_ended(processes[r], r, folder) for r in ended)
-            late = sorted(set(range(num_ranks)) - set(by_rank))
-            assert time.monotonic() < end, _where_they_are(processes, late, folder, limit_seconds)
-            continue
-        assert kind != RAISED, f"rank {rank} of {num_ranks} failed:\n{content}"
-        if kind == STARTED:
-            num_started += 1
-            if num_started == num_ranks:
-                end = time.monotonic() + limit_seconds
-        else:
-            by_rank[rank] = pickle.loads(content)
+        for message in processes.messages(timeout_seconds=0.2):
+            if isinstance(message, Forked):
+                pids[message.rank] = message.pid
+                continue
+            if isinstance(message, Ended):
+                # Before it comes what the rank had sent.
+                assert message.rank in by_rank, _how_it_ended(message, folder)
+                continue
+            rank, kind, content = message
+            assert kind != RAISED, f"rank {rank} of {num_ranks} failed:\n{content}"
+            if kind == STARTED:
+                num_started += 1
+                if num_started == num_ranks:
+                    end = time.monotonic() + limit_seconds
+            else:
+                by_rank[rank] = pickle.loads(content)
+        if time.monotonic() >= end:
+            late = {rank: pids.get(rank) for rank in range(num_ranks) if rank not in by_rank}
+            raise AssertionError(_where_they_are(late, num_ranks, folder, limit_seconds))
     return [by_rank[rank] for rank in range(num_ranks)]
 
 
-def _how_it_ended(process: BaseProcess, rank: int, folder: str) -> str:
-    status = process.exitcode
-    assert status is not None
+def _how_it_ended(ended: Ended, folder: str) -> str:
+    status = ended.status
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    return f"rank {rank} ended {how} and returned nothing\n{_stacks(folder, rank)}"
+    return f"rank {ended.rank} ended {how} and returned nothing\n{_stacks(folder, ended.rank)}"
 
 
 def _where_they_are(
-    processes: Sequence[BaseProcess], late: Sequence[int], folder: str, limit_seconds: float
+    late: Mapping[int, int | None], num_ranks: int, folder: str, limit_seconds: float
 ) -> str:
-    for rank in late:
-        pid = processes[rank].pid
-        assert pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
+    for pid in late.values():
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
     # They write at once, but for one that is stopped or has not come to Python yet.
     end = time.monotonic() + 5
     while time.monotonic() < end and not all(_stacks(folder, rank) for rank in late):
-        processes[late[0]].join(0.05)
+        time.sleep(0.05)
     where = "\n".join(f"rank {rank}:\n{_stacks(folder, rank)}" for rank in late)
-    return f"ranks {list(late)} of {len(processes)} took over {limit_seconds} s\n{where}"
+    return f"ranks {list(late)} of {num_ranks} took over {limit_seconds} s\n{where}"
 
 
 def _stacks_file(folder: str, rank: int) -> Path:

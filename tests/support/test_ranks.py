@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,10 @@ def its_rank(*arguments: int) -> tuple[int, tuple[int, ...]]:
             found = rank, arguments
         dist.barrier()
     return found
+
+
+def hash_and_surroundings() -> tuple[int, str, str | None]:
+    return hash("table"), os.getcwd(), os.environ.get("LEFT_FOR_RANKS")
 
 
 def raises_on_one_rank() -> None:
@@ -61,6 +66,17 @@ def message_of(num_ranks: int, function: Callable[[], Any], **settings: float) -
 
 def test_results_come_in_the_order_of_ranks() -> None:
     assert run_on_ranks(3, its_rank, 7, 8) == [(rank, (7, 8)) for rank in range(3)]
+
+
+def test_ranks_are_where_the_test_is_and_differ_in_the_order_of_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_on_ranks(1, its_rank)  # whatever ranks are made of is older than what follows
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LEFT_FOR_RANKS", "a message")
+    (one, *here), (other, *there) = run_on_ranks(2, hash_and_surroundings)
+    assert here == there == [str(tmp_path), "a message"]
+    assert one != other or os.environ.get("PYTHONHASHSEED", "random") != "random"
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
