@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import reading
+from tests.support.tolerance import relative_error
 from torchembed.data import BatchSource, ParquetClicks, Split
 
 pa = pytest.importorskip("pyarrow", reason="Parquet files are read with pyarrow")
@@ -130,7 +131,9 @@ def test_scalar_ids_need_no_offsets(tmp_path: Path) -> None:
     batches = list(ParquetClicks(tmp_path, batch_size=20, table_sizes=100_000))
     assert batches[0].sparse.hotness == (1,) * 26
     dense = torch.tensor([[math.log1p(max(count or 0, 0)) for count in row] for row in rows.counts])
-    torch.testing.assert_close(batches[0].dense, dense)
+    # Libraries' float32 logarithms are off by 2 units in the last place at most, which are four
+    # roundings; the expected ones are rounded once.
+    torch.testing.assert_close(batches[0].dense, dense, rtol=relative_error(5), atol=0)
     got = reading.samples(batches)
     assert got.ids == [[[row[column] or 0] for row in rows.ids] for column in range(26)]
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import lanes
 from tests.support.repeats import assert_repeats
-from tests.support.tolerance import assert_as_near, assert_same_bits
+from tests.support.tolerance import assert_as_near, assert_same_bits, assert_same_sums
 from tests.support.tracing import compiled_once
-from tests.support.values import normal, not_contiguous
+from tests.support.values import normal, not_contiguous, whole
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients, are_waiting
 from torchembed.modules import MLP, Cross, LowRankCross
@@ -36,6 +36,20 @@ def inputs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
         normal(width, depth, seed=2, dtype=dtype, device=device),
         normal(width, seed=3, dtype=dtype, device=device),
     ]
+
+
+def whole_inputs(shape: tuple[int, int, int], device: torch.device) -> list[Tensor]:
+    """The same of whole numbers, whose results are whole numbers in any order of sums."""
+    num_rows, depth, width = shape
+    sizes = ((num_rows, depth), (width, depth), (width,))
+    return [whole(*size, seed=seed, device=device) for seed, size in enumerate(sizes, start=1)]
+
+
+def make_whole(module: nn.Module) -> None:
+    """Give the parameters whole numbers, of 1 at most."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            parameter.copy_(whole(*parameter.shape, seed=seed, largest=1))
 
 
 def results(
@@ -98,28 +112,28 @@ def test_the_gradient_of_the_bias_is_summed_in_float32(
 
 
 def test_any_number_of_dimensions(device: torch.device) -> None:
-    _, weight, bias = inputs((1, 4, 3), torch.float32, device)
+    _, weight, bias = whole_inputs((1, 4, 3), device)
     for shape in ((4,), (2, 5, 4)):
-        x = normal(*shape, seed=0, device=device)
+        x = whole(*shape, seed=0, device=device)
         assert linear(x, weight, bias).shape == (*shape[:-1], 3)
-        torch.testing.assert_close(linear_relu(x, weight, bias), relu(x, weight, bias))
+        assert torch.equal(linear_relu(x, weight, bias), relu(x, weight, bias))
 
 
 def test_inputs_need_not_be_contiguous(device: torch.device) -> None:
-    tensors = inputs((7, 6, 5), torch.float32, device)
-    grad = normal(7, 5, seed=5, device=device)
+    tensors = whole_inputs((7, 6, 5), device)
+    grad = whole(7, 5, seed=5, device=device)
 
     def strided(*leaves: Tensor) -> Tensor:
         return linear_relu(*(not_contiguous(leaf) for leaf in leaves))
 
     expected = results(linear_relu, tensors, grad)
     for actual, same in zip(results(strided, tensors, not_contiguous(grad)), expected, strict=True):
-        torch.testing.assert_close(actual, same)
+        assert torch.equal(actual, same)
 
 
 def test_a_part_of_a_concatenation(device: torch.device) -> None:
-    x, weight, bias = inputs((7, 6, 5), torch.float32, device)
-    other, grad = normal(7, 3, seed=6, device=device), normal(7, 8, seed=7, device=device)
+    x, weight, bias = whole_inputs((7, 6, 5), device)
+    other, grad = whole(7, 3, seed=6, device=device), whole(7, 8, seed=7, device=device)
     for first in (False, True):
 
         def concatenated(*leaves: Tensor, first: bool = first) -> Tensor:
@@ -130,7 +144,7 @@ def test_a_part_of_a_concatenation(device: torch.device) -> None:
         part = grad[:, :5] if first else grad[:, 3:]
         expected = results(relu, [x, weight, bias], part.contiguous())[1:]
         for actual, same in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual, same)
+            assert torch.equal(actual, same)
 
 
 def test_only_what_is_asked_for(device: torch.device) -> None:
@@ -164,7 +178,7 @@ def test_repeats_its_bits(device: torch.device, fastest_algorithms: None) -> Non
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_of_each_128_samples(num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
     def small(*shape: int, seed: int) -> Tensor:
-        return normal(*shape, seed=seed, device=device).round().clamp(-2, 2).to(dtype)
+        return whole(*shape, seed=seed, dtype=dtype, device=device)
 
     output, weight = small(num_rows, 37, seed=0), small(3, 37, seed=1)
     for op, inputs in (
@@ -202,16 +216,17 @@ def test_opcheck(device: torch.device) -> None:
 
 def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
     module = MLP(6, [5, 3], activation_on_last=False, device=device)
+    make_whole(module)
     DenseSGD(module.parameters())
     compiled = compiled_once(module)
     for batch_size in (4, 7):
-        x = normal(batch_size, 6, seed=0, device=device)
+        x = whole(batch_size, 6, seed=0, device=device)
         compiled(x).sum().backward()
         found = [parameter.grad.clone() for parameter in module.parameters()]
         module.zero_grad()
         module(x).sum().backward()
         for grad, parameter in zip(found, module.parameters(), strict=True):
-            torch.testing.assert_close(grad, parameter.grad)
+            assert torch.equal(grad, parameter.grad)
         module.zero_grad()
 
 
@@ -317,32 +332,33 @@ def test_deferred_gradients_are_the_same(is_flat: bool, device: torch.device) ->
     elsewhere = {*module.between.parameters(), *module.full_cross.bias}
     for parameter, same, size in zip(module.parameters(), expected, sizes, strict=True):
         if parameter.dim() == 1 and id(parameter) in late:
-            # Sums of a bias may be added up in another order, each step of which rounds.
-            allowed = len(x) * torch.finfo(torch.float32).eps * size
-            assert ((parameter.grad - same).abs() <= allowed).all()
+            # Sums of a bias may be added up in another order.
+            assert_same_sums(parameter.grad, same, size, num_roundings=len(x))
         else:
             assert_same_bits(parameter.grad, same)
         in_place = is_flat and slot_of(parameter).holds(parameter.grad)
         assert in_place == (is_flat and parameter not in elsewhere)
     with DeferredWeightGradients():
         module(x).sum().backward()
-    for parameter, same in zip(module.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * same)
+    # Onto the gradients of before a product may add its terms one by one.
+    for parameter, same, size in zip(module.parameters(), expected, sizes, strict=True):
+        assert_same_sums(parameter.grad, 2 * same, 2 * size, num_roundings=2 * len(x))
 
 
 def test_sums_of_many_samples_are_deferred_too(device: torch.device) -> None:
-    torch.manual_seed(0)
     module = nn.Sequential(MLP(6, [5, 8]), LowRankCross(8, 2, 3)).to(device, torch.bfloat16)
-    x = normal(1100, 6, seed=0, dtype=torch.bfloat16, device=device)
+    # What is summed is whole numbers whose sizes add up to less than 2**16: in no order does a
+    # float32 sum round before it is rounded to bfloat16.
+    make_whole(module)
+    x = whole(1100, 6, seed=0, largest=1, dtype=torch.bfloat16, device=device)
     module(x).float().sum().backward()
     expected = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
     with DeferredWeightGradients():
         module(x).float().sum().backward()
         assert all(parameter.grad is None for parameter in module.parameters())
-    # Float32 sums in another order, rounded to bfloat16.
     for parameter, same in zip(module.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, same, rtol=2**-7, atol=2**-12)
+        assert torch.equal(parameter.grad, same)
     module[1].bias[0].requires_grad_(False)
     module.zero_grad()
     with DeferredWeightGradients():
@@ -390,7 +406,8 @@ def test_gradients_reach_weights_that_hooks_have_saved(
 
 def test_deferred_gradients_of_a_shared_weight_are_added_up(device: torch.device) -> None:
     layer = MLP(4, [4], device=device)
-    x = normal(3, 4, seed=0, device=device)
+    make_whole(layer)
+    x = whole(3, 4, seed=0, device=device)
     weight = layer[0].weight
 
     def loss() -> Tensor:
@@ -400,9 +417,7 @@ def test_deferred_gradients_of_a_shared_weight_are_added_up(device: torch.device
     expected, weight.grad = weight.grad, None
     with DeferredWeightGradients():
         loss().backward()
-    # Sums of three parts, in another order.
-    eps = torch.finfo(torch.float32).eps
-    torch.testing.assert_close(weight.grad, expected, rtol=4 * eps, atol=4 * eps)
+    assert torch.equal(weight.grad, expected)
 
 
 def test_frozen_parameters_get_no_gradients(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.repeats import assert_repeats
 from tests.support.tolerance import assert_as_near, assert_same_bits
 from tests.support.tracing import compiled_once
-from tests.support.values import normal, not_contiguous
+from tests.support.values import normal, not_contiguous, whole
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
 from torchembed.ops.linear import linear_relu, linear_relu_stack
@@ -50,15 +50,25 @@ def inputs(
     num_layers: int, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
     """x, weights, biases and the gradient of the output."""
-    widths = WIDTHS[: num_layers + 1]
-    sizes = [(num_rows, widths[0])]
-    sizes += [(widths[layer + 1], widths[layer]) for layer in range(num_layers)]
-    sizes += [(width,) for width in widths[1:]]
-    sizes.append((num_rows, widths[-1]))
     return [
         normal(*size, seed=seed, dtype=dtype, device=device) / math.sqrt(size[-1])
-        for seed, size in enumerate(sizes)
+        for seed, size in enumerate(sizes(num_layers, num_rows))
     ]
+
+
+def whole_inputs(num_layers: int, num_rows: int, device: torch.device) -> list[Tensor]:
+    """The same of whole numbers, whose results are whole numbers in any order of sums."""
+    return [
+        whole(*size, seed=seed, device=device)
+        for seed, size in enumerate(sizes(num_layers, num_rows))
+    ]
+
+
+def sizes(num_layers: int, num_rows: int) -> list[tuple[int, ...]]:
+    widths = WIDTHS[: num_layers + 1]
+    of_weights = [(widths[layer + 1], widths[layer]) for layer in range(num_layers)]
+    of_biases = [(width,) for width in widths[1:]]
+    return [(num_rows, widths[0]), *of_weights, *of_biases, (num_rows, widths[-1])]
 
 
 def results(function: Any, tensors: list[Tensor]) -> list[Tensor]:
@@ -125,7 +135,7 @@ def test_two_layers_by_hand(device: torch.device) -> None:
 
 
 def test_any_layout(device: torch.device) -> None:
-    *tensors, grad = inputs(3, 8, torch.float32, device)
+    *tensors, grad = whole_inputs(3, 8, device)
     expected = results(stack, [*tensors, grad])
 
     def strided(*leaves: Tensor) -> Tensor:
@@ -135,7 +145,7 @@ def test_any_layout(device: torch.device) -> None:
     for actual, same in zip(
         results(strided, [*tensors, not_contiguous(grad)]), expected, strict=True
     ):
-        torch.testing.assert_close(actual, same)
+        assert torch.equal(actual, same)
     x = tensors[0]
     assert linear_relu_stack(x, [], []) is x
 
@@ -223,7 +233,7 @@ def test_gradients_of_a_shared_layer_are_added_up(
 ) -> None:
     # Small integers, so that nothing is rounded.
     weight, bias, x, grad = (
-        normal(*size, seed=seed, device=device).round().clamp(-2, 2)
+        whole(*size, seed=seed, device=device)
         for seed, size in enumerate([(9, 9), (9,), (129, 9), (129, 9)])
     )
 
@@ -253,10 +263,10 @@ def test_under_autocast(device: torch.device) -> None:
 def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
     compiled = compiled_once(stack)
     for num_rows in (4, 7):
-        tensors = inputs(3, num_rows, torch.float32, device)
+        tensors = whole_inputs(3, num_rows, device)
         expected = results(stack, tensors)
         for actual, same in zip(results(compiled, tensors), expected, strict=True):
-            torch.testing.assert_close(actual, same)
+            assert torch.equal(actual, same)
 
 
 def test_bad_layers_are_named(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.tolerance import assert_as_near, assert_follows, assert_same_bits
-from tests.support.values import normal
+from tests.support.values import normal, whole
 from torchembed import EmbeddingBag
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.modules import MLP
@@ -151,15 +151,17 @@ def test_values_and_gradients_are_one_piece_of_memory(device: torch.device) -> N
 
 
 def test_gradients_accumulate(device: torch.device) -> None:
-    once, twice = model(device), model(device)
+    once, twice, exact = model(device), model(device), model(device).double()
     optimizers = [DenseSGD(module.parameters(), lr=0.1) for module in (once, twice)]
-    backward(once, 0, scale=2.0)
-    backward(twice, 0)
-    backward(twice, 0)
+    optimizers.append(torch.optim.SGD(exact.parameters(), lr=0.1))
+    for module, scales in ((once, [2.0]), (twice, [1.0, 1.0]), (exact, [2.0])):
+        for scale in scales:
+            backward(module, 0, scale)
     for optimizer in optimizers:
         optimizer.step()
-    for parameter, same in zip(once.parameters(), twice.parameters(), strict=True):
-        torch.testing.assert_close(parameter, same)
+    trained = zip(twice.parameters(), once.parameters(), exact.parameters(), strict=True)
+    for parameter, eager, true in trained:
+        assert_as_near(parameter, eager, true)
 
 
 def test_backward_through_values_before_the_step_is_an_error(device: torch.device) -> None:
@@ -174,13 +176,16 @@ def test_backward_through_values_before_the_step_is_an_error(device: torch.devic
 
 def test_a_weight_may_be_used_twice(device: torch.device) -> None:
     shared, expected = MLP(4, [4], device=device), MLP(4, [4], device=device)
+    with torch.no_grad():
+        for seed, parameter in enumerate(shared.parameters()):
+            parameter.copy_(whole(*parameter.shape, seed=seed))
     expected.load_state_dict(shared.state_dict())
     optimizer = DenseSGD(shared.parameters(), lr=0.1)
-    x = normal(3, 4, seed=0, device=device)
+    x = whole(3, 4, seed=0, device=device)
     shared(shared(x)).sum().backward()
     expected(expected(x)).sum().backward()
     for parameter, other in zip(shared.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad)
+        assert torch.equal(parameter.grad, other.grad)
     optimizer.step()
 
 
@@ -232,9 +237,10 @@ def test_a_resumed_run_goes_on_bit_by_bit(
 @pytest.mark.parametrize("name", ["Adagrad", "Adagrad with decays", "Adam"])
 def test_state_goes_to_torchs_and_back(name: str, device: torch.device) -> None:
     ours, theirs, arguments = PAIRS[name]
-    module, twin = model(device), model(device)
+    module, twin, exact = model(device), model(device), model(device).double()
     optimizer = ours(module.parameters(), lr=0.1, **arguments)
     torchs = theirs(twin.parameters(), lr=0.1, **arguments)
+    train(exact, theirs(exact.parameters(), lr=0.1, **arguments), range(4))
     train(module, optimizer, range(2))
     twin.load_state_dict(module.state_dict())
     # Torch's own loading makes no copy.
@@ -245,26 +251,29 @@ def test_state_goes_to_torchs_and_back(name: str, device: torch.device) -> None:
     optimizer.load_state_dict(torchs.state_dict())
     train(twin, torchs, range(3, 4))
     train(module, optimizer, range(3, 4))
-    for parameter, same in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(parameter, same)
+    trained = zip(module.parameters(), twin.parameters(), exact.parameters(), strict=True)
+    for parameter, eager, true in trained:
+        assert_as_near(parameter, eager, true)
 
 
 def test_frozen_parameters_stay_until_they_are_freed(device: torch.device) -> None:
-    module, expected = model(device), model(device)
-    for layers in (module, expected):
+    module, expected, exact = model(device), model(device), model(device).double()
+    for layers in (module, expected, exact):
         layers[0].requires_grad_(False)
     optimizer = DenseAdagrad(module.parameters(), lr=0.1)
-    torchs = torch.optim.Adagrad(expected.parameters(), lr=0.1)
+    torchs, of_exact = (torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (expected, exact))
     frozen = [parameter.requires_grad for parameter in module.parameters()]
     assert frozen == [False] * 4 + [True] * 2
     for step in range(4):
         if step == 2:
-            for layers in (module, expected):
+            for layers in (module, expected, exact):
                 layers[0].requires_grad_(True)
         train(module, optimizer, [step])
         train(expected, torchs, [step])
-        for parameter, same in zip(module.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(parameter, same)
+        train(exact, of_exact, [step])
+        trained = zip(module.parameters(), expected.parameters(), exact.parameters(), strict=True)
+        for parameter, eager, true in trained:
+            assert_as_near(parameter, eager, true)
     assert all(slot_of(p).holds(p.grad) for p in module.parameters())
 
 
@@ -334,7 +343,7 @@ def test_schedulers_and_tensor_rates(device: torch.device) -> None:
         trained.append([parameter.detach().clone() for parameter in module.parameters()])
     for parameters in trained[1:]:
         for parameter, same in zip(parameters, trained[0], strict=True):
-            torch.testing.assert_close(parameter, same)
+            assert_same_bits(parameter, same)
 
 
 def test_a_captured_tensor_rate_survives_loading(device: torch.device) -> None:
@@ -365,7 +374,7 @@ def test_under_a_loss_scaler(unscaled: bool, dtype: torch.dtype, device: torch.d
         scaler.step(optimizers[1])
         scaler.update()
     for parameter, same in zip(scaled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, same, rtol=0, atol=2 * torch.finfo(dtype).eps)
+        assert_same_bits(parameter, same)
     before = [parameter.detach().clone() for parameter in scaled.parameters()]
     next(scaled.parameters()).grad.fill_(torch.inf)
     scaler.step(optimizers[1])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.support.tolerance import (
     assert_as_near,
     assert_follows,
     assert_same_bits,
+    assert_same_sums,
     relative_error,
 )
 
@@ -115,6 +117,32 @@ def test_other_bits_fail(change: Callable[[Tensor], Tensor]) -> None:
     assert_same_bits(bits.clone(), bits)
     with pytest.raises(AssertionError):
         assert_same_bits(change(bits), bits)
+
+
+def test_sums_in_another_order_pass_and_other_numbers_fail() -> None:
+    terms = torch.tensor([1.0, EPS, EPS, -0.5])
+    a, b, c, d = terms / 3
+    forward, backward = ((a + b) + c) + d, ((d + c) + b) + a
+    assert forward != backward
+    sizes = terms.abs().sum() / 3
+    assert_same_sums(forward, backward, sizes, num_roundings=4)
+    allowed = 2 * relative_error(4) * sizes
+    for factor, fails in ((0.99, False), (1.01, True)):
+        off = torch.tensor([0.0, factor * allowed])
+        with pytest.raises(AssertionError, match="1 of 2 sums") if fails else nullcontext():
+            assert_same_sums(off, torch.zeros(2), sizes, num_roundings=4)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 1), torch.zeros(2).double()])
+def test_sums_of_another_shape_or_dtype_fail(other: Tensor) -> None:
+    with pytest.raises(AssertionError):
+        assert_same_sums(other, torch.zeros(2), 1.0, num_roundings=1)
+
+
+def test_sums_that_are_not_numbers_fail() -> None:
+    nothing = torch.tensor([torch.nan, 1.0])
+    with pytest.raises(AssertionError, match="1 of 2 sums differ"):
+        assert_same_sums(nothing, nothing, 1.0, num_roundings=1)
 
 
 def test_the_error_of_roundings() -> None:

@@ -46,6 +46,27 @@ def relative_error(num_roundings: int, dtype: torch.dtype = torch.float32) -> fl
     return num_roundings * unit / (1 - num_roundings * unit)
 
 
+def assert_same_sums(
+    actual: Tensor, expected: Tensor, sizes: Tensor | float, num_roundings: int
+) -> None:
+    """Assert that each element of ``actual`` may be the same sum as that of ``expected``, added up
+    in another order.
+
+    Either is off by :func:`relative_error` of its size at most: the sum of its terms' absolute
+    values, which ``sizes`` holds. ``num_roundings`` are those that one term goes through: its own,
+    and at most one for each other term.
+    """
+    assert actual.dtype == expected.dtype
+    assert tuple(actual.shape) == tuple(expected.shape)
+    allowed = 2 * relative_error(num_roundings, actual.dtype) * torch.as_tensor(sizes).cpu()
+    errors = (actual.detach().cpu().double() - expected.detach().cpu().double()).abs()
+    # Where one is NaN it is not within what is allowed.
+    is_off = ~(errors <= allowed)
+    assert not is_off.any(), (
+        f"{int(is_off.sum())} of {actual.numel()} sums differ, the first by {errors[is_off][0]:.3e}"
+    )
+
+
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     """Assert equal dtype, shape and bits; NaNs and the signs of zeros included."""
     assert actual.dtype == expected.dtype

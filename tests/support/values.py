@@ -15,6 +15,18 @@ def normal(
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
+def whole(
+    *shape: int,
+    seed: int,
+    largest: int = 2,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Whole numbers from ``-largest`` to ``largest``, the same on every device: sums and products
+    of a few of them round in no order, so that whoever computes them gets the same bits."""
+    return normal(*shape, seed=seed).round().clamp(-largest, largest).to(device, dtype)
+
+
 def not_contiguous(tensor: Tensor) -> Tensor:
     """The same values with gaps of another value between them."""
     wide = torch.stack([tensor, torch.full_like(tensor, 3)], dim=-1)

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from tests.support.tolerance import relative_error
 from tests.support.values import normal
 from torchembed.core.types import OptimizerKind
 from torchembed.core.update_records import DenseUpdate
@@ -104,13 +105,15 @@ def test_the_scales_of_adam(device: torch.device) -> None:
     dense_update._dense_update_adam_scales_kernel[(1,)](
         scales, one, one, LOG_BETA1=-math.inf, LOG_BETA2=math.log(0.75)
     )
-    assert scales.tolist() == pytest.approx([1.0, 0.5])
+    assert scales.tolist() == [1.0, 0.5]
 
 
 def test_binary_cross_entropy(device: torch.device, addresses: str) -> None:
     logits, labels = torch.zeros(2, device=device), torch.tensor([0.0, 1.0], device=device)
     loss = binary_cross_entropy.launch_binary_cross_entropy_forward(logits, labels)
-    assert loss.item() == pytest.approx(math.log(2))
+    # The series' first term is a rounded quotient, to which a rounded sum adds the others: one part
+    # in 26, of fewer than 26 roundings.
+    assert loss.item() == pytest.approx(math.log(2), rel=relative_error(3), abs=0)
     one = torch.ones((), device=device)
     grad = binary_cross_entropy.launch_binary_cross_entropy_backward(one, logits, labels)
     assert grad.tolist() == [0.25, -0.25]
