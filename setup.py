@@ -30,6 +30,10 @@ SANITIZED = os.environ.get("TORCHEMBED_SANITIZE", "0") == "1"
 """True where the library is to check its own accesses to memory, for `make sanitize`: for the CPU
 alone, since AddressSanitizer does not see the memory of a GPU."""
 
+# Some compilers link libstdc++ statically. Its copy must not be visible to the shared one that
+# torch loads: an exception's message would be formatted by functions of both, which crashes.
+LINK_FLAGS = ("-Wl,--exclude-libs,ALL",) if sys.platform == "linux" else ()
+
 OPTIMIZED_FLAGS = ("-O3", "-g0")
 SANITIZED_FLAGS = (
     *("-O1", "-g1", "-fno-omit-frame-pointer"),
@@ -94,7 +98,7 @@ def native_library(torch: Path) -> Extension:
             *(SANITIZED_FLAGS if SANITIZED else OPTIMIZED_FLAGS),
             "-ffp-contract=off",  # no fused multiply-adds: the same bits on every processor
         ],
-        extra_link_args=[*SANITIZED_FLAGS] if SANITIZED else [],
+        extra_link_args=[*LINK_FLAGS, *(SANITIZED_FLAGS if SANITIZED else ())],
         language="c++",
     )
 

@@ -103,13 +103,28 @@ print(torchembed.triton_kernels.__file__)
     assert [Path(line).is_relative_to(installed) for line in output.splitlines()] == [True, True]
 
 
-@needs_compiler
-@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm of binutils")
-def test_library_imports_only_the_stable_abi(installed: Path) -> None:
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm of binutils")
+
+
+def symbols_of(installed: Path, kind: str) -> list[str]:
+    """The lines of ``nm``: an address where the symbol is defined, a letter, a name."""
     library = installed / "torchembed" / "_C.abi3.so"
-    command = ["nm", "--dynamic", "--undefined-only", "--format=just-symbols", str(library)]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    symbols = listing.split()
+    command = ["nm", "--dynamic", kind, str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@needs_compiler
+@needs_nm
+def test_library_exports_nothing_of_the_libraries_in_it(installed: Path) -> None:
+    """Weak symbols alone are exported: those of headers, which all libraries share."""
+    functions = [line for line in symbols_of(installed, "--defined-only") if " T " in line]
+    assert functions == []
+
+
+@needs_compiler
+@needs_nm
+def test_library_imports_only_the_stable_abi(installed: Path) -> None:
+    symbols = [line.split()[-1] for line in symbols_of(installed, "--undefined-only")]
     assert any(symbol.startswith("aoti_torch_") for symbol in symbols)
     assert [
         symbol for symbol in symbols if re.search(r"_Z.*(2at|3c10|5torch|6caffe2)", symbol)
