@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
-from torchembed.step.batch_kinds import BatchKinds
 from torchembed.step.batch_layout import num_ids_in
 from torchembed.step.engine import StepEngine
-from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.forward_backward_update import LossFunction, StepProgram, loss_and_output
 from torchembed.step.jagged_engine import JaggedEngine
-from torchembed.step.loss import LossFunction, loss_and_output
-from torchembed.step.stages import Agreement, ReadBatch, TrainedBatch
+from torchembed.step.stages import Agreement, BatchKinds, ReadBatch, TrainedBatch
 
 JAGGED = BatchKinds(static=False, jagged=True)
 

@@ -11,8 +11,12 @@ from torchembed.core import checks
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
-from torchembed.optim.hyperparameters import ParamGroup, check_hyperparameters, rule_numbers
-from torchembed.optim.learning_rate import learning_rate
+from torchembed.optim.hyperparameters import (
+    ParamGroup,
+    check_hyperparameters,
+    learning_rate,
+    rule_numbers,
+)
 
 
 class DenseOptimizer(torch.optim.Optimizer):

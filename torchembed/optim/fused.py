@@ -11,8 +11,12 @@ from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
-from torchembed.optim.hyperparameters import ParamGroup, check_hyperparameters, rule_numbers
-from torchembed.optim.learning_rate import learning_rate
+from torchembed.optim.hyperparameters import (
+    ParamGroup,
+    check_hyperparameters,
+    learning_rate,
+    rule_numbers,
+)
 from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
 

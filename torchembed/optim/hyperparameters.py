@@ -1,7 +1,9 @@
-"""Hyperparameters that the optimizers of tables and of dense parameters share."""
+"""Hyperparameters that the optimizers of tables and of dense parameters share; a learning rate in
+a form that a captured step may read."""
 
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 ParamGroup: TypeAlias = dict[str, Any]
@@ -28,3 +30,13 @@ def rule_numbers(group: ParamGroup) -> dict[str, float]:
         "beta2": beta2,
         "weight_decay": group["weight_decay"],
     }
+
+
+def learning_rate(group: ParamGroup, device: torch.device) -> float | Tensor:
+    """``group["lr"]``, as a number where it is a tensor on the CPU and the parameters are not.
+
+    Reading such a tensor here waits for no GPU. A step on a GPU, most of all a captured one, would
+    read it when it runs, by which time the host may have set the next step's.
+    """
+    lr = group["lr"]
+    return lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" != device.type else lr

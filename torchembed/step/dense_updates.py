@@ -12,8 +12,7 @@ from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.reads import ReadsOf
 from torchembed.autograd.weight_gradients import Completion, DeferredWeightGradients
 from torchembed.optim import DenseOptimizer
-from torchembed.step.predicated_update import skipping
-from torchembed.step.step_optimizers import update
+from torchembed.step.step_optimizers import skipping, update
 from torchembed.step.streams import event_on, fork_and_join, join, wait_for
 
 _MIN_ELEMENTS = 1 << 16

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from torchembed.step.bad_id_flag import skip_of
 from torchembed.step.batch_layout import to_device
 from torchembed.step.dense_updates import PlainUpdates
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch
-from torchembed.step.step_optimizers import StepOptimizers
+from torchembed.step.step_optimizers import StepOptimizers, update
 from torchembed.step.streams import StepStreams
 
 
@@ -18,9 +19,9 @@ class EagerEngine:
 
     def __init__(self, program: StepProgram) -> None:
         self._program = program
-        optimizers = StepOptimizers(program.optimizers)
-        updates = PlainUpdates(optimizers.captured)
-        self._train = ForwardBackwardUpdate(program, optimizers, StepStreams(), updates)
+        self._optimizers = StepOptimizers(program.optimizers)
+        updates = PlainUpdates(self._optimizers.captured)
+        self._train = ForwardBackwardUpdate(program, self._optimizers, StepStreams(), updates)
 
     def prefetch(self, batch: ReadBatch) -> None:
         """Nothing is done ahead."""
@@ -36,7 +37,7 @@ class EagerEngine:
             source: what the device may still read once this has returned.
         """
         trained = self._train(batch)
-        self._train.update_others(trained)
+        update(self._optimizers.others, skip_of(trained.flag))
         return trained.held_until(None, source=source)
 
     def release(self) -> None:

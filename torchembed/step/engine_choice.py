@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from torchembed.core import ranks
-from torchembed.step.batch_kinds import BatchKinds
 from torchembed.step.eager_engine import EagerEngine
 from torchembed.step.engine import StepEngine
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.padded_engine import PaddedEngine
-from torchembed.step.stages import ReadBatch, TrainedBatch
+from torchembed.step.stages import NO_KIND, BatchKinds, ReadBatch, TrainedBatch
 from torchembed.step.static_engine import StaticEngine
 
 
@@ -35,7 +34,8 @@ class EngineChoice:
         self.captures = captures
         self._eager = EagerEngine(program)
         self._static = StaticEngine(program)
-        self._jagged = JaggedEngine(program)
+        self._jagged: JaggedEngine | None = None
+        """Made for the first jagged batch."""
         self._padded: PaddedEngine | None = None
         self._can_be_padded = True
         """False once padded steps have failed."""
@@ -48,9 +48,10 @@ class EngineChoice:
 
     @property
     def engines(self) -> tuple[StepEngine, ...]:
-        """The engines of fixed hotness and of jagged batches."""
+        """The engine of fixed hotness, and that of jagged batches once there was one."""
         # Padded steps know more of the model than the first jagged one.
-        return self._static, self._jagged if self._padded is None else self._padded
+        of_jagged = self._jagged if self._padded is None else self._padded
+        return (self._static,) if of_jagged is None else (self._static, of_jagged)
 
     def release(self) -> None:
         """Destroy graphs, and end threads; further steps are first ones."""
@@ -58,20 +59,19 @@ class EngineChoice:
             self._padded.release()
             self._padded = None
         self._static.release()
-        self._jagged.release()
+        if self._jagged is not None:
+            self._jagged.release()
 
     def prefetch(self, batch: ReadBatch) -> None:
         """Show a batch that was read to the engine that is going to train it."""
-        if not self.captures:
-            return
-        if batch.kinds.static:
-            self._static.prefetch(batch)
-        elif batch.kinds.jagged:
-            (self._jagged if self._padded is None else self._padded).prefetch(batch)
+        if self.captures:
+            engine = next(self._candidates(batch.kinds), None)
+            if engine is not None:
+                engine.prefetch(batch)
 
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch:
         """Train ``now``, and prepare the first of those that are ``upcoming``."""
-        kinds = now.agree().kinds if self.captures else BatchKinds(static=False, jagged=False)
+        kinds = now.agree().kinds if self.captures else NO_KIND
         for engine in self._candidates(kinds):
             trained = engine.run(now, upcoming)
             if trained is not None:
@@ -80,8 +80,12 @@ class EngineChoice:
             self._give_up(engine)
         else:
             self.last, trained = self._eager, self._eager.run(now)
-        if self.last is self._jagged and self._padded is None and self._can_be_padded:
-            self._try_padding()
+        if self._jagged is not None and self.last is self._jagged:
+            if self._padded is None and self._can_be_padded:
+                self._try_padding(self._jagged)
+            # The first jagged step was needed to know what of further batches can be done ahead.
+            for batch in upcoming:
+                self.prefetch(batch)
         return trained
 
     def _candidates(self, kinds: BatchKinds) -> Iterator[StepEngine]:
@@ -90,6 +94,8 @@ class EngineChoice:
         elif kinds.jagged:
             if self._padded is not None:
                 yield self._padded
+            if self._jagged is None:
+                self._jagged = JaggedEngine(self._program)
             yield self._jagged
 
     def _give_up(self, engine: StepEngine) -> None:
@@ -102,8 +108,8 @@ class EngineChoice:
             self._can_be_padded, self._padded = False, None
             engine.release()
 
-    def _try_padding(self) -> None:
+    def _try_padding(self, jagged: JaggedEngine) -> None:
         """After the first jagged step, which has shown how the model looks ids up."""
-        self._can_be_padded = not ranks.any_rank(not self._jagged.can_be_padded)
+        self._can_be_padded = not ranks.any_rank(not jagged.can_be_padded)
         if self._can_be_padded:
-            self._padded = PaddedEngine(self._program, self._jagged, self._wait_for_steps)
+            self._padded = PaddedEngine(self._program, jagged, self._wait_for_steps)

@@ -1,4 +1,4 @@
-"""The forward, backward and update of one batch: the one place where steps of every engine do them.
+"""The work of a step: forward, backward and update of one batch, for the steps of every engine.
 
 On a GPU the parts run on several streams, and what others wait for comes first: vectors, then ids,
 then rows. On a CPU, and in eager steps, all streams are None and the parts come one after another.
@@ -12,19 +12,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.core.named_range import named_range
-from torchembed.core.trees import map_tensors
+from torchembed.core.trees import Tree, map_tensors
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
-from torchembed.step.admission_epochs import AdmissionEpochs
 from torchembed.step.bad_id_flag import either, reduce_checks, skip_of
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
-from torchembed.step.loss import ComputeLoss
 from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers, update, update_early
-from torchembed.step.streams import StepStreams, fork, join, on_stream
-from torchembed.tables import RecordedGradients, table_of
+from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
+from torchembed.tables import Admission, RecordedGradients, table_of
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""``(logits [B], labels [B])`` to their mean loss ``[]``; never called with ``B = 0``."""
+
+ComputeLoss = Callable[[nn.Module, Tree], tuple[Tensor, Tree]]
+"""A model and a batch on its device to the loss ``[]`` and the model's output."""
+
+
+def loss_and_output(
+    model: nn.Module, batch: Tree, *, loss_fn: LossFunction | None, autocast: torch.autocast
+) -> tuple[Tensor, Tree]:
+    """The loss ``[]`` and the output of ``model`` for ``batch``, within ``autocast``.
+
+    An empty batch has the loss 0 and gives zero gradients. Without ``loss_fn`` the model computes
+    its loss: it is called as ``model(batch)`` and gives that, or a tuple of it and an output.
+    """
+    with autocast:
+        if loss_fn is None:
+            result = model(batch)
+            return result if isinstance(result, tuple) else (result, None)
+        logits = model(batch.dense, batch.sparse).reshape(len(batch.labels))
+        loss = loss_fn(logits, batch.labels) if len(batch.labels) else logits.sum()
+        return loss, logits
+
+
+class AdmissionEpochs:
+    """Numbers the batches that are admitted to be trained, on the device and without waiting for
+    it. One count serves all engines of a pipeline.
+
+    Args:
+        device: of the batches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._last = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def admission(self, is_trained: Tensor | None) -> Admission:
+        """The next batch, in an epoch of its own where it is trained, else in the last one.
+
+        Args:
+            is_trained: bool ``[1]`` on the device; None for a batch that is trained in any case.
+        """
+        self._last.add_(1 if is_trained is None else is_trained)
+        return Admission(is_trained, self._last.clone())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,16 +91,13 @@ class StepProgram:
         """True if the device is a GPU."""
         return self.device.type == "cuda"
 
-    @property
-    def admission_changes_tables(self) -> bool:
-        """True if tables insert or evict rows as batches are admitted."""
-        collections = (m for m in self.model.modules() if isinstance(m, StagedCollection))
-        return any(collection.admission_changes_tables for collection in collections)
-
     @functools.cached_property
-    def epochs(self) -> AdmissionEpochs:
-        """Numbers the batches whose rows tables admit, for all engines."""
-        return AdmissionEpochs(self.device)
+    def epochs(self) -> AdmissionEpochs | None:
+        """Numbers the batches whose rows tables admit, for all engines, and keeps the rows of those
+        under way in place; None where no table inserts or evicts rows."""
+        collections = (m for m in self.model.modules() if isinstance(m, StagedCollection))
+        changes_tables = any(collection.admission_changes_tables for collection in collections)
+        return AdmissionEpochs(self.device) if changes_tables else None
 
 
 PrepareNext = Callable[[torch.cuda.Stream | None], None]
@@ -94,7 +132,7 @@ class ForwardBackwardUpdate:
         prepare_next: PrepareNext | None = None,
         report_memory: Tensor | None = None,
     ) -> TrainedBatch:
-        """Train ``batch``, but for :meth:`update_others`.
+        """Train ``batch``, but for the optimizers that no graph can hold.
 
         Args:
             prepare_next: called once: so that it runs under forward where vectors were looked up
@@ -137,10 +175,6 @@ class ForwardBackwardUpdate:
                 call.collection.release(batch.epoch)
         result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch.data)
         return TrainedBatch(result, flag, report, [*batch.checks, *checks])
-
-    def update_others(self, trained: TrainedBatch) -> None:
-        """Step the optimizers that no graph can hold."""
-        update(self._optimizers.others, skip_of(trained.flag))
 
     def _backward_stream(self) -> torch.cuda.Stream | None:
         """The stream on which to call backward; None for the current one.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.trees import Tree, map_tensors, tensors_in
+from torchembed.step.stages import ReadBatch
 from torchembed.step.streams import event_on, wait_for
 
 
@@ -41,14 +42,20 @@ class InputBuffers:
         self._filled: list[torch.cuda.Event | None] = [None, None]
         self._used: list[torch.cuda.Event | None] = [None, None]
         self._pinned: list[dict[int, Tensor]] = [{}, {}]
-        self._sources: list[Tree] = [None, None]
+        self._held: list[ReadBatch | None] = [None, None]
+        """The batch of each buffer: the copy may not have begun."""
 
-    def fill(self, buffer: int, batch: Tree) -> None:
-        """Begin to copy ``batch`` to the buffer, once what was noted to use it is done.
+    def fill(self, batch: ReadBatch) -> None:
+        """Begin to copy ``batch`` to its buffer, once what was noted to use the buffer is done.
 
-        Waits where the buffer's pinned memory is still being copied from.
+        Nothing is done where that copy was begun before. Waits where the buffer's pinned memory is
+        still being copied from.
         """
-        sources, targets = tensors_in(batch), self._tensors[buffer]
+        buffer = batch.buffer
+        held = self._held[buffer]
+        if held is not None and held.number == batch.number:
+            return
+        sources, targets = tensors_in(batch.data), self._tensors[buffer]
         if self._stream is not None:
             if any(source.is_cuda for source in sources):
                 self._stream.wait_stream(torch.cuda.current_stream())
@@ -65,8 +72,7 @@ class InputBuffers:
                 target.copy_(source, non_blocking=True)
             if self.is_fresh is not None:
                 self.is_fresh[buffer].fill_(True)
-        # Held until the buffer is filled again: the copy may not have begun.
-        self._sources[buffer] = batch
+        self._held[buffer] = batch
         self._filled[buffer] = event_on(self._stream)
 
     def _pin(self, buffer: int, number: int, source: Tensor) -> Tensor:

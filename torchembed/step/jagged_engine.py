@@ -13,7 +13,6 @@ from concurrent.futures import Future
 
 import torch
 
-from torchembed.core.named_range import named_range
 from torchembed.core.trees import Tree, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.table_module import TableModule
@@ -30,7 +29,7 @@ from torchembed.step.stages import (
     TrainedBatch,
 )
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers
-from torchembed.step.streams import event_on, fork_and_join, on_stream, wait_for
+from torchembed.step.streams import event_on, fork_and_join, named_range, on_stream, wait_for
 from torchembed.step.worker import Worker
 from torchembed.tables import Admission
 
@@ -60,7 +59,7 @@ class JaggedEngine:
 
     def __init__(self, program: StepProgram) -> None:
         self._program, self._eager = program, EagerEngine(program)
-        self._epochs = program.epochs if program.admission_changes_tables else None
+        self._epochs = program.epochs
         self._assumptions: Assumptions | None = None
         self.calls: list[LookupCall] = []
         """Once the first step has observed them; the model may have other lookups."""

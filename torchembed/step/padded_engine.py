@@ -15,7 +15,6 @@ from concurrent.futures import Future
 import torch
 
 from torchembed.core.host_numbers import HostNumbers
-from torchembed.core.named_range import named_range
 from torchembed.core.trees import Tree
 from torchembed.step.batch_layout import (
     dense_tensors,
@@ -27,12 +26,11 @@ from torchembed.step.batch_layout import (
 from torchembed.step.bucketized_buffers import Capacity, bucketize
 from torchembed.step.collective_capture import succeeds_on_all_ranks
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.graph_runner import GraphRunner
 from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import ReadBatch, TrainedBatch
-from torchembed.step.static_step import StaticStep
-from torchembed.step.streams import event_on, on_stream, wait_for
+from torchembed.step.static_engine import StaticStep
+from torchembed.step.streams import event_on, named_range, on_stream, wait_for
 
 _HEADROOM = 1.25
 """The capacity is so many times what a batch needs that outgrows it, so that few captures serve
@@ -73,7 +71,7 @@ class PaddedEngine:
         self._wait_for_steps = wait_for_steps
         self._stream = torch.cuda.Stream(program.device) if program.is_cuda else None
         self._capacity = Capacity(num_ids=0, per_call=(0,) * len(observer.calls))
-        self._runner: GraphRunner | None = None
+        self._step: StaticStep | None = None
         self._prefetched: dict[int, _Prefetched] = {}
         self._has_trained = False
         """True if the model has trained in such a step."""
@@ -85,26 +83,26 @@ class PaddedEngine:
 
     @property
     def is_stale(self) -> bool:
-        if self._runner is None:
+        if self._step is None:
             return self._observer.is_stale
-        return self._runner.step.is_stale
+        return self._step.is_stale
 
     @property
     def is_captured(self) -> bool:
-        return self._runner is not None and self._runner.is_captured
+        return self._step is not None and self._step.is_captured
 
     def release(self) -> None:
         self._prefetched.clear()
-        if self._runner is not None:
-            self._runner.step.release()
-            self._runner = None
+        if self._step is not None:
+            self._step.release()
+            self._step = None
 
     def prefetch(self, batch: ReadBatch) -> None:
         """Have the thread bring the batch to its buffer, where the capacity allows, and find out
         what it needs."""
-        if self._runner is None or batch.number in self._prefetched:
+        if self._step is None or batch.number in self._prefetched:
             return
-        step, num_ids = self._runner.step, self._capacity.num_ids
+        step, num_ids = self._step, self._capacity.num_ids
         given = event_on(torch.cuda.current_stream()) if is_on_gpu(batch.data) else None
         worker = self._observer.worker
         self._prefetched[batch.number] = _Prefetched(
@@ -122,23 +120,23 @@ class PaddedEngine:
         if not self._fits(now):
             self._wait_for_steps()
             self._enlarge(now, upcoming)
-        runner = self._runner
-        assert runner is not None
+        step = self._step
+        assert step is not None
         following = upcoming[0] if upcoming else None
-        if following is not None and not self._is_bucketized(runner, following):
+        if following is not None and not self._is_bucketized(step, following):
             following = None
         trained: list[TrainedBatch] = []
 
         def train() -> None:
-            if runner.make_ready(now):
-                trained.append(runner.run(now, following))
+            if step.make_ready(now):
+                trained.append(step.run(now, following))
 
         with named_range("torchembed: step"):
             if self._has_trained:
                 train()
             else:
                 self._has_trained = succeeds_on_all_ranks(train)
-                if not self._has_trained and runner.step.has_begun_update:
+                if not self._has_trained and step.has_begun_update:
                     raise RuntimeError(
                         "a train step failed, on this rank or another one, when it had begun to "
                         "change the model; the warning before says why; go on from a checkpoint"
@@ -176,26 +174,25 @@ class PaddedEngine:
             tuple(map(_with_headroom, needs, before.per_call)),
         )
         self.release()
-        step = StaticStep(self._program, now.data, self._calls, self._capacity)
-        self._runner = GraphRunner(step)
+        self._step = StaticStep(self._program, now.data, self._calls, self._capacity)
         for batch in (now, *upcoming):
             if batch.kinds.jagged:
                 self.prefetch(batch)
         fits = self._fits(now)
         assert fits
 
-    def _is_bucketized(self, runner: GraphRunner, following: ReadBatch) -> bool:
+    def _is_bucketized(self, step: StaticStep, following: ReadBatch) -> bool:
         """True if the step can prepare the batch; then the current stream waits until it can."""
         prefetched = self._prefetched.get(following.number)
         if prefetched is None or prefetched.is_bucketized.exception() is not None:
             return False
         if not prefetched.is_bucketized.result():
             return False
-        if not runner.is_captured:
+        if not step.is_captured:
             # A capture bucketizes anew, which the thread may not do at the same time.
             prefetched.needs.exception()
-        assert runner.step.bucketized is not None
-        runner.step.bucketized.wait_until_bucketized(following.buffer)
+        assert step.bucketized is not None
+        step.bucketized.wait_until_bucketized(following.buffer)
         return True
 
 
@@ -223,7 +220,7 @@ def _bucketize(
         return False
     with on_stream(stream):
         wait_for(given)
-        step.buffers.fill(batch.buffer, with_sparse_features(batch.data))
+        step.buffers.fill(dataclasses.replace(batch, data=with_sparse_features(batch.data)))
         assert step.bucketized is not None
         step.bucketized.bucketize(batch.buffer)
     return True

@@ -1,7 +1,7 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,21 +10,24 @@ import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
-from torchembed.core.named_range import named_range
 from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.optim.joint import separate
 from torchembed.optim.trained_parameters import check_optimizers_train
 from torchembed.sharding.transport.channel import PushDomain
-from torchembed.step.batch_kinds import BatchKinds, Layouts
-from torchembed.step.batch_layout import num_ids_in, to_device
+from torchembed.step.batch_layout import to_device
 from torchembed.step.engine import StepEngine
 from torchembed.step.engine_choice import EngineChoice
-from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.loss import ComputeLoss, LossFunction, loss_and_output
-from torchembed.step.read_ahead import InputStalls, ReadAhead
-from torchembed.step.stages import Agreement, ReadBatch, StepResult
+from torchembed.step.forward_backward_update import (
+    ComputeLoss,
+    LossFunction,
+    StepProgram,
+    loss_and_output,
+)
+from torchembed.step.read_ahead import InputStalls, Layouts, ReadAhead
+from torchembed.step.stages import NO_KIND, Agreement, ReadBatch, StepResult
 from torchembed.step.steps_in_flight import StepsInFlight
+from torchembed.step.streams import named_range
 
 _STEPS_AHEAD = 2
 """The most steps that the host is ahead of the device."""
@@ -173,7 +176,6 @@ class TrainPipeline:
         if self._engines.is_stale:
             self.close()
         self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
-        self._prefetch()
         now = self._upcoming.pop()
         if now is None:
             self.check_ids()
@@ -184,26 +186,18 @@ class TrainPipeline:
         if self._engines.captures:
             with named_range("torchembed: copy"):
                 self._upcoming.fill(2, self._taken_in)
-                self._prefetch()
 
     def _taken_in(self, item: Any) -> ReadBatch:
         """A batch that was read; its copy is begun where it has the layout of static steps."""
         data = item if self.loss_fn is None else as_batch(item)
         number, self._num_read = self._num_read, self._num_read + 1
         if not self._engines.captures:
-            return ReadBatch(data, number, _NO_KIND, lambda: Agreement(_NO_KIND, 0))
+            return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
         kinds = self._layouts.kinds_of(data)
-        num_ids = num_ids_in(data) if kinds.jagged else 0
-        digest = self._layouts.lengths_digest(kinds)
-        least = ranks.start_minimum(*kinds, -num_ids, digest, -digest)
-        batch = ReadBatch(data, number, kinds, functools.partial(_agreement, least))
+        agree = self._layouts.start_agreement(data, kinds)
+        batch = ReadBatch(data, number, kinds, agree)
         self._engines.prefetch(batch)
         return batch
-
-    def _prefetch(self) -> None:
-        """Show the engines what was read, also before an engine was made."""
-        for batch in self._upcoming:
-            self._engines.prefetch(batch)
 
     def close(self) -> None:
         """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
@@ -275,18 +269,6 @@ class TrainPipeline:
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
         self._in_flight.wait_until(0)
-
-
-_NO_KIND = BatchKinds(static=False, jagged=False)
-
-
-def _agreement(least: Callable[[], tuple[int, ...]]) -> Agreement:
-    """The agreement of all ranks, from the minimum over ranks of each of their numbers."""
-    static, jagged, negated_num_ids, digest, negated_digest = least()
-    # Captured steps exchange ids as if every rank's features had one hotness and kind of weights.
-    is_alike = digest == -negated_digest
-    kinds = BatchKinds(static=bool(static) and is_alike, jagged=bool(jagged) and is_alike)
-    return Agreement(kinds, -negated_num_ids)
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -49,10 +49,8 @@ class Prefetch:
     ) -> None:
         self._capacity, self._group = capacity, program.group
         layout = example if capacity is None else with_capacity(example, capacity.num_ids)
-        self.buffers = InputBuffers(
-            layout, program.device, tracks_fresh=program.admission_changes_tables
-        )
-        self._epochs = program.epochs if program.admission_changes_tables else None
+        self.buffers = InputBuffers(layout, program.device, tracks_fresh=program.epochs is not None)
+        self._epochs = program.epochs
         self.bucketized: BucketizedBuffers | None = None
         if capacity is None:
             self.batches = [map_tensors(torch.empty_like, b) for b in self.buffers.batches]

@@ -15,8 +15,20 @@ from torchembed.core.trees import Tree
 from torchembed.modules.bad_ids import IdCheck
 from torchembed.modules.staged_collection import Admitted, Bucketized, LookedUp
 from torchembed.step.bad_id_flag import BadIdFlag
-from torchembed.step.batch_kinds import BatchKinds
 from torchembed.step.lookup_calls import LookupCall
+
+
+class BatchKinds(NamedTuple):
+    """The kinds of step that can train a batch; where there is none, an eager step does."""
+
+    static: bool
+    """The batch has fixed hotness, and the layout of the first such batch."""
+    jagged: bool
+    """The batch has the layout of the first jagged one, but for the lengths of its bags."""
+
+
+NO_KIND = BatchKinds(static=False, jagged=False)
+"""The kinds of a batch that eager steps alone can train."""
 
 
 class Agreement(NamedTuple):

@@ -1,12 +1,38 @@
-"""Captured steps on batches of fixed hotness."""
+"""Steps whose shapes do not change, on memory that stays where it is: each one CUDA graph.
 
-from collections.abc import Sequence
+A step looks up, trains and updates one batch and prepares the next one. Two captured copies of it
+alternate, one for each buffer index: what is prepared of a batch must stay where it is until the
+batch is trained, while the next one is prepared. Each copy reads where the other one writes, so
+nothing is copied between steps, and both share one memory pool, since they never run at once.
+"""
 
-from torchembed.core.named_range import named_range
-from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.graph_runner import GraphRunner
-from torchembed.step.stages import ReadBatch, TrainedBatch
-from torchembed.step.static_step import StaticStep
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchembed.core.trees import Tree
+from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes, replayed_sizes
+from torchembed.step.bad_id_flag import skip_of
+from torchembed.step.bucketized_buffers import Capacity
+from torchembed.step.collective_capture import succeeds_on_all_ranks
+from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
+from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
+from torchembed.step.lookup_calls import LookupCall, observed_calls
+from torchembed.step.prefetch import Prefetch
+from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch
+from torchembed.step.step_optimizers import Assumptions, StepOptimizers, update
+from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+_WARM_UP_STEPS = 3
+"""Before the first capture: the first finds out what is prepared ahead, the next two do it once for
+each buffer; kernels are compiled and communicators made on the way."""
 
 
 class StaticEngine:
@@ -14,50 +40,269 @@ class StaticEngine:
 
     def __init__(self, program: StepProgram) -> None:
         self._program = program
-        self._runner: GraphRunner | None = None
-        self._copied: set[int] = set()
-        """The numbers of the batches whose copy to their buffer was begun."""
+        self.step: StaticStep | None = None
+        """The step that is repeated; None before the first batch."""
 
     @property
     def is_stale(self) -> bool:
-        return self._runner is not None and self._runner.step.is_stale
+        return self.step is not None and self.step.is_stale
 
     @property
     def is_captured(self) -> bool:
-        return self._runner is not None and self._runner.is_captured
-
-    @property
-    def step(self) -> StaticStep | None:
-        """The step that is repeated; None before the first batch."""
-        return None if self._runner is None else self._runner.step
+        return self.step is not None and self.step.is_captured
 
     def release(self) -> None:
-        if self._runner is not None:
-            self._runner.step.release()
-            self._runner = None
-        self._copied.clear()
+        if self.step is not None:
+            self.step.release()
+            self.step = None
 
     def prefetch(self, batch: ReadBatch) -> None:
-        self._copy(self._runner_for(batch), batch)
+        self._step_with(batch)
 
-    def _runner_for(self, batch: ReadBatch) -> GraphRunner:
-        if self._runner is None:
-            self._runner = GraphRunner(StaticStep(self._program, batch.data))
-        return self._runner
-
-    def _copy(self, runner: GraphRunner, batch: ReadBatch) -> None:
-        if batch.number not in self._copied:
-            runner.step.buffers.fill(batch.buffer, batch.data)
-            self._copied.add(batch.number)
+    def _step_with(self, batch: ReadBatch) -> "StaticStep":
+        """The step, with the copy of ``batch`` to its buffer begun."""
+        if self.step is None:
+            self.step = StaticStep(self._program, batch.data)
+        self.step.buffers.fill(batch)
+        return self.step
 
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | None:
-        runner = self._runner_for(now)
+        step = self._step_with(now)
         following = next((batch for batch in upcoming[:1] if batch.kinds.static), None)
-        for batch in (now, following):
-            if batch is not None:
-                self._copy(runner, batch)
-        if not runner.make_ready(now):
+        if following is not None:
+            self._step_with(following)
+        if not step.make_ready(now):
             return None
-        self._copied = {number for number in self._copied if number > now.number}
         with named_range("torchembed: step"):
-            return runner.run(now, following)
+            return step.run(now, following)
+
+
+class StaticStep:
+    """Steps on batches of one layout: as they are while they warm up, then captured.
+
+    Batches come into the two input buffers alternately, and :meth:`run` trains the batch of one
+    while it prepares that of the other. A collection of the model is prepared ahead where it is
+    called with features made of the batch's own tensors; the first step finds out which are. Others
+    work too: their ids are routed in their forward.
+
+    Args:
+        program: what a step does.
+        example: a batch of the layout.
+        calls: all lookup calls of the model; needed where there is a ``capacity``.
+        capacity: for jagged batches, whose layout is that of ``example`` but for the lengths of
+            bags. Buffers take them as :func:`with_sparse_features` gives them; the model's are on
+            the meta device.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        example: Tree,
+        calls: Sequence[LookupCall] | None = None,
+        capacity: Capacity | None = None,
+    ) -> None:
+        self._program = program
+        self._prefetch = Prefetch(example, program, calls, capacity)
+        self.buffers, self.bucketized = self._prefetch.buffers, self._prefetch.bucketized
+        self._optimizers = StepOptimizers(program.optimizers)
+        self._assumptions = Assumptions(program.model, self._optimizers, program.device)
+        self._sizes: list[GatheredSize] | None = None
+        """The sizes that ranks exchanged in a step whose batch was prepared, and that prepared
+        one."""
+        self._num_steps = 0
+        self._prepared: int | None = None
+        """The number of the batch that the step before has prepared."""
+        self._captured: list[CapturedCall | None] = [None, None]
+        self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
+        self._trained: list[TrainedBatch | None] = [None, None]
+        self._streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
+        captured = self._optimizers.captured
+        dense_updates: DenseUpdates = LateUpdates(captured)
+        self._pool = None
+        if program.is_cuda:
+            self._pool = torch.cuda.graph_pool_handle()
+            if self._streams.dense is None:
+                dense_updates = EarlyUpdates(captured, program.device)
+            else:
+                dense_updates = UpdatesOfMeans(captured, self._streams.dense)
+        self.dense_updates = dense_updates
+        self._train = ForwardBackwardUpdate(program, self._optimizers, self._streams, dense_updates)
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the model or an optimizer changed in a way that steps do not follow."""
+        return self._assumptions.are_stale
+
+    @property
+    def is_captured(self) -> bool:
+        """True if all further steps are replays."""
+        return None not in self._captured
+
+    @property
+    def has_begun_update(self) -> bool:
+        """True if a step has begun to change rows and parameters."""
+        return self._train.has_begun_update
+
+    def make_ready(self, now: ReadBatch) -> bool:
+        """Make the step ready for ``now``, which is in its buffer; captures it once it is warm.
+
+        Collective where the step is captured: every rank does it for the same step.
+
+        Returns:
+            False where the step cannot be captured; a warning has said why.
+        """
+        buffer = now.buffer
+        self.buffers.wait_until_filled(1 - buffer)
+        # A step that has prepared this batch has waited for it.
+        if self._prepared != now.number:
+            self.buffers.wait_until_filled(buffer)
+            self._prefetch.prepare(buffer, in_place=self._has_captured)
+            self.buffers.note_use(buffer)
+        is_warm = self._num_steps >= _WARM_UP_STEPS and self._sizes is not None
+        if not is_warm or self._captured[buffer] is not None:
+            return True
+        return succeeds_on_all_ranks(lambda: self._capture(buffer))
+
+    def _capture(self, buffer: int) -> None:
+        """Capture the step that trains the buffer's batch, once one that it can repeat has run.
+
+        Waits for no other rank, whose capture may fail.
+        """
+        assert self._sizes is not None
+        self._optimizers.prepare_replay()  # what a graph does itself, it does at each replay
+        if self.bucketized is not None and self._streams.step is not None:
+            self.bucketized.capture(self._streams.step)
+        self._assumptions.note_capture()
+        sizes = self._sizes if self._has_fixed_shapes else None
+        step = functools.partial(self._step, buffer)
+        self._captured[buffer] = CapturedCall(step, sizes, self._streams.step, self._pool)
+        if self._program.is_cuda:
+            self._gradients[buffer] = self._optimizers.take_gradients_of_others()
+
+    @property
+    def _has_captured(self) -> bool:
+        """True if a captured step reads and writes what is prepared where it is now."""
+        return self._has_fixed_shapes and self._captured != [None, None]
+
+    @property
+    def _has_fixed_shapes(self) -> bool:
+        """True if shapes follow from the layout; on a CPU, those of jagged batches do not."""
+        return self._program.is_cuda or self.bucketized is None
+
+    def release(self) -> None:
+        """Destroy the graphs, which keep the ranks' communicators from being destroyed."""
+        for captured in self._captured:
+            if captured is not None:
+                captured.release()
+        self._captured = [None, None]
+        if self.bucketized is not None:
+            self.bucketized.release()
+        # Before the buffers' memory is used for something else.
+        for buffer in (0, 1):
+            self.buffers.wait_until_filled(buffer)
+
+    def run(self, now: ReadBatch, following: ReadBatch | None) -> TrainedBatch:
+        """Train ``now``, which the step was made ready for, and prepare ``following``, which is in
+        the other buffer.
+
+        The tensors of the result are overwritten when the same buffer is trained again.
+        """
+        buffer = now.buffer
+        captured = self._captured[buffer]
+        if captured is not None:
+            self._optimizers.prepare_replay()
+            captured.replay()
+            for parameter, grad in self._gradients[buffer]:
+                parameter.grad = grad
+        else:
+            with fork_and_join(self._streams.step), recorded_sizes() as sizes:
+                self._step(buffer)
+            if self._prefetch.is_complete:
+                self._sizes = sizes
+        trained = self._trained[buffer]
+        assert trained is not None
+        update(self._optimizers.others, skip_of(trained.flag))
+        self._num_steps += 1
+        self._prepared = None if following is None else following.number
+        # The batch is held, since its buffer may be filled anew while its copy is under way.
+        return trained.held_until(self.buffers.note_use(1 - buffer), source=now.data)
+
+    def _step(self, buffer: int) -> None:
+        def prepare_next(after: torch.cuda.Stream | None) -> None:
+            with fork(self._streams.ids), named_range("torchembed: prepare"):
+                join(after)
+                self._prefetch.prepare(1 - buffer, in_place=self._has_captured)
+
+        before = self._trained[buffer]
+        report_memory = None if before is None else before.report
+        if self._prefetch.calls is None:
+            model, batch = self._program.model, self._prefetch.batches[buffer]
+            with observed_calls(model, batch) as self._prefetch.calls:
+                trained = self._train(LookedUpBatch(batch), prepare_next, report_memory)
+        else:
+            trained = self._train(self._look_up(buffer), prepare_next, report_memory)
+        self._trained[buffer] = trained
+
+    def _look_up(self, buffer: int) -> LookedUpBatch:
+        """The buffer's batch with its vectors, which come while the model begins its forward."""
+        calls, admitted = self._prefetch.calls, self._prefetch.admitted[buffer]
+        if not calls or admitted is None:
+            return LookedUpBatch(self._prefetch.batches[buffer])
+        with fork(self._streams.vectors), named_range("torchembed: look up"):
+            lookups = [
+                call.collection.look_up(of_call)
+                for call, of_call in zip(calls, admitted.lookups, strict=True)
+            ]
+        return LookedUpBatch(
+            admitted.data, calls, lookups, admitted.flag, admitted.checks, admitted.epoch
+        )
+
+
+class CapturedCall:
+    """Captures ``call`` on construction, and repeats it by :meth:`replay`.
+
+    On a CPU, which has no graphs, nothing runs on construction, and a replay calls again with what
+    a captured call may rely on: the sizes that the ranks exchanged before.
+
+    Args:
+        call: a step. On a GPU it must not wait for the device, and allocates in ``pool``.
+        sizes: what the ranks tell each other within it, in order, so that no rank is asked again;
+            None, on a CPU alone, where they differ from step to step.
+        stream: where the capture runs; None on a CPU.
+        pool: of the memory of all captures that never run at once; None on a CPU.
+
+    Raises:
+        Exception: what ``call`` raises, or CUDA for what cannot be captured.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], None],
+        sizes: Sequence[GatheredSize] | None,
+        stream: torch.cuda.Stream | None,
+        pool: "_POOL_HANDLE | None",
+    ) -> None:
+        self._call, self._sizes = call, sizes
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if stream is not None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                self._run()
+
+    def _run(self) -> None:
+        with contextlib.nullcontext() if self._sizes is None else replayed_sizes(self._sizes):
+            self._call()
+
+    def replay(self) -> None:
+        """Do what the captured call did, on what its memory holds now."""
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+
+    def release(self) -> None:
+        """Destroy the graph; no replay comes after it."""
+        if self._graph is not None:
+            self._graph.reset()

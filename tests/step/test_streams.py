@@ -1,9 +1,9 @@
-"""Named parts of a profile."""
+"""The names of a step's parts in profiles."""
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchembed.core.named_range import named_range
+from torchembed.step.streams import named_range
 
 
 def test_a_profile_shows_the_name() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from torchembed.optim.learning_rate import learning_rate
-from torchembed.step.predicated_update import follows_replays, step_unless
+from torchembed.optim.hyperparameters import learning_rate
+from torchembed.step.step_optimizers import follows_replays, step_unless
 
 
 @pytest.mark.parametrize(
