@@ -91,8 +91,17 @@ def train_unevenly(folder: Path) -> dict[str, Any]:
     return results
 
 
+def coarse(model: nn.Module) -> nn.Module:
+    """``model`` with parameters of ten bits after the point, so that logits are exact in whatever
+    order they are summed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1024).round_().div_(1024)
+    return model
+
+
 def evaluate_unevenly() -> list[Evaluation]:
-    model = sharded()
+    model = coarse(sharded())
     return [
         evaluate(model, batches_of(dist.get_rank(), sizes))
         for sizes in (((8, 4), (3,)), ((), (5, 6)))
@@ -248,9 +257,9 @@ def test_ranks_with_fewer_batches_end_cleanly(
 def test_evaluation_covers_the_rows_of_all_ranks(results: list[dict[str, Any]]) -> None:
     for number, sizes in enumerate((((8, 4), (3,)), ((), (5, 6)))):
         rows = [batch for rank in range(NUM_RANKS) for batch in batches_of(rank, sizes)]
-        expected = evaluate(TinyModel(), rows)
+        expected = evaluate(coarse(TinyModel()), rows)
         for of_rank in results:
-            assert of_rank["evaluations"][number] == pytest.approx(expected, rel=2**-20)
+            assert of_rank["evaluations"][number] == expected
 
 
 def test_checkpoints_do_not_depend_on_the_plan(results: list[dict[str, Any]], folder: Path) -> None:

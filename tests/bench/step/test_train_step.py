@@ -14,6 +14,7 @@ from bench.step import train_step
 from bench.step.reference_step import expected_losses
 from bench.step.setting import StepSetting
 from bench.step.torchembed_step import TorchembedStep
+from tests.support.tolerance import relative_error
 
 CONFIG = train_step.Config(
     batch_sizes=(16,), ids=("zipf",), systems=("torchembed_tf32",), max_rows=100,
@@ -42,7 +43,9 @@ def test_a_figure_is_there_only_where_losses_are_right(
         "wire": "fp32",
     }  # fmt: skip
     assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
-    assert row["samples_per_second"] == pytest.approx(16e3 / row["ms_median"])
+    assert row["samples_per_second"] == pytest.approx(
+        16e3 / row["ms_median"], rel=relative_error(2, torch.float64), abs=0
+    )
     # How many depends on how busy the machine is; a test of the pipeline has a clock of its own.
     assert isinstance(row["input_stalls"], int)
     assert 0 < row["loss_error"] <= row["loss_tolerance"] < 1e-2
@@ -83,4 +86,6 @@ def test_the_floor_by_hand() -> None:
     rows, vectors = 50_000 * 512, 1000 * 26 * 128 * 4
     dense = max(1000 * 96.2e6 / 395e12, 3 * 16.04e6 * 4 / 3e12)
     memory = rows + vectors + 2 * rows + vectors + 16.04e6 * (8 + 4)
-    assert seconds == pytest.approx(dense + memory / 3e12)
+    # Sums and products of positive numbers, of fewer roundings than that on both sides.
+    expected = dense + memory / 3e12
+    assert seconds == pytest.approx(expected, rel=relative_error(64, torch.float64), abs=0)
