@@ -11,10 +11,12 @@
 
 namespace torchembed {
 
-// Bags are numbered by int32 where gradients are taken back to them.
+// The gradient map stores the bag of each id as int32, so a larger number would wrap around to
+// another bag's gradient.
 constexpr int64_t kMostBags = INT32_MAX;
 
-// num_features * batch_size, where that is a number of bags.
+// num_features * batch_size, checked: the arguments may come from torch.ops, where nothing has been
+// checked before, and a product that wrapped around would pass for a small number of bags.
 inline int64_t checked_num_bags(int64_t num_features, int64_t batch_size) {
   STD_TORCH_CHECK(num_features >= 0, "num_features must not be negative, got ", num_features);
   STD_TORCH_CHECK(batch_size >= 0, "batch_size must not be negative, got ", batch_size);
@@ -26,7 +28,8 @@ inline int64_t checked_num_bags(int64_t num_features, int64_t batch_size) {
   return num_bags;
 }
 
-// The bags of num_ids ids. Ids past the last bag are spare. The arguments outlive it.
+// The bags of num_ids ids. Ids past the last bag are padding. It keeps pointers into its arguments,
+// which must outlive it.
 class BagLayout {
  public:
   BagLayout(const std::optional<Tensor>& offsets, const std::vector<int64_t>& hotness,
@@ -83,7 +86,8 @@ class BagLayout {
                     ", or before, got ", last);
   }
 
-  // Each feature's ids are compared with those that are left, so that no product overflows.
+  // Each feature's ids are compared with those that are left by a division: count * batch_size and
+  // the sum over features may overflow, and offsets computed from them would be out of bounds.
   static void check_hotness(const std::vector<int64_t>& hotness, int64_t num_features,
                             int64_t batch_size, int64_t num_ids) {
     STD_TORCH_CHECK((int64_t)hotness.size() == num_features, "hotness must hold ", num_features,

@@ -1,4 +1,4 @@
-// Checks of what tensors hold. They take a pass over it, so they run only where
+// Checks of the contents of tensors. They take a pass over the tensor, so they run only where
 // TORCHEMBED_CHECK_OPERATIONS asks for them, as in torchembed/core/environment.py.
 
 #pragma once

@@ -1,4 +1,4 @@
-// Ids of each feature into rows of a table group's flat weight.
+// Converts the ids of each feature to rows of a table group's flat weight.
 
 #include <algorithm>
 #include <atomic>
@@ -23,15 +23,18 @@ struct Table {
   int64_t first_row;
   int64_t num_rows;
 
-  // Wraps around where the table is said to end past the last number.
+  // Unsigned, since signed overflow would be undefined, and first_row comes unchecked from the
+  // caller. Lookups skip rows outside their matrix.
   int64_t row(int64_t id) const { return (int64_t)((uint64_t)first_row + (uint64_t)id); }
 };
 
-// Turns the ids at [begin, end), all of one feature, into rows; returns the first bad position, or
-// end.
+// Writes the rows of the ids at [begin, end), all of one feature. Returns the first bad position,
+// or end.
 template <class Id, class Row>
 int64_t linearize_feature(const Id* ids, Row* rows, int64_t begin, int64_t end, Table table,
                           bool clamp) {
+  // Bad ids are rare: the first pass only finds out if there is one, without a branch for each id,
+  // so that the compiler can vectorize it. One unsigned comparison covers negative ids as well.
   bool any_bad = false;
   for (int64_t position = begin; position < end; ++position) {
     const int64_t id = ids[position];
@@ -40,6 +43,7 @@ int64_t linearize_feature(const Id* ids, Row* rows, int64_t begin, int64_t end, 
     rows[position] = (Row)(bad ? -1 : table.row(id));
   }
   if (!any_bad) return end;
+  // Backwards, so that the first bad position is the last one written.
   int64_t first_bad = end;
   for (int64_t position = end - 1; position >= begin; --position) {
     const int64_t id = ids[position];
@@ -72,6 +76,8 @@ int64_t linearize(const Id* ids, Row* rows, int64_t num_ids,
       if (bad < feature_end) part_first_bad = std::min(part_first_bad, bad);
       position = feature_end;
     }
+    // The minimum over threads, whatever their order; `seen` is reloaded where another thread was
+    // faster.
     int64_t seen = first_bad.load();
     while (part_first_bad < seen && !first_bad.compare_exchange_weak(seen, part_first_bad)) {
     }

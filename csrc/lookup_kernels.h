@@ -1,4 +1,4 @@
-// Summing rows of a matrix, and the lookups that are made of it.
+// The kernels of lookups: pooled, unpooled, and the gradient of weights of ids.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace torchembed::TORCHEMBED_ISA {
 
-// Pooled vectors to fetch ahead of their writing.
+// Pooled vectors whose cache lines are prefetched before they are written.
 constexpr int64_t kBagsAhead = 4;
 
 constexpr int64_t kLineBytes = 64;
@@ -16,8 +16,8 @@ TORCHEMBED_INLINE bool has_row(const RowMatrix& matrix, int64_t row) {
   return (uint64_t)row < (uint64_t)matrix.num_rows;
 }
 
-// Fetches the cache lines of count elements to the second-level cache: the first-level one has too
-// few buffers for all the rows on their way.
+// Prefetches the cache lines of count elements into the second-level cache: the first-level one has
+// too few fill buffers for kRowsAhead rows in flight.
 template <class Element>
 TORCHEMBED_INLINE void prefetch(const Element* data, int64_t count) {
   for (int64_t index = 0; index < count; index += kLineBytes / (int64_t)sizeof(Element)) {
@@ -25,15 +25,16 @@ TORCHEMBED_INLINE void prefetch(const Element* data, int64_t count) {
   }
 }
 
-// Fetches lines that are about to be written.
+// Prefetches lines that are about to be written, so that stores do not wait for them to be read.
 TORCHEMBED_INLINE void prefetch_for_write(const char* data, int64_t num_bytes) {
   for (int64_t byte = 0; byte < num_bytes; byte += kLineBytes) {
     __builtin_prefetch(data + byte, 1, 3);
   }
 }
 
-// Pools columns [column, column + 16 * kVectors) of a part of the bags. Arguments are copied to
-// local variables, since for all the compiler knows a store to a row might change them.
+// Pools columns [column, column + 16 * kVectors) of a part of the bags; their sums stay in
+// registers. Arguments are copied to local variables: a store to `out` might alias `op`, so the
+// compiler would load them again after each store.
 template <class Element, class Id, bool kScaled, int kVectors, class Lanes>
 void pool_columns(const PooledLookup& op, const Id* rows, int64_t first_bag, int64_t last_bag,
                   int64_t column, Lanes lanes) {
@@ -63,6 +64,7 @@ void pool_columns(const PooledLookup& op, const Id* rows, int64_t first_bag, int
         const int64_t next =
             rows[position + kRowsAhead < last_id ? position + kRowsAhead : last_id];
         const Element* const source = data + row * matrix.dim;
+        // The prefetch of a row that is out of range goes to the row in use, which needs no branch.
         const Element* const ahead = data + (has_row(matrix, next) ? next : row) * matrix.dim;
         for (int vector = 0; vector < kVectors; ++vector) {
           prefetch(ahead + vector * kLanes, kLanes);
@@ -87,7 +89,8 @@ void pool_columns(const PooledLookup& op, const Id* rows, int64_t first_bag, int
 
 template <class Element, class Id, bool kScaled>
 void pool_bags(const PooledLookup& op, const Id* rows, int64_t first_bag, int64_t last_bag) {
-  // Rows wider than one block are pooled a few bags at a time, while their ids are in cache.
+  // A row wider than one block of columns takes several passes over the ids. A few bags at a time,
+  // so that the ids and rows are still in cache in the second pass.
   constexpr int64_t kBags = 64;
   for (int64_t first = first_bag; first < last_bag; first += kBags) {
     const int64_t last = first + kBags < last_bag ? first + kBags : last_bag;

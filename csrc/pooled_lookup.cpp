@@ -1,4 +1,4 @@
-// Pooling the rows of each bag into one vector, and the gradients of that.
+// The operations that pool the rows of each bag into one vector, and their gradients.
 
 #include <algorithm>
 #include <optional>
@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kGrainIds = 16384;
 
-// Output of more bytes than this leaves the caches before it is read, so it is written past them.
+// Output of more bytes than this is evicted from the caches before it is read, so it is written by
+// streaming stores, which need not read the lines first and leave the caches to rows.
 constexpr int64_t kStreamBytes = 16 << 20;
 
 std::optional<Tensor> as_float32(const std::optional<Tensor>& tensor) {
@@ -23,7 +24,8 @@ std::optional<Tensor> as_float32(const std::optional<Tensor>& tensor) {
   return torch::stable::to(*tensor, ScalarType::Float);
 }
 
-// Calls body(first_bag, last_bag) in threads. A bag costs as much as one id beside its ids.
+// Calls body(first_bag, last_bag) in threads. The cost of a bag is that of its ids and one more,
+// for the vector that is written, so that many empty bags are divided among threads too.
 template <class Body>
 void for_each_bag(const BagLayout& layout, int64_t grain, const Body& body) {
   const auto cost_before = [&](int64_t bag) { return layout.begin(bag) + bag; };
@@ -55,6 +57,8 @@ Tensor pooled_lookup_forward(const Tensor& weight, const Tensor& rows,
   op.out = mutable_row_matrix("out", out);
   if (out.numel() == 0) return out;
   const int64_t row_bytes = op.out.dim * bytes_of(op.out.type);
+  // Streaming stores need aligned addresses, and whole cache lines: a partly written line would be
+  // read from memory after all.
   op.stream_out = op.out.num_rows * row_bytes > kStreamBytes && row_bytes % 64 == 0 &&
                   reinterpret_cast<uintptr_t>(op.out.data) % 64 == 0;
 
@@ -78,7 +82,7 @@ std::tuple<Tensor, Tensor> pooled_lookup_gradient_map(
   int32_t* const gradient_row_of = gradient_rows.mutable_data_ptr<int32_t>();
   float* const scale_of = scales.mutable_data_ptr<float>();
 
-  // Spare ids read some gradient; their rows are -1, so that it goes nowhere.
+  // Padding ids get gradient row 0, which exists; their rows are -1, so that it is added nowhere.
   const int64_t num_bag_ids = layout.num_bag_ids();
   std::fill(gradient_row_of + num_bag_ids, gradient_row_of + num_ids, 0);
   for (int64_t position = num_bag_ids; position < num_scales; ++position) {

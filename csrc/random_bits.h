@@ -1,4 +1,5 @@
-// Counter-based random bits; the arithmetic of torchembed/core/random_bits.py.
+// Counter-based random bits, bit for bit those of torchembed/core/random_bits.py: rows must not
+// depend on the kernel that updated them. Unsigned arithmetic wraps around as intended.
 
 #pragma once
 
@@ -19,7 +20,8 @@ inline uint64_t random_bits(uint64_t key, uint64_t counter) {
   return mix64(key + (counter + 1) * kGolden);
 }
 
-// The key under which a counter draws what the counter plus shift draws under key.
+// A key such that random_bits(shifted_key(key, shift), c) == random_bits(key, c + shift). A shard
+// of columns so draws the bits of the whole table's columns.
 inline uint64_t shifted_key(uint64_t key, uint64_t shift) { return key + shift * kGolden; }
 
 }  // namespace torchembed

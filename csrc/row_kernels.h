@@ -1,4 +1,6 @@
-// The kernels over rows of floats, one set for each instruction set, and the plain data they take.
+// The interface of the kernels over rows of floats, of which there is a set for each instruction
+// set. Their arguments are plain data, so that no function of a library is compiled for one of the
+// sets.
 
 #pragma once
 
@@ -6,7 +8,8 @@
 
 namespace torchembed {
 
-// Rows that a kernel fetches ahead of their use.
+// The distance of prefetches, in rows: enough to hide the latency of memory behind the work on as
+// many rows.
 constexpr int64_t kRowsAhead = 32;
 
 enum class FloatType : uint8_t { kFloat32, kFloat16, kBFloat16 };

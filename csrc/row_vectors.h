@@ -1,4 +1,4 @@
-// Vectors of 16 floats in one instruction set, and moving them between registers and rows.
+// Vectors of 16 floats in one instruction set, and their loads and stores.
 //
 // A vector is as many hardware vectors as 16 floats take. Rows of 16-bit floats are widened as they
 // are loaded and rounded to nearest, ties to even, as they are stored.
@@ -20,13 +20,15 @@ typedef uint32_t PartBits __attribute__((vector_size(TORCHEMBED_VECTOR_BYTES)));
 constexpr int kPartLanes = TORCHEMBED_VECTOR_BYTES / 4;
 constexpr int kParts = kLanes / kPartLanes;
 
-// Vectors to sum in registers at a time: half of the registers, where there are 16.
+// Vectors that are summed in registers at a time. Where there are 16 registers that is half of
+// them; the others hold what is loaded.
 constexpr int kMaxVectors = TORCHEMBED_VECTOR_BYTES / 8;
 
 // Below, load_part and store_part move a hardware vector, or given a count that many of its lanes,
 // fewer than all: the others are loaded as zeros, and not stored.
 
-// The bits of the bfloat16 nearest to each float, in the lower halves.
+// The bits of the bfloat16 nearest to each float, ties to even, in the lower halves. The addition
+// could carry a NaN over into infinity, so NaNs are replaced by the quiet one.
 TORCHEMBED_INLINE PartBits bfloat16_bits(Part part) {
   const PartBits bits = (PartBits)part;
   const PartBits rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -207,7 +209,8 @@ TORCHEMBED_INLINE Floats sqrt(Floats x) {
   return x;
 }
 
-// Each element held within [-limit, limit]; NaN stays NaN.
+// Clamps each element to [-limit, limit]. A comparison with NaN is false, so NaN stays NaN; the
+// minimum instruction of x86 would replace it.
 TORCHEMBED_INLINE Floats clamp(Floats x, float limit) {
   for (int part = 0; part < kParts; ++part) {
     const Part value = x.parts[part], most = Part{} + limit;
@@ -226,7 +229,8 @@ TORCHEMBED_INLINE float sum_of_lanes(Floats x) {
   return lanes[0];
 }
 
-// Which lanes of a vector a row fills: all, or the first few where a row ends.
+// The lanes of a vector that a row fills: all, or the first few where a row ends. Types, so that
+// whole vectors are compiled without masks.
 struct AllLanes {};
 struct FirstLanes {
   int count;
@@ -254,7 +258,8 @@ TORCHEMBED_INLINE void stream(Element* target, Floats x, Lanes lanes) {
   store(target, x, lanes);
 }
 
-// Makes streamed stores visible to other threads, as plain ones are.
+// Streaming stores are weakly ordered: without a fence another thread could see that this one is
+// done before it sees them.
 TORCHEMBED_INLINE void end_streaming() {
 #if TORCHEMBED_VECTOR_BYTES > 16
   _mm_sfence();

@@ -1,4 +1,4 @@
-// Summing the gradients of each touched row and updating it, in one pass.
+// The operation that sums the gradients of each row of a batch and updates the row, in one pass.
 
 #include <algorithm>
 #include <cmath>
@@ -14,13 +14,14 @@
 namespace torchembed {
 namespace {
 
-// A run costs as much as this many gradients: its weight and state are read and written.
+// The cost of a run in addition to that of its gradients, in gradients: its row and state are read
+// and written.
 constexpr int64_t kRunCost = 4;
 
 // Runs summed before their rows are updated, so that the sums are still in cache.
 constexpr int64_t kRunsAtOnce = 32;
 
-// The gradients of runs: where they stand in the batch, and how to find them there.
+// The gradients of runs, and the arrays by which they are found in the batch.
 struct RunGradients {
   RowMatrix grad;
   const int32_t* starts;
@@ -39,13 +40,14 @@ class RunSummer {
   // The sums of runs [first, last), at most kRunsAtOnce of them: dim floats each.
   const float* sum(const RowKernels& kernels, int64_t first, int64_t last) {
     const int64_t num_runs = last - first, begin = gradients_.starts[first];
-    // The next runs' first gradients are gathered too, for the kernel to fetch ahead.
+    // The first gradients of the next runs are gathered too, so that the kernel can prefetch them.
     const int64_t end = std::min<int64_t>(gradients_.starts[last] + kRowsAhead, gradients_.num_ids);
     gather(begin, end);
     int32_t offsets[kRunsAtOnce + 1];
     for (int64_t run = 0; run <= num_runs; ++run) {
       offsets[run] = gradients_.starts[first + run] - (int32_t)begin;
     }
+    // A run is a bag of gradients, so the kernel of pooled lookups sums it, with the same bits.
     PooledLookup op{};
     op.matrix = gradients_.grad;
     op.rows = IdArray(rows_.data());
@@ -58,7 +60,7 @@ class RunSummer {
   }
 
  private:
-  // Puts the gradient rows and scales of sorted positions [begin, end) side by side.
+  // Copies the gradient rows and scales of sorted positions [begin, end) into contiguous arrays.
   void gather(int64_t begin, int64_t end) {
     const int32_t* const positions = gradients_.order + begin;
     const int64_t count = end - begin;
@@ -105,7 +107,8 @@ RoundingKeys rounding_keys(const Tensor& row_offsets, const Tensor& row_keys,
 
 constexpr char kTakeFromFindRuns[] = "take the runs from find_runs";
 
-// What the kernels rely on: the runs are those of the rows of weight.
+// Checks what the kernels rely on: that the runs are those of the rows of weight. Rows must be
+// distinct, since threads update them concurrently.
 void check_runs(const RunGradients& gradients, const RowUpdates& op) {
   const char* const advice = kTakeFromFindRuns;
   const int64_t num_ids = gradients.num_ids, num_runs = op.num_rows;
@@ -175,6 +178,7 @@ void rowwise_update(const Tensor& weight, std::optional<Tensor> state0,
       STD_TORCH_CHECK(step.has_value(), "step must be given for Adam");
       op.state0 = state_data("state0", state0, weight.numel());
       op.state1 = state_data("state1", state1, weight.numel());
+      // In float64: of the first steps 1 - beta2 ** step would have few correct digits in float32.
       const double correction1 = 1 - std::pow(beta1, step_count);
       const double correction2 = 1 - std::pow(beta2, step_count);
       rule.adam_step_size = (float)(rule.lr * std::sqrt(correction2) / correction1);

@@ -1,10 +1,10 @@
-// Chunks of runs: what finding runs and updating rows agree on.
+// The size of chunks of runs, on which the kernels that find runs and those that sum them agree.
 
 #pragma once
 
 namespace torchembed {
 
-// Occurrences of a chunk of a run, and chunks of a group: run_sums.py says what these are. Equal to
+// Occurrences in a chunk of a run, and chunks in a group; run_sums.py describes both. Equal to
 // RUN_CHUNK in core/types.py.
 constexpr int kRunChunk = 32;
 

@@ -1,4 +1,4 @@
-// Sorting a batch's rows and finding the runs of equal ones.
+// The operation that sorts a batch's rows and finds the runs of equal ones.
 
 #include <algorithm>
 #include <bit>
@@ -18,7 +18,8 @@ namespace {
 
 constexpr int64_t kGrainIds = 16384;
 
-// Bits sorted in one pass, at most: 2048 counters stay in the first-level cache.
+// The most bits that one pass sorts: 2048 counters, and the ends of as many streams of stores, stay
+// in the first-level cache.
 constexpr int kMaxDigitBits = 11;
 
 // An id's sorting key, which is its row + 1 so that row -1 comes first, and its position.
@@ -28,7 +29,8 @@ struct Entry {
   uint32_t position;
 };
 
-// [0, num_items) in num_parts equal parts.
+// [0, num_items) in num_parts equal parts. Both passes over a batch take the same parts, since the
+// positions that the second one writes to come from the counts of the first.
 struct Parts {
   int64_t num_items;
   int64_t num_parts;
@@ -45,8 +47,9 @@ struct Parts {
 };
 
 // One stable pass of a radix sort: writes read(0), read(1), ... to `to` in the order of the
-// digit_bits bits above `shift`. Each part counts its digits, so that it knows where its entries
-// belong.
+// digit_bits bits above `shift`. Each part counts its digits first; the sums over
+// lower digits, and over earlier parts of the same digit, are where its entries go. So the sort is
+// stable, and parts write to disjoint positions without atomics.
 template <class Key, class Read>
 void scatter_by_digit(const Read& read, Entry<Key>* to, Parts parts, int shift, int digit_bits,
                       std::vector<uint32_t>& counts) {
@@ -99,6 +102,7 @@ template <class Key, class Row>
 int64_t write_runs(const Entry<Key>* sorted, Parts parts, Row* unique_rows, int32_t* starts,
                    int32_t* order) {
   const int64_t num_ids = parts.num_items;
+  // Key 0 is that of row -1, which has no run: as the key before the first entry it makes no start.
   const auto starts_run = [&](int64_t index) {
     const Key key = sorted[index].key;
     const Key previous = index == 0 ? 0 : sorted[index - 1].key;
@@ -114,7 +118,8 @@ int64_t write_runs(const Entry<Key>* sorted, Parts parts, Row* unique_rows, int3
   parts.for_each([&](int64_t part, int64_t begin, int64_t end) {
     int64_t index = begin;
     // Every entry is written as if it started a run, and the next one overwrites it unless it did:
-    // a branch would be taken at random.
+    // a branch on it would often be mispredicted. The loop ends with this part's last
+    // run, so that nothing is written where the next part writes.
     for (int64_t run = first_runs[part]; run < first_runs[part + 1]; ++index) {
       order[index] = (int32_t)sorted[index].position;
       unique_rows[run] = (Row)(sorted[index].key - 1);
@@ -129,9 +134,11 @@ int64_t write_runs(const Entry<Key>* sorted, Parts parts, Row* unique_rows, int3
   return num_runs;
 }
 
-// Writes the run of each whole chunk at the slot that it starts in, and -1 to other slots.
-void write_chunk_runs(const int32_t* starts, Parts runs, int32_t* chunk_runs, int64_t num_slots) {
-  std::fill(chunk_runs, chunk_runs + num_slots, -1);
+// Writes the run of each whole chunk to the window of kRunChunk positions in which the chunk
+// starts, and -1 to other windows. No two chunks start in one window, so threads write to disjoint
+// entries.
+void write_chunk_runs(const int32_t* starts, Parts runs, int32_t* chunk_runs, int64_t num_windows) {
+  std::fill(chunk_runs, chunk_runs + num_windows, -1);
   runs.for_each([&](int64_t, int64_t begin, int64_t end) {
     for (int64_t run = begin; run < end; ++run) {
       const int64_t num_chunks = (starts[run + 1] - starts[run]) / kRunChunk;
@@ -149,8 +156,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_runs(const Tensor& rows,
   const Tensor starts = torch::stable::new_empty(rows, {num_ids + 1}, ScalarType::Int);
   const Tensor order = torch::stable::new_empty(rows, {num_ids}, ScalarType::Int);
   const Tensor num_runs = torch::stable::new_empty(rows, {1}, ScalarType::Int);
-  const int64_t num_slots = num_ids / kRunChunk;
-  const Tensor chunk_runs = torch::stable::new_empty(rows, {num_slots}, ScalarType::Int);
+  const int64_t num_windows = num_ids / kRunChunk;
+  const Tensor chunk_runs = torch::stable::new_empty(rows, {num_windows}, ScalarType::Int);
 
   const Parts parts{num_ids, num_threads_for(num_ids, kGrainIds)};
   const int key_bits = std::bit_width((uint64_t)num_rows);
@@ -166,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_runs(const Tensor& rows,
   const int64_t num_found = key_bits <= 32 ? find(uint32_t{}) : find(uint64_t{});
   *num_runs.mutable_data_ptr<int32_t>() = (int32_t)num_found;
   write_chunk_runs(starts.const_data_ptr<int32_t>(), {num_found, parts.num_parts},
-                   chunk_runs.mutable_data_ptr<int32_t>(), num_slots);
+                   chunk_runs.mutable_data_ptr<int32_t>(), num_windows);
   return {unique_rows, starts, order, num_runs, chunk_runs};
 }
 

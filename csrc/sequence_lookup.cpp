@@ -1,4 +1,4 @@
-// Looking up one vector for each id.
+// The operation that looks up one vector for each id.
 
 #include <algorithm>
 

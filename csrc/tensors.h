@@ -1,5 +1,6 @@
-// Stable-ABI tensors as the plain data of the kernels. The Python functions have checked the
-// arguments; what is checked again here protects memory.
+// Converts tensors of the stable ABI to the plain data that kernels take. The Python functions have
+// checked the arguments; what protects memory is checked again here, since torch.ops calls these
+// operations directly too.
 
 #pragma once
 
@@ -70,7 +71,7 @@ inline RowMatrix row_matrix(const char* name, const Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), type, num_rows, dim};
 }
 
-// Likewise for writing.
+// The same for writing.
 inline RowMatrix mutable_row_matrix(const char* name, const Tensor& tensor) {
   RowMatrix matrix = row_matrix(name, tensor);
   matrix.data = tensor.mutable_data_ptr();

@@ -1,4 +1,4 @@
-// Sharing work between threads by its cost.
+// Division of work among threads by its cost.
 
 #pragma once
 
@@ -9,13 +9,14 @@
 
 namespace torchembed {
 
-// Threads that are worth waking for this much work, where `grain` repays waking one.
+// The number of threads for work of this cost, where `grain` is the least cost that repays waking
+// one.
 inline int64_t num_threads_for(int64_t cost, int64_t grain) {
   const int64_t most = torch::stable::get_num_threads();
   return std::clamp<int64_t>(cost / std::max<int64_t>(grain, 1), 1, most);
 }
 
-// Rows of dim floats whose reading and summing repays waking a thread.
+// The least number of rows of dim floats whose reading and summing repays waking a thread.
 inline int64_t grain_rows(int64_t dim) { return 32768 / std::max<int64_t>(dim, 1) + 1; }
 
 // The first of num_items items before which lies at least `wanted` cost; cost_before(i) grows with
@@ -44,6 +45,8 @@ void for_equal_costs(int64_t num_items, int64_t grain, const CostBefore& cost_be
   const int64_t num_parts = num_threads_for(total, grain);
   const auto first_of = [&](int64_t part) {
     if (part == num_parts) return num_items;
+    // In floating point, since total * part may overflow. Rounding only shifts a boundary, by the
+    // same amount for the part before and the part after it.
     return first_item_at(num_items, (int64_t)((double)total * part / num_parts), cost_before);
   };
   torch::stable::parallel_for(0, num_parts, 1, [&](int64_t first, int64_t last) {

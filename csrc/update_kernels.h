@@ -1,4 +1,4 @@
-// Updating rows from their summed gradients.
+// The kernel that updates rows from their summed gradients.
 
 #pragma once
 
@@ -22,8 +22,10 @@ inline uint64_t rounding_key(const RoundingKeys& rounding, int64_t row) {
   return shifted_key(key, (uint64_t)first_column);
 }
 
-// Rounding x to Element gives x rounded up or down with probability proportional to nearness.
-// Infinities, NaN and what overflows Element stay, to be rounded to nearest.
+// Stochastic rounding: x as a value of Element, rounded up or down with probability proportional to
+// nearness, by adding random bits below the last one that is kept. Infinities, NaN and what would
+// overflow Element stay as they are, to be rounded to nearest by the store: the addition could
+// carry a NaN into infinity and a finite number past the largest one.
 TORCHEMBED_INLINE float with_noise(float x, uint64_t random, const BFloat16*) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x);
   const uint32_t rounded = (bits + (uint32_t)(random >> 48)) & 0xFFFF0000;

@@ -1,8 +1,8 @@
-// Rows and gradients on their way from memory into a multiprocessor's shared memory.
+// Asynchronous copies (cp.async) of rows and gradients from global into shared memory.
 //
-// They take no registers there, so that many can be on their way to each warp while it computes
-// with those that have come. Each lane copies what it reads itself, so that no lane waits for
-// another.
+// A copy in flight takes no registers, so that each warp can have many in flight while it computes
+// with those that have completed. Each lane copies exactly the bytes that it reads itself: waiting
+// for its own copies is enough, and no barrier between lanes is needed.
 
 #pragma once
 
@@ -19,10 +19,13 @@ namespace {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define TORCHEMBED_ASYNC(...) asm volatile(__VA_ARGS__)
 #else
-#define TORCHEMBED_ASYNC(...)  // not launched there
+// cp.async needs compute capability 8.0. Older GPUs are never given these kernels, but nvcc
+// compiles them for each generation.
+#define TORCHEMBED_ASYNC(...)
 #endif
 
-// Lets kBytes come from `source` to `target`, an address in shared memory.
+// Starts a copy of kBytes from `source` to `target`, an address in shared memory. Both must be
+// aligned to kBytes. Only copies of 16 bytes can bypass the first-level cache (.cg).
 template <int kBytes>
 __device__ void fetch_bytes(uint32_t target, const void* source) {
   if constexpr (kBytes == 16) {
@@ -35,16 +38,18 @@ __device__ void fetch_bytes(uint32_t target, const void* source) {
   }
 }
 
-// Makes one group of what was fetched since the last one.
+// Makes one group of the copies started since the last group. A group may be empty, so that the
+// number of groups says how far the pipeline is even where a warp has run out of rows.
 __device__ void commit_fetches() { TORCHEMBED_ASYNC("cp.async.commit_group;" :: : "memory"); }
 
-// Until all groups but the last kNumLeft have come.
+// Waits until all groups but the last kNumLeft have completed.
 template <int kNumLeft>
 __device__ void wait_for_fetches() {
   TORCHEMBED_ASYNC("cp.async.wait_group %0;" ::"n"(kNumLeft) : "memory");
 }
 
-// A warp's stages, each with room for a row, its state where that is a row too, and a gradient.
+// A warp's pipeline stages in shared memory. A stage holds a row, its state where the state is a
+// row too, and a gradient.
 template <class Grad, bool kRowwise>
 class Arrivals {
  public:
@@ -54,6 +59,8 @@ class Arrivals {
   __device__ Arrivals(char* shared, int first_stage)
       : lane_(shared + first_stage * kStageBytes + lane_of_warp() * 16),
         address_(static_cast<uint32_t>(__cvta_generic_to_shared(lane_))),
+        // lane_ steps by 16 bytes a lane, but a lane's four 16-bit gradients take 8: the difference
+        // is subtracted here, so that one base address serves rows and gradients.
         gradient_offset_(kStageBytes - kGradBytes -
                          lane_of_warp() * (16 - 4 * static_cast<int>(sizeof(Grad)))) {}
 

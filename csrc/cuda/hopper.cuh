@@ -1,9 +1,11 @@
-// What GPUs of compute capability 9.0 have for tiles of matrices: copies between memory and shared
-// memory that a single thread asks for, barriers that these complete, and products of groups of
-// four warps. The PTX manual's words for them are cp.async.bulk.tensor, mbarrier and wgmma.
+// Instructions of GPUs of compute capability 9.0 for tiles of matrices: copies between global and
+// shared memory that a single thread issues (cp.async.bulk.tensor), barriers in shared memory that
+// these copies complete (mbarrier), and matrix products of warpgroups of four warps (wgmma).
 //
-// Tiles are of 16-bit numbers and have 64 columns: rows of 128 bytes, whose 16-byte pieces are
-// swizzled, so that a column of pieces lies in different banks.
+// Tiles hold 16-bit numbers in 64 columns, so rows of 128 bytes. An octet is 8 neighbouring numbers
+// of a row, 16 bytes. Octets are swizzled (octet o of row r is stored at o ^ r % 8), so that the
+// same octet of eight successive rows lies in different banks: reading down a column would
+// otherwise have eight-way bank conflicts.
 
 #pragma once
 
@@ -29,13 +31,15 @@ __device__ void init_barrier(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
 
-// Shows what was initialized to those who wait, copies included; a barrier of threads must follow.
+// Makes initialized barriers visible to the threads that wait at them and to the copy engine, which
+// accesses shared memory through another proxy (the async proxy). __syncthreads must follow.
 __device__ void show_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Arrives, and lets the barrier wait for so many bytes of copies too.
+// Arrives, and makes the barrier's phase end only when num_bytes of copies have completed too. It
+// is one operation: between an arrival and a separate expectation the phase could end.
 __device__ void expect_bytes(uint32_t barrier, uint32_t num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                "r"(num_bytes)
@@ -46,7 +50,9 @@ __device__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Until the phase of `parity` is over.
+// Waits until the phase of `parity` is over. A barrier tells phases apart by parity alone, so a
+// thread must wait for each of them: one that skips a phase may pass the next wait at once.
+// try_wait gives up after a time limit of the hardware, hence the loop.
 __device__ void wait_for(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -61,7 +67,8 @@ __device__ void wait_for(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// A barrier of whole warps by its number: these wait for it, or go on.
+// Named barriers of whole warps: sync_threads waits, arrive_threads only counts the warp and goes
+// on. Barrier 0 is that of __syncthreads.
 __device__ void sync_threads(int barrier, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
@@ -79,7 +86,9 @@ __device__ void load_tile(uint32_t target, const CUtensorMap& map, int column, i
       : "memory");
 }
 
-// Of what threads have written, after show_writes of each and a barrier of all.
+// Copies a tile that threads have written to shared memory to the matrix. Each of these threads
+// must have called show_writes, and a barrier of all of them must lie in between: the copy engine
+// does not see plain stores that were not fenced.
 __device__ void store_tile(const CUtensorMap& map, int column, int row, uint32_t source) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
@@ -91,12 +100,16 @@ __device__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::
 
 __device__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until all that this thread has stored has left shared memory.
+// Waits until all copies to global memory of this thread have read shared memory, so that it can be
+// overwritten. They need not be visible in global memory yet (.read): the end of the kernel sees to
+// that.
 __device__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Where of a tile's row `row` a lane finds the pair of numbers from column 8 * piece + 2 * pair on.
-__device__ uint32_t place_in_tile(uint32_t row, uint32_t piece, uint32_t pair) {
-  return row * kTileRowBytes + (piece ^ row % 8) * 16 + pair * 4;
+// Byte offset in a tile of the pair of numbers at row `row`, columns 8 * octet + 2 * pair and the
+// next. It holds for tiles that begin at a multiple of 1024 bytes, since the hardware swizzles by
+// address bits.
+__device__ uint32_t place_in_tile(uint32_t row, uint32_t octet, uint32_t pair) {
+  return row * kTileRowBytes + (octet ^ row % 8) * 16 + pair * 4;
 }
 
 __device__ uint32_t load_shared(uint32_t address) {
@@ -129,14 +142,19 @@ __device__ uint32_t packed(float low, float high) {
   }
 }
 
-// A tile as the tensor cores take it: groups of 8 rows follow each other.
+// The matrix descriptor by which wgmma finds a tile in shared memory: its address, the distance
+// between groups of 8 rows, which follow each other, and the mode of swizzling (1: 128 bytes). The
+// leading byte offset means nothing for a tile that is one swizzled row wide, and is 1. Addresses
+// have 18 bits, and all distances are in units of 16 bytes.
 __device__ uint64_t tile_descriptor(uint32_t address) {
   constexpr uint64_t kGroupStride = 8 * kTileRowBytes, kSwizzle = 1;
   return (address & 0x3FFFF) >> 4 | uint64_t{1} << 16 | kGroupStride >> 4 << 32 | kSwizzle << 62;
 }
 
-// Around products: registers are ready; all so far are one more group; all but the last kNumLeft
-// groups are done.
+// wgmma is asynchronous. begin_products orders earlier accesses to its registers before it,
+// commit_products makes a group of the products so far, and wait_for_products waits until all but
+// the last kNumLeft groups are done. Until then neither the registers of the sum may be read nor
+// the tiles be overwritten.
 __device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

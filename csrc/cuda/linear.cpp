@@ -1,4 +1,4 @@
-// The operation of rectified linear layers on a GPU of compute capability 9.0.
+// The backward operation of linear layers with a rectifier, on GPUs of compute capability 9.0.
 
 #include <torch/csrc/stable/library.h>
 
@@ -7,7 +7,8 @@
 namespace torchembed {
 namespace {
 
-// As in torchembed::linear_relu_input_backward, with sums over kSummedRows rows each.
+// As torchembed::linear_relu_input_backward, except that `sums` gets a partial sum for each
+// kSummedRows rows: the caller adds them in a fixed order, which atomics would not.
 Tensor input_backward_on(const Tensor& grad, const Tensor& weight, const Tensor& output,
                          const Tensor& sums, int64_t stream) {
   STD_TORCH_CHECK(output.dim() == 2, "output must have 2 dimensions, got ", output.dim());

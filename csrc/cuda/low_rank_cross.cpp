@@ -10,10 +10,11 @@
 namespace torchembed {
 namespace {
 
-// As in torchembed::low_rank_cross_forward.
+// As torchembed::low_rank_cross_forward.
 std::tuple<Tensor, Tensor> forward_on(const Tensor& x0, const Tensor& h, const Tensor& u,
                                       const Tensor& bias, const Tensor& x, int64_t stream) {
   STD_TORCH_CHECK(x0.dim() == 2, "x0 must have 2 dimensions, got ", x0.dim());
+  // The first layer's x is x0 itself. Its own pass reads the matrix once instead of twice.
   const bool is_first = x.const_data_ptr() == x0.const_data_ptr();
   ProductTiles tiles =
       tiles_of(is_first ? ProductPass::kFirstForward : ProductPass::kForward, h, x0.size(1));
@@ -31,7 +32,8 @@ std::tuple<Tensor, Tensor> forward_on(const Tensor& x0, const Tensor& h, const T
   return {out, z};
 }
 
-// As in torchembed::low_rank_cross_backward, with sums over kSummedRows rows each.
+// As torchembed::low_rank_cross_backward, except that `sums` gets a partial sum for each
+// kSummedRows rows, which the caller adds in a fixed order.
 std::tuple<Tensor, Tensor> backward_on(const Tensor& grad, const Tensor& grad_h, const Tensor& v,
                                        const Tensor& x0, const Tensor& sums, int64_t stream) {
   STD_TORCH_CHECK(grad.dim() == 2, "grad must have 2 dimensions, got ", grad.dim());
@@ -46,8 +48,8 @@ std::tuple<Tensor, Tensor> backward_on(const Tensor& grad, const Tensor& grad_h,
   return {grad_x, grad_z};
 }
 
-// As in torchembed::low_rank_cross_input_backward; all widths but the last are multiples of
-// kPartColumns.
+// As torchembed::low_rank_cross_input_backward. All widths but the last are multiples of
+// kPartColumns, so that no tile of the product lies in two of the parts that are written.
 std::vector<Tensor> input_backward_on(const Tensor& grad_h, const Tensor& v,
                                       std::vector<Tensor> grads, std::vector<Tensor> z,
                                       std::vector<int64_t> widths, int64_t stream) {

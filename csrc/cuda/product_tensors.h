@@ -1,4 +1,4 @@
-// Tensors as what the kernel of shallow products reads and writes.
+// Checks tensors and makes of them the arguments of the kernel of shallow products.
 
 #pragma once
 
@@ -14,7 +14,8 @@ namespace torchembed {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Rows are numbered by int up to the end of the last block.
+// Rows are numbered by int, also those past the end in the last block: the largest such number must
+// not overflow.
 constexpr int64_t kMostRows = (int64_t{1} << 31) - kSummedRows;
 
 inline void check_device(const char* name, const Tensor& tensor, const Tensor& left) {
@@ -22,7 +23,8 @@ inline void check_device(const char* name, const Tensor& tensor, const Tensor& l
                   " must be on the device of the product's left factor");
 }
 
-// `tensor`, of 16-bit numbers like `left`.
+// The data of `tensor`, which must have the dtype of `left` and begin at a multiple of 16 bytes:
+// tensor maps take no other address.
 inline const void* matrix(const char* name, const Tensor& tensor, const Tensor& left,
                           int64_t num_rows, int64_t num_columns) {
   STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == num_rows && tensor.size(1) == num_columns,
@@ -37,7 +39,9 @@ inline const void* matrix(const char* name, const Tensor& tensor, const Tensor& 
   return data;
 }
 
-// Of a pass over [num_rows, num_columns] with `left` as the product's first factor.
+// The arguments of a pass over [num_rows, num_columns] with `left` as the product's first factor,
+// so far without the matrices that the pass reads and writes. Columns and depth must be multiples
+// of 8, since the row stride of a tensor map is a multiple of 16 bytes.
 inline ProductTiles tiles_of(ProductPass pass, const Tensor& left, int64_t num_columns) {
   const ScalarType type = left.scalar_type();
   STD_TORCH_CHECK(left.dim() == 2, "the product's left factor must have 2 dimensions, got ",
@@ -66,7 +70,7 @@ inline void read(ProductTiles& tiles, const char* name, const Tensor& tensor, co
   tiles.read[tiles.num_read++] = matrix(name, tensor, left, tiles.num_rows, tiles.num_columns);
 }
 
-// A new matrix that the pass writes.
+// Allocates a matrix that the pass writes, and adds it to the arguments.
 inline Tensor written(ProductTiles& tiles, const Tensor& like, int64_t num_columns) {
   const Tensor tensor = torch::stable::new_empty(like, {tiles.num_rows, num_columns});
   tiles.widths[tiles.num_written] = static_cast<int>(num_columns);
@@ -74,7 +78,7 @@ inline Tensor written(ProductTiles& tiles, const Tensor& like, int64_t num_colum
   return tensor;
 }
 
-// Where a pass writes sums over kSummedRows rows each.
+// The data of `sums`, to which a pass writes sums over kSummedRows rows each.
 inline float* sums_of(const ProductTiles& tiles, const Tensor& sums, const Tensor& left) {
   const int64_t num_sums = (tiles.num_rows + kSummedRows - 1) / kSummedRows;
   STD_TORCH_CHECK(

@@ -1,6 +1,7 @@
-// Roots and quotients rounded to nearest, for operands that are neither tiny nor huge: the steps
-// that the compiler's own take then, without asking for each operand whether it is. So several are
-// on their way at once. Other operands need the compiler's.
+// Roots and quotients rounded to nearest, for operands that are neither tiny nor huge. They take
+// the steps that the compiler's own __fsqrt_rn and __fdiv_rn take for such operands, but without
+// the branch on each operand that decides whether it is one, so that several can be in flight at
+// once. Callers test the range of several operands at once. Others need the compiler's functions.
 
 #pragma once
 
@@ -9,14 +10,18 @@
 namespace torchembed {
 namespace {
 
+// Within these bounds no intermediate result overflows or becomes subnormal, so that the residuals
+// below are exact.
 constexpr float kLeastRadicand = 0x1p-100f, kMostRadicand = 0x1p100f;
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;
-// Of dividends. Their squares are finite.
+// The lower bound of dividends. They need no upper one: their squares are part of a radicand.
 constexpr float kLeastDividend = 0x1p-60f;
 
 __device__ float moderate_root(float radicand) {
   float estimate;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(radicand));
+  // One Newton step. A fused multiply-add computes the residual exactly, which makes the result the
+  // nearest float.
   const float root = radicand * estimate;
   return __fmaf_rn(__fmaf_rn(-root, root, radicand), estimate * 0.5f, root);
 }

@@ -1,4 +1,5 @@
-// Rows as the 32 lanes of a warp hold them: in what the kernels of update_rows.cu compute.
+// Rows as the 32 lanes of a warp hold them, four elements a lane, for the kernels of
+// update_rows.cu.
 
 #pragma once
 
@@ -37,8 +38,9 @@ class LaneOfMatrix {
  public:
   explicit __device__ LaneOfMatrix(Value* matrix)
       : matrix_(matrix), offset_(4 * sizeof(Value) * lane_of_warp()) {
-    // The compiler does not see what it is, and so makes a row's address in one multiplication and
-    // addition, for all matrices of a width.
+    // The empty asm hides from the compiler how the offset is computed. It would otherwise fold it
+    // into the address of each matrix; so it takes one multiply-add for a row's address, whose
+    // result all matrices of the same width share.
     asm("" : "+l"(offset_));
   }
 
@@ -53,7 +55,9 @@ class LaneOfMatrix {
   int64_t offset_;
 };
 
-// A value that the lanes of a warp have in common, as one that the compiler knows to be.
+// `value`, which is the same on all lanes of the warp, in a form that tells the compiler so: the
+// result of a reduction over the warp may be kept in a uniform register, and branches on it do not
+// diverge.
 __device__ int same_on_all_lanes(int value) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   return __reduce_max_sync(kAllLanes, value);
@@ -62,14 +66,15 @@ __device__ int same_on_all_lanes(int value) {
 #endif
 }
 
-// A lane's elements of a row as they lie in memory.
+// A lane's elements of a row in the dtype that they have in memory, loaded by one instruction.
+// Conversion waits until they are used, so that loads in flight take no more registers than needed.
 template <class Value>
 struct Packed {
   std::conditional_t<sizeof(Value) == 4, float4, uint2> four;
 
   __device__ void load(const Value* row) { four = *reinterpret_cast<const decltype(four)*>(row); }
 
-  // Past the first-level cache, where other multiprocessors' stores do not show.
+  // Bypasses the first-level cache, which is not coherent with stores of other multiprocessors.
   __device__ void load_fresh(const Value* row) {
     four = __ldcg(reinterpret_cast<const decltype(four)*>(row));
   }
@@ -93,7 +98,8 @@ __device__ void store_elements(float* row, const Elements& elements) {
   *reinterpret_cast<float4*>(row) = make_float4(at[0], at[1], at[2], at[3]);
 }
 
-// The sum of squares over a row, on each lane with the same bits.
+// The sum of squares over a row. A butterfly of shuffles adds the same pairs on every lane, and
+// float addition commutes, so all lanes get the same bits and none must broadcast its result.
 __device__ float sum_squares(const Elements& row) {
   float sum = row.at[0] * row.at[0];
 #pragma unroll

@@ -1,4 +1,4 @@
-// What an optimizer does to a row, once its gradient is summed.
+// The optimizers' update of a row from its summed gradient.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 namespace torchembed {
 namespace {
 
-// What a lane reads and writes of rows.
+// A lane's view of the matrices that are read and written.
 template <class Grad>
 struct Matrices {
   LaneOfMatrix<float> weight;
@@ -24,7 +24,9 @@ struct Matrices {
       : weight(update.weight), state(update.state), grad(static_cast<const Grad*>(update.grad)) {}
 };
 
-// Divides by sqrt(total) + eps.
+// Divides by sqrt(total) + eps. All lanes take the same branch, since `total` is the row's. The
+// dividends need no test: `total` contains their squares, which bounds the quotient, and the last
+// bit of the quotient of a tiny one is given up, see ModerateDivisor.
 __device__ void divide_by_root(Elements& gradient, float total, float eps) {
   float divisor = moderate_root(total) + eps;
   if (total >= kLeastRadicand && total <= kMostRadicand && divisor >= kLeastDivisor &&
@@ -37,7 +39,8 @@ __device__ void divide_by_root(Elements& gradient, float total, float eps) {
   }
 }
 
-// The same with a total for each element.
+// The same with a total for each element. One test for the lane's four elements, so that the four
+// roots and quotients are computed without a branch between them.
 __device__ void divide_by_roots(Elements& gradient, const Elements& totals, float eps) {
   float least = INFINITY, most = 0.0f, least_dividend = INFINITY;
 #pragma unroll
@@ -57,7 +60,7 @@ __device__ void divide_by_roots(Elements& gradient, const Elements& totals, floa
   }
 }
 
-// A row and its state, on their way while gradients are summed.
+// A row and its state, loaded before the gradients are summed, so that their latency is hidden.
 template <bool kRowwise>
 struct Row {
   Packed<float> weight;
@@ -83,7 +86,7 @@ struct Row {
       const float most = update.max_gradient > 0.0f ? update.max_gradient : INFINITY;
       gradient.for_each([&](float value, int i) {
         value *= multiplier;
-        // By comparisons, so that NaN stays NaN.
+        // fminf and fmaxf would turn a NaN into a bound and so hide it; comparisons keep it.
         if (value > most) value = most;
         if (value < -most) value = -most;
         if (update.weight_decay != 0.0f) value += update.weight_decay * old.at[i];
@@ -91,7 +94,8 @@ struct Row {
       });
     }
     if constexpr (kRowwise) {
-      const float row_total = state + sum_squares(gradient) * (1.0f / kDim);  // a power of two
+      const float row_total =
+          state + sum_squares(gradient) * (1.0f / kDim);  // exact: kDim is a power of two
       if (lane_of_warp() == 0) update.state[row] = row_total;
       divide_by_root(gradient, row_total, update.eps);
     } else {

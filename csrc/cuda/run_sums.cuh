@@ -1,4 +1,5 @@
-// Sums of the gradients of runs, in the order of run_sums.py.
+// Sums of the gradients of runs, in the order of run_sums.py, so that both kernels give the same
+// bits.
 
 #pragma once
 
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kChunk = kRunChunk;
 static_assert(kChunk == kLanes, "a lane looks up one occurrence of a chunk");
-// Rows that are read together.
+// Rows whose loads are issued before the first of them is used.
 constexpr int kSumUnroll = 8;
 
 __device__ int index_at(const void* indices, bool wide, int64_t at) {
@@ -20,7 +21,7 @@ __device__ int index_at(const void* indices, bool wide, int64_t at) {
               : static_cast<const int32_t*>(indices)[at];
 }
 
-// Where the gradient of one occurrence lies.
+// The place of the gradient of one occurrence of a row, and its factor.
 struct Occurrence {
   int gradient_row = 0;
   float scale = 1.0f;
@@ -34,7 +35,8 @@ struct Occurrence {
   }
 };
 
-// Adds to `total` the gradient that `occurrence` of `lane` found.
+// Adds `found`, the gradient of the occurrence that `lane` holds, to `total`. All lanes call it,
+// since the factor comes from that lane by a shuffle.
 template <class Grad>
 __device__ void add_gradient(Elements& total, const RowUpdate& update, const Packed<Grad>& found,
                              const Occurrence& occurrence, int lane) {
@@ -46,7 +48,8 @@ __device__ void add_gradient(Elements& total, const RowUpdate& update, const Pac
   total.for_each([&](float value, int i) { return value + gradient.at[i]; });
 }
 
-// Adds the gradients of `count` sorted positions, at most kLanes, from `start` on.
+// Adds the gradients of `count` sorted positions, at most kLanes, from `start` on. Each lane looks
+// up one occurrence, then all lanes read each gradient.
 template <class Grad>
 __device__ void add_gradients(Elements& total, const RowUpdate& update,
                               const LaneOfMatrix<const Grad>& grad, int start, int count) {
@@ -57,6 +60,8 @@ __device__ void add_gradients(Elements& total, const RowUpdate& update,
     Packed<Grad> found[kSumUnroll];
 #pragma unroll
     for (int i = 0; i < kSumUnroll; ++i) {
+      // Past the end lanes hold row 0, which is loaded and not added: loads without a branch can
+      // all be in flight.
       const int row = __shfl_sync(kAllLanes, mine.gradient_row, first + i);
       found[i].load(grad.at(row));
     }
@@ -86,15 +91,19 @@ __device__ void add_sums(Elements& total, const LaneOfMatrix<float>& sums, int f
   }
 }
 
-// Says that a warp has stored one of `count` sums, and returns whether all of them are now there.
+// Counts a sum that the warp has stored, one of `count`, and returns true on the warp that counted
+// last, which then sees the sums of all. No warp waits for another one.
 __device__ bool is_last_of(int32_t* num_stored, int count) {
-  // The first lane speaks for all: theirs are stored before its fence, and they read after it.
+  // A release: __syncwarp orders the stores of all lanes before the first lane's fence, and the
+  // fence orders them before its count. Without it another warp could see the count and read old
+  // sums.
   __syncwarp();
   __threadfence();
   int before = 0;
   if (lane_of_warp() == 0) before = atomicAdd(num_stored, 1);
   const bool is_last = __shfl_sync(kAllLanes, before, 0) == count - 1;
   if (is_last) {
+    // The matching acquire: the sums of other warps must not be read before their counts were.
     __threadfence();
     __syncwarp();
   }

@@ -1,5 +1,5 @@
-// Matrix products of small depth with what follows them, on a GPU: what the operations and their
-// kernel agree on.
+// The interface between the operations and the kernel of matrix products of small depth with an
+// elementwise epilogue, on a GPU.
 
 #pragma once
 
@@ -7,13 +7,14 @@
 
 namespace torchembed {
 
-// The product's depth, and of a cross network layers and parts of a gradient that the kernel takes
-// at most.
+// Limits of the kernel: the product's depth, and of a cross network the layers and the parts of a
+// gradient.
 constexpr int kMostDepth = 512, kMostLayers = 4, kMostParts = 4;
-// Rows over which the kernel sums, and columns of which a part has whole tiles.
+// Rows over which the kernel sums, and the width of a tile, in which parts of a gradient are
+// counted.
 constexpr int kSummedRows = 128, kPartColumns = 64;
 
-// By what they read and write, with product = left @ right.
+// Passes, with the matrices that they read, and what they write, where product = left @ right.
 enum class ProductPass {
   kFirstForward,   // x0: z = product + bias and x0 * z + x0
   kForward,        // x0 and x: z = product + bias and x0 * z + x
@@ -22,7 +23,7 @@ enum class ProductPass {
   kRectified,      // output: grad = product where output > 0, else 0; its sums
 };
 
-// What the kernel reads and writes: matrices of 16-bit numbers, contiguous, on 16 bytes.
+// The arguments of the kernel. Matrices are of 16-bit numbers, contiguous and aligned to 16 bytes.
 struct ProductTiles {
   ProductPass pass;
   bool is_half;       // float16, else bfloat16
@@ -38,8 +39,8 @@ struct ProductTiles {
   int num_rows, num_columns, depth;  // columns and depth are multiples of 8
 };
 
-// Launches on `stream` of `device`, which is the caller's current one, and returns what failed,
-// else nullptr.
+// Launches on `stream` of `device`, which is the caller's current one. Returns the message of what
+// failed, else nullptr.
 const char* launch_product(const ProductTiles& tiles, int device, void* stream);
 
 }  // namespace torchembed

@@ -1,13 +1,14 @@
-// A matrix product of small depth, and what a layer does with each tile of it before it leaves the
-// registers, on GPUs of compute capability 9.0.
+// A matrix product of small depth with the elementwise part of a layer as its epilogue, applied to
+// each tile while it is in registers, on GPUs of compute capability 9.0.
 //
-// A block takes 128 rows and goes through columns, 64 at a time. One thread lets factors, and the
-// tiles that the pass reads, come into shared memory, several ahead. Two groups of four warps have
-// 64 rows each of the product's left factor in registers, multiply, and write what leaves in the
-// place of what came. Where each tile of the product has a program of its own instead, both factors
-// are read so often that the cache's rate is what limits it.
+// A block takes 128 rows and loops over their columns, 64 at a time. It is warp-specialized: one
+// producer thread issues the copies of factors, and of the tiles that the pass reads, into rings of
+// buffers in shared memory, several ahead. Two consumer warpgroups hold 64 rows each of the
+// product's left factor in registers, multiply, and write their results over the tiles that were
+// read, from where they are copied out. With a block for each tile of the product instead, both
+// factors would be read so often that the second-level cache's bandwidth would be the limit.
 //
-// The byte floor: what a pass reads and writes once each, and the factors once.
+// Byte floor: the matrices that a pass reads and writes once each, and the factors once.
 
 #include <cuda_runtime.h>
 
@@ -23,14 +24,17 @@ namespace {
 
 constexpr int kRows = kGroups * kGroupRows;
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kDepth = 64;  // of a step: what one tile of a factor has
+constexpr int kDepth = 64;  // depth of a step: that of one tile of a factor
 constexpr int kMostSteps = kMostDepth / kDepth;
-// Tiles of factors, and pairs of those that the pass reads and writes, on their way.
+// Buffers of the two rings: tiles of factors, and pairs of the tiles that the pass reads and
+// writes. They take nearly all shared memory of a multiprocessor, hence one block on each.
 constexpr int kFactorStages = 16, kPairStages = 3;
 constexpr int kFactorBytes = 64 * kTileRowBytes, kTileBytes = kRows * kTileRowBytes;
 constexpr int kSumBytes = kWarps * kTileColumns * 4;
 static_assert(kRows == kSummedRows && kTileColumns == kPartColumns);
-// Of threads that only ask for copies, and of those that compute.
+// Registers of threads of the producer's warpgroup, and of consumers, which hold the left factor
+// (128 at the largest depth) and the sum (32). A multiprocessor has 65536: 128 * 40 + 256 * 232 are
+// less.
 constexpr int kFewRegisters = 40, kManyRegisters = 232;
 
 struct Maps {
@@ -46,7 +50,8 @@ struct Shape {
   int num_parts;
 };
 
-// What is in shared memory.
+// Addresses in shared memory. Tiles come first: 128-byte swizzling needs them at multiples of 1024
+// bytes, which all of their sizes are.
 struct Layout {
   uint32_t factors, pairs, sums, factors_full, factors_empty, pairs_full, pairs_empty;
 
@@ -63,10 +68,12 @@ struct Layout {
                                 kSumBytes + 16 * (kFactorStages + kPairStages);
 };
 
-// Where in a ring of kStages something is, with a barrier for each that says it is full, and one
-// that it is empty.
+// A thread's position in a ring of kStages buffers, each with a barrier that it is full and one
+// that it is empty. `parity` is that of the phase in which the current buffer is filled. The wait
+// for an empty buffer has the other parity: a new barrier counts as past its odd phase, so that the
+// first round of the producer waits for nothing.
 template <int kStages>
-struct Turn {
+struct RingPosition {
   uint32_t full, empty;  // of stage 0
   int stage = 0;
   uint32_t parity = 0;
@@ -88,12 +95,14 @@ struct Block {
   int first_row, first_tile, end_tile;
 };
 
-// Lets all that a block reads come, in the order in which it is needed.
+// The producer: issues the copies of all that a block reads, in the order in which consumers need
+// it. In another order a full ring could hold what is needed later while consumers wait for what
+// does not fit any more: a deadlock.
 template <ProductPass kPass>
 __device__ void load_block(const Maps& maps, const Shape& shape, const Layout& at,
                            const Block& block) {
-  Turn<kFactorStages> factor{at.factors_full, at.factors_empty};
-  Turn<kPairStages> pair{at.pairs_full, at.pairs_empty};
+  RingPosition<kFactorStages> factor{at.factors_full, at.factors_empty};
+  RingPosition<kPairStages> pair{at.pairs_full, at.pairs_empty};
   const auto load_factor = [&](const CUtensorMap& map, int column, int row) {
     factor.wait_until_empty();
     factor.expect(kFactorBytes);
@@ -125,8 +134,10 @@ __device__ void load_block(const Maps& maps, const Shape& shape, const Layout& a
                   kIsForward<kPass> ? column : depth);
     }
   };
-  // Pairs wait until those before have left, which takes products: of one pair a tile those of the
-  // tile before, of several those of the tile itself.
+  // A pair's buffer is free once the results that were in it are copied out, which consumers wait
+  // for only after more products: with one pair for each tile those of the tile before, with
+  // several those of the tile itself. The right factor of these products must be issued before the
+  // pair, or producer and consumers would wait for each other for ever.
   constexpr bool kHasOnePair = kPass != ProductPass::kInputBackward;
   if (kHasOnePair) load_pairs(block.first_tile);
   for (int tile = block.first_tile; tile < block.end_tile; ++tile) {
@@ -137,14 +148,14 @@ __device__ void load_block(const Maps& maps, const Shape& shape, const Layout& a
   if (!kHasOnePair) load_pairs(block.end_tile - 1);
 }
 
-// Multiplies, and makes of each tile what the pass writes.
+// The consumers: multiply, and apply the pass to each tile of the product.
 template <class Value, ProductPass kPass>
 __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout& at,
                               const Block& block, const Value* bias, float* sums) {
   const int warp = threadIdx.x / 32, lane_of_warp = threadIdx.x % 32;
   const Lane lane{warp / 4, warp % 4 * 16 + lane_of_warp / 4, lane_of_warp % 4};
-  Turn<kFactorStages> factor{at.factors_full, at.factors_empty};
-  Turn<kPairStages> pair{at.pairs_full, at.pairs_empty};
+  RingPosition<kFactorStages> factor{at.factors_full, at.factors_empty};
+  RingPosition<kPairStages> pair{at.pairs_full, at.pairs_empty};
 
   uint32_t left[kMostSteps][kDepth / 16][4];
 #pragma unroll
@@ -152,7 +163,8 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
     if (step >= shape.num_steps) break;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group, factor.next()) {
-      // Also for the other group's: a phase that nobody has waited for looks like the one after it.
+      // Each warp waits for the other warpgroup's tiles too: one that skipped a phase could pass
+      // the wait for the next one at once, since barriers tell phases by parity alone.
       factor.wait_until_full();
       if (group == lane.group) {
 #pragma unroll
@@ -165,6 +177,7 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
           }
         }
       }
+      // All lanes have read before one of them gives the buffer back to the producer.
       __syncwarp();
       if (lane_of_warp == 0) factor.release(factor.stage);
     }
@@ -175,10 +188,10 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
     uint32_t bias_pairs[8];
     if constexpr (kIsForward<kPass>) {
 #pragma unroll
-      for (int piece = 0; piece < 8; ++piece) {
-        const int of_pair = column + 8 * piece + 2 * lane.pair;
+      for (int octet = 0; octet < 8; ++octet) {
+        const int of_pair = column + 8 * octet + 2 * lane.pair;
         const bool is_inside = of_pair < shape.num_columns;
-        bias_pairs[piece] = is_inside ? *reinterpret_cast<const uint32_t*>(bias + of_pair) : 0;
+        bias_pairs[octet] = is_inside ? *reinterpret_cast<const uint32_t*>(bias + of_pair) : 0;
       }
     }
     float sum[32];
@@ -195,6 +208,8 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
         multiply<Value, !kIsForward<kPass>>(sum, left[step][k], tile_descriptor(right), step + k);
       }
       commit_products();
+      // Products read their tiles asynchronously. Those of the step before are waited for, and
+      // their buffer given back, while those of this step run.
       if (step > 0) {
         wait_for_products<1>();
         if (lane_of_warp == 0) factor.release(previous);
@@ -204,6 +219,8 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
     }
     wait_for_sum(sum);
     if (lane_of_warp == 0) factor.release(previous);
+    // The results of the tile before had the time of the products to be copied out. Only now are
+    // they waited for, and the pair's buffer given back.
     if (Lane::is_first() && tile > block.first_tile) {
       wait_for_stores();
       pair.release(pair.before());
@@ -212,6 +229,7 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
     if constexpr (kPass == ProductPass::kInputBackward) {
       for (int layer = 0; layer < shape.num_pairs; ++layer) {
         if (layer > 0) {
+          // All threads of the group have read the layer before when its buffer is given back.
           sync_threads(1 + lane.group, kGroupThreads);
           if (Lane::is_first()) pair.release(pair.before());
         }
@@ -238,6 +256,7 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
       }
       pair.next();
     }
+    // Every thread fences its own stores, then all wait, then one thread issues the copy.
     show_writes();
     sync_threads(1 + lane.group, kGroupThreads);
     if (Lane::is_first()) {
@@ -260,6 +279,7 @@ __device__ void compute_block(const Maps& maps, const Shape& shape, const Layout
       commit_stores();
     }
   }
+  // Shared memory must stay allocated until the last copies have read it.
   if (Lane::is_first()) wait_for_stores();
 }
 
@@ -285,6 +305,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     show_barriers();
   }
   __syncthreads();
+  // setmaxnreg is executed by whole warpgroups: the producer's gives registers back, which the
+  // consumers' wait for.
   if (threadIdx.x >= kGroups * kGroupThreads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFewRegisters));
     if (Lane::is_first()) load_block<kPass>(maps, shape, at, block);
@@ -296,10 +318,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Into how many blocks the columns of a row block are divided, so that the last block is done
-// first.
+// The number of blocks that share the columns of 128 rows, chosen so that the last block ends
+// earliest. More blocks fill the last round of multiprocessors better, but each loads the left
+// factor again.
 int count_splits(int row_blocks, int num_tiles, int num_multiprocessors) {
-  // About how many tiles take as long as what a block does before its first one.
+  // The time of a block before its first tile (barriers, left factor), in tiles; approximate.
   constexpr int kTilesToBegin = 3;
   int best = 1;
   int64_t least = INT64_MAX;
@@ -349,7 +372,7 @@ cudaError_t launch_pass(const ProductTiles& tiles, const Maps& maps, const Shape
 const char* launch_product(const ProductTiles& tiles, int device, void* stream) {
   static const Encode encode = find_encode();
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
-  // As in update_rows.
+  // The library links a CUDA runtime of its own, whose current device may not be torch's.
   int current = device, num_multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);

@@ -1,5 +1,6 @@
-// What passes make of a tile of the product: two groups of four warps have 64 rows each, and write
-// what leaves in the place of what came.
+// The epilogues of the passes over a tile of the product. Two warpgroups have 64 rows each. Results
+// are written over the tiles that were read: each thread writes only what it alone has read, so no
+// barrier is needed in between.
 
 #pragma once
 
@@ -25,29 +26,30 @@ template <ProductPass kPass>
 constexpr bool kWritesPairs =
     kPass != ProductPass::kInputBackward && kPass != ProductPass::kRectified;
 
-// A warp's part of what a group of warps has of a tile.
+// The part of a tile that a thread has, as wgmma distributes its result.
 struct Lane {
-  int group, row;  // of the first of its rows, 8 apart, among the group's
-  int pair;        // of each 8 columns
+  int group, row;  // the warpgroup, and the first of the thread's two rows in it, which are 8 apart
+  int pair;        // which pair of each octet of columns
 
-  __device__ uint32_t place(int half, int piece) const {
-    return place_in_tile(group * kGroupRows + row + 8 * half, piece, pair);
+  __device__ uint32_t place(int half, int octet) const {
+    return place_in_tile(group * kGroupRows + row + 8 * half, octet, pair);
   }
-  // Of the group's threads, the one that asks for copies.
+  // True on the thread of each warpgroup that issues copies and gives buffers back.
   __device__ static bool is_first() { return threadIdx.x % kGroupThreads == 0; }
 };
 
-// Of a forward pass, in place: a pair of x0 becomes z, and one of x the layer's output.
+// A forward pass, in place: x0 becomes z, and x becomes the layer's output. z is rounded to 16 bits
+// only where it is stored; the output is computed from the float32 value.
 template <class Value, ProductPass kPass>
 __device__ void cross_forward(const Lane& lane, const float (&sum)[32], const uint32_t (&bias)[8],
                               uint32_t first, uint32_t second) {
 #pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
-    const float2 of_bias = unpacked<Value>(bias[piece]);
+  for (int octet = 0; octet < 8; ++octet) {
+    const float2 of_bias = unpacked<Value>(bias[octet]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t place = lane.place(half, piece);
-      const float* const product = sum + 4 * piece + 2 * half;
+      const uint32_t place = lane.place(half, octet);
+      const float* const product = sum + 4 * octet + 2 * half;
       const float2 z = {product[0] + of_bias.x, product[1] + of_bias.y};
       const float2 x0 = unpacked<Value>(load_shared(first + place));
       float2 x = x0;
@@ -61,56 +63,61 @@ __device__ void cross_forward(const Lane& lane, const float (&sum)[32], const ui
   }
 }
 
-// Adds a pair of the lane's row to the sums of its columns, which the first row begins.
-__device__ void add_row(float (&column_sums)[16], int piece, int half, float2 pair) {
-  float* const total = column_sums + 2 * piece;
+// Adds a pair of one of the lane's two rows to the sums of its columns. The first row assigns, so
+// that the sums need no clearing between tiles.
+__device__ void add_row(float (&column_sums)[16], int octet, int half, float2 pair) {
+  float* const total = column_sums + 2 * octet;
   total[0] = half == 0 ? pair.x : total[0] + pair.x;
   total[1] = half == 0 ? pair.y : total[1] + pair.y;
 }
 
-// A pair of the gradient becomes grad_x, and one of x0 grad_z, whose sums over the lane's rows are
-// returned.
+// A backward pass, in place: the gradient becomes grad_x, and x0 becomes grad_z. Returns the sums
+// of grad_z over the lane's rows, before rounding. Rows past the end add nothing: tensor maps fill
+// them with zeros.
 template <class Value>
 __device__ void cross_backward(const Lane& lane, const float (&sum)[32], uint32_t first,
                                uint32_t second, float (&column_sums)[16]) {
 #pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
+  for (int octet = 0; octet < 8; ++octet) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t place = lane.place(half, piece);
-      const float* const product = sum + 4 * piece + 2 * half;
+      const uint32_t place = lane.place(half, octet);
+      const float* const product = sum + 4 * octet + 2 * half;
       const float2 grad = unpacked<Value>(load_shared(first + place));
       const float2 x0 = unpacked<Value>(load_shared(second + place));
       const float2 grad_x = {product[0] + grad.x, product[1] + grad.y};
       const float2 grad_z = {grad_x.x * x0.x, grad_x.y * x0.y};
       store_shared(first + place, packed<Value>(grad_x.x, grad_x.y));
       store_shared(second + place, packed<Value>(grad_z.x, grad_z.y));
-      add_row(column_sums, piece, half, grad_z);
+      add_row(column_sums, octet, half, grad_z);
     }
   }
 }
 
-// A pair of the output becomes the gradient of what was rectified, whose sums over the lane's rows
-// are returned.
+// The backward pass of a rectifier, in place: the output becomes the gradient of the rectifier's
+// input. Returns its sums over the lane's rows.
 template <class Value>
 __device__ void rectified_backward(const Lane& lane, const float (&sum)[32], uint32_t first,
                                    float (&column_sums)[16]) {
 #pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
+  for (int octet = 0; octet < 8; ++octet) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t place = lane.place(half, piece);
-      const float* const product = sum + 4 * piece + 2 * half;
+      const uint32_t place = lane.place(half, octet);
+      const float* const product = sum + 4 * octet + 2 * half;
       const float2 output = unpacked<Value>(load_shared(first + place));
       const float2 grad = {output.x > 0.0f ? product[0] : 0.0f,
                            output.y > 0.0f ? product[1] : 0.0f};
       store_shared(first + place, packed<Value>(grad.x, grad.y));
-      add_row(column_sums, piece, half, grad);
+      add_row(column_sums, octet, half, grad);
     }
   }
 }
 
-// Adds up what lanes have of a tile's columns, over all rows of the block.
+// Adds the lanes' sums of a tile's columns over all rows of the block, in one order: lanes by
+// shuffles, then warps through shared memory. The first warpgroup adds up. The second one only
+// arrives at the barrier kWritten and goes on with its next tile; before it overwrites its sums it
+// waits at kRead until the first one has read them.
 __device__ void put_sums(const Lane& lane, float (&column_sums)[16], uint32_t shared, float* sums,
                          int num_columns, bool is_first_tile, bool is_last_tile) {
   constexpr int kWritten = 1 + kGroups, kRead = kWritten + 1, kAll = kGroups * kGroupThreads;
@@ -142,16 +149,17 @@ __device__ void put_sums(const Lane& lane, float (&column_sums)[16], uint32_t sh
   if (!is_last_tile) arrive_threads(kRead, kAll);
 }
 
-// Adds grad * z of a layer, and the gradient itself of the first one.
+// Adds grad * z of a layer to `sum`, and of the first layer the gradient itself, that of the
+// residual connection.
 template <class Value>
 __device__ void add_layer(const Lane& lane, float (&sum)[32], uint32_t first, uint32_t second,
                           bool is_first_layer) {
 #pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
+  for (int octet = 0; octet < 8; ++octet) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t place = lane.place(half, piece);
-      float* const total = sum + 4 * piece + 2 * half;
+      const uint32_t place = lane.place(half, octet);
+      float* const total = sum + 4 * octet + 2 * half;
       const float2 grad = unpacked<Value>(load_shared(first + place));
       const float2 z = unpacked<Value>(load_shared(second + place));
       if (is_first_layer) {
@@ -167,11 +175,11 @@ __device__ void add_layer(const Lane& lane, float (&sum)[32], uint32_t first, ui
 template <class Value>
 __device__ void put_tile(const Lane& lane, const float (&sum)[32], uint32_t tile) {
 #pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
+  for (int octet = 0; octet < 8; ++octet) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float* const total = sum + 4 * piece + 2 * half;
-      store_shared(tile + lane.place(half, piece), packed<Value>(total[0], total[1]));
+      const float* const total = sum + 4 * octet + 2 * half;
+      store_shared(tile + lane.place(half, octet), packed<Value>(total[0], total[1]));
     }
   }
 }

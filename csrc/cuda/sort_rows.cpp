@@ -14,8 +14,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// `stream` is the address of the CUDA stream: the caller's, which only Python needs to know how to
-// ask for, so that the library needs none of torch's libraries for CUDA.
+// `stream` is the address of the caller's CUDA stream. Python passes it, since the library could
+// ask for the current stream only by linking torch's CUDA libraries, which a torch for CPUs lacks.
 std::tuple<Tensor, Tensor> sort_rows_on(const Tensor& rows, int64_t num_rows, int64_t stream) {
   const ScalarType type = rows.scalar_type();
   const int64_t num_ids = rows.numel();
@@ -28,6 +28,8 @@ std::tuple<Tensor, Tensor> sort_rows_on(const Tensor& rows, int64_t num_rows, in
                   "num_rows must be less than 2**31, got ", num_rows);
   const Tensor sorted_rows = torch::stable::new_empty(rows, {num_ids}, ScalarType::Int);
   const Tensor order = torch::stable::new_empty(rows, {num_ids}, ScalarType::Int);
+  // Torch's allocator may give this memory away again as soon as the tensor is gone, though kernels
+  // still run: whatever uses it next on this stream comes after them.
   const Tensor scratch =
       torch::stable::new_empty(rows, {sort_scratch_size(num_ids)}, ScalarType::Int);
   const char* const error =

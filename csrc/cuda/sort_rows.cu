@@ -1,9 +1,11 @@
 // A stable radix sort of a batch's rows, from the lowest digit to the highest, over only the bits
 // that rows use.
 //
-// A pass takes tiles of ids side by side: it counts the tiles' digits, sums the counts of each
-// digit over the tiles before, and moves every id to its place. Nothing waits for another block, so
-// that the same kernels serve ten thousand ids, where each must be short, and tens of millions.
+// A pass works on tiles of ids in parallel, in three kernels: the first counts the digits of each
+// tile, the second sums the counts of each digit over the tiles before, and the third scatters
+// every id to its position. No block waits for another one within a kernel (no decoupled
+// look-back), so that the same kernels serve ten thousand ids, where each must be short, and tens
+// of millions.
 //
 // Byte floor of a pass over L ids: each row read twice and written once, each position read (but in
 // the first pass) and written once: 20 * L bytes, which mostly stay in the second-level cache.
@@ -19,11 +21,12 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kDigitBits = 9;
 constexpr int kNumDigits = 1 << kDigitBits;
-static_assert(kNumDigits == kThreads, "a thread looks after one digit");
-// Blocks of a multiprocessor, for which registers are set aside.
+static_assert(kNumDigits == kThreads, "each thread owns one digit");
+// Blocks on a multiprocessor at a time; the compiler limits registers to what lets so many fit.
 constexpr int kBlocks = 2;
-// What a thread takes, and with it the size of a tile, so that tiles fill an H100 or H200 and few
-// wait for others.
+// Ids of a thread, and so the size of a tile. Small batches take small tiles, so that there are
+// enough of them for all multiprocessors of an H100 or H200; large ones take large tiles, whose
+// stores are longer runs of neighbouring addresses.
 constexpr int kFewItems = 2;
 constexpr int kSomeItems = 7;
 constexpr int kManyItems = 14;
@@ -31,7 +34,7 @@ constexpr int64_t kSomeIds = int64_t{1} << 17;
 constexpr int64_t kManyIds = int64_t{1} << 20;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Row -1 comes first.
+// The sorting key of a row: as an unsigned number row -1, a padding id, comes first.
 template <class Row>
 __device__ uint32_t key_of(Row row) {
   return static_cast<uint32_t>(row) + 1u;
@@ -44,7 +47,8 @@ struct Digit {
   __device__ int of(uint32_t key) const { return static_cast<int>((key >> shift) & mask); }
 };
 
-// counts[digit * num_tiles + tile]: the ids of the tile whose row has the digit.
+// Writes counts[digit * num_tiles + tile], the number of the tile's ids whose row has the digit.
+// Counts of one digit are neighbours, since sum_counts sums over tiles.
 template <int kItems, class Row>
 __global__ void __launch_bounds__(kThreads)
     count_digits(const Row* __restrict__ rows, int64_t num_ids, int num_tiles, Digit digit,
@@ -68,7 +72,8 @@ __global__ void __launch_bounds__(kThreads)
   counts[int64_t{thread} * num_tiles + blockIdx.x] = count[thread];
 }
 
-// Each digit's counts become the sums over the tiles before, and totals[digit] the sum over all.
+// Replaces each digit's counts by the sums over the tiles before (an exclusive scan, one warp for
+// each digit), and writes the sum over all tiles to totals[digit].
 __global__ void sum_counts(uint32_t* __restrict__ counts, int num_tiles,
                            uint32_t* __restrict__ totals) {
   const int lane = threadIdx.x % 32;
@@ -108,20 +113,24 @@ __device__ uint64_t sum_before(uint64_t value) {
   return before;
 }
 
-// What the threads of a block share while they move a tile.
+// Shared memory of a block that scatters a tile. A union, since the second use begins when the
+// first one is over.
 template <int kItems>
 union Tile {
-  // How many ids of each digit a warp has; then where the warp's first one goes within the tile.
+  // The number of ids of each digit that a warp has; then the position of the warp's first one in
+  // the sorted tile.
   uint32_t of_warp[kWarps][kNumDigits];
-  // When that is done, the tile itself in its new order.
+  // Then the tile itself in its new order. From there neighbouring threads store ids of one digit
+  // to neighbouring addresses, where a scatter from registers would store each to a line of its
+  // own.
   struct {
     uint32_t keys[kThreads * kItems];
     int32_t positions[kThreads * kItems];
   } sorted;
 };
 
-// Moves the ids of a tile to their places. Those of one digit keep their order: a warp's come
-// before the next warp's, and a warp ranks its own 32 at a time.
+// Scatters the ids of a tile to their positions. The sort is stable: a warp holds successive ids,
+// its ids come before those of the next warp, and it ranks 32 of them at a time in order.
 template <int kItems, class Row, bool kFirstPass>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     move_by_digit(const Row* __restrict__ rows, const int32_t* __restrict__ positions,
@@ -143,13 +152,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
     const int place = place_of(item);
-    // What lies past the end has the highest key and comes last, so it displaces nothing.
+    // Positions past the end have the highest key and so the last ranks in the tile: they change
+    // the rank of no id, and are not stored.
     keys[item] = place < tile_size ? key_of(rows[tile_first + place]) : 0xFFFFFFFFu;
   }
 #pragma unroll
   for (int step = 0; step < kNumDigits / 32; ++step) shared.of_warp[warp][step * 32 + lane] = 0;
   __syncwarp();
 
+  // The rank of each id among the warp's ids of its digit. `peers` are the lanes with the same
+  // digit, found by one ballot for each bit. One of them adds to the counter of all, so no atomics
+  // are needed and the order is fixed; __syncwarp keeps the next round from reading an old count.
   uint32_t rank[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
@@ -169,6 +182,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncwarp();
     rank[item] = __shfl_sync(kAllLanes, earlier, leader) + __popc(peers & ((1u << lane) - 1));
   }
+  // Loaded only now, so that they take no registers while ids are ranked.
   int32_t from[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
@@ -184,7 +198,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   uint32_t count = 0;
 #pragma unroll
   for (int other = 0; other < kWarps; ++other) count += shared.of_warp[other][thread];
-  // Two sums in one: over all ids of lower digits in the upper half, over the tile's in the lower.
+  // Two exclusive scans in one of 64 bits: over all ids of lower digits in the upper half, over the
+  // tile's ids in the lower half. Neither half overflows, since there are fewer than 2**31 ids.
+  // Modulo 2**32, offset[digit] plus a position in the sorted tile is the position in the output.
   const uint64_t lower = sum_before(static_cast<uint64_t>(total) << 32 | count);
   uint32_t place = static_cast<uint32_t>(lower);
   offset[thread] = static_cast<uint32_t>(lower >> 32) + before - place;
@@ -199,6 +215,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int item = 0; item < kItems; ++item) {
     rank[item] += shared.of_warp[warp][digit.of(keys[item])];
   }
+  // All have read of_warp before `sorted` overwrites it.
   __syncthreads();
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
@@ -254,10 +271,12 @@ cudaError_t launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pa
                           Pairs spare, uint32_t* counts, cudaStream_t stream) {
   int key_bits = 1;  // keys lie in [0, num_rows]
   while (num_rows >> key_bits) ++key_bits;
+  // As few passes as possible, then digits of equal width: a narrower last digit would save
+  // nothing.
   const int num_passes = (key_bits + kDigitBits - 1) / kDigitBits;
   const int digit_bits = (key_bits + num_passes - 1) / num_passes;
   const auto digit_at = [&](int pass) { return Digit{pass * digit_bits, (1u << digit_bits) - 1u}; };
-  // The last pass writes to `sorted`, the one before to `spare`, and so on.
+  // Passes alternate between two buffers so that the last one writes to `sorted`.
   const auto target = [&](int pass) { return (num_passes - pass) % 2 == 1 ? sorted : spare; };
   cudaError_t error = launch_pass<kItems, Row, true>(rows, nullptr, num_ids, digit_at(0), counts,
                                                      target(0), stream);
@@ -278,7 +297,8 @@ int64_t sort_scratch_size(int64_t num_ids) {
 const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int64_t num_rows,
                       int32_t* sorted_rows, int32_t* order, int32_t* scratch, int device,
                       void* stream) {
-  // The caller has made the device torch's current one. The library has a CUDA runtime of its own.
+  // The library links a CUDA runtime of its own, whose current device may not be torch's, which the
+  // caller has set.
   int current = device;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);

@@ -1,4 +1,4 @@
-// Sorting rows on a GPU: what the operation and its kernels agree on.
+// The interface between the operation that sorts rows on a GPU and its kernels.
 
 #pragma once
 

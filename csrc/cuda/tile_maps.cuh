@@ -1,4 +1,4 @@
-// Maps of matrices in memory, by which the copies of hopper.cuh find tiles of them.
+// Tensor maps: descriptions of matrices in global memory for the tile copies of hopper.cuh.
 
 #pragma once
 
@@ -15,7 +15,8 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// The driver's function, which the library is not linked to; null where there is none.
+// The driver's function that encodes tensor maps, null where there is none. It is looked up at run
+// time: linking the driver's library would keep torchembed from loading on machines without one.
 Encode find_encode() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -25,15 +26,16 @@ Encode find_encode() {
   return is_found ? reinterpret_cast<Encode>(found) : nullptr;
 }
 
-// The maps of a call's matrices.
+// Makes the tensor maps of a call and remembers whether one of them failed.
 class MapMaker {
  public:
   MapMaker(Encode encode, bool is_half)
       : encode_(encode),
         type_(is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {}
 
-  // Of a matrix in tiles of `tile_rows` rows. What `streams` through is fetched into the cache by
-  // 256 bytes, so that the next tile's are there.
+  // The map of a matrix in tiles of kTileColumns columns and `tile_rows` rows. Accesses past its
+  // ends read zeros and store nothing. A matrix that `streams`, each tile read once from left to
+  // right, is fetched into the second-level cache by 256 bytes, two tiles' rows at a time.
   CUtensorMap make(const void* matrix, int num_rows, int num_columns, int tile_rows,
                    bool streams = false) {
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(num_columns),

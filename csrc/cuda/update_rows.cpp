@@ -14,7 +14,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// `tensor` holds numel elements on the device of `weight`.
+// Checks that `tensor` holds numel elements, contiguously and on the device of `weight`.
 void check_memory(const char* name, const Tensor& tensor, const Tensor& weight, int64_t numel) {
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == weight.get_device_index(), name,
                   " must be on the device of weight; call .to(weight.device)");
@@ -60,8 +60,8 @@ GradType grad_type(ScalarType type) {
   }
 }
 
-// `stream` as in sort_rows. One state for each row is row-wise Adagrad's, one for each element
-// Adagrad's.
+// `stream` is as in sort_rows. The optimizer is row-wise Adagrad where `state` has an element for
+// each row, Adagrad where it has one for each element of the weight.
 void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& unique_rows,
                     const Tensor& starts, const Tensor& order, const Tensor& num_runs,
                     const Tensor& chunk_runs, const Tensor& grad,
@@ -94,6 +94,8 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   const int64_t num_chunks = num_ids / kRunChunk, num_groups = num_chunks / kRunChunk;
   STD_TORCH_CHECK(chunk_runs.numel() == num_chunks, "chunk_runs must hold ", num_chunks,
                   " elements (one for each ", kRunChunk, " ids), got ", chunk_runs.numel());
+  // Scratch memory for the largest number of chunks that the ids can have: how many they have is
+  // known on the GPU alone, and the host does not wait for it.
   const Tensor sums =
       torch::stable::new_empty(weight, {num_chunks + num_groups, kUpdateDim}, ScalarType::Float);
   const Tensor counts =

@@ -1,14 +1,15 @@
 // Sums the gradients of each run and updates its row by Adagrad, for each element or for the row;
 // rows are float32.
 //
-// What it must move is a run's row and state, scattered over the memory and read and written, so it
-// is a matter of having enough of them on the way, near to each other: a warp takes a block of
-// short runs, finds where their gradients lie by a lane for each occurrence, and has kStages
-// gradients, rows and states on their way at once. Neighbours are other warps' runs, since the rows
-// of a small table all have many occurrences. Long runs are cut into chunks, and each warp sums
-// some among its short runs, since these wait for the memory and chunks for the cache. Who adds a
-// group's last chunk sums the group, and who adds a run's last sum updates its row: nothing waits
-// for another warp, and the order of every sum is that of run_sums.py.
+// The kernel is bound by memory: each run's row and state are read from and written to scattered
+// addresses, so enough of these accesses must be in flight. A warp takes a block of short runs,
+// finds the gradients of 32 occurrences at a time, one on each lane, and keeps the copies of
+// kStages gradients, rows and states in flight. Neighbouring runs go to different warps, since the
+// rows of a small table are neighbours and all have many occurrences. Long runs are divided into
+// chunks, and each warp sums some of them between its short runs, since short runs wait for memory
+// and chunks for the cache. The warp that adds a group's last chunk sums the group, and the warp
+// that adds a run's last sum updates its row. So no warp waits for another one, and the order of
+// every sum is that of run_sums.py, whichever warp comes last.
 //
 // Byte floor, for L occurrences of U rows: position and gradient row index of each occurrence, the
 // gradient rows that the batch has (each read once, as far as the cache reaches), and
@@ -26,54 +27,60 @@
 namespace torchembed {
 namespace {
 
-// As many as the registers have room for; a block fills a multiprocessor.
+// The most warps that the registers of a multiprocessor allow; one block fills a multiprocessor.
 constexpr int kMostWarps = 32;
-// Occurrences whose row, state and gradient a warp has in shared memory or on their way there.
+// Pipeline stages of a warp: occurrences whose row, state and gradient are in shared memory or
+// being copied there.
 constexpr int kStages = 4;
-// Blocks take neighbouring multiprocessors, and leave neighbours to the clusters of others: matrix
-// products that need some together would have to wait until blocks that lie scattered are done.
+// Blocks of a cluster, which the GPU places on neighbouring multiprocessors. The kernel needs no
+// cluster itself. But matrix products that run concurrently do, and would have to wait for whole
+// free neighbourhoods if blocks of this kernel were scattered over all of them.
 constexpr int kBlocksOfCluster = 8;
-// Occurrences that a warp takes at a time, about; and chunks that it sums before.
+// The approximate number of occurrences that a warp takes at a time, the bounds of the number of
+// their runs, and the chunks that it sums in between.
 constexpr uint32_t kOccurrencesOfBlock = 20;
 constexpr uint32_t kLeastRuns = 8, kMostRuns = 16;
 constexpr int kChunksOfBlock = 4;
 
-// Sums the chunk at `slot`, which is one of `run`, and with it what it completes.
+// Sums the chunk of `run` that starts in `window`, then its group and its run where it completes
+// them. Chunk k of a run is stored at entry window(start) + k: at most one whole chunk starts in a
+// window, so no other run's chunk has that entry, and nothing needs to be allocated.
 template <class Grad, bool kRowwise>
 __device__ void sum_chunk(const RowUpdate& update, const Matrices<Grad>& matrices, float lr,
-                          int slot, int run) {
+                          int window, int run) {
   const int start = same_on_all_lanes(update.starts[run]);
   const int length = same_on_all_lanes(update.starts[run + 1]) - start;
   const int num_chunks = length / kChunk, num_groups = num_chunks / kChunk;
   const int num_left = num_chunks % kChunk;
-  const int first_slot = start / kChunk, first_group = first_slot / kChunk;
-  const int chunk = slot - first_slot;
+  const int first_window = start / kChunk, first_group = first_window / kChunk;
+  const int chunk = window - first_window;
 
   Elements total{};
   add_gradients(total, update, matrices.grad, start + chunk * kChunk, kChunk);
   const LaneOfMatrix<float> chunk_sums(update.chunk_sums), group_sums(update.group_sums);
-  store_elements(chunk_sums.at(slot), total);
+  store_elements(chunk_sums.at(window), total);
   const int group = chunk / kChunk;
   if (group < num_groups) {
     if (!is_last_of(update.num_grouped + first_group + group, kChunk)) return;
     total = Elements{};
-    add_sums(total, chunk_sums, first_slot + group * kChunk, kChunk);
+    add_sums(total, chunk_sums, first_window + group * kChunk, kChunk);
     store_elements(group_sums.at(first_group + group), total);
   }
-  if (!is_last_of(update.num_summed + first_slot, num_groups + num_left)) return;
+  if (!is_last_of(update.num_summed + first_window, num_groups + num_left)) return;
 
   const int row = index_at(update.unique_rows, update.rows_are_wide, run);
   Row<kRowwise> old;
   old.load(update, matrices, row);
   total = Elements{};
   add_sums(total, group_sums, first_group, num_groups);
-  add_sums(total, chunk_sums, first_slot + num_groups * kChunk, num_left);
+  add_sums(total, chunk_sums, first_window + num_groups * kChunk, num_left);
   const int rest = length % kChunk;
   add_gradients(total, update, matrices.grad, start + length - rest, rest);
   old.step(update, matrices, lr, row, total);
 }
 
-// Updates the row of the lane's run, for each lane that has a short one.
+// Updates the rows of short runs, one run on each lane that has one. The warp goes through their
+// occurrences one after another, all lanes on one row.
 template <class Grad, bool kRowwise>
 __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>& matrices, float lr,
                                   const Arrivals<Grad, kRowwise>& arrivals, uint32_t run_of_lane,
@@ -97,16 +104,19 @@ __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>&
   Elements total{};
 #pragma unroll 1
   for (int done = 0; done < num_occurrences; done += kLanes) {
-    // Lanes past the end take the last occurrence again.
+    // Lanes past the end look up the last occurrence again, so that no lane reads out of bounds.
     const int occurrence = min(done + lane, num_occurrences - 1);
-    int run = 0;  // the first one that goes beyond the occurrence
+    // A binary search over the lanes for the first run that ends after the occurrence; shuffles
+    // need all lanes, so each takes the same number of steps.
+    int run = 0;
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) {
       if (__shfl_sync(kAllLanes, up_to, run + step - 1) <= occurrence) run += step;
     }
     const int left = __shfl_sync(kAllLanes, up_to, run) - occurrence;
     const int end = __shfl_sync(kAllLanes, start + length, run);
-    // Read with each occurrence, and used with the last: to ask whether to read costs more.
+    // The row is read with each occurrence and used with the last one of its run: short runs have
+    // few, and a branch costs more than the reads.
     const int row_of_run = __shfl_sync(kAllLanes, row, run);
     Occurrence mine;
     mine.find(update, end - left);
@@ -122,6 +132,8 @@ __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>&
         const int to = __shfl_sync(kAllLanes, row_of_run, number);
         arrivals.fetch(stage, matrices, from, to);
       }
+      // Committed also where nothing was fetched, so that wait_for_fetches<kStages - 1> always
+      // means that the oldest stage has arrived.
       commit_fetches();
     };
 #pragma unroll
@@ -149,11 +161,14 @@ __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>&
         }
       }
     }
+    // Only empty groups are left. The next round must count its groups from none.
     wait_for_fetches<0>();
   }
 }
 
-// Fewer where runs are long, so that no block takes long; and about the same for every warp.
+// The number of runs that a warp takes at a time: fewer where runs are long, so that the last
+// blocks end at about the same time, and such that the rounds of all warps come out even. The
+// product is of 64 bits, since 20 occurrences times 2**31 runs overflow 32.
 __device__ uint32_t count_runs_of_block(const RowUpdate& update, uint32_t num_runs,
                                         uint32_t num_warps) {
   uint32_t most = kMostRuns;
@@ -165,7 +180,8 @@ __device__ uint32_t count_runs_of_block(const RowUpdate& update, uint32_t num_ru
   return (num_runs + num_rounds * num_warps - 1) / (num_rounds * num_warps);
 }
 
-// The next one of the blocks of runs that no warp has taken, on the first lane.
+// Takes the next block of runs that no warp has taken; the result is valid on the first lane.
+// Blocks are taken dynamically, since runs differ in length and warps in the chunks that they sum.
 __device__ uint32_t take_block(const RowUpdate& update) {
   return lane_of_warp() == 0 ? atomicAdd(update.num_taken, 1) : 0;
 }
@@ -174,8 +190,9 @@ template <class Grad, bool kRowwise>
 __global__ void __launch_bounds__(kMostWarps* kLanes, 1) update_kernel(const RowUpdate update) {
   extern __shared__ char shared[];
   const Arrivals<Grad, kRowwise> arrivals(shared, threadIdx.x / kLanes * kStages);
+  // The whole grid reads the same flag, so either all rows are updated or none.
   if (update.skip != nullptr && *update.skip != 0.0f) return;
-  const uint32_t num_runs = *update.num_runs, num_slots = update.num_chunks;
+  const uint32_t num_runs = *update.num_runs, num_windows = update.num_chunks;
   const Matrices<Grad> matrices(update);
   const float lr = *update.lr;
   const uint32_t num_warps = gridDim.x * (blockDim.x / kLanes);
@@ -184,21 +201,21 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 1) update_kernel(const Row
   const uint32_t runs_of_block = count_runs_of_block(update, num_runs, num_warps);
   const uint32_t runs_of_round = runs_of_block * num_warps;
 
-  uint32_t slot = 0, next_slots = warp;
-  int run_of_slot = -1;
+  uint32_t window = 0, next_windows = warp;
+  int run_of_window = -1;
   unsigned chunks = 0;
   uint32_t taken = take_block(update);
-  for (bool has_runs = true; has_runs || chunks != 0 || next_slots < num_slots;) {
-    if (chunks == 0 && next_slots < num_slots) {
-      slot = next_slots + lane * num_warps;
-      run_of_slot = slot < num_slots ? update.chunk_runs[slot] : -1;
-      chunks = __ballot_sync(kAllLanes, run_of_slot >= 0);
-      next_slots += kLanes * num_warps;
+  for (bool has_runs = true; has_runs || chunks != 0 || next_windows < num_windows;) {
+    if (chunks == 0 && next_windows < num_windows) {
+      window = next_windows + lane * num_warps;
+      run_of_window = window < num_windows ? update.chunk_runs[window] : -1;
+      chunks = __ballot_sync(kAllLanes, run_of_window >= 0);
+      next_windows += kLanes * num_warps;
     }
     for (int few = 0; few < kChunksOfBlock && chunks != 0; ++few) {
       const int next = __ffs(chunks) - 1;
-      sum_chunk<Grad, kRowwise>(update, matrices, lr, __shfl_sync(kAllLanes, slot, next),
-                                __shfl_sync(kAllLanes, run_of_slot, next));
+      sum_chunk<Grad, kRowwise>(update, matrices, lr, __shfl_sync(kAllLanes, window, next),
+                                __shfl_sync(kAllLanes, run_of_window, next));
       chunks &= chunks - 1;
     }
     if (!has_runs) continue;
@@ -206,6 +223,8 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 1) update_kernel(const Row
     const uint32_t first_run = block / num_warps * runs_of_round + block % num_warps;
     has_runs = first_run < num_runs;
     if (has_runs) {
+      // The next block is taken before this one is worked on, which hides the latency of the
+      // atomic.
       taken = take_block(update);
       const uint32_t run = first_run + lane * num_warps;
       update_short_runs<Grad, kRowwise>(update, matrices, lr, arrivals, run,
@@ -214,8 +233,8 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 1) update_kernel(const Row
   }
 }
 
-// As many blocks as asked for, in whole clusters; each has as many warps as its multiprocessor has
-// shared memory for.
+// Launches about as many blocks as asked for, in whole clusters, of as many warps as fit into the
+// shared memory of a multiprocessor.
 template <class Grad, bool kRowwise>
 cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stream) {
   constexpr int kBytesOfWarp = kStages * Arrivals<Grad, kRowwise>::kStageBytes;
@@ -246,15 +265,17 @@ cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stre
   int num_clusters = 0;
   if (generation < 9 ||
       cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config) != cudaSuccess) {
+    // Clears the error of the query, which would otherwise be reported of the launch.
     cudaGetLastError();
   }
+  // Clusters are a preference: without them the kernel runs as well alone.
   if (num_clusters == 0) config.numAttrs = 0;
   return cudaLaunchKernelEx(&config, kernel, update);
 }
 
 template <class Grad>
 cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
-  // Warps count from zero.
+  // Counters start at zero. The memset is on the same stream, so it is captured with the kernel.
   const int32_t* const end_of_counts = update.num_grouped + update.num_chunks / kChunk;
   const size_t num_counts = end_of_counts - update.num_taken;
   const cudaError_t error =
@@ -268,7 +289,8 @@ cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
 
 const char* update_rows(const RowUpdate& update, GradType grad_type, int device, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  // The caller has made the device torch's current one. The library has a CUDA runtime of its own.
+  // The library links a CUDA runtime of its own, whose current device may not be torch's, which the
+  // caller has set.
   int current = device;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);

@@ -1,4 +1,4 @@
-// Updating rows on a GPU: what the operation and its kernels agree on.
+// The interface between the operation that updates rows on a GPU and its kernels.
 
 #pragma once
 
@@ -13,7 +13,7 @@ constexpr int kUpdateDim = 128;
 
 enum class GradType { kFloat32, kFloat16, kBFloat16 };
 
-// What the kernels read and change. A pointer to what is not there is null.
+// The kernels' arguments. Optional ones are null where they are not given.
 struct RowUpdate {
   float* weight;            // [R, kUpdateDim]
   float* state;             // [R] where is_rowwise, else as weight
@@ -21,20 +21,22 @@ struct RowUpdate {
   const int32_t* starts;
   const int32_t* order;
   const int32_t* num_runs;
-  const int32_t* chunk_runs;  // [num_chunks]: the run whose whole chunk is at a slot, or -1
+  const int32_t* chunk_runs;  // [num_chunks]: the run whose whole chunk starts in a window, or -1
   const void* grad;           // [G, kUpdateDim]
   const void* gradient_rows;  // of each position; int32, or int64 where gradient_rows_are_wide
   const float* scales;        // of each position
   const float* lr;
   const float* grad_multiplier;
   const float* skip;
-  float* chunk_sums;     // scratch, [num_chunks, kUpdateDim]
-  float* group_sums;     // scratch, [num_chunks / kRunChunk, kUpdateDim]
+  float* chunk_sums;  // scratch, [num_chunks, kUpdateDim]
+  float* group_sums;  // scratch, [num_chunks / kRunChunk, kUpdateDim]
+  // Three arrays of counters in one allocation, one after the other, so that one memset clears
+  // them.
   int32_t* num_taken;    // scratch, [1]: blocks of runs that warps have taken
-  int32_t* num_summed;   // right behind, [num_chunks]: of a long run's sums, at its first slot
-  int32_t* num_grouped;  // right behind, [num_chunks / kRunChunk]: of a group's chunks
+  int32_t* num_summed;   // scratch, [num_chunks]: finished sums of a long run, at its first window
+  int32_t* num_grouped;  // scratch, [num_chunks / kRunChunk]: finished chunks of a group
   int num_ids;
-  int num_chunks;  // whole ones that all ids together have
+  int num_chunks;  // num_ids / kRunChunk: windows, each of which has one whole chunk at most
   bool is_rowwise;
   bool rows_are_wide;
   bool gradient_rows_are_wide;
