@@ -1,7 +1,6 @@
 """The dense part of DLRM-DCNv2, from torchembed's modules and from plain PyTorch's."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +46,13 @@ def plain_mlp(width: int, sizes: Sequence[int], *, activation_on_last: bool) -> 
 class DensePart(nn.Module):
     """Dense features and pooled embeddings to the loss."""
 
-    def __init__(self, bottom: nn.Module, cross: nn.Module, top: nn.Module, loss: Any) -> None:
+    def __init__(
+        self,
+        bottom: nn.Module,
+        cross: nn.Module,
+        top: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
         super().__init__()
         self.bottom, self.cross, self.top, self.loss = bottom, cross, top, loss
 

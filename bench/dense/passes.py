@@ -9,15 +9,16 @@ right: against float64, no more than three times as wrong as plain PyTorch in th
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bench.data.dlrm_dcnv2 import DIM, FLOPS_PER_SAMPLE, NUM_DENSE, WIDTH
-from bench.dense.dense_part import ours, plain
+from bench.dense.dense_part import DensePart, ours, plain
 from bench.planning.step_floor import RATES
 from bench.report.result_file import Row, write_results
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
@@ -46,10 +47,10 @@ class System:
     """A dense part and its inputs, and how to run backward."""
 
     name: str
-    model: Any
+    model: Callable[..., Tensor]
     parameters: list[nn.Parameter]
     inputs: tuple[Tensor, Tensor, Tensor]
-    deferred: Callable[[], Any] = contextlib.nullcontext
+    deferred: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def run(self) -> Tensor:
         """Forward and backward; leaves new gradients, and returns the loss."""
@@ -81,7 +82,12 @@ def systems(config: Config, batch_size: int, dtype: torch.dtype) -> list[System]
     state = ours().state_dict()
     found = []
 
-    def add(name: str, model: nn.Module, to: torch.dtype, **how: Any) -> System:
+    def add(
+        name: str,
+        model: nn.Module,
+        to: torch.dtype,
+        deferred: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> System:
         model.load_state_dict(state)
         model.to("cuda", to)
         if name.startswith("torchembed"):
@@ -89,7 +95,9 @@ def systems(config: Config, batch_size: int, dtype: torch.dtype) -> list[System]
             DenseSGD(model.parameters())
         inputs = (dense.to(to), pooled.to(to).requires_grad_(), labels.to(to))
         parameters = list(model.parameters())
-        found.append(System(name=name, model=model, parameters=parameters, inputs=inputs, **how))
+        found.append(
+            System(name=name, model=model, parameters=parameters, inputs=inputs, deferred=deferred)
+        )
         return found[-1]
 
     add("float64", plain(), torch.float64)
@@ -112,7 +120,7 @@ def relative_errors(system: System, exact: Sequence[Tensor]) -> list[float]:
     ]
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], None]:
+def captured(run: Callable[[], object]) -> Callable[[], None]:
     """``run`` as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -145,7 +153,7 @@ def milliseconds(replays: Sequence[Callable[[], None]], num_rounds: int) -> list
     return times
 
 
-def row(times: list[float], floor: float, **what: Any) -> Row:
+def row(times: list[float], floor: float, **what: object) -> Row:
     median = statistics.median(times)
     return {
         **what,
@@ -215,9 +223,9 @@ class OptimizerCase(NamedTuple):
     """An optimizer of ours and torch's counterpart."""
 
     name: str
-    ours: Any
-    torchs: Any
-    arguments: dict[str, Any]
+    ours: Callable[..., torch.optim.Optimizer]
+    torchs: Callable[..., torch.optim.Optimizer]
+    arguments: dict[str, float]
     bytes_per_element: int
     """That an update moves in float32; our bfloat16 parameters and gradients over float32 masters
     move as many."""
@@ -230,7 +238,9 @@ OPTIMIZERS = (
 )
 
 
-def after_one_step(dtype: torch.dtype, optimizer_of: Callable[..., Any]) -> tuple[Any, Any]:
+def after_one_step(
+    dtype: torch.dtype, optimizer_of: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+) -> tuple[DensePart, torch.optim.Optimizer]:
     """The dense part and its optimizer, after a step with gradients that are always the same."""
     torch.manual_seed(0)
     model = ours().cuda().to(dtype)

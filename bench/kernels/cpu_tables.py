@@ -2,7 +2,7 @@
 users would write it."""
 
 import abc
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,16 @@ from torch import Tensor, nn
 import torchembed
 from bench.data.workload import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD, Batch, Rule, Workload
 
+Prepared = TypeVar("Prepared")
+Vectors = TypeVar("Vectors")
 
-class Tables(abc.ABC):
-    """One library's tables and optimizer, starting from the weights given."""
+
+class Tables(abc.ABC, Generic[Prepared, Vectors]):
+    """One library's tables and optimizer, starting from the weights given.
+
+    ``Prepared`` is the form in which it takes a batch, ``Vectors`` that in which it gives pooled
+    vectors.
+    """
 
     name: str
     rules: tuple[Rule, ...]
@@ -23,19 +30,19 @@ class Tables(abc.ABC):
         """Make the tables from the ``initial`` weights, which stay as they are."""
 
     @abc.abstractmethod
-    def prepare(self, batch: Batch) -> Any:
+    def prepare(self, batch: Batch) -> Prepared:
         """``batch`` in the form that the library takes; not timed."""
 
     @abc.abstractmethod
-    def look_up(self, prepared: Any) -> Any:
+    def look_up(self, prepared: Prepared) -> Vectors:
         """The pooled vectors, in the library's own form."""
 
     @abc.abstractmethod
-    def pooled(self, result: Any) -> Tensor:
+    def pooled(self, result: Vectors) -> Tensor:
         """Convert a result of ``look_up`` to ``[batch_size, num_features * dim]``; not timed."""
 
     @abc.abstractmethod
-    def train(self, result: Any, prepared: Any) -> None:
+    def train(self, result: Vectors, prepared: Prepared) -> None:
         """Run backward from a result of ``look_up``, and a step of the optimizer."""
 
     @abc.abstractmethod
@@ -43,7 +50,7 @@ class Tables(abc.ABC):
         """Each table's weight ``[num_rows, dim]``."""
 
 
-class TorchembedTables(Tables):
+class TorchembedTables(Tables[tuple[torchembed.SparseFeatures, Tensor], Tensor]):
     """``torchembed.EmbeddingBagCollection`` with a fused optimizer."""
 
     name = "torchembed"
@@ -103,7 +110,7 @@ class TorchembedTables(Tables):
         return list(self._collection.parameters())
 
 
-class TorchTables(Tables):
+class TorchTables(Tables[tuple[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]):
     """``nn.EmbeddingBag(sparse=True)`` for each table, with torch's optimizers."""
 
     name = "nn.EmbeddingBag"
@@ -156,7 +163,7 @@ class TorchTables(Tables):
         return [bag.weight for bag in self._bags]
 
 
-class FbgemmTables(Tables):
+class FbgemmTables(Tables[tuple[Tensor, Tensor, Tensor], Tensor]):
     """FBGEMM's table-batched embedding on the CPU, whose backward updates the rows."""
 
     name = "FBGEMM"

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.pooled_lookup.schema import pooled_lookup_gradient_map_op
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
-from torchembed.ops.segments import find_runs
+from torchembed.ops.segments import Runs, find_runs
 
 
 class Stages(NamedTuple):
@@ -45,20 +45,21 @@ class TorchembedTables:
         self._num_rows = torch.tensor(workload.num_rows, device=weight.device)
 
     def stages(self, workload: Workload, batch: Batch) -> Stages:
-        bags: dict[str, Any] = {"hotness": workload.hotness, "batch_size": workload.batch_size}
+        hotness, batch_size = workload.hotness, workload.batch_size
         values, num_features = torch.cat(batch.ids), len(batch.ids)
         grad = batch.grad.view(-1, workload.dim).bfloat16()
 
         def rows() -> Tensor:
             tables = (self._first_rows, self._num_rows)
-            return linearize_ids(values, *tables, **bags, rows_dtype=torch.int32).rows
+            return linearize_ids(
+                values, *tables, hotness=hotness, batch_size=batch_size, rows_dtype=torch.int32
+            ).rows
 
         def gradient_rows(rows: Tensor) -> Tensor:
-            hotness = list(workload.hotness)
-            arguments = (None, hotness, None, num_features, workload.batch_size, False)
+            arguments = (None, list(hotness), None, num_features, batch_size, False)
             return pooled_lookup_gradient_map_op(rows, *arguments)[0]
 
-        def update(runs: Any, gradient_rows: Tensor) -> None:
+        def update(runs: Runs, gradient_rows: Tensor) -> None:
             gradients = RowGradients(grad, gradient_rows)
             rowwise_update(self._weight, (self._state,), runs, gradients, self._rule, self._lr)
 
@@ -66,11 +67,12 @@ class TorchembedTables:
             vectors = pooled_lookup(
                 self._weight,
                 known_rows,
-                **bags,
+                hotness=hotness,
+                batch_size=batch_size,
                 num_features=num_features,
                 output_dtype=torch.bfloat16,
             )
-            return vectors.view(workload.batch_size, -1)
+            return vectors.view(batch_size, -1)
 
         def backward() -> None:
             # FBGEMM's backward makes rows of ids too.
@@ -122,7 +124,7 @@ class FbgemmTables:
             output_dtype=SparseType.BF16,
             bounds_check_mode=BoundsCheckMode.NONE,
         )
-        weights: Any = self._tables.weights_dev
+        weights = cast(Tensor, self._tables.weights_dev)
         self.weight = weights.detach().view(-1, workload.dim)
         self.states = [state for (state, *_) in self._tables.split_optimizer_states()]
 

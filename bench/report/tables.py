@@ -8,9 +8,12 @@ import json
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench.report.result_file import Row
+
+Key: TypeAlias = tuple[Any, ...]
+"""Values of a row, strings and numbers as JSON has them, that distinguish the lines of a table."""
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- written by bench.report.tables -->", "<!-- end of what it writes -->"
@@ -38,7 +41,7 @@ def tables(results: Path) -> str:
 
 
 def headline(results: Path) -> str:
-    """The table of README: steps of the usual batch, beside TorchRec's in the same run."""
+    """The table of README: steps of the usual batch, and TorchRec's in the same run."""
     usual = {"batch_per_gpu": 8192, "ids": "uniform", "optimizer": "adagrad", "max_rows": 8_000_000}
     found = _by(_rows_by_bench(results)["train_step"], ("file", "num_gpus", "gpu"), **usual)
     lines, used = [], []
@@ -234,11 +237,9 @@ def _dense(rows: Sequence[Row]) -> str:
     )
 
 
-def _by(
-    rows: Iterable[Row], keys: Sequence[str], **equal: Any
-) -> dict[tuple[Any, ...], dict[str, Row]]:
+def _by(rows: Iterable[Row], keys: Sequence[str], **equal: object) -> dict[Key, dict[str, Row]]:
     """The rows of each value of ``keys``, by system; of equal ones the first."""
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    found: dict[Key, dict[str, Row]] = {}
     for row in rows:
         if equal.items() <= row.items():
             systems = found.setdefault(tuple(row[key] for key in keys), {})

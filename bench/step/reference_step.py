@@ -4,7 +4,7 @@ Only the rows that the batches touch are made, so whole tables fit wherever they
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from bench.dense.dense_part import DensePart, plain
 from bench.step.setting import StepSetting
 from torchembed.core.random_bits import random_bits, random_uniform
 from torchembed.data import Batch
+from torchembed.tables.group import TableSpec
 
 LARGEST_ROUNDING = {"bf16": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
 """Of a loss, in units of it; of float32 that of a sum of some thousand."""
@@ -105,7 +106,7 @@ def _ids_by_table(of_ranks: list[Tensor]) -> list[Tensor]:
     return [torch.cat(of_table) for of_table in zip(*parts, strict=True)]
 
 
-def _initial_rows(spec: Any, rows: Tensor) -> Tensor:
+def _initial_rows(spec: TableSpec, rows: Tensor) -> Tensor:
     """Rows of a table by their numbers: uniform up to ``1 / sqrt(num_rows)`` either side of 0."""
     table_key = torch.full((1,), spec.key, dtype=torch.int64, device=rows.device)
     columns = torch.arange(spec.dim, device=rows.device)
@@ -145,7 +146,7 @@ def _step(
         )
         exact = precision == "fp64"
         if wire in WIRES:
-            pooled = _Travelled.apply(pooled, WIRES[wire])
+            pooled = _RoundedOnWire.apply(pooled, WIRES[wire])
         pooled = pooled.double() if exact else pooled
         dense, labels = (t.double() if exact else t for t in (batch.dense, batch.labels))
         with torch.autocast(pooled.device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -155,7 +156,7 @@ def _step(
     return losses
 
 
-class _Travelled(torch.autograd.Function):
+class _RoundedOnWire(torch.autograd.Function):
     """Vectors rounded as on the wire, and so their gradients on the way back."""
 
     @staticmethod
@@ -168,7 +169,9 @@ class _Travelled(torch.autograd.Function):
         return grad.to(ctx.dtype).to(grad.dtype), None
 
 
-def _rule(setting: StepSetting, parameters: list[nn.Parameter], num_tables: int) -> Any:
+def _rule(
+    setting: StepSetting, parameters: list[nn.Parameter], num_tables: int
+) -> Callable[[], None]:
     """A step of the setting's optimizer on all parameters, by its formula; clears gradients."""
     states = [torch.zeros_like(parameter) for parameter in parameters]
     is_row_wise = setting.optimizer == "rowwise_adagrad"
@@ -191,7 +194,7 @@ def _rule(setting: StepSetting, parameters: list[nn.Parameter], num_tables: int)
 
 
 @contextlib.contextmanager
-def _matmul_precision(precision: str) -> Any:
+def _matmul_precision(precision: str) -> Iterator[None]:
     """float32 products as ``precision`` has them."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"

@@ -1,10 +1,9 @@
 """The setting of a measured training step, equal for every system."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class StepSetting:
     eps: float = 1e-8
     seed: int = 0
 
-    def dense_optimizer(self, parameters: Sequence[Any]) -> torch.optim.Optimizer:
+    def dense_optimizer(self, parameters: ParamsT) -> torch.optim.Optimizer:
         """The optimizer of the tables, for the dense part; torch's own."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.lr)

@@ -1,17 +1,18 @@
 """DLRM-DCNv2 of TorchRec and FBGEMM, with torchembed's initial weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.datasets.utils import Batch as TorchrecBatch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingType
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig as TorchrecConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -50,12 +51,12 @@ class _OurSharder(_RowWiseEverywhere, OurSharder):
 class _TrainIn16Bits(DLRMTrain):
     """Computes forward and loss under ``torch.autocast``, in bfloat16."""
 
-    def __init__(self, model: Any, device_type: str) -> None:
+    def __init__(self, model: DLRM_DCN, device_type: str) -> None:
         super().__init__(model)
-        # Not the batch's: TorchRec traces forward without one.
+        # The device is not taken from the batch, since TorchRec traces forward without one.
         self._device_type = device_type
 
-    def forward(self, batch: TorchrecBatch) -> Any:
+    def forward(self, batch: TorchrecBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         with torch.autocast(self._device_type, torch.bfloat16):
             return super().forward(batch)
 
@@ -75,11 +76,11 @@ def make_torchrec_model(
     device: torch.device,
     seed: int,
     optimizer: str,
-    fused_params: Mapping[str, Any],
-    dense_optimizer: Any,
+    fused_params: Mapping[str, float],
+    dense_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
-    codecs: Any = None,
+    codecs: dict[str, QuantizedCommCodecs] | None = None,
     is_drop_in: bool = False,
     in_16_bits: bool = False,
 ) -> TorchrecModel:
@@ -154,7 +155,7 @@ def make_torchrec_model(
 
 def torchrec_tables(
     model: DistributedModelParallel, configs: Sequence[EmbeddingBagConfig]
-) -> list[tuple[EmbeddingBagConfig, Any]]:
+) -> list[tuple[EmbeddingBagConfig, Tensor | ShardedTensor]]:
     """Each table's weight as ``state_dict`` has it: sharded, or whole on this rank."""
     state = model.state_dict()
     found = []
@@ -164,11 +165,15 @@ def torchrec_tables(
     return found
 
 
-def local_shards(value: Any) -> list[tuple[int, int, Tensor]]:
+def local_shards(value: Tensor | ShardedTensor) -> list[tuple[int, int, Tensor]]:
     """This rank's shards of a table's weight: first row, first column, and the memory itself."""
-    if not hasattr(value, "local_shards"):
+    if not isinstance(value, ShardedTensor):
         return [(0, 0, value)]
-    return [(*shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
+    shards = []
+    for shard in value.local_shards():
+        first_row, first_column = shard.metadata.shard_offsets
+        shards.append((first_row, first_column, shard.tensor))
+    return shards
 
 
 def torchrec_dense(model: DistributedModelParallel) -> list[Tensor]:

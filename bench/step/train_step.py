@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,30 @@ class Config:
     """JSON to write the rows to."""
     profiles: Path | None = None
     """A folder for a table of kernels and a trace of each line."""
+
+
+B = TypeVar("B")
+
+
+class MeasuredSystem(Protocol[B]):
+    """A model, its tables and a pipeline over batches in the system's own form ``B``."""
+
+    @property
+    def num_input_stalls(self) -> int:
+        """How often a step waited for its batch."""
+        ...
+
+    def batch(self, batch: Batch, device: torch.device) -> B:
+        """The system's form of ``batch``, in pinned memory for a GPU."""
+        ...
+
+    def step(self, batches: Iterator[B]) -> Tensor:
+        """The loss of one step, on the device."""
+        ...
+
+    def close(self) -> None:
+        """Destroy its graphs."""
+        ...
 
 
 class Bench:
@@ -178,22 +202,23 @@ class Bench:
 
     def _expected(self, setting: StepSetting, precisions: Sequence[tuple[str, str]]) -> Expected:
         """The right losses, and the rows of a step for its floor, from the first rank."""
-        found: list[Any] = [None, None]
+        found: list[tuple[Expected, int] | None] = [None]
         if dist.get_rank() == 0:
             ranks = range(dist.get_world_size())
             checked = [
                 [self._batch(setting, step, r) for r in ranks] for step in range(NUM_CHECKED)
             ]
-            found[0] = expected_losses(setting, checked * NUM_PASSES, precisions)
-            found[1] = num_unique_rows(checked[0], self._device)
+            losses = expected_losses(setting, checked * NUM_PASSES, precisions)
+            found[0] = losses, num_unique_rows(checked[0], self._device)
         dist.broadcast_object_list(found, 0)
-        self._num_unique = found[1]
-        return found[0]
+        assert found[0] is not None
+        expected, self._num_unique = found[0]
+        return expected
 
     def _measure(
         self,
         name: str,
-        system: Any,
+        system: MeasuredSystem[B],
         setting: StepSetting,
         batches: list[Batch],
         expected: Expected,
@@ -204,7 +229,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         own = [system.batch(batch, self._device) for batch in batches]
         checked = own[:NUM_CHECKED] * NUM_PASSES
-        stream: Iterator[Any] = itertools.chain(checked, itertools.cycle(own))
+        stream: Iterator[B] = itertools.chain(checked, itertools.cycle(own))
         losses = [float(system.step(stream)) for _ in checked]
         set_up_seconds = time.perf_counter() - start
         row = {**self._about(name, setting), "set_up_seconds": set_up_seconds}
@@ -250,17 +275,17 @@ class Bench:
         problem = None
         if not mine <= limit:
             problem = f"losses {losses} are up to {mine:.2e} > {limit:.2e} from {true}"
-        found: list[Any] = [None] * dist.get_world_size()
+        found: list[tuple[float, str | None]] = [(mine, problem)] * dist.get_world_size()
         dist.all_gather_object(found, (mine, problem))
         return max(error for error, _ in found), next(filter(None, (p for _, p in found)), None)
 
-    def _time(self, system: Any, stream: Iterator[Any]) -> list[float]:
+    def _time(self, system: MeasuredSystem[B], stream: Iterator[B]) -> list[float]:
         """Seconds a step, of each repeat; the slowest rank's."""
         one = self._seconds(system, stream, 10)
         count = max(int(self._config.seconds / self._config.num_repeats / one), 3)
         return [self._seconds(system, stream, count) for _ in range(self._config.num_repeats)]
 
-    def _seconds(self, system: Any, stream: Iterator[Any], num_steps: int) -> float:
+    def _seconds(self, system: MeasuredSystem[B], stream: Iterator[B], num_steps: int) -> float:
         self._wait()
         start = time.perf_counter()
         for _ in range(num_steps):
@@ -275,7 +300,9 @@ class Bench:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def _behind(self, name: str, system: Any, stream: Iterator[Any], setting: StepSetting) -> Row:
+    def _behind(
+        self, name: str, system: MeasuredSystem[B], stream: Iterator[B], setting: StepSetting
+    ) -> Row:
         """Peak memory, and what a profile of some steps says."""
         peak = torch.cuda.max_memory_allocated()
         profiled = profile_steps(lambda: system.step(stream), 5)
@@ -308,10 +335,11 @@ def _has_transport(name: str) -> bool:
     return name == "torchembed" or name.startswith("drop_in_pipeline")
 
 
-def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> Any:
+def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> MeasuredSystem[Any]:
+    """The system of that name, one of ``SYSTEMS``."""
     if name.startswith("torchembed"):
         return TorchembedStep(setting)
-    # Says much about tables that need no choice.
+    # TorchRec warns of each table whose placement leaves no choice.
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     from bench.step.torchrec_step import TorchrecStep
 
