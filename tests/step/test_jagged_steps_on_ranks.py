@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torchembed
 from tests.support.driving import trained_jagged
 from tests.support.ranks import run_on_ranks
+from tests.support.row_indices import RecordingIndex
 from tests.support.sharded_cases import (
     Case,
     assert_equal_rows,
@@ -47,6 +48,7 @@ CASES = [
 
 
 ROW_WISE = Case(placements=dict.fromkeys("abcd", "row_wise"))
+RECORDED = dataclasses.replace(ROW_WISE, is_recorded=True)
 SKEWED_STEP = 5
 OUTGROWN_STEP = SKEWED_STEP + 1
 """The first that steps with new room prepare."""
@@ -69,10 +71,11 @@ def skewed_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.
 
 def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, Any]]:
     """On a rank of gloo: its rows after training, which steps were skipped, which threads have
-    waited for sizes after the first step, and the capacities of padded steps."""
+    waited for sizes after the first step, the capacities of padded steps, and what
+    :func:`trained_epochs` says."""
     rank, results = dist.get_rank(), []
     for case, bad_rank, is_padded in runs:
-        batch_of = skewed_batch if case is runs[-1][0] else static_batch
+        batch_of = skewed_batch if case in (ROW_WISE, RECORDED) else static_batch
         model = make_model(case, "meta")
         torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
         optimizer, with_loss = make_optimizer(case, model), WithLoss(model)
@@ -91,9 +94,20 @@ def train_in_jagged_steps(runs: list[tuple[Case, int, bool]]) -> list[dict[str, 
                 "skipped": flags,
                 "threads": threads,
                 "capacities": capacities,
+                "trained_epochs": trained_epochs(model),
             }
         )
     return results
+
+
+def trained_epochs(model: torch.nn.Module) -> list[list[int]]:
+    """For each group of recorded tables the epochs in which batches were admitted to be trained."""
+    groups = model.tables.table_set.current_groups()
+    indices = [group.index for group in groups if isinstance(group.index, RecordingIndex)]
+    return [
+        [a.epoch for a in index.admissions if a.is_trained and a.epoch is not None]
+        for index in indices
+    ]
 
 
 def jagged_steps(
@@ -165,7 +179,7 @@ def test_jagged_steps_equal_plain_ones() -> None:
         for is_padded in (False, True)
         if run[0].pooled or not is_padded
     ]
-    runs.append((ROW_WISE, NO_RANK, True))
+    runs += [(RECORDED, NO_RANK, True), (ROW_WISE, NO_RANK, True)]
     results, failures = zip(*run_on_ranks(2, on_gloo, runs), strict=True)
     for error, _ in failures:
         assert error.startswith("a train step failed, on this rank or another one, when it had")
@@ -173,7 +187,7 @@ def test_jagged_steps_equal_plain_ones() -> None:
     assert warning.endswith("so it runs eagerly from now on: RuntimeError: out of memory")
     for number, (case, bad_rank, _) in enumerate(runs):
         of_ranks = [rank_results[number] for rank_results in results]
-        batch_of = skewed_batch if case is ROW_WISE else static_batch
+        batch_of = skewed_batch if case in (ROW_WISE, RECORDED) else static_batch
         expected = train_plainly(case, 2, bad_rank, batch_of=batch_of)
         assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
         skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
@@ -184,6 +198,11 @@ def test_jagged_steps_equal_plain_ones() -> None:
     before, after = capacities[SKEWED_STEP - 1 : SKEWED_STEP + 1]
     assert before.num_ids == after.num_ids, "the buffers were too small"
     assert before.per_call < after.per_call
+    # The first batch is looked up by the model's own forward, in no epoch.
+    for rank_results in results:
+        trained = rank_results[-2]["trained_epochs"]
+        assert trained
+        assert all(epochs == list(range(1, NUM_STEPS)) for epochs in trained)
 
 
 NUM_STEPS_ON_GPUS, PARTIAL_STEP = 20, 16

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
+from tests.support.row_indices import RecordingBagConfig
 from torchembed.modules.shard import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
 from torchembed.sharding.planning.plan import place_table
@@ -45,6 +46,8 @@ class Case:
     transport: WireTransport = WireTransport.COLLECTIVE
     reserved: int = 0
     """Columns that are left free before pooled vectors."""
+    is_recorded: bool = False
+    """Pooled tables note what is admitted to them."""
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -81,6 +84,8 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
     """Tables of two dims, one shared by two features, one feature in two tables."""
     users = {"a": ("f0", "f1"), "b": ("f2",), "c": ("f0",), "d": ("f3",)}
     kind = torchembed.EmbeddingBagConfig if case.pooled else torchembed.EmbeddingConfig
+    if case.is_recorded:
+        kind = RecordingBagConfig
     configs = []
     for name, (num_rows, dim) in SIZES.items():
         mean = case.pooled and name == "b" and not case.weighted

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
@@ -52,10 +54,13 @@ class Prefetch:
         self.buffers = InputBuffers(layout, program.device, tracks_fresh=program.epochs is not None)
         self._epochs = program.epochs
         self.bucketized: BucketizedBuffers | None = None
+        self._ids_per_call: Tensor | None = None
+        """The capacity for each lookup call, int64 ``[calls]`` on the device."""
         if capacity is None:
             self.batches = [map_tensors(torch.empty_like, b) for b in self.buffers.batches]
         else:
             assert calls is not None
+            self._ids_per_call = torch.tensor(capacity.per_call, device=program.device)
             bare = without_ids(example)
             self.batches = [
                 with_dense_tensors(bare, map(torch.empty_like, dense_tensors(batch)))
@@ -92,7 +97,7 @@ class Prefetch:
         with deferred_id_checks() as checks:
             routed = self._route(self.calls, bucketized)
         flag = either(flag, reduce_checks(checks, self._group))
-        admission = self._admission(buffer, flag)
+        admission = self._admission(buffer, bucketized, flag)
         lookups = self._admit(self.calls, routed, buffer, admission, in_place=in_place)
         known = self.admitted[buffer]
         if known is not None and in_place:
@@ -143,15 +148,29 @@ class Prefetch:
             lookups.append(admitted)
         return lookups
 
-    def _admission(self, buffer: int, flag: BadIdFlag | None) -> Admission:
+    def _admission(
+        self, buffer: int, bucketized: BucketizedBatch, flag: BadIdFlag | None
+    ) -> Admission:
         """The admission of the buffer's batch, which will be trained if it was copied there since
-        the buffer was last admitted and has no bad id; empty where no table asks."""
+        the buffer was last admitted, has no bad id and fits the capacity; empty where no table
+        asks. Collective where there is a capacity."""
         if self._epochs is None or self.buffers.is_fresh is None:
             return Admission()
         is_fresh = self.buffers.is_fresh[buffer]
         is_trained = is_fresh.clone() if flag is None else is_fresh & (flag.skip == 0)
+        if bucketized.needed is not None:
+            # One that does not fit is admitted by the steps with a larger capacity that train it.
+            is_trained &= self._fits(bucketized.needed)
         is_fresh.zero_()
         return self._epochs.admission(is_trained)
+
+    def _fits(self, needed: Tensor) -> Tensor:
+        """bool ``[1]``: True where no rank needs more than the capacity; collective."""
+        assert self._ids_per_call is not None
+        outgrown = (needed > self._ids_per_call).any().float().reshape(1)
+        if self._group is not None:
+            dist.all_reduce(outgrown, dist.ReduceOp.MAX, group=self._group)
+        return outgrown == 0
 
 
 def _copy_tree(source: Tree, target: Tree) -> None:
