@@ -61,13 +61,11 @@ def variants(device: torch.device) -> dict[str, dict[str, Any]]:
         "narrow ids": {"ids_dtype": torch.int32},
         "columns on one rank": {"placements": ["columns on one rank"]},
         "together": {"placements": ["row_wise", "table_wise", "column_wise"]},
-        # Features that go one way each are sent at once, too.
         "each feature once": {
             "placements": ["table_wise", "row_wise", "table_wise"],
             "tables": ["a", "b", "c"],
             "with_scheduler": True,
         },
-        # Looked up at once, though not sent so.
         "each feature once, half wire": {
             "placements": ["table_wise", "row_wise", "table_wise"],
             "tables": ["a", "b", "c"],

@@ -16,7 +16,6 @@ SCRIPT = str(Path(__file__).parent / "dlrm_script.py")
 
 
 PLACEMENTS = {
-    # In the first one, all of the features go through one exchange.
     "one": ["table_wise"] * 3,
     "three": ["table_wise", "column_wise", "data_parallel"],
 }

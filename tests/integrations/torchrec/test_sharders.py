@@ -118,7 +118,6 @@ def what_is_refused() -> dict[str, str]:
     found = {}
     for name, call in {
         "variable batches": lambda: sharded()(batches),
-        "variable batches of sequences": lambda: sharded(is_sequence=True)(batches),
         "no script": lambda: run([]),
         "no module": lambda: run(["-m"]),
         "another option": lambda: run(["--help"]),
@@ -199,10 +198,6 @@ def test_install_replaces_the_two_sharders_and_nothing_within_other_modules(
     ("name", "error"),
     [
         ("variable batches", "NotImplementedError: features must have one batch size for all keys"),
-        (
-            "variable batches of sequences",
-            "NotImplementedError: features must have one batch size for all keys",
-        ),
         *(
             (name, r"SystemExit: usage: .*run \(script\.py \| -m module\)")
             for name in ("no script", "no module", "another option")

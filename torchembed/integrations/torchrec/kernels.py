@@ -1,6 +1,5 @@
 """TorchRec's four embedding kernels over torchembed's tables."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias, TypedDict, cast
 
@@ -26,7 +25,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import Pooling
 from torchembed.integrations.torchrec.settings import output_dtype, update_settings
-from torchembed.integrations.torchrec.table_memory import TableMemory
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
 from torchembed.tables import Table, TableSpec
@@ -87,7 +85,6 @@ def _make_fused(
     pg: dist.ProcessGroup | None,
     device: torch.device | None,
     pooling: PoolingMode,
-    memory: TableMemory | None = None,
 ) -> None:
     """Finish a fused kernel's ``__init__``, where TorchRec's own would make FBGEMM's tables."""
     config = kernel.config
@@ -95,7 +92,6 @@ def _make_fused(
         **_table_arguments(config, pooling, kernel._feature_table_map),
         device=device or torch.device("cpu"),
         settings=update_settings(config),
-        memory=memory,
     )
     kernel._emb_module = tables  # type: ignore[assignment]
     kernel._optim = EmbeddingFusedOptimizer(config, tables, pg)  # type: ignore[arg-type]
@@ -116,18 +112,6 @@ def _make_dense(
     by_table = dense_parameters_by_table(tables, counts, config)  # type: ignore[arg-type]
     kernel._param_per_table = dict(by_table)
     kernel.init_parameters()
-
-
-def combined_tables(configs: Sequence[GroupedEmbeddingConfig], device: torch.device) -> FusedTables:
-    """Make the tables of several kernels, all with sum pooling, that differ in nothing else."""
-    tables = [table for config in configs for table in config.embedding_tables]
-    merged = dataclasses.replace(configs[0], embedding_tables=tables)
-    feature_tables = [n for n, table in enumerate(tables) for _ in range(table.num_features())]
-    return FusedTables(
-        **_table_arguments(merged, PoolingMode.SUM, feature_tables),
-        device=device,
-        settings=update_settings(merged),
-    )
 
 
 def look_up(
@@ -156,11 +140,10 @@ class FusedBags(BatchedFusedEmbeddingBag):
         pg: dist.ProcessGroup | None,
         device: torch.device | None,
         sharding_type: ShardingType | None = None,
-        memory: TableMemory | None = None,
     ) -> None:
         # BatchedFusedEmbeddingBag's own __init__ would allocate FBGEMM's tables.
         BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
-        _make_fused(self, pg, device, self._pooling, memory)
+        _make_fused(self, pg, device, self._pooling)
 
     @property
     def tables(self) -> FusedTables:

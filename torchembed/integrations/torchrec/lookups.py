@@ -1,6 +1,5 @@
 """TorchRec's lookups with torchembed's kernels in them."""
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -24,8 +23,7 @@ from torchembed.integrations.torchrec.kernels import (
     FusedBags,
     FusedSequences,
 )
-from torchembed.integrations.torchrec.table_memory import TableMemory
-from torchembed.integrations.torchrec.versions import LookupArguments, Sharding, lookup_arguments
+from torchembed.integrations.torchrec.versions import Sharding, lookup_arguments
 
 _SHARDING_TYPES = {
     RwPooledEmbeddingSharding: ShardingType.ROW_WISE,
@@ -35,31 +33,7 @@ _SHARDING_TYPES = {
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """Pooled vectors of this rank's tables of one sharding.
-
-    Args:
-        memory: yields the memory of each fused kernel's tables, kernel by kernel; None for kernels
-            that allocate their own.
-        arguments: what TorchRec's sharding passes to its lookup.
-        scale_weight_gradients: as TorchRec's lookup has it.
-        sharding_type: row-wise types, whose means are taken after the exchange; None for others.
-    """
-
-    def __init__(
-        self,
-        memory: Iterator[TableMemory] | None,
-        arguments: LookupArguments,
-        *,
-        scale_weight_gradients: bool,
-        sharding_type: ShardingType | None,
-    ) -> None:
-        # Set first: the parent's __init__ makes the kernels, which take from it.
-        self._memory = memory
-        super().__init__(
-            **arguments._asdict(),
-            scale_weight_gradients=scale_weight_gradients,
-            sharding_type=sharding_type,
-        )
+    """Pooled vectors of this rank's tables of one sharding."""
 
     @property
     def kernels(self) -> list[FusedBags | DenseBags]:
@@ -76,8 +50,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     ) -> BaseEmbedding:
         if config.compute_kernel is EmbeddingComputeKernel.DENSE:
             return DenseBags(config, pg, device, sharding_type)
-        memory = None if self._memory is None else next(self._memory)
-        return FusedBags(config, pg, device, sharding_type, memory)
+        return FusedBags(config, pg, device, sharding_type)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         # Splitting the features between kernels, TorchRec's forward reads their lengths.
@@ -106,13 +79,10 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         return (DenseSequences if is_dense else FusedSequences)(config, pg, device)
 
 
-def make_pooled_lookup(
-    sharding: Sharding, memory: Iterator[TableMemory] | None = None
-) -> PooledLookup:
-    """Make the lookup that replaces ``sharding.create_lookup()``'s; see :class:`PooledLookup`."""
+def make_pooled_lookup(sharding: Sharding) -> PooledLookup:
+    """Make the lookup that replaces ``sharding.create_lookup()``'s."""
     return PooledLookup(
-        memory,
-        lookup_arguments(sharding),
+        **lookup_arguments(sharding)._asdict(),
         # The mean over ranks of data-parallel tables is DDP's, not the exchange's.
         scale_weight_gradients=not isinstance(sharding, DpPooledEmbeddingSharding),
         sharding_type=_SHARDING_TYPES.get(type(sharding)),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, OptimizerKind, Pooling
 from torchembed.integrations.torchrec.flat_tables import FlatTables
-from torchembed.integrations.torchrec.table_memory import HyperParameters, TableMemory
+from torchembed.integrations.torchrec.hyper_parameters import HyperParameters
 from torchembed.modules.slots import select_features
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
@@ -172,9 +172,6 @@ class FusedTables(BatchedTables):
     Backward reads the learning rate as it is then; Adam's step is the number of forwards so far.
     See :class:`BatchedTables` for the other arguments.
 
-    Args:
-        memory: rows and states to use, for tables of one width; None to allocate them.
-
     Attributes:
         hyper_parameters: the rule of updates, and their learning rate.
         rounds: whether updated rows are rounded stochastically.
@@ -192,17 +189,14 @@ class FusedTables(BatchedTables):
         output_dtype: torch.dtype,
         device: torch.device,
         settings: UpdateSettings,
-        memory: TableMemory | None = None,
     ) -> None:
-        if memory is None:
-            num_elements = sum(table.num_rows * table.num_columns for table in tables)
-            flat = torch.empty(num_elements, dtype=precision.as_dtype(), device=device)
-        else:
-            flat = memory.weight.view(-1)
+        num_elements = sum(table.num_rows * table.num_columns for table in tables)
+        flat = torch.empty(num_elements, dtype=precision.as_dtype(), device=device)
         super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
-        learning_rate = torch.full((1,), settings.learning_rate, device=device)
         self.hyper_parameters = HyperParameters(
-            settings.rule, settings.learning_rate, learning_rate
+            rule=settings.rule,
+            learning_rate=settings.learning_rate,
+            learning_rate_tensor=torch.full((1,), settings.learning_rate, device=device),
         )
         self.rounds = settings.stochastic_rounding and flat.dtype != torch.float32
         self.bounds_check = settings.bounds_check
@@ -218,10 +212,7 @@ class FusedTables(BatchedTables):
         compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
         self.embedding_specs = [(t.num_rows, t.num_columns, place, compute) for t in tables]
         for group in self.groups:
-            if memory is None:
-                group.set_rule(settings.rule, 0.0)
-            else:
-                group.rule, group.states = settings.rule, memory.states
+            group.set_rule(settings.rule, 0.0)
         # Autograd runs the lookup's backward only for a tensor that requires a gradient; the sink
         # takes the gradients, and the tensor itself gets none.
         self._differentiable = [group.weight.detach().requires_grad_() for group in self.groups]
@@ -239,12 +230,6 @@ class FusedTables(BatchedTables):
         if self.counts:
             self.iteration += 1
         return self._look_up(self._differentiable, self._sink_of, ids, offsets, per_id_weights)
-
-    def memory_of(self, first: int, count: int) -> TableMemory:
-        """Views of the memory of ``count`` tables from table ``first`` on, all of one width."""
-        (group,) = self.groups
-        rows = slice(group.first_rows[first], group.first_rows[first + count])
-        return TableMemory(group.weight[rows], tuple(state[rows] for state in group.states))
 
     def _sink_of(self, group: TableGroup, rows: Tensor) -> GradientSink:
         """Make the sink that updates ``group``; begins to find the runs of ``rows`` meanwhile."""

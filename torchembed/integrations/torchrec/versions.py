@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torchembed.core.versions import release_number
 
@@ -43,7 +42,6 @@ check_version(getattr(torchrec, "__version__", "0"))
 from torchrec.distributed.batched_embedding_kernel import (  # noqa: E402
     _gen_named_parameters_by_table_dense as dense_parameters_by_table,
 )
-from torchrec.distributed.dist_data import _get_recat as exchange_order  # noqa: E402
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig  # noqa: E402
 from torchrec.distributed.sharding.dp_sharding import BaseDpEmbeddingSharding  # noqa: E402
 from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding  # noqa: E402
@@ -57,12 +55,8 @@ __all__ = [
     "Sharding",
     "check_version",
     "dense_parameters_by_table",
-    "exchange_order",
-    "frees_features_early",
     "grouped_configs",
-    "is_tracked",
     "lookup_arguments",
-    "process_group",
     "unsupported_table_setting",
 ]
 
@@ -85,21 +79,15 @@ class LookupArguments(NamedTuple):
     env: ShardingEnv
 
 
-def process_group(sharding: Sharding) -> dist.ProcessGroup:
-    """The process group that ``sharding`` exchanges ids and vectors in."""
-    # Data-parallel shardings have no group of their own.
-    pg = getattr(sharding, "_pg", sharding._env.process_group)
-    assert pg is not None  # a collection without one stays TorchRec's
-    return pg
-
-
 def lookup_arguments(sharding: Sharding) -> LookupArguments:
     """The arguments that ``sharding.create_lookup()`` would make its lookup with."""
     if isinstance(sharding, BaseTwRwEmbeddingSharding):
         configs = sharding._grouped_embedding_configs_per_rank[sharding._rank]
     else:
         configs = sharding._grouped_embedding_configs
-    return LookupArguments(configs, process_group(sharding), sharding._device, sharding._env)
+    # Data-parallel shardings have no group of their own.
+    pg = getattr(sharding, "_pg", sharding._env.process_group)
+    return LookupArguments(configs, pg, sharding._device, sharding._env)
 
 
 def grouped_configs(shardings: Iterable[Sharding]) -> list[GroupedEmbeddingConfig]:
@@ -112,17 +100,6 @@ def grouped_configs(shardings: Iterable[Sharding]) -> list[GroupedEmbeddingConfi
             per_rank = [sharding._grouped_embedding_configs]
         found += itertools.chain.from_iterable(per_rank)
     return found
-
-
-def frees_features_early(module: nn.Module) -> bool:
-    """True where a pipeline asked ``module`` to free the memory of features early; from 1.8 on."""
-    return getattr(module, "_free_features_storage_early", False)
-
-
-def is_tracked(module: nn.Module) -> bool:
-    """True where a tracker's functions run after a lookup; some versions have none."""
-    names = ("post_lookup_tracker_fn", "post_odist_tracker_fn")
-    return any(getattr(module, name, None) is not None for name in names)
 
 
 def unsupported_table_setting(config: BaseEmbeddingConfig) -> str | None:

@@ -1,20 +1,19 @@
-"""Memory and hyper-parameters that the tables of several of TorchRec's kernels may share."""
+"""Hyper-parameters of the row updates of a kernel's tables, which may change between steps."""
 
 import dataclasses
-from typing import NamedTuple
 
 from torch import Tensor
 
 from torchembed.ops.rowwise_update import UpdateRule
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True, eq=False)
 class HyperParameters:
     """The current rule and learning rate of row updates."""
 
     rule: UpdateRule
     learning_rate: float
-    learning_rate_tensor: Tensor = dataclasses.field(compare=False)
+    learning_rate_tensor: Tensor
     """float32 ``[1]``, on the device of the rows."""
 
     def set_learning_rate(self, lr: float) -> None:
@@ -22,12 +21,3 @@ class HyperParameters:
         if lr != self.learning_rate:
             self.learning_rate = lr
             self.learning_rate_tensor.fill_(lr)
-
-
-class TableMemory(NamedTuple):
-    """Rows and optimizer states of tables of one width."""
-
-    weight: Tensor
-    """``[R, D]``"""
-    states: tuple[Tensor, ...]
-    """Optimizer states, one row for each row of ``weight``."""
