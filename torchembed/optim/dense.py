@@ -13,13 +13,13 @@ from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
 from torchembed.optim.hyperparameters import (
     ParamGroup,
+    ReplayedOptimizer,
     check_hyperparameters,
-    learning_rate,
     rule_numbers,
 )
 
 
-class DenseOptimizer(torch.optim.Optimizer):
+class DenseOptimizer(ReplayedOptimizer):
     """Updates all parameters of a group in one pass over a flat buffer, with float32 masters.
 
     Constructing one lays the parameters of each group out in one buffer, of which their ``data``
@@ -90,10 +90,10 @@ class DenseOptimizer(torch.optim.Optimizer):
         """Copy learning rates and values of parameters that were set since to the tensors that
         CUDA graphs of :meth:`step` read; call it before each replay. Graphs read a tensor ``lr`` on
         the parameters' device themselves."""
-        for group, buffers in zip(self.param_groups, self._buffers, strict=True):
+        for index, buffers in enumerate(self._buffers):
             for buffer in buffers:
                 buffer.flat.take_changed_values()
-                buffer.current_lr(group)
+                self._device_lr(index, buffer.step.device)
 
     def flat_parameters(self) -> list[FlatParameters]:
         """The flat buffers: one for each parameter group, device and dtype."""
@@ -148,11 +148,13 @@ class DenseOptimizer(torch.optim.Optimizer):
         self._update_some(parameters)
 
     def _update_some(self, parameters: Collection[Tensor] | None) -> None:
-        for group, buffers in zip(self.param_groups, self._buffers, strict=True):
-            rule = self._rule(group)
+        for index, buffers in enumerate(self._buffers):
+            group = self.param_groups[index]
+            rule, decay = self._rule(group), group.get("lr_decay", 0.0)
             for buffer in buffers:
                 multiplier, skip = self._loss_scaling(buffer.flat.values.device)
-                buffer.update(rule, group, multiplier, skip, parameters)
+                lr = self._device_lr(index, buffer.step.device)
+                buffer.update(rule, lr, decay, multiplier, skip, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of all parameters, as any torch optimizer does."""
@@ -235,7 +237,6 @@ class _Buffer:
         """Updates done, float32 ``[]``."""
         self.updated: set[Tensor] = set()
         """Parameters that :meth:`DenseOptimizer.step_early` has updated in the current step."""
-        self._lr: tuple[float, Tensor] | None = None
 
     def entries(self) -> list[dict[str, Tensor]]:
         """The state of each parameter, by name."""
@@ -251,13 +252,14 @@ class _Buffer:
     def update(
         self,
         rule: DenseRule,
-        group: ParamGroup,
+        lr: Tensor,
+        lr_decay: float,
         multiplier: Tensor | None,
         skip: Tensor | None,
         parameters: Collection[Tensor] | None,
     ) -> None:
-        """Step ``parameters``, or those not updated early where None, by ``rule`` with the
-        hyperparameters of ``group``."""
+        """Step ``parameters``, or those not updated early where None, by ``rule`` with the learning
+        rate ``lr [1]``, decayed by the number of steps."""
         flat = self.flat
         among = set(flat.parameters if parameters is None else parameters) - self.updated
         chosen = [p for p in flat.parameters if p in among and p.grad is not None]
@@ -268,12 +270,14 @@ class _Buffer:
         if not self.updated:
             self.step += 1.0 if skip is None else skip[0] == 0
         self.updated.update(chosen)
+        if lr_decay != 0.0:
+            lr = (lr.double() / (1 + (self.step.double() - 1) * lr_decay)).float()
         dense_update(
             flat.master,
             self.states,
             flat.gradients,
             rule,
-            self.current_lr(group),
+            lr,
             rounded=flat.rounded,
             step=self.step,
             grad_multiplier=multiplier,
@@ -281,18 +285,3 @@ class _Buffer:
             parts=parts,
         )
         flat.values_were_updated(chosen)
-
-    def current_lr(self, group: ParamGroup) -> Tensor:
-        """The learning rate as a float32 tensor on the parameters' device."""
-        lr = learning_rate(group, self.step.device)
-        if isinstance(lr, Tensor):
-            tensor = lr.to(self.step.device, torch.float32, non_blocking=True)
-        else:
-            if self._lr is None or self._lr[0] != lr:
-                tensor = torch.empty_like(self.step) if self._lr is None else self._lr[1]
-                self._lr = lr, tensor.fill_(lr)
-            tensor = self._lr[1]
-        decay = group.get("lr_decay", 0.0)
-        if decay == 0.0:
-            return tensor
-        return (tensor.double() / (1 + (self.step.double() - 1) * decay)).float()

@@ -13,14 +13,14 @@ from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
 from torchembed.optim.hyperparameters import (
     ParamGroup,
+    ReplayedOptimizer,
     check_hyperparameters,
-    learning_rate,
     rule_numbers,
 )
 from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(ReplayedOptimizer):
     """Updates exactly the rows that were looked up, fused with the sum of each row's gradients.
 
     Constructing one takes over the given tables, also from another fused optimizer, whose ``step``
@@ -70,7 +70,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Identity of this optimizer in its tables' update keys."""
         self._step_supports_amp_scaling = True
         self._stochastic_rounding = stochastic_rounding
-        self._lr_tensors: dict[tuple[int, torch.device], tuple[float, Tensor]] = {}
         self._take_over(first=0)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -160,17 +159,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _lr(self, index: int, group: ParamGroup, table_group: TableGroup) -> Tensor:
         """The learning rate as a float32 ``[1]`` on the tables' device; never synchronizes."""
-        device = table_group.weight.device
-        lr = learning_rate(group, device)
-        if isinstance(lr, Tensor):
-            tensor = lr.to(device, torch.float32, non_blocking=True).reshape(1)
-        else:
-            known, tensor = self._lr_tensors.get((index, device), (None, None))
-            if tensor is None:
-                tensor = torch.empty(1, device=device)
-            if known != lr:
-                tensor.fill_(lr)
-                self._lr_tensors[index, device] = (lr, tensor)
+        tensor = self._device_lr(index, table_group.weight.device)
         decay = group.get("lr_decay", 0.0)
         return tensor if decay == 0.0 else tensor / (1 + (table_group.step - 1) * decay)
 
@@ -180,16 +169,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             g for i, group in enumerate(self.param_groups) for g in self._table_groups(i, group)
         )
         return [entry for table_group in groups for entry in table_group.pending]
-
-    def before_replay(self) -> None:
-        """Copy learning rates that were set since to the tensors that CUDA graphs of :meth:`step`
-        read; call it before each replay. Graphs read a tensor ``lr`` on the tables' device
-        themselves."""
-        for (index, device), (known, tensor) in self._lr_tensors.items():
-            lr = learning_rate(self.param_groups[index], device)
-            if not isinstance(lr, Tensor) and lr != known:
-                tensor.fill_(lr)
-                self._lr_tensors[index, device] = (lr, tensor)
 
     def _loss_scaling(
         self, entries: Sequence[RecordedGradients]

@@ -1,10 +1,11 @@
-"""Hyperparameters that the optimizers of tables and of dense parameters share; a learning rate in
-a form that a captured step may read."""
+"""Hyperparameters of the optimizers of tables and of dense parameters, and learning rates where
+captured steps read them."""
 
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Parameter group of an optimizer, as torch has it: ``params``, and its hyperparameters by name."""
@@ -40,3 +41,34 @@ def learning_rate(group: ParamGroup, device: torch.device) -> float | Tensor:
     """
     lr = group["lr"]
     return lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" != device.type else lr
+
+
+class ReplayedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose :meth:`step` a CUDA graph can hold: its learning rates are on the device.
+
+    A float ``lr`` of a parameter group is copied there where it has changed, by a step and by
+    :meth:`before_replay`; a tensor ``lr`` on the parameters' device is read where it is.
+    """
+
+    def __init__(self, params: ParamsT, defaults: ParamGroup) -> None:
+        self._device_lrs: dict[tuple[int, torch.device], tuple[float, Tensor]] = {}
+        super().__init__(params, defaults)
+
+    def before_replay(self) -> None:
+        """Copy learning rates that were set since to the tensors that CUDA graphs of :meth:`step`
+        read; call it before each replay."""
+        for index, device in self._device_lrs:
+            self._device_lr(index, device)
+
+    def _device_lr(self, index: int, device: torch.device) -> Tensor:
+        """The learning rate of parameter group ``index``, float32 of one element on ``device``;
+        never synchronizes."""
+        lr = learning_rate(self.param_groups[index], device)
+        if isinstance(lr, Tensor):
+            return lr.to(device, torch.float32, non_blocking=True).reshape(1)
+        known, tensor = self._device_lrs.get((index, device), (None, None))
+        if tensor is None:
+            tensor = torch.empty(1, device=device)
+        if known != lr:
+            self._device_lrs[index, device] = lr, tensor.fill_(lr)
+        return tensor

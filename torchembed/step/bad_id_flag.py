@@ -1,6 +1,6 @@
-"""The flag that a batch has a bad id: set on the device, reduced over ranks, read late by the host.
+"""The flag that a batch has a bad id: set on the device, reduced over ranks, reported to the host.
 
-No update of a flagged step changes anything, on any rank, and the host raises once it knows.
+No update of a flagged step changes anything, on any rank.
 """
 
 from collections.abc import Sequence
@@ -50,24 +50,3 @@ def either(one: BadIdFlag | None, other: BadIdFlag | None) -> BadIdFlag | None:
     if one is None or other is None:
         return other if one is None else one
     return BadIdFlag(one.skip.maximum(other.skip), torch.cat([one.found, other.found]))
-
-
-def skip_of(flag: BadIdFlag | None) -> Tensor | None:
-    """The tensor that updates by the batch are predicated on; None where they are not."""
-    return None if flag is None else flag.skip
-
-
-def raise_bad_ids(report: Tensor, checks: Sequence[IdCheck]) -> None:
-    """Raise ``IndexError`` where ``report``, on the host, says that a rank's batch has a bad id."""
-    skip, *found = report.tolist()
-    if not skip:
-        return
-    first = 0
-    for check in checks:
-        numbers = found[first : first + len(check.found)]
-        if numbers[0] < check.num_ids:
-            raise IndexError(f"{check.describe(*numbers)}. That step changed nothing")
-        first += len(numbers)
-    raise IndexError(
-        "id out of range in another rank's batch, whose error says more. That step changed nothing"
-    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from torchembed.step.bad_id_flag import skip_of
 from torchembed.step.batch_layout import to_device
 from torchembed.step.dense_updates import PlainUpdates
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
@@ -37,7 +36,7 @@ class EagerEngine:
             source: what the device may still read once this has returned.
         """
         trained = self._train(batch)
-        update(self._optimizers.others, skip_of(trained.flag))
+        update(self._optimizers.others, trained.skip)
         return trained.held_until(None, source=source)
 
     def release(self) -> None:

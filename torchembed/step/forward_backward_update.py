@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchembed.core.trees import Tree, map_tensors
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
-from torchembed.step.bad_id_flag import either, reduce_checks, skip_of
+from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
@@ -156,7 +156,7 @@ class ForwardBackwardUpdate:
             if stream is not None:
                 # Before backward: the update of rows begins with what needs no gradients.
                 stream.wait_stream(torch.cuda.current_stream())
-        skip, backward_stream = skip_of(flag), self._backward_stream()
+        skip, backward_stream = None if flag is None else flag.skip, self._backward_stream()
         with self._dense_updates.around_backward(skip):
             with named_range("torchembed: backward"), fork(backward_stream):
                 loss.backward()
@@ -174,7 +174,7 @@ class ForwardBackwardUpdate:
             for call in batch.calls:
                 call.collection.release(batch.epoch)
         result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch.data)
-        return TrainedBatch(result, flag, report, [*batch.checks, *checks])
+        return TrainedBatch(result, skip, report, [*batch.checks, *checks])
 
     def _backward_stream(self) -> torch.cuda.Stream | None:
         """The stream on which to call backward; None for the current one.

@@ -119,8 +119,8 @@ class TrainedBatch:
     """A step's result, and what the host needs to know once the device has done the step."""
 
     result: StepResult
-    flag: BadIdFlag | None
-    """The flag that the updates were predicated on."""
+    skip: Tensor | None
+    """float32 ``[1]``: nothing was updated where it is not zero; None where all was."""
     report: Tensor | None
     """:meth:`~torchembed.step.bad_id_flag.BadIdFlag.to_host`; there once the step is done."""
     checks: list[IdCheck]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchembed.core.trees import Tree
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes, replayed_sizes
-from torchembed.step.bad_id_flag import skip_of
 from torchembed.step.bucketized_buffers import Capacity
 from torchembed.step.collective_capture import succeeds_on_all_ranks
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
@@ -221,7 +220,7 @@ class StaticStep:
                 self._sizes = sizes
         trained = self._trained[buffer]
         assert trained is not None
-        update(self._optimizers.others, skip_of(trained.flag))
+        update(self._optimizers.others, trained.skip)
         self._num_steps += 1
         self._prepared = None if following is None else following.number
         # The batch is held, since its buffer may be filled anew while its copy is under way.

@@ -1,4 +1,4 @@
-"""Steps that the device may not have finished."""
+"""Steps that the device may not have finished, and what the host raises once it has."""
 
 import collections
 import dataclasses
@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from torchembed.core import ranks
 from torchembed.core.process_exit import exit_process_within
+from torchembed.modules.bad_ids import IdCheck
 from torchembed.sharding.transport.channel import PushDomain
-from torchembed.step.bad_id_flag import raise_bad_ids
 from torchembed.step.stages import TrainedBatch
 
 _POLL_SECONDS = 2e-5
@@ -61,7 +62,7 @@ class StepsInFlight:
             self._steps.popleft()
             self._check_push()
             if oldest.report is not None:
-                raise_bad_ids(oldest.report, oldest.checks)
+                _raise_bad_ids(oldest.report, oldest.checks)
 
     def wait_for_all(self) -> None:
         """Wait for the steps so far; :meth:`wait_until` then raises for their ids.
@@ -103,3 +104,19 @@ def _wait(done: torch.cuda.Event | None, deadline: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
+
+
+def _raise_bad_ids(report: Tensor, checks: Sequence[IdCheck]) -> None:
+    """Raise ``IndexError`` where ``report``, on the host, says that a rank's batch has a bad id."""
+    skip, *found = report.tolist()
+    if not skip:
+        return
+    first = 0
+    for check in checks:
+        numbers = found[first : first + len(check.found)]
+        if numbers[0] < check.num_ids:
+            raise IndexError(f"{check.describe(*numbers)}. That step changed nothing")
+        first += len(numbers)
+    raise IndexError(
+        "id out of range in another rank's batch, whose error says more. That step changed nothing"
+    )
