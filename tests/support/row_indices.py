@@ -14,7 +14,7 @@ from torchembed.ops.linearize_ids import LinearRows
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables import Admission, IndexedTable, RangeIndex, TableSpec, shifted_row_key
-from torchembed.tables.row_index import RangeSlots
+from torchembed.tables.row_index import RangeSlots, RowIndex
 
 
 class LoggedAdmission(NamedTuple):
@@ -105,6 +105,10 @@ class DictIndex:
 
     def to(self, device: torch.device) -> "DictIndex":
         return self
+
+    def take_table(self, table: int, source: RowIndex, source_table: int) -> None:
+        assert isinstance(source, DictIndex)
+        self.rows[table] = source.rows[source_table]
 
 
 class DictSlots:

@@ -125,3 +125,34 @@ def test_tables_of_different_indices_form_different_groups() -> None:
     assert torch.equal(values["a"], weights["a"][:2])
     assert torch.equal(values["b"], weights["b"][[0, 4]])
     assert torch.equal(values["c"], weights["c"][:2])
+
+
+def test_tables_that_change_groups_keep_the_rows_of_their_ids() -> None:
+    """Freezing a table, and an optimizer that takes over tables, form groups anew."""
+    names = ("a", "b")
+    module = torchembed.EmbeddingBagCollection(
+        [
+            DictBagConfig(name=name, num_embeddings=5, embedding_dim=4, feature_names=(name,))
+            for name in names
+        ]
+    )
+
+    def vectors_of(ids: list[int]) -> torch.Tensor:
+        features = SparseFeatures(
+            keys=names, values=torch.tensor(2 * ids), batch_size=5, hotness=(1, 1)
+        )
+        return module(features).values()
+
+    before = vectors_of(ANY_IDS)
+    weight_of = {table.spec.name: table.parameter for table in module._tables}
+    changes = (
+        lambda: weight_of["b"].requires_grad_(False),
+        lambda: weight_of["b"].requires_grad_(True),
+        lambda: torchembed.optim.SGD([weight_of["b"]], lr=1.0),
+    )
+    for change in changes:
+        groups = module._table_set.current_groups()
+        change()
+        # In another order, in which ids that are new would get other rows.
+        assert_same_bits(vectors_of(ANY_IDS[::-1]), before.flip(0))
+        assert module._table_set.current_groups() is not groups

@@ -1,7 +1,7 @@
 """Tables, and the groups that hold the rows of several in one flat tensor."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -198,6 +198,15 @@ class TableGroup:
     def _set_index(self, index: RowIndex) -> None:
         self.index = index
         self.rounding_keys = index.rounding_keys()
+
+    def take_contents_of_index(self, groups: Iterable["TableGroup"]) -> None:
+        """Take over from the index of each of ``groups``, which held the tables so far, the
+        contents of those that are here now."""
+        for group in dict.fromkeys(groups):
+            for number, table in enumerate(self.tables):
+                if table in group.tables:
+                    self.index.take_table(number, group.index, group.tables.index(table))
+        self.rounding_keys = self.index.rounding_keys()
 
     def row_ids(self, table: Table) -> RowIds:
         """For each row of ``table`` here the id that its initial values are a function of."""

@@ -116,6 +116,12 @@ class RowIndex(Protocol):
         """The same index on another device."""
         ...
 
+    def take_table(self, table: int, source: "RowIndex", source_table: int) -> None:
+        """Take over which ids a table holds, and in which of its rows: ``table`` is its number
+        here, ``source_table`` that in ``source``, the index of the same kind that held it so far.
+        Its rows of the weight are copied in their order."""
+        ...
+
 
 class IndexFactory(Protocol):
     """Makes the index of a new group; tables of one group have equal factories."""
@@ -175,6 +181,9 @@ class RangeIndex:
 
     def to(self, device: torch.device) -> "RangeIndex":
         return RangeIndex(self._tables, device)
+
+    def take_table(self, table: int, source: RowIndex, source_table: int) -> None:
+        """A range of ids follows from its table."""
 
 
 @dataclasses.dataclass(frozen=True)

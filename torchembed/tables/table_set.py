@@ -210,6 +210,7 @@ def _gathered_group(members: list[Table]) -> TableGroup:
         for table in members:
             group.table_rows(group.weight, table).copy_(table.parameter.data)
     old_groups = [table.group for table in members if hasattr(table, "group")]
+    group.take_contents_of_index(old_groups)
     rules = {old.rule for old in old_groups}
     rule = rules.pop() if len(rules) == 1 else None
     if rule is not None:
