@@ -282,6 +282,22 @@ def pushing_on_the_cpu() -> str:
     return error_of(lambda: make_pipeline("ours", run, transport=WireTransport.PUSH))
 
 
+def groups_made() -> list[int]:
+    """How many process groups each of several pipelines, one after the other, made."""
+    from torch.distributed.distributed_c10d import _world
+
+    made = []
+    for _ in range(3):
+        run = make("ours")
+        before = len(_world.pg_map)
+        pipeline = make_pipeline("ours", run)
+        losses_of(pipeline, batches(run, 2, is_fixed=True), 2)
+        pipeline.close()
+        made.append(len(_world.pg_map) - before)
+        del pipeline, run
+    return made
+
+
 def everything_on_the_cpu() -> dict[str, Any]:
     """On a rank."""
     found: dict[str, Any] = {}
@@ -301,6 +317,7 @@ def everything_on_the_cpu() -> dict[str, Any]:
     found["unequal"] = unequal_counts()
     found["wires"] = wires()
     found["push"] = pushing_on_the_cpu()
+    found["groups"] = groups_made()
     found["falls back"] = what_falls_back()
     return found
 
@@ -401,3 +418,8 @@ def test_gpus_alone_push(ranks: list[dict[str, Any]]) -> None:
         r"ValueError: transport must be WireTransport.COLLECTIVE on cpu, got WireTransport.PUSH",
         ranks[0]["push"],
     )
+
+
+def test_further_pipelines_make_no_process_groups(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["groups"][1:] == [0, 0]

@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import T, Tree, layout_of, map_tensors
+from torchembed.sharding.transport.process_groups import BorrowedGroup
 from torchembed.step.batch_layout import map_parts, sparse_features, with_sparse_features
 
 Hotness: TypeAlias = tuple[int, ...]
@@ -53,11 +54,11 @@ class BatchReader:
     offsets.
 
     Args:
-        group: a CPU group of the ranks that nothing else uses; None for one rank.
+        group: of the ranks, held while batches are read; None for one rank.
         device: the device of the steps; for a GPU batches are copied to pinned memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: BorrowedGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
         self._known: tuple[Hotness, ...] | None = None
         """Hotness of the first batch that had a fixed one; steps are captured for that one."""
@@ -118,7 +119,7 @@ class BatchReader:
         code = zlib.crc32(repr(hotness).encode())
         # One minimum over code and -code gives its least and greatest value over the ranks.
         numbers = torch.tensor([*flags, code, -code], dtype=torch.int64)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group.group)
         read, has, fixed, least, most = numbers.tolist()
         return bool(read), bool(has), bool(fixed) and least == -most
 

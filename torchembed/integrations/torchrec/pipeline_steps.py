@@ -18,6 +18,7 @@ from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_o
 from torchembed.integrations.torchrec.pipeline_model import PipelineModel
 from torchembed.integrations.torchrec.unwrapped_model import UnwrappedModel
 from torchembed.sharding.transport.peer_access import check_transport
+from torchembed.sharding.transport.process_groups import borrow_cpu_group, group_with_cpu
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WireTransport
 from torchembed.step.reading_thread import ReadingThread
@@ -55,7 +56,7 @@ class PipelineSteps:
     ) -> None:
         self._is_cuda = device.type == "cuda"
         ranks.make_cpu_group()
-        group = _with_cpu(model.collections[0][1].process_group)
+        group = group_with_cpu(model.collections[0][1].process_group)
         mesh = DeviceMesh.from_group(group, device.type)
         check_transport(transport, mesh, num_nodes=1)
         of_all = TableRanks(mesh, (), model.wire, transport=transport)
@@ -76,8 +77,7 @@ class PipelineSteps:
             timeout_seconds=timeout_seconds,
         )
         is_alone = dist.get_world_size(group) == 1
-        agreement = None if is_alone else _new_cpu_group()
-        reader = BatchReader(agreement, device)
+        reader = BatchReader(None if is_alone else borrow_cpu_group(group), device)
         self._batches = ReadingThread(reader.read, _NUM_READ_AHEAD)
 
     def follow(self, batches: Iterator[Tree]) -> None:
@@ -141,19 +141,3 @@ class PipelineSteps:
         self._pipeline.__exit__(kind, error, trace)
         if error is None:
             self._report_bad_ids()
-
-
-def _new_cpu_group() -> dist.ProcessGroup:
-    made = dist.new_group(backend="gloo")
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def _with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """``group``, or a new one of the same ranks where it has no CPU backend; collective."""
-    backends = dist.get_backend_config(group)
-    if "cpu:" in backends:
-        return group
-    made = dist.new_group(dist.get_process_group_ranks(group), backend=f"cpu:gloo,{backends}")
-    assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
-    return made

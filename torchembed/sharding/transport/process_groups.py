@@ -7,7 +7,7 @@ would add up if every sharding made its own.
 import dataclasses
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,24 @@ class BorrowedGroups:
         self.gradients, self.sizes = gradients, sizes
 
 
-@dataclasses.dataclass(kw_only=True)
-class _GroupPair:
-    """The groups that are lent together, and their borrower."""
+class BorrowedGroup:
+    """A process group on the CPU of all ranks of another one, lent to one borrower while this
+    object lives, for collectives of a thread of its own."""
 
-    gradients: dist.ProcessGroup
-    sizes: dist.ProcessGroup
-    borrower: "weakref.ref[BorrowedGroups] | None" = None
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Lendable:
+    """Groups that are lent together, and their borrower."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    borrower: "weakref.ref[BorrowedGroups | BorrowedGroup] | None" = None
 
     @property
     def is_free(self) -> bool:
-        """True if no living model of this rank has it."""
+        """True if no living borrower of this rank has it."""
         return self.borrower is None or self.borrower() is None
 
 
@@ -47,10 +54,12 @@ class _Registry:
     """The groups that were made under one default process group, and are destroyed with it."""
 
     def __init__(self) -> None:
-        self.pairs: dict[tuple[tuple[int, ...], str], list[_GroupPair]] = {}
-        """Pairs by the processes and backends of a mesh, in the same order on all of its ranks."""
+        self.lendable: dict[tuple[tuple[int, ...], str], list[_Lendable]] = {}
+        """Groups that are lent, by their processes and purpose, in the same order on all ranks."""
         self.parts: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         """Groups by their processes; None where this process is not one of them."""
+        self.with_cpu: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        """Groups that carry CPU tensors too, by their processes and their backends."""
 
 
 _registries: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Registry]" = weakref.WeakKeyDictionary()
@@ -67,20 +76,66 @@ def borrow_groups(mesh: DeviceMesh) -> BorrowedGroups:
     made where there are none. Collective, through the CPU."""
     group, processes = mesh.get_group(), tuple(mesh.mesh.tolist())
     backends = dist.get_backend_config(group)
-    pairs = _registry().pairs.setdefault((processes, backends), [])
-    pair = _free_on_all(pairs, group)
-    if pair is None and pairs:
-        # Models are part of reference cycles: one that is gone may not have been collected yet.
-        gc.collect()
-        pair = _free_on_all(pairs, group)
-    if pair is None:
+
+    def make() -> tuple[dist.ProcessGroup, ...]:
         of_default = backends == dist.get_backend_config()
         gradients = _new_group(processes, None if of_default else backends)
-        pair = _GroupPair(gradients=gradients, sizes=_new_group(processes, "gloo"))
-        pairs.append(pair)
-    groups = BorrowedGroups(pair.gradients, pair.sizes)
-    pair.borrower = weakref.ref(groups)
+        return gradients, _new_group(processes, "gloo")
+
+    lent = _free_or_made((processes, backends), group, make)
+    gradients, sizes = lent.groups
+    groups = BorrowedGroups(gradients, sizes)
+    lent.borrower = weakref.ref(groups)
     return groups
+
+
+def borrow_cpu_group(group: dist.ProcessGroup) -> BorrowedGroup:
+    """A group on the CPU of the ranks of ``group`` that no one else uses, made where there is none.
+    Collective, through the CPU.
+
+    Args:
+        group: carries CPU tensors.
+    """
+    processes = tuple(dist.get_process_group_ranks(group))
+    # The purpose in place of backends: no pair of a mesh is taken for such a group.
+    lent = _free_or_made((processes, "a thread"), group, lambda: (_new_group(processes, "gloo"),))
+    borrowed = BorrowedGroup(lent.groups[0])
+    lent.borrower = weakref.ref(borrowed)
+    return borrowed
+
+
+def group_with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """``group`` where it carries CPU tensors; else a group of its ranks that does so too, made the
+    first time. Collective over them then.
+
+    Models share it, since its collectives come in the order of the program.
+    """
+    backends, processes = dist.get_backend_config(group), tuple(dist.get_process_group_ranks(group))
+    if "cpu:" in backends:
+        return group
+    made = _registry().with_cpu
+    if (processes, backends) not in made:
+        made[processes, backends] = _new_group(processes, f"cpu:gloo,{backends}")
+    return made[processes, backends]
+
+
+def _free_or_made(
+    key: tuple[tuple[int, ...], str],
+    group: dist.ProcessGroup,
+    make: Callable[[], tuple[dist.ProcessGroup, ...]],
+) -> _Lendable:
+    """The first of the registry's groups under ``key`` that is free on every rank of ``group``,
+    made where there is none. Collective."""
+    known = _registry().lendable.setdefault(key, [])
+    free = _free_on_all(known, group)
+    if free is None and known:
+        # Models are part of reference cycles: one that is gone may not have been collected yet.
+        gc.collect()
+        free = _free_on_all(known, group)
+    if free is None:
+        free = _Lendable(groups=make())
+        known.append(free)
+    return free
 
 
 def _new_group(processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
@@ -96,15 +151,15 @@ def _new_group(processes: Sequence[int], backend: str | None) -> dist.ProcessGro
     return group
 
 
-def _free_on_all(pairs: Sequence[_GroupPair], group: dist.ProcessGroup) -> _GroupPair | None:
-    """The first of ``pairs`` that is free on every rank of ``group``, None without one.
+def _free_on_all(known: Sequence[_Lendable], group: dist.ProcessGroup) -> _Lendable | None:
+    """The first of ``known`` that is free on every rank of ``group``, None without one.
     Collective."""
-    if not pairs:
+    if not known:
         return None
-    # Ranks collect garbage at different times, so that a pair may be free on some of them only.
-    are_free = torch.tensor([pair.is_free for pair in pairs], dtype=torch.int32, device="cpu")
+    # Ranks collect garbage at different times, so that a group may be free on some of them only.
+    are_free = torch.tensor([lent.is_free for lent in known], dtype=torch.int32, device="cpu")
     dist.all_reduce(are_free, dist.ReduceOp.MIN, group=group)
-    return next((pair for pair, free in zip(pairs, are_free.tolist(), strict=True) if free), None)
+    return next((lent for lent, free in zip(known, are_free.tolist(), strict=True) if free), None)
 
 
 def subgroup(processes: Sequence[int]) -> dist.ProcessGroup | None:
