@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.tolerance import assert_as_near
+
 NUM_STEPS = 6
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.01),
@@ -33,39 +35,47 @@ def _gradients(step: int, device: torch.device) -> list[Tensor | None]:
     return [*found[:2], found[2] if step != 2 else None]
 
 
-def _everything_of(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Values and states."""
+def _everything_of(
+    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[tuple[str, Tensor]]:
+    """Values and states, by name."""
     states = [
-        (name, value.detach().cpu().double().flatten().tolist())
+        (name, value.detach().cpu())
         for parameter in parameters
         for name, value in sorted(optimizer.state[parameter].items())
         if isinstance(value, Tensor)
     ]
-    return [[p.detach().cpu().double().flatten().tolist() for p in parameters], states]
+    return [*(("value", parameter.detach().cpu()) for parameter in parameters), *states]
 
 
-def trained(name: str, device: torch.device) -> tuple[list[Any], list[Any]]:
-    """By torch and by us: values and states, after a change of the learning rate, a step that is
-    skipped, and states that were loaded."""
+def trained(name: str, device: torch.device) -> list[list[tuple[str, Tensor]]]:
+    """By us, by torch and by torch in float64: values and states, after a change of the learning
+    rate, a step that is skipped, and states that were loaded."""
     from torchembed.integrations.torchrec.dense_parameters import AliasedParameter
     from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
 
     torch.manual_seed(4)
     first = [nn.Parameter(torch.randn(s, device=device)) for s in ((5, 3), (3,), (7,))]
     theirs, mine = copy.deepcopy(first), copy.deepcopy(first)
-    optimizer, own = OPTIMIZERS[name](theirs), OPTIMIZERS[name](mine)
+    exact = [nn.Parameter(parameter.detach().double()) for parameter in first]
+    optimizers = [OPTIMIZERS[name](parameters) for parameters in (mine, theirs, exact)]
+    own = optimizers[0]
     leaves = [AliasedParameter(parameter, nn.Parameter(parameter.detach())) for parameter in mine]
     assert plain_optimizers(own) == [own]
     updates = DenseUpdates([own], leaves)
     known = None
     for step in range(NUM_STEPS):
         if step == 3:
-            for of_either in (optimizer, own):
-                of_either.param_groups[0]["lr"] = 0.02
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = 0.02
         if step == 4:
             own.load_state_dict(copy.deepcopy(own.state_dict()))
-        for pair, parameter, grad in zip(leaves, theirs, _gradients(step, device), strict=True):
-            pair.alias.grad, parameter.grad = grad, None if grad is None else grad.clone()
+        for pair, eager, true, grad in zip(
+            leaves, theirs, exact, _gradients(step, device), strict=True
+        ):
+            pair.alias.grad = grad
+            eager.grad = None if grad is None else grad.clone()
+            true.grad = None if grad is None else grad.double()
         granted = updates.begin()
         assert known is None or (granted == known) == (step != 4 or name == "sgd")
         known = granted
@@ -76,8 +86,12 @@ def trained(name: str, device: torch.device) -> tuple[list[Any], list[Any]]:
         updates.skip = None
         updates.step()
         updates.end()
-        optimizer.step()
-    return _everything_of(theirs, optimizer), _everything_of(mine, own)
+        for optimizer in optimizers[1:]:
+            optimizer.step()
+    return [
+        _everything_of(parameters, optimizer)
+        for parameters, optimizer in zip((mine, theirs, exact), optimizers, strict=True)
+    ]
 
 
 def left_to_torch() -> list[int]:
@@ -106,14 +120,11 @@ def everything(device_type: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_torchs(answers: list[dict[str, Any]], name: str) -> None:
-    (values, states), (our_values, our_states) = answers[0]["dense_updates"][name]
-    # Some rounding of float32 in each of a few steps.
-    near = functools.partial(pytest.approx, rel=1e-5, abs=1e-6)
-    for expected, found in zip(values, our_values, strict=True):
-        assert found == near(expected)
-    assert [name for name, _ in states] == [name for name, _ in our_states]
-    for (_, expected), (_, found) in zip(states, our_states, strict=True):
-        assert found == near(expected)
+    for (ours, found), (theirs, eager), (_, true) in zip(
+        *answers[0]["dense_updates"][name], strict=True
+    ):
+        assert ours == theirs
+        assert_as_near(found, eager, true.double())
 
 
 def test_other_rules_are_left_to_torch(answers: list[dict[str, Any]]) -> None:
