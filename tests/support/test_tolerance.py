@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.support.tolerance import (
+    NUDGE_UNITS,
     assert_as_near,
     assert_follows,
     assert_same_bits,
     assert_same_sums,
+    assert_within_drift,
     relative_error,
 )
 
@@ -143,6 +145,19 @@ def test_sums_that_are_not_numbers_fail() -> None:
     nothing = torch.tensor([torch.nan, 1.0])
     with pytest.raises(AssertionError, match="1 of 2 sums differ"):
         assert_same_sums(nothing, nothing, 1.0, num_roundings=1)
+
+
+@pytest.mark.parametrize(("size", "last"), [(None, 4.0), (100.0, 100.0)])
+def test_trainings_come_apart_by_as_many_nudges_as_steps(size: float | None, last: float) -> None:
+    expected, nudged = [1.0, 4.0], [1.0, 4.0 + NUDGE_UNITS * last * 1e-6]
+    allowed = last * (3e-6 + EPS)
+    assert_within_drift([1.0, 4.0 + 0.99 * allowed], expected, nudged, num_steps=3, size=size)
+    with pytest.raises(AssertionError, match="largest error"):
+        assert_within_drift([1.0, 4.0 + 1.01 * allowed], expected, nudged, num_steps=3, size=size)
+    with pytest.raises(AssertionError, match="largest error"):
+        assert_within_drift([1.0, math.nan], expected, nudged, num_steps=3, size=size)
+    with pytest.raises(AssertionError, match="a nudge must change"):
+        assert_within_drift(expected, expected, expected, num_steps=3, size=size)
 
 
 def test_the_error_of_roundings() -> None:

@@ -1,10 +1,13 @@
 """Tolerances that follow from the arithmetic: nothing here is a chosen number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+NUDGE_UNITS = 1024
+"""By how many float32 eps in relation to itself a parameter is nudged: so many that roundings do
+not hide what a nudge does, and so few that the effect of one is a part of theirs."""
 Formula = Callable[[torch.dtype], Tensor]
 """An oracle: the result, computed by a plain formula in the given dtype."""
 
@@ -64,6 +67,34 @@ def assert_same_sums(
     is_off = ~(errors <= allowed)
     assert not is_off.any(), (
         f"{int(is_off.sum())} of {actual.numel()} sums differ, the first by {errors[is_off][0]:.3e}"
+    )
+
+
+def assert_within_drift(
+    found: Sequence[float],
+    expected: Sequence[float],
+    nudged: Sequence[float],
+    *,
+    num_steps: int,
+    size: float | None = None,
+) -> None:
+    """Assert that numbers of two float32 trainings are equal up to the roundings of their steps.
+
+    ``nudged`` are those of ``expected``'s training whose parameters began ``NUDGE_UNITS`` units of
+    rounding off, of which one is what both trainings together may round a parameter by in a step:
+    half a unit each. Then the numbers are rounded, too. All of it is in relation to ``size``,
+    without which each number counts in relation to its own.
+    """
+    first, second, moved = (
+        torch.tensor(each, dtype=torch.float64) for each in (found, expected, nudged)
+    )
+    sizes = second.abs() if size is None else torch.full_like(second, size)
+    drift = ((moved - second).abs() / sizes).max() / NUDGE_UNITS
+    assert drift > 0, "a nudge must change the numbers"
+    allowed = (num_steps * drift + torch.finfo(torch.float32).eps) * sizes
+    errors = (first - second).abs()
+    assert (errors <= allowed).all(), (
+        f"largest error {(errors / sizes).max():.3e}, allowed {num_steps} times {drift:.3e}"
     )
 
 

@@ -31,6 +31,7 @@ from torchrec.modules.embedding_configs import (
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from tests.support.tolerance import NUDGE_UNITS
 from torchembed.integrations import torchrec as ours
 
 DIM = 16
@@ -264,6 +265,7 @@ def make_run(
     is_sequence: bool = False,
     for_pipeline: bool = False,
     init_data_parallel: bool = True,
+    nudged: bool = False,
     dense_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     data_type: DataType = DataType.FP32,
     ids_dtype: torch.dtype = torch.int64,
@@ -299,11 +301,26 @@ def make_run(
     )
     if for_pipeline:
         _begin_alike(sharded)
+    if nudged:
+        nudge(sharded)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     make_dense = dense_optimizer or functools.partial(torch.optim.SGD, lr=0.05)
     of_dense = KeyedOptimizerWrapper(dense, make_dense)
     both = CombinedOptimizer([sharded.fused_optimizer, of_dense])
     return Run(sharded, both, device, weighted, ids_dtype)
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    """Move every parameter by ``NUDGE_UNITS`` float32 eps of itself, up or down, and alike where
+    ranks hold the same."""
+    by = NUDGE_UNITS * torch.finfo(torch.float32).eps
+    for number, (_, value) in enumerate(sorted(model.state_dict().items())):
+        sharded = hasattr(value, "local_shards")
+        for part in [shard.tensor for shard in value.local_shards()] if sharded else [value]:
+            generator = torch.Generator().manual_seed(number)
+            ups = torch.rand(part.shape, generator=generator) < 0.5
+            part.mul_(torch.where(ups, 1 + by, 1 - by))
 
 
 @torch.no_grad()
