@@ -32,6 +32,9 @@ class StepEngine(Protocol):
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | None:
         """Train ``now``, and prepare the first of those that are ``upcoming``.
 
+        What :meth:`prefetch` does is done now for those that the engine was not shown, since they
+        were read before it was made or released.
+
         Returns:
             None where nothing was trained, since the engine cannot train the model; a warning has
             said why, and every other engine may be tried.

@@ -188,7 +188,7 @@ class TrainPipeline:
                 self._upcoming.fill(2, self._taken_in)
 
     def _taken_in(self, item: Any) -> ReadBatch:
-        """A batch that was read; its copy is begun where it has the layout of static steps."""
+        """A batch that was read; the engine that is to train it may begin to copy it."""
         data = item if self.loss_fn is None else as_batch(item)
         number, self._num_read = self._num_read, self._num_read + 1
         if not self._engines.captures:
