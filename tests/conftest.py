@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 # Before torch is imported: one thread each, and matrix products that repeat their bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,9 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+
+if TYPE_CHECKING:
+    from tests.support.schedule import ByFile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,11 +45,22 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        from tests.support import schedule
+
+        items[:] = schedule.in_order(items)
     if config.getoption("--device") == "cuda":
         return
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "ByFile | None":
+    from tests.support import schedule
+
+    return schedule.ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

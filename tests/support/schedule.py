@@ -1,0 +1,42 @@
+"""Which files of tests several processes take first, and which of them one process runs."""
+
+from collections.abc import Sequence
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+TOGETHER = ("tests/integrations/torchrec/",)
+"""Folders whose files share what one launch of ranks computes."""
+
+LONGEST_FIRST = (
+    "tests/integrations/torchrec/",
+    "tests/packaging/test_distributions.py",
+    "tests/recipes/test_resume.py",
+    "tests/recipes/test_torchrun.py",
+    "tests/packaging/test_examples.py",
+    "tests/sharding/test_planner_at_scale.py",
+    "tests/training/test_dying_ranks.py",
+    "tests/sharding/test_sharded_training.py",
+    "tests/checkpoints/",
+    "tests/bench/step/",
+    "tests/ops/test_pooled_lookup.py",
+)
+"""Those that take over ten seconds: begun late, one would leave the other processes idle."""
+
+
+def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The tests of ``LONGEST_FIRST`` in its order, then the others as they come."""
+
+    def place(item: pytest.Item) -> int:
+        found = (n for n, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start))
+        return next(found, len(LONGEST_FIRST))
+
+    return sorted(items, key=place)
+
+
+class ByFile(LoadFileScheduling):
+    """Gives a process whole files, and whole folders of those in ``TOGETHER``."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        folders = (folder for folder in TOGETHER if nodeid.startswith(folder))
+        return next(folders, super()._split_scope(nodeid))
