@@ -1,11 +1,12 @@
 """Saves and loads that not every rank comes to end within the time limit and name the ranks."""
 
 import datetime
-import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.rank_processes import Ended, Forked, RankProcesses
 from torchembed.checkpoints.storage import Storage
 from torchembed.core import ranks, roll_call
 from torchembed.training import CheckpointFolder, TrainingRun
@@ -44,7 +46,12 @@ def shared_store(name: str, folder: Path) -> dist.Store:
 
 
 def rank_main(
-    scenario: Callable[[Path], Any], rank: int, num_ranks: int, store: str, folder: Path, told: Any
+    messages: Connection,
+    scenario: Callable[[Path], Any],
+    rank: int,
+    num_ranks: int,
+    store: str,
+    folder: Path,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
@@ -55,33 +62,29 @@ def rank_main(
         store=shared_store(store, folder),
         timeout=datetime.timedelta(seconds=LIMIT_SECONDS),
     )
-    told.put((rank, scenario(folder)))
+    messages.send((rank, scenario(folder)))
 
 
 def results_of(
     scenario: Callable[[Path], Any], num_ranks: int, expected: set[int], folder: Path, store: str
 ) -> dict[int, Any]:
     """What ``scenario(folder)`` returned on the ``expected`` ranks; all ranks are killed then."""
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    processes = [
-        context.Process(
-            target=rank_main, args=(scenario, rank, num_ranks, store, folder, told), daemon=True
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
+    of_ranks = [(scenario, rank, num_ranks, store, folder) for rank in range(num_ranks)]
+    processes = RankProcesses(rank_main, of_ranks)
+    end = time.monotonic() + HANG_SECONDS
     try:
         found: dict[int, Any] = {}
-        while set(found) < expected:
-            rank, result = told.get(timeout=HANG_SECONDS)
-            found[rank] = result
+        while not expected <= set(found):
+            assert time.monotonic() < end, f"only ranks {sorted(found)} ended"
+            for message in processes.messages(timeout_seconds=1.0):
+                if isinstance(message, Ended):
+                    assert message.rank in found, f"rank {message.rank} failed: see standard error"
+                elif not isinstance(message, Forked):
+                    rank, result = message
+                    found[rank] = result
         return found
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        processes.end()
 
 
 def new_run() -> TrainingRun:

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from torch import nn
 
+from tests.support.rank_processes import IMPORTED
 from torchembed.training import CheckpointFolder, TrainingRun
 
 LIMIT_SECONDS = 240.0
@@ -51,7 +52,9 @@ class OtherRun:
     """A process of its own that saves in a folder."""
 
     def __init__(self, path: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from one process that has imported torch, since importing takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         self._orders, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(path, theirs), daemon=True)
         self.process.start()

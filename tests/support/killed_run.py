@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it; here once for all ranks
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
+from tests.support.rank_processes import IMPORTED
 from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
 from torchembed.core import ranks
 from torchembed.training import CheckpointFolder, TrainingRun
@@ -121,7 +121,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([__name__])
+        self.context.set_forkserver_preload(list(IMPORTED))
 
     def start(
         self, num_ranks: int, store: Path, fatal: dict[int, tuple[int, Path]], **arguments: Any
