@@ -30,9 +30,10 @@ class _CrossEpilogue(torch.autograd.Function):
 def cross_epilogue(x0: Tensor, z: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     """Epilogue of a cross layer, after its matrix products: ``x0 * (z + bias) + x``.
 
-    One pass forward and one backward, where eager torch makes three and six. Arithmetic is float32,
-    and so are the sums over the batch for the gradient of ``bias``, in an order that the shape
-    fixes: deterministic. Never synchronizes.
+    The Triton kernels read each of ``x0``, ``z`` and ``x`` once forward, and ``x0``, ``z`` and the
+    gradient once backward; each result is written once. Arithmetic is float32, and so are the sums
+    over the batch for the gradient of ``bias``, in an order that the shape fixes: deterministic.
+    Never synchronizes.
 
     Worked example: ``x0 = [[2, 3]]``, ``z = [[4, 5]]``, ``bias = [1, -1]``, ``x = [[7, 8]]`` give
     ``[[17, 20]]``.
