@@ -1,10 +1,15 @@
 """Tolerances that follow from the arithmetic: nothing here is a chosen number."""
 
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
+FALSE_ALARM = 1e-6
+"""Probability with which drawing other random numbers fails a check of right ones."""
+DEVIATIONS = NormalDist().inv_cdf(1 - FALSE_ALARM / 2)
+"""By how many standard deviations, nearly five, normal numbers are off with that probability."""
 NUDGE_UNITS = 1024
 """By how many float32 eps in relation to itself a parameter is nudged: so many that roundings do
 not hide what a nudge does, and so few that the effect of one is a part of theirs."""
