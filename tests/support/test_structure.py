@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.schedule import LONGEST_FIRST, TOGETHER
 from tests.support.source_tree import ROOT
 
 TESTS = ROOT / "tests"
@@ -68,3 +69,7 @@ def test_what_tests_share_stands_in_one_folder() -> None:
         and not is_program(path)
     ]
     assert others == []
+
+
+def test_what_is_scheduled_by_name_is_there() -> None:
+    assert [path for path in (*LONGEST_FIRST, *TOGETHER) if not (ROOT / path).exists()] == []
