@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchembed.core.types import OnBadId
 from torchembed.triton_kernels.bags import bag_bounds
+from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.row_blocks import index_type
 from torchembed.triton_kernels.searching import count_not_above_each
 
@@ -88,7 +89,7 @@ def launch_linearize_ids(
     with torch.cuda.device_of(values):
         bounds = bag_bounds(offsets, hotness, values.device)
         stride, scale = bounds.feature_steps(batch_size)
-        _linearize_ids_kernel[(triton.cdiv(num_ids, _BLOCK),)](
+        _linearize_ids_kernel[(cdiv(num_ids, _BLOCK),)](
             values,
             bounds.tensor,
             first_rows.contiguous(),

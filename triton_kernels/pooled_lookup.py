@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchembed.core.types import COPY_FIELDS
 from torchembed.triton_kernels.bags import bag_bounds, bag_extent, feature_at
+from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.push import TRITON_DTYPES, pushed_to
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import (
@@ -246,8 +247,8 @@ def _launch_forward(
     block = row_block(dim, weight.dtype)
     has_few = num_features * batch_size < _FEW_BAGS
     num_ranks = 1 if to is None else to.num_ranks
-    blocks_per_feature = triton.cdiv(batch_size if to is None else to.max_rows, block.rows)
-    grid = (num_features * num_ranks * blocks_per_feature, triton.cdiv(dim, block.columns))
+    blocks_per_feature = cdiv(batch_size if to is None else to.max_rows, block.rows)
+    grid = (num_features * num_ranks * blocks_per_feature, cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
         bounds = bag_bounds(offsets, hotness, weight.device)
         _pooled_lookup_forward_kernel[grid](
@@ -349,7 +350,7 @@ def launch_pooled_lookup_gradient_map(
         return gradient_rows, scales
     with torch.cuda.device_of(ids_like):
         bounds = bag_bounds(offsets, hotness, device)
-        _pooled_lookup_gradient_map_kernel[(triton.cdiv(num_ids, _BLOCK),)](
+        _pooled_lookup_gradient_map_kernel[(cdiv(num_ids, _BLOCK),)](
             bounds.tensor,
             per_id_weights,
             gradient_rows,
@@ -421,7 +422,7 @@ def launch_pooled_lookup_weights_backward(
     )
     block = row_block(dim, grad.dtype, weight.dtype)
     with torch.cuda.device_of(rows):
-        _pooled_lookup_weights_backward_kernel[(triton.cdiv(num_ids, block.rows),)](
+        _pooled_lookup_weights_backward_kernel[(cdiv(num_ids, block.rows),)](
             grad,
             weight,
             rows,

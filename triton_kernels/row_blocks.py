@@ -1,5 +1,6 @@
 """Blocks of rows of a row-major matrix: their shape, and how programs load and store them."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchembed.triton_kernels.launch_sizes import next_power_of_2
 from torchembed.triton_kernels.rounding import as_float32
 
 NARROW_LIMIT = 2**31 - 2**20
@@ -32,6 +34,7 @@ class RowBlock(NamedTuple):
     columns: int
 
 
+@functools.cache
 def row_block(dim: int, *dtypes: torch.dtype, num_warps: int = NUM_WARPS) -> RowBlock:
     """A block of whole rows of ``dim`` elements, or of one row's part where they are long.
 
@@ -39,7 +42,7 @@ def row_block(dim: int, *dtypes: torch.dtype, num_warps: int = NUM_WARPS) -> Row
     """
     elements_per_thread = 16 // max(dtype.itemsize for dtype in dtypes)
     elements = num_warps * 32 * elements_per_thread
-    columns = min(triton.next_power_of_2(dim), elements)
+    columns = min(next_power_of_2(dim), elements)
     return RowBlock(elements // columns, columns)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.core.update_records import RowUpdate
+from torchembed.triton_kernels.launch_sizes import cdiv, next_power_of_2
 from torchembed.triton_kernels.random_bits import random_bits
 from torchembed.triton_kernels.rounding import round_to_nearest, stochastic_round
 from torchembed.triton_kernels.row_blocks import (
@@ -265,12 +266,12 @@ def launch_rowwise_update(update: RowUpdate) -> None:
                 num_warps=1,
             )
         has_row_state = state0 is not None and state0.dim() == 2
-        block_columns = min(triton.next_power_of_2(dim), _BLOCK_ELEMENTS)
+        block_columns = min(next_power_of_2(dim), _BLOCK_ELEMENTS)
         block_runs = _BLOCK_ELEMENTS // block_columns
         # The number of runs is on the device, so programs are as many as there could be runs; those
         # past the last one end at once. Without fused multiply-adds the update has the bits of the
         # reference for equal sums.
-        _rowwise_update_kernel[(triton.cdiv(num_ids, block_runs),)](
+        _rowwise_update_kernel[(cdiv(num_ids, block_runs),)](
             weight,
             state0,
             update.state1,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchembed.core.types import RUN_CHUNK
 from torchembed.core.update_records import RowUpdate
+from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.row_blocks import load_rows, row_block, store_rows
 
 _UNROLL = 16
@@ -254,7 +255,7 @@ def _sum_windows(
     """Launch the kernel for chunks (``span`` 1) or for groups of them (``span`` RUN_CHUNK)."""
     num_windows, dim = sums.shape
     block = row_block(dim, torch.float32, num_warps=1)
-    grid = (triton.cdiv(num_windows, block.rows), triton.cdiv(dim, block.columns))
+    grid = (cdiv(num_windows, block.rows), cdiv(dim, block.columns))
     _rowwise_update_chunks_kernel[grid](
         sums,
         starts,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchembed.core.types import RUN_CHUNK
+from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.row_blocks import index_type
 
 # Sorted positions that a program takes. More for many ids, since every program reads the counts of
@@ -194,7 +195,7 @@ def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
     num_runs = torch.empty(1, dtype=torch.int32, device=device)
     # For L + 1 positions, since ``starts`` has L + 1 entries.
     block = _BLOCK if num_ids < _MANY_IDS else _LARGE_BLOCK
-    num_blocks = triton.cdiv(num_ids + 1, block)
+    num_blocks = cdiv(num_ids + 1, block)
     counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
     index = index_type(rows)
     with torch.cuda.device_of(rows):
@@ -220,7 +221,7 @@ def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
             INDEX=index,
         )
         if num_windows:
-            _find_runs_chunks_kernel[(triton.cdiv(num_windows, _BLOCK_WINDOWS),)](
+            _find_runs_chunks_kernel[(cdiv(num_windows, _BLOCK_WINDOWS),)](
                 chunk_runs, starts, num_windows, CHUNK=RUN_CHUNK, BLOCK=_BLOCK_WINDOWS, INDEX=index
             )
     return unique_rows, starts, order, num_runs, chunk_runs

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.rounding import round_to_nearest
 from torchembed.triton_kernels.row_blocks import (
     NUM_WARPS,
@@ -56,7 +57,7 @@ def launch_sequence_lookup_forward(
     if out.numel() == 0:
         return out
     block = row_block(dim, weight.dtype, output_dtype)
-    grid = (triton.cdiv(num_ids, block.rows), triton.cdiv(dim, block.columns))
+    grid = (cdiv(num_ids, block.rows), cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
         _sequence_lookup_forward_kernel[grid](
             weight,

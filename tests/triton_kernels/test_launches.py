@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 
 from torchembed.triton_kernels import bags, segments
 from torchembed.triton_kernels.bags import bag_bounds
+from torchembed.triton_kernels.launch_sizes import cdiv, next_power_of_2
 from torchembed.triton_kernels.row_blocks import NARROW_LIMIT, index_type, row_block
 
 
@@ -29,6 +31,13 @@ def test_addresses_are_wide_where_a_tensor_is_large(num_elements: int, expected:
 def test_addresses_count_elements_and_not_rows() -> None:
     assert index_type(torch.empty(2**24, 128, device="meta")) == tl.int64
     assert index_type(torch.empty(2**24, 64, device="meta")) == tl.int32
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 127, 128, 129, 2**31 + 1])
+def test_sizes_of_launches_are_tritons(count: int) -> None:
+    assert next_power_of_2(count) == triton.next_power_of_2(count)
+    for size in (1, 3, 128):
+        assert cdiv(count, size) == triton.cdiv(count, size)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 8, 100, 128, 512, 1030, 5000])

@@ -48,8 +48,12 @@ def _launcher(path: str) -> Kernel:
     """The function at ``module:name``, imported at its first call: importing Triton is slow."""
     module, name = path.split(":")
 
+    @functools.cache
+    def launcher() -> Kernel:
+        return getattr(importlib.import_module(module), name)
+
     def launch(*args: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args)
+        return launcher()(*args)
 
     launch.__name__ = name
     return launch

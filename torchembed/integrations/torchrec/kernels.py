@@ -126,9 +126,7 @@ def look_up(
     if weights is not None:
         # TorchRec keeps other things in weights that are no floating point numbers.
         weights = weights.float() if weights.is_floating_point() else None
-    ids, offsets = features.values(), features.offsets()
-    # FBGEMM's check of ids requires one dtype for both; torchembed's operations take any two.
-    return tables(ids, offsets.to(ids.dtype), weights)
+    return tables(features.values(), features.offsets(), weights)
 
 
 class FusedBags(BatchedFusedEmbeddingBag):

@@ -54,9 +54,11 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         # Splitting the features between kernels, TorchRec's forward reads their lengths.
-        is_plain = self.optim_state_tracker_fn is None and len(self._emb_modules) == 1
+        kernels = self._emb_modules
+        is_plain = self.optim_state_tracker_fn is None and len(kernels) == 1
         if is_plain and not self.grouped_configs[0].is_weighted:
-            return self._emb_modules[0](sparse_features)
+            (kernel,) = kernels
+            return kernel(sparse_features)
         return super().forward(sparse_features)
 
 

@@ -28,7 +28,7 @@ from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
-from torchembed.ops.segments import Runs, find_runs
+from torchembed.ops.segments import find_runs
 from torchembed.ops.sequence_lookup import sequence_lookup
 from torchembed.tables import Table, TableGroup
 
@@ -93,7 +93,7 @@ class BatchedTables(nn.Module):
     def _look_up(
         self,
         weights: Sequence[Tensor],
-        sink_of: Callable[[TableGroup, Tensor], GradientSink | None],
+        sink_of: Callable[[TableGroup], GradientSink | None],
         ids: Tensor,
         offsets: Tensor,
         per_id_weights: Tensor | None,
@@ -102,8 +102,8 @@ class BatchedTables(nn.Module):
 
         Args:
             weights: the rows of each group, as autograd is to see them.
-            sink_of: for a group and the rows looked up in it, makes what takes their gradients;
-                None for ordinary gradients.
+            sink_of: for a group, makes what takes the gradients of the rows looked up in it; None
+                for ordinary gradients.
         """
         flat = self._flat
         num_features = flat.num_features
@@ -119,7 +119,7 @@ class BatchedTables(nn.Module):
         )
         if self._pooling is None:
             (weight,), (group,) = weights, flat.groups
-            sink = sink_of(group, rows)
+            sink = sink_of(group)
             return sequence_lookup(weight, rows, output_dtype=self._output_dtype, sink=sink)
         pool = functools.partial(
             pooled_lookup,
@@ -134,7 +134,7 @@ class BatchedTables(nn.Module):
                 offsets=offsets,
                 num_features=num_features,
                 per_id_weights=per_id_weights,
-                sink=sink_of(flat.groups[0], rows),
+                sink=sink_of(flat.groups[0]),
             )
             return pooled.flatten(1)
         features = SparseFeatures(
@@ -153,7 +153,7 @@ class BatchedTables(nn.Module):
                 offsets=selected.offsets,
                 num_features=len(numbers),
                 per_id_weights=selected.weights,
-                sink=sink_of(group, selected.values),
+                sink=sink_of(group),
             )
             for position, feature in enumerate(numbers):
                 columns[feature] = pooled[:, position]
@@ -203,9 +203,6 @@ class FusedTables(BatchedTables):
         self._bounds_check_warning = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = self.rounds or settings.rule.kind is OptimizerKind.ADAM
         self.iteration = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        """Side stream on which runs of equal rows are found during the dense part. Their workspace
-        is used up before the next forward waits for the stream, so it is not reused while read."""
         self.weights_dev = self.weights_host = flat
         is_cpu = device.type == "cpu"
         place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
@@ -219,6 +216,8 @@ class FusedTables(BatchedTables):
 
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
         if self.bounds_check is not BoundsCheckMode.NONE:
+            # The check requires one dtype of both; torchembed's operations take any two.
+            offsets = offsets.to(ids.dtype)
             torch.ops.fbgemm.bounds_check_indices(
                 self._flat.num_rows,
                 ids,
@@ -231,29 +230,13 @@ class FusedTables(BatchedTables):
             self.iteration += 1
         return self._look_up(self._differentiable, self._sink_of, ids, offsets, per_id_weights)
 
-    def _sink_of(self, group: TableGroup, rows: Tensor) -> GradientSink:
-        """Make the sink that updates ``group``; begins to find the runs of ``rows`` meanwhile."""
-        runs = None
-        if self._stream is not None and torch.is_grad_enabled():
-            self._stream.wait_stream(torch.cuda.current_stream(rows.device))
-            rows.record_stream(self._stream)
-            with torch.cuda.stream(self._stream):
-                runs = find_runs(rows, group.num_rows)
-        return functools.partial(self._update, group, self.iteration, runs)
+    def _sink_of(self, group: TableGroup) -> GradientSink:
+        """Make the sink that updates ``group`` as of this forward."""
+        return functools.partial(self._update, group, self.iteration)
 
     def _update(
-        self,
-        group: TableGroup,
-        iteration: int,
-        runs: Runs | None,
-        rows: Tensor,
-        gradients: RowGradients,
+        self, group: TableGroup, iteration: int, rows: Tensor, gradients: RowGradients
     ) -> None:
-        if runs is None:
-            runs = find_runs(rows, group.num_rows)
-        else:
-            assert self._stream is not None
-            torch.cuda.current_stream(rows.device).wait_stream(self._stream)
         rule, step = self.hyper_parameters.rule, None
         if rule.kind is OptimizerKind.ADAM:
             # FBGEMM adds eps to the bias-corrected root, rowwise_update to the uncorrected one.
@@ -263,7 +246,7 @@ class FusedTables(BatchedTables):
         rowwise_update(
             group.weight,
             group.states,
-            runs,
+            find_runs(rows, group.num_rows),
             gradients,
             rule,
             self.hyper_parameters.learning_rate_tensor,
