@@ -23,7 +23,7 @@ from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.channel import PushDomain
-from torchembed.sharding.transport.columns import Piece, place_columns
+from torchembed.sharding.transport.columns import ColumnCopy, place_columns
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute, Route
 from torchembed.sharding.transport.table_ranks import TableRanks
@@ -85,7 +85,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         widths = [self._widths[slot] for slot in self._replicated_slots]
         sources = itertools.accumulate(widths, initial=0)
         targets = [starts[slot] for slot in self._replicated_slots]
-        self._replicated_pieces = list(zip(sources, widths, targets, strict=False))
+        copies = zip(sources, widths, targets, strict=False)
+        self._replicated_copies = [ColumnCopy(*columns) for columns in copies]
         return PooledPush(layout, domain, self._ranks.wire, places, starts[-1], self._output_dtype)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -197,19 +198,19 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         """The same by push: each vector is stored where it belongs."""
         assert lookups.route is not None
         assert lookups.sharded is not None
-        others: list[tuple[Tensor, list[Piece]]] = []
+        others: list[tuple[Tensor, list[ColumnCopy]]] = []
         if lookups.replicated is not None:
             vectors = self._replicated_vectors(lookups.replicated)
-            others.append((vectors, self._replicated_pieces))
+            others.append((vectors, self._replicated_copies))
         batch_sizes = lookups.route.batch_sizes
         store_of = functools.partial(push.store, batch_sizes=batch_sizes, ahead=ahead)
         pooled = pooled_groups(*self._sums(lookups.sharded), store_of)
         groups = [GroupVectors(*of_group) for of_group in pooled]
         values, staged = lookups.route.push_pooled(groups, push, others, ahead=ahead)
-        means: list[tuple[Tensor, list[Piece]]] = []
+        means: list[tuple[Tensor, list[ColumnCopy]]] = []
         for part, total in staged:
             mean = total / lookups.bag_sizes[self._sharded.parts[part].slot].to(total.dtype)
-            means.append((mean, [(0, mean.shape[1], self._part_columns[part])]))
+            means.append((mean, [ColumnCopy(0, mean.shape[1], self._part_columns[part])]))
         return place_columns(values, means)
 
     def _replicated_vectors(self, replicated: SlotRows) -> Tensor:

@@ -1,7 +1,7 @@
 """The public function ``pooled_lookup`` and its gradient."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,21 @@ from torchembed.ops.pooled_lookup.schema import (
 from torchembed.ops.row_gradients import GradientSink, WeightGradient, table_gradient
 from torchembed.ops.rowwise_update import RowGradients
 
-LookupStore = Callable[[Tensor, Tensor, Tensor | None, list[int], Tensor | None, int, int], None]
-"""Function that pools and stores the sums itself, given weight, rows, offsets, hotness, per-id
-weights, and the numbers of features and samples of a lookup."""
+
+class LookupInputs(NamedTuple):
+    """The inputs of a pooled lookup, as :func:`pooled_lookup` takes them."""
+
+    weight: Tensor
+    rows: Tensor
+    offsets: Tensor | None
+    hotness: list[int]
+    per_id_weights: Tensor | None
+    num_features: int
+    batch_size: int
+
+
+LookupStore = Callable[[LookupInputs], None]
+"""Function that pools the sums of a lookup and stores them itself."""
 
 
 class _PooledLookup(torch.autograd.Function):
@@ -46,7 +58,7 @@ class _PooledLookup(torch.autograd.Function):
             out = pooled_lookup_forward_op(weight, rows, *bags, mean, output_dtype)
         else:
             check_pooled_lookup_forward(weight, rows, *bags, mean, output_dtype)
-            store(weight, rows, *bags)
+            store(LookupInputs(weight, rows, *bags))
             elsewhere = weight.new_zeros((), dtype=output_dtype)
             out = elsewhere.expand(batch_size, num_features, weight.shape[1])
         # The rows' contents matter to backward only for the gradient of per-id weights. Otherwise

@@ -60,8 +60,8 @@ def push_pooled_lookup(
     the ranks' buffers in place of returning them.
 
     Args:
-        copies: for each feature one copy for each rank, in any order, which together cover all
-            samples; rows are samples, and columns those of the feature's vector.
+        copies: for each feature one copy for each rank, in any order, which cover all samples
+            between them; rows are samples, and columns those of the feature's vector.
     """
     push_pooled_lookup_op(
         weight,

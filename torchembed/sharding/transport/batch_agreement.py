@@ -62,6 +62,7 @@ def agree_on_batch(
             not come.
         ValueError: where ranks look up different tables, or differ in weights.
     """
+    # A rank with an error takes part too: had it raised already, the others would wait for it.
     has_failed = isinstance(kind, Exception)
     # Digests instead of texts: the message has a fixed size, and one collective is enough.
     digests = (0, 0, 0) if has_failed else _digests(kind)
@@ -85,16 +86,19 @@ def agree_on_batch(
 @functools.lru_cache(maxsize=1024)
 def _digests(kind: BatchKind) -> tuple[int, ...]:
     """A 64-bit digest of each property, the same in every process."""
+    # Python's own hash of a string differs from process to process.
     return tuple(
         int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:8], signed=True) for of in kind
     )
 
 
 def _refuse(kind: BatchKind | Exception, group: dist.ProcessGroup | None) -> None:
-    """Raise on all ranks for batches that cannot be looked up together."""
+    """Raise on all ranks for batches that cannot be looked up in one exchange. Collective."""
+    # Every rank has seen the same failures and digests and so comes here, or none does.
     mine = described(kind) if isinstance(kind, Exception) else kind
     of_ranks: list[BatchKind | str] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group=group)
+    # The rank that failed raises its own error, with its traceback; the others get its text.
     if isinstance(kind, Exception):
         raise kind
     failures = {rank: text for rank, text in enumerate(of_ranks) if isinstance(text, str)}

@@ -30,6 +30,7 @@ def bucketize_ids(features: SparseFeatures, layout: Layout) -> BucketizedRows:
     buckets = bucketize_rows(
         places, offsets, boundaries, batch_size=batch_size, weights=features.weights
     )
+    # What was bucketized are places; the ids follow them to their positions.
     ids = torch.empty_like(values).scatter_(0, buckets.positions.long(), local)
     return buckets._replace(values=ids)
 
@@ -44,6 +45,8 @@ def _places_and_ids(features: SparseFeatures, layout: Layout) -> tuple[Tensor, T
     for number, partition in enumerate(layout.partitions):
         ranks = partition.rank_of(values)
         ranks.masked_fill_(parts != number, -1)
+        # No branch on what the ids are: that would make the host wait for the GPU. Each rank's
+        # local ids are computed of all ids, in a copy, and those of its own are taken.
         for shared in partition.ranks:
             is_there, ids = ranks == shared, values.clone()
             partition.make_local(ids, shared)

@@ -6,12 +6,12 @@ exchange, and why two halves of a buffer are enough.
 
 import os
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchembed.ops.pooled_lookup import LookupInputs
 from torchembed.ops.push import (
     Exchange,
     RectangleCopy,
@@ -53,6 +53,7 @@ class PushDomain:
         self.group, self.device, self.limit_seconds = group, device, limit_seconds
         self.allocate = symmetric_memory if allocate is None else allocate
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        # In pinned memory, which kernels can write and the host can read without waiting for a GPU.
         self.failed = torch.zeros(
             1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
@@ -94,7 +95,7 @@ def half_bytes(num_bytes: int) -> int:
 
 
 class Channel:
-    """A buffer of two halves on each rank, which successive exchanges use in turn.
+    """A buffer of two halves on each rank, between which successive exchanges alternate.
 
     All ranks take part in every exchange, in the same order on their streams.
 
@@ -105,6 +106,7 @@ class Channel:
     def __init__(self, domain: PushDomain, half_bytes: int) -> None:
         assert half_bytes % _ALIGNMENT == 0
         self._domain, self.half_bytes = domain, half_bytes
+        # Buffers and flags are one allocation, since each one takes a rendezvous of all ranks.
         memories = domain.allocate(
             2 * half_bytes + domain.num_ranks * 4, domain.group, domain.device
         )
@@ -112,6 +114,8 @@ class Channel:
         self._flags = [memory[2 * half_bytes :].view(torch.int32) for memory in memories]
         self._addresses = _addresses(self._buffers, domain.device)
         self._flag_addresses = _addresses(self._flags, domain.device)
+        # The number of the exchange is on the device: a captured graph replays the same kernels for
+        # each exchange, and they read from it which half is theirs.
         self._state = torch.zeros(2, dtype=torch.int32, device=domain.device)
         self._exchanges: dict[torch.dtype, Exchange] = {}
 
@@ -135,10 +139,9 @@ class Channel:
         push(source, copies_on(source.device, tuple(moves)), self.exchange(dtype), scale)
 
     def push_lookup(
-        self, lookup: Sequence[Any], moves: Sequence[RectangleCopy], dtype: torch.dtype
+        self, lookup: LookupInputs, moves: Sequence[RectangleCopy], dtype: torch.dtype
     ) -> None:
-        """Store ``moves`` of what a ``lookup``, the arguments of a
-        :obj:`~torchembed.ops.pooled_lookup.LookupStore`, pools into the ranks' buffers in
+        """Pool the sums of ``lookup``, and store ``moves`` of them into the ranks' buffers in
         ``dtype``."""
         self._domain.check()
         on_device = copies_on(self._domain.device, tuple(moves))
@@ -182,7 +185,7 @@ class Channel:
         num_terms: int = 1,
     ) -> None:
         """Move what arrived, in rows of ``stride`` elements of ``dtype``, in the exchange that is
-        over to ``out``; the sum of ``num_terms`` rectangles that are side by side."""
+        over to ``out``; the sum of ``num_terms`` neighbouring rectangles."""
         on_device = copies_on(out.device, tuple(moves))
         collect(self.exchange(dtype), self._domain.rank, stride, on_device, out, num_terms)
 
@@ -210,7 +213,7 @@ def symmetric_memory(
             "symmetric memory cannot be made while a CUDA graph is captured; run a batch of the "
             "same size before"
         )
-    # Torch would set multicast up, which is not used here and which some machines do not allow.
+    # Torch would set up multicast, which is not used here and fails on machines that forbid it.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with torch.cuda.device(device):
         memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)

@@ -26,7 +26,8 @@ def exchange(
     """All-to-all along dim 0: ``send[r]`` rows go to rank r, ``receive[r]`` rows come from it."""
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     tensor = tensor.contiguous()
-    # In backward the work must outlive the call, see finished_work. A GPU's stream waits by itself.
+    # In backward on the CPU the work object must outlive this call, as finished_work explains. A
+    # collective on a GPU is waited for by the current stream, without a work object.
     keeps_work = in_backward and not tensor.is_cuda
     work = dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=keeps_work)
     wait_for(work)
@@ -63,6 +64,8 @@ def _gather(numbers: tuple[int, ...], group: dist.ProcessGroup | None) -> list[l
 
 _Gather = Callable[[tuple[int, ...], dist.ProcessGroup | None], list[list[int]]]
 
+# A context variable, not a global: a thread that reads ahead may gather sizes while another one
+# captures a graph under a replay.
 _gathering: ContextVar[_Gather] = ContextVar("gathering", default=_gather)
 """The gather of this thread: a collective, one that is recorded, or the replay of a record."""
 
@@ -174,7 +177,8 @@ def differentiable_exchange(
     Where gradients are enabled the result requires one on every rank, so that all ranks take part
     in backward even where one has nothing to train.
     """
-    # Autograd would skip the backward of a rank without trained tables, and the collective in it.
+    # Autograd would otherwise skip the backward of a rank without trained tables, and the other
+    # ranks would wait for the collective in it.
     if torch.is_grad_enabled() and not tensor.requires_grad:
         tensor = tensor.detach().requires_grad_()
     return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale, wire)

@@ -1,7 +1,7 @@
 """Copies of columns between matrices, in one pass for each matrix."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,16 @@ from torch.autograd.function import once_differentiable
 
 from torchembed.ops.push import RectangleCopy, copies_on, copy_rectangles
 
-Piece = tuple[int, int, int]
-"""Columns that stay side by side: where they begin, how many they are, where they begin there."""
+
+class ColumnCopy(NamedTuple):
+    """A copy of neighbouring columns from one matrix to another with as many rows."""
+
+    source: int
+    """First column in the matrix that is read."""
+    width: int
+    """Number of columns."""
+    target: int
+    """First column in the matrix that is written."""
 
 
 def joined_moves(moves: Sequence[RectangleCopy]) -> list[RectangleCopy]:
@@ -31,25 +39,26 @@ def joined_moves(moves: Sequence[RectangleCopy]) -> list[RectangleCopy]:
     return joined
 
 
-def place_columns(values: Tensor, others: Sequence[tuple[Tensor, Sequence[Piece]]]) -> Tensor:
-    """``values [B, columns]`` with the columns of ``others``, each with its pieces, in place.
+def place_columns(values: Tensor, others: Sequence[tuple[Tensor, Sequence[ColumnCopy]]]) -> Tensor:
+    """``values [B, columns]`` with columns of ``others``, each with its copies, written to it in
+    place.
 
     Gradients go to the others. ``values`` gets the whole gradient: its producer knows which of the
     columns are its own.
     """
     if not others:
         return values
-    tensors, pieces = zip(*others, strict=True)
-    return _Place.apply(values, pieces, *tensors)
+    tensors, copies = zip(*others, strict=True)
+    return _Place.apply(values, copies, *tensors)
 
 
 class _Place(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, pieces: Sequence[Sequence[Piece]], *others: Tensor
+        ctx: Any, values: Tensor, copies: Sequence[Sequence[ColumnCopy]], *others: Tensor
     ) -> Tensor:
         ctx.mark_dirty(values)
-        ctx.placed = place_in(values, others, pieces)
+        ctx.placed = place_in(values, others, copies)
         return values
 
     @staticmethod
@@ -58,30 +67,34 @@ class _Place(torch.autograd.Function):
         return grad, None, *taken_from(grad, ctx.placed)
 
 
-Placed = list[tuple[torch.Size, Sequence[Piece]]]
-"""The shape of each matrix of which columns were placed, and its pieces."""
+Placed = list[tuple[torch.Size, Sequence[ColumnCopy]]]
+"""The shape of each matrix of which columns were placed, and the copies of them."""
 
 
-def place_in(values: Tensor, others: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> Placed:
-    """Write the ``pieces`` of each of ``others`` to ``values``, without gradients."""
-    for other, of_other in zip(others, pieces, strict=True):
+def place_in(
+    values: Tensor, others: Sequence[Tensor], copies: Sequence[Sequence[ColumnCopy]]
+) -> Placed:
+    """Copy columns of each of ``others`` to ``values``, without gradients."""
+    for other, of_other in zip(others, copies, strict=True):
         _copy_columns(other, of_other, values)
-    return [(other.shape, of_other) for other, of_other in zip(others, pieces, strict=True)]
+    return [(other.shape, of_other) for other, of_other in zip(others, copies, strict=True)]
 
 
 def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
     """The columns that :func:`place_in` has written, in new matrices of the shapes they came
     from."""
     taken = [values.new_empty(shape) for shape, _ in placed]
-    for out, (_, pieces) in zip(taken, placed, strict=True):
-        _copy_columns(values, [(there, width, here) for here, width, there in pieces], out)
+    for out, (_, copies) in zip(taken, placed, strict=True):
+        back = [ColumnCopy(copy.target, copy.width, copy.source) for copy in copies]
+        _copy_columns(values, back, out)
     return taken
 
 
-def _copy_columns(source: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
-    """Write the ``pieces`` of ``source`` to ``out``, which has as many rows and is contiguous."""
+def _copy_columns(source: Tensor, copies: Sequence[ColumnCopy], out: Tensor) -> None:
+    """Copy columns of ``source`` to ``out``, which has as many rows and is contiguous."""
     num_rows, stride = out.shape
     moves = [
-        RectangleCopy(0, num_rows, width, 0, here, there, stride) for here, width, there in pieces
+        RectangleCopy(0, num_rows, copy.width, 0, copy.source, copy.target, stride)
+        for copy in copies
     ]
     copy_rectangles(source, copies_on(out.device, tuple(joined_moves(moves))), out)

@@ -18,6 +18,7 @@ def wait_for(work: dist.Work | None) -> None:
     """Wait for a collective on the CPU; None for one on a GPU, whose stream waits."""
     if work is not None:
         work.wait()
+        # Appending drops the oldest work object here, in a thread that Python itself runs.
         _finished.append(work)
 
 

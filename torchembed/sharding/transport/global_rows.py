@@ -23,6 +23,8 @@ def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Te
     if local.dim() <= dim:
         return local
     shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+    # DTensor is told the whole shape and stride: it would otherwise take all parts to be as long as
+    # this one, while the last may be shorter.
     whole = local.new_empty(shape, device="meta")
     return DTensor.from_local(
         local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()

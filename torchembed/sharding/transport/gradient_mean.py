@@ -30,7 +30,7 @@ _NUMBERS = object()
 
 
 class _Bucket:
-    """Parameters whose gradients are reduced together, once all of them are there."""
+    """Parameters whose gradients are reduced in one collective, once all of them are there."""
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
@@ -117,17 +117,19 @@ class GradientMean:
         self._finishing: Callable[[], object] = _nothing
         """Weak reference to the callback at the end of the current backward; returns None where
         that backward failed."""
-        # Garbage collection sees what a parameter's attributes hold, but not what its hooks do.
+        # The hook holds this object weakly: garbage collection does not see references from hooks,
+        # so a strong one would keep the model for ever. The parameter's attribute keeps it instead.
         hook = functools.partial(_call, weakref.WeakMethod(self._on_gradient))
         for parameter in filter(torch.is_floating_point, self._parameters):
-            # Torch takes no hooks of what is frozen, which may train later.
+            # Torch refuses hooks on a frozen parameter, but it may train later.
             is_trained = parameter.requires_grad
             parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(is_trained)
             parameter.torchembed_gradient_mean = self  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        # A parameter that is pickled leaves the other ranks behind.
+        # A copy of a parameter, pickled or by copy.deepcopy, must not average over ranks: the
+        # others would not take part.
         return _nothing, ()
 
     def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -140,7 +142,7 @@ class GradientMean:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_averaged(parameter):
-            # Called for tables of fused optimizers too, which get no gradient here.
+            # Hooks also run for tables of fused optimizers, whose gradients go to the optimizer.
             return
         self._begin()
         if not self._buckets:
@@ -165,6 +167,8 @@ class GradientMean:
         """
         self._begin()
         ready = None
+        # Reduced later, and maybe on another stream, which must not read them before this one
+        # wrote.
         if numbers.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
@@ -179,6 +183,8 @@ class GradientMean:
             self._discard()
             is_running = False
         if not is_running:
+            # A new object for each backward. The engine holds the only strong reference, so that
+            # the weak one tells if the engine still has it.
             finish = functools.partial(self._finish)
             self._finishing = weakref.ref(finish)
             when_gradients_are_complete(finish)
@@ -224,6 +230,7 @@ class GradientMean:
             for bucket in self._buckets
             if (self._dtype or bucket.parameters[0].dtype) is self.numbers_dtype
         ]
+        # In other dtypes they could not be part of one coalesced collective.
         self._carriers = alike[-2:]
         # Only when the engine is done do all ranks agree on the numbers that came.
         for bucket in self._carriers:
@@ -251,6 +258,7 @@ class GradientMean:
             spans, gradients = joint_spans(bucket.parameters), []
             if spans is not None:
                 gather_gradients(bucket.parameters)
+            # A rank without a gradient reduces zeros: every rank must send as many elements.
             for parameter in bucket.parameters:
                 if parameter.grad is None:
                     slot = slot_of(parameter)
@@ -314,9 +322,11 @@ class GradientMean:
         """Let the current stream wait for ``reduction``, and copy its results to the gradients."""
         work, memory, gradients, numbers = reduction
         if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
+            # Only the current stream waits, not the host.
             work.wait()
         else:
             wait_for(work)
+        # Gloo has no average, so its sum is divided.
         if not self._averages(memory[0].device):
             torch._foreach_div_(memory, dist.get_world_size(self._group))  # type: ignore[attr-defined]
         if gradients:
@@ -331,12 +341,13 @@ class GradientMean:
                 tensor.record_stream(torch.cuda.current_stream())
 
     def _agree_on_order(self) -> None:
-        """Adopt the order of the first rank's gradients in the first backward; parameters without
-        one come last."""
+        """Order parameters on every rank as the first rank's gradients came in the first backward;
+        parameters without one come last."""
         if not self._arrived:
             return
         late = (parameter for parameter in self._order if parameter not in self._arrived)
         in_order = [self._places[p] for p in (*self._arrived, *late)]
+        # Gradients may have come in different orders, but ranks must start collectives in one.
         places = torch.tensor(in_order, device="cpu")
         self._arrived = None
         first = dist.get_global_rank(self._group, 0)

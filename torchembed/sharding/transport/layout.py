@@ -91,7 +91,8 @@ class Layout:
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._known:
-            # A copy to a GPU waits for it.
+            # Kept, since a copy from pageable memory makes the host wait for the GPU. Not made as
+            # inference tensors, which a later training step could not use.
             with torch.inference_mode(mode=False):
                 self._known[device] = (
                     self._made_boundaries().to(device),
@@ -127,6 +128,7 @@ class Layout:
         """
         of_blocks = [self.partitions[block.part] for block in self.blocks[rank]]
         pairs, is_valid = list(zip(of_blocks, ids, strict=True)), None
+        # Before the ids are changed: the partition knows only global ones.
         if not self.are_ranges and pairs:
             is_valid = torch.cat([p.rank_of(of_block) == rank for p, of_block in pairs])
         for partition, of_block in pairs:

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.ops.pooled_lookup import LookupStore
+from torchembed.ops.pooled_lookup import LookupInputs, LookupStore
 from torchembed.ops.push import RectangleCopy
 from torchembed.sharding.transport.channel import Channel, PushDomain
-from torchembed.sharding.transport.columns import Piece, joined_moves, place_in, taken_from
+from torchembed.sharding.transport.columns import ColumnCopy, joined_moves, place_in, taken_from
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.narrowing import float16_scale, narrow_dtype
 from torchembed.sharding.wire import WirePrecision
 
 
 class ReceivedColumns(NamedTuple):
-    """Columns of all ranks' blocks in the vectors that a rank receives: side by side, ordered by
+    """Columns of all ranks' blocks in the vectors that a rank receives: ordered by
     part, and within a part by the rank of the shard."""
 
     columns: list[list[int]]
@@ -61,8 +61,8 @@ def forward_moves(
     for number in blocks:
         width, target = layout.blocks[rank][number].num_columns, received.columns[rank][number]
         # Each rank begins with the one after it, so that not all store into the same one at once.
-        for turn in range(num_ranks):
-            peer = (rank + 1 + turn) % num_ranks
+        for distance in range(1, num_ranks + 1):
+            peer = (rank + distance) % num_ranks
             size = batch_sizes[peer]
             moves.append(
                 RectangleCopy(peer, size, width, starts[peer], column, target, received.num_columns)
@@ -75,7 +75,7 @@ def backward_moves(
     layout: Layout, batch_sizes: Sequence[int], rank: int, sources: Sequence[Sequence[int | None]]
 ) -> list[RectangleCopy]:
     """Moves from this rank's ``[samples, columns]`` to the ``[all samples, columns]`` of every
-    rank, whose blocks are side by side.
+    rank, whose blocks are neighbouring columns.
 
     Args:
         sources: the first column of each rank's blocks in the source; None for blocks that are in
@@ -83,8 +83,8 @@ def backward_moves(
     """
     num_ranks, start, size = layout.num_ranks, sum(batch_sizes[:rank]), batch_sizes[rank]
     by_peer: list[list[RectangleCopy]] = []
-    for turn in range(num_ranks):
-        peer = (rank + 1 + turn) % num_ranks
+    for distance in range(1, num_ranks + 1):
+        peer = (rank + distance) % num_ranks
         blocks = layout.blocks[peer]
         stride, column, moves = sum(block.num_columns for block in blocks), 0, []
         for block, source in zip(blocks, sources[peer], strict=True):
@@ -93,7 +93,9 @@ def backward_moves(
                 moves.append(RectangleCopy(peer, size, width, 0, source, target, stride))
             column += width
         by_peer.append(moves)
-    return [move for turn in itertools.zip_longest(*by_peer) for move in turn if move is not None]
+    # The first block of every rank, then the second: stores to all peers are in flight at once.
+    by_block = itertools.zip_longest(*by_peer)
+    return [move for moves in by_block for move in moves if move is not None]
 
 
 class _Segment(NamedTuple):
@@ -172,7 +174,7 @@ class PooledPush:
         channel = self.vectors_channel(sizes, ahead)
         moves = forward_moves(self.layout, sizes, self.domain.rank, blocks)
 
-        def store(*lookup: Any) -> None:
+        def store(lookup: LookupInputs) -> None:
             channel.push_lookup(lookup, moves, self.forward_dtype)
 
         return store
@@ -182,7 +184,7 @@ class PooledPush:
         groups: Sequence[GroupVectors],
         batch_sizes: Sequence[int],
         anchor: Tensor | None,
-        others: Sequence[tuple[Tensor, Sequence[Piece]]],
+        others: Sequence[tuple[Tensor, Sequence[ColumnCopy]]],
         *,
         ahead: bool,
     ) -> tuple[Tensor, list[tuple[int, list[Tensor]]]]:
@@ -199,14 +201,16 @@ class PooledPush:
             others: matrices ``[B, columns]`` that are written to the values too, and where.
             ahead: True for an exchange ahead of the model's forward, as for :meth:`store`.
         """
+        # A tensor that requires gradients makes autograd call backward on every rank, also where
+        # this one holds no table: backward is an exchange that the others wait for.
         if anchor is None:
             anchor = torch.empty(0, device=self.domain.device)
             anchor.requires_grad_(torch.is_grad_enabled())
         blocks = [group.blocks for group in groups]
         tensors = [group.vectors for group in groups] + [other for other, _ in others]
-        pieces = [of_other for _, of_other in others]
+        copies = [of_other for _, of_other in others]
         values, separate = _Push.apply(
-            anchor, self, tuple(batch_sizes), ahead, blocks, pieces, *tensors
+            anchor, self, tuple(batch_sizes), ahead, blocks, copies, *tensors
         )
         columns = iter(separate.split([w for _, widths in self._separate for w in widths], dim=1))
         by_part = [
@@ -248,7 +252,7 @@ class _Push(torch.autograd.Function):
         batch_sizes: tuple[int, ...],
         ahead: bool,
         blocks: list[list[int]],
-        pieces_of_others: list[Sequence[Piece]],
+        copies_of_others: list[Sequence[ColumnCopy]],
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.push, ctx.batch_sizes, ctx.ahead, ctx.blocks = push, batch_sizes, ahead, blocks
@@ -256,17 +260,18 @@ class _Push(torch.autograd.Function):
         values = anchor.new_empty(num_samples, push.num_columns, dtype=push.dtype)
         separate = anchor.new_empty(num_samples, push.num_separate, dtype=push.dtype)
         # Local copies first: they overlap with the wait for the other ranks.
-        ctx.others = place_in(values, tensors[len(blocks) :], pieces_of_others)
+        ctx.others = place_in(values, tensors[len(blocks) :], copies_of_others)
         channel = push.vectors_channel(batch_sizes, ahead)
         channel.barrier()
-        for out, pieces in ((values, push.value_segments), (separate, push.separate_segments)):
-            for num_shards in sorted({piece.num_shards for piece in pieces}):
+        # One kernel for each number of shards, which it adds in the order of ranks.
+        for out, segments in ((values, push.value_segments), (separate, push.separate_segments)):
+            for num_shards in sorted({segment.num_shards for segment in segments}):
                 moves = [
                     RectangleCopy(
-                        0, num_samples, piece.width, 0, piece.first, piece.place, out.shape[1]
+                        0, num_samples, segment.width, 0, segment.first, segment.place, out.shape[1]
                     )
-                    for piece in pieces
-                    if piece.num_shards == num_shards
+                    for segment in segments
+                    if segment.num_shards == num_shards
                 ]
                 channel.collect(
                     out,
@@ -286,12 +291,15 @@ class _Push(torch.autograd.Function):
         if dtype is torch.float16 and push.dtype is torch.float32:
             moved = torch.cat([_columns(values, push.value_segments), separate], dim=1) * scale
             factor, inverse = float16_scale(moved, push.domain.group)
-            # Scaled here and not by push, so that the roundings are those of the collective.
+            # Scaled here and not in the kernel, so that roundings are those of the collective
+            # exchange.
             grads, scale = [grad * scale * factor for grad in grads], None
         channel = push.gradients_channel(batch_sizes, ctx.ahead)
-        for grad, pieces in zip(grads, (push.value_segments, push.separate_segments), strict=True):
-            moves = backward_moves(push.layout, batch_sizes, rank, push.sources_of(pieces))
+        of_grads = push.value_segments, push.separate_segments
+        for grad, segments in zip(grads, of_grads, strict=True):
+            moves = backward_moves(push.layout, batch_sizes, rank, push.sources_of(segments))
             channel.push(grad, moves, dtype, scale)
+        # Local copies between the stores and the barrier, as in forward.
         grads_of_others = taken_from(values, ctx.others)
         channel.barrier()
         received, num_samples = [], sum(batch_sizes)

@@ -39,7 +39,7 @@ class BorrowedGroup:
 
 @dataclasses.dataclass(kw_only=True)
 class _Lendable:
-    """Groups that are lent together, and their borrower."""
+    """Groups that are lent as one, and their borrower."""
 
     groups: tuple[dist.ProcessGroup, ...]
     borrower: "weakref.ref[BorrowedGroups | BorrowedGroup] | None" = None
@@ -140,6 +140,7 @@ def _free_or_made(
 
 def _new_group(processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
     """A new group of ``processes``, this one among them. Collective over them."""
+    # By default new_group waits for all processes of the job, those outside the mesh included.
     is_part = len(processes) < dist.get_world_size()
     group = dist.new_group(
         list(processes),
@@ -156,7 +157,8 @@ def _free_on_all(known: Sequence[_Lendable], group: dist.ProcessGroup) -> _Lenda
     Collective."""
     if not known:
         return None
-    # Ranks collect garbage at different times, so that a group may be free on some of them only.
+    # Ranks collect garbage at different times. A group that is free on some of them only would be
+    # taken there while the others make a new one, and collectives would go to different groups.
     are_free = torch.tensor([lent.is_free for lent in known], dtype=torch.int32, device="cpu")
     dist.all_reduce(are_free, dist.ReduceOp.MIN, group=group)
     return next((lent for lent, free in zip(known, are_free.tolist(), strict=True) if free), None)

@@ -11,7 +11,7 @@ from torchembed.sharding.transport.channel import PushDomain, half_bytes
 _WIDTH = 64
 """Elements of a row; the rows of a tensor are divided over ranks."""
 NUM_LANES = 2
-"""Number of streams, with channels of their own, that successive means alternate between."""
+"""Number of streams, with channels of their own, between which successive means alternate."""
 
 
 class PushedMean:
@@ -40,9 +40,12 @@ class PushedMean:
         """
         if not self._streams:
             device = self._domain.device
+            # Of higher priority than streams that compute: the dense update waits for the means,
+            # and their kernels are short.
             self._streams = [torch.cuda.Stream(device, priority=-3) for _ in range(NUM_LANES)]
         lane = number % NUM_LANES
         stream = self._streams[lane]
+        # The gradients must be written before they are sent.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.average(numbers, dtype, lane)
@@ -61,6 +64,7 @@ class PushedMean:
         placed = []
         for flat, spans in numbers:
             padding = -flat.numel() % _WIDTH
+            # Padding copies the buffer, which then is averaged in the copy and written back below.
             rows = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
             of_rows = [(start // _WIDTH, -(-stop // _WIDTH)) for start, stop in spans]
             placed.append((flat, rows.view(-1, _WIDTH), of_rows, before))
@@ -105,8 +109,8 @@ def shares(
     """Moves of each rank's share of the rows of ``spans`` to that rank, where ``before`` rows of
     other tensors come first. Each rank begins with the one after it."""
     moves: list[RectangleCopy] = []
-    for turn in range(num_ranks):
-        peer = (rank + 1 + turn) % num_ranks
+    for distance in range(1, num_ranks + 1):
+        peer = (rank + distance) % num_ranks
         place = before
         for start, stop in spans:
             low = max(peer * rows_a_rank - place, 0) + start

@@ -1,9 +1,9 @@
 """Routes: the ids of a batch to the ranks that hold their rows, and the vectors back."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
@@ -16,7 +16,7 @@ from torchembed.sharding.transport.collectives import (
     exchange_sizes,
     gather_size,
 )
-from torchembed.sharding.transport.columns import Piece
+from torchembed.sharding.transport.columns import ColumnCopy
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.transport.table_ranks import TableRanks
@@ -24,12 +24,12 @@ from torchembed.sharding.wire import WirePrecision
 
 
 class Route:
-    """One batch's way to the tables and back. The batch has a feature for each part of the layout.
+    """The exchange of one batch's ids with the ranks that hold their rows, and of vectors back. The
+    batch has a feature for each part of the layout.
 
     Attributes:
-        features: what this rank looks up: one feature for each of its blocks, ids within the
-            block's rows or not (then they count for nothing), and the samples of all ranks, rank
-            by rank.
+        features: the ids that this rank looks up: one feature for each of its blocks, with the
+            samples of all ranks, rank by rank. Ids outside the block's rows count for nothing.
         is_valid: bool ``[L]``, False for ids of rows on other ranks; None where they do not come
             here, or are outside the block's rows.
         batch_sizes: samples of each rank.
@@ -49,7 +49,7 @@ class Route:
     def _exchange_weights(
         self, weights: Tensor | None, send: list[int], receive: list[int]
     ) -> Tensor | None:
-        """Per-id weights to where the ids go. Their gradients come back as this rank's own.
+        """Send per-id weights to the ranks of their ids; their gradients come back to this rank.
 
         Pooled gradients are divided by the number of ranks on their way to the tables; the
         gradients of weights, which stay local, are multiplied again.
@@ -68,7 +68,7 @@ class Route:
         """Send the samples' vectors back to the samples' ranks.
 
         Args:
-            pooled: ``[all samples, columns]``, those of this rank's blocks side by side.
+            pooled: ``[all samples, columns]``, those of this rank's blocks in order.
 
         Returns:
             For each part the ``[B, columns]`` of this rank's samples, summed over its shards in the
@@ -79,7 +79,8 @@ class Route:
         widths = [[block.num_columns for block in blocks] for blocks in self._layout.blocks]
         weights = self.features.weights
         if not self._layout.blocks[self._rank] and weights is not None and weights.requires_grad:
-            # Without a block nothing here uses the weights, but their exchange needs all ranks.
+            # Without a block nothing here uses the weights. Autograd would leave out the backward
+            # of their exchange, which needs all ranks.
             pooled = pooled + weights.sum().to(pooled.dtype) * 0
         send = [size * pooled.shape[1] for size in self.batch_sizes]
         receive = [num_samples * sum(of_rank) for of_rank in widths]
@@ -100,7 +101,7 @@ class Route:
         self,
         groups: Sequence[GroupVectors],
         push: PooledPush,
-        others: Sequence[tuple[Tensor, Sequence[Piece]]],
+        others: Sequence[tuple[Tensor, Sequence[ColumnCopy]]],
         *,
         ahead: bool,
     ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
@@ -117,14 +118,16 @@ class Route:
         """
         weights, anchor = self.features.weights, None
         if not groups and weights is not None and weights.requires_grad:
-            # Nothing here uses the weights, but their exchange needs all ranks.
+            # Nothing here uses the weights. As the anchor they keep the backward of their exchange,
+            # which needs all ranks, in the graph.
             anchor = weights.flatten()[:0]
         values, staged = push(groups, self.batch_sizes, anchor, others, ahead=ahead)
         return values, [(part, _sum_over_shards(columns)) for part, columns in staged]
 
 
 def _sum_over_shards(columns: list[Tensor]) -> Tensor:
-    """In the order of ranks."""
+    """The sum of a part's columns over its shards, ``[B, D]``, in the order of ranks, so that every
+    transport gives the same bits."""
     return columns[0] if len(columns) == 1 else torch.stack(columns).sum(0)
 
 
@@ -164,6 +167,8 @@ class FixedRoute(Route):
         pieces = [hotness[block.part] * size for size in self.batch_sizes for block in mine]
         by_block = [n for k in range(len(mine)) for n in range(len(pieces))[k :: len(mine)]]
 
+        # What arrives is ordered by sender first; a lookup takes all samples of a feature, one
+        # after the other.
         def blocks_first(received: Tensor) -> Tensor:
             """From (rank, block) order to (block, rank) order."""
             return layout.reorder(received, pieces, by_block)
@@ -189,7 +194,7 @@ class FixedRoute(Route):
 
 
 class JaggedRoute(Route):
-    """Any lengths. Ids go to exactly the rank that holds their row.
+    """A route for bags of any length. Each id goes to exactly the rank that holds its row.
 
     Made in three parts, each by every rank in the same order: the constructor sorts this rank's ids
     by the rank that holds their rows; :meth:`exchange_sizes` tells the others how many will come;
@@ -224,7 +229,7 @@ class JaggedRoute(Route):
         """The most ids that this rank sends to one, ``[]``."""
         return self._bounds(self._layout.num_ranks).diff().amax()
 
-    def exchange_sizes(self, group: Any) -> None:
+    def exchange_sizes(self, group: dist.ProcessGroup | None) -> None:
         """Find out how many ids are sent; on a GPU this waits for this rank's sizes.
 
         Args:
@@ -232,6 +237,8 @@ class JaggedRoute(Route):
         """
         layout = self._layout
         num_buckets = layout.num_ranks * layout.num_parts
+        # By an event of its own, so that the host waits for the sorted ids and not for all that was
+        # launched after them.
         of_buckets = HostNumbers(self._bounds(num_buckets).diff())
         sizes = torch.tensor(of_buckets.tolist(), dtype=torch.int64, device="cpu")
         sizes = sizes.view(layout.num_ranks, layout.num_parts)
@@ -259,7 +266,7 @@ class JaggedRoute(Route):
             self._send = self._receive = [capacity] * num_ranks
         num_blocks = [len(blocks) for blocks in layout.blocks]
         lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
-        # In one dtype, whatever that of the ranks' offsets.
+        # In one dtype, since all_to_all does not check dtypes: ranks may have offsets of either.
         lengths = lengths[layout.bucket_rows(lengths.device)].flatten().int()
         mine = num_blocks[self._rank]
         received_sizes = [mine * size for size in self.batch_sizes]
@@ -275,8 +282,8 @@ class JaggedRoute(Route):
         if weights is not None:
             weights = self._exchange_weights(weights[places], self._send, self._receive)
 
-        # Pieces arrive in (rank, block) order and are looked up in (block, rank) order; spare ones
-        # come last of each rank and are left out.
+        # Ids arrive in (rank, block) order and are looked up in (block, rank) order. Padding comes
+        # last of each rank and is left out of the order.
         piece_lengths = torch.stack([part.sum(dim=1) for part in by_rank])
         if capacity is not None:
             spare = capacity - piece_lengths.sum(dim=1, keepdim=True)
@@ -327,6 +334,7 @@ class JaggedRoute(Route):
             gradients go to the tables divided by the number of ranks.
         """
         ids = torch.arange(vectors.shape[0], device=vectors.device)
+        # The inverse of the permutation that ids went through after they had arrived.
         order = permute_features(
             ids,
             self._piece_offsets,
@@ -339,4 +347,5 @@ class JaggedRoute(Route):
         home = differentiable_exchange(
             vectors[as_received], self._receive, self._send, self._group, scale, self._ranks.wire
         )
+        # Vectors come home in bucketized order, and positions say where each id was before.
         return home[self._buckets.positions[: home.shape[0]].long()]

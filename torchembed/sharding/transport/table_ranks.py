@@ -116,8 +116,9 @@ class TableRanks:
             check_peer_access(self.group, device)
             self.push = PushDomain(self.group, device)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {tuple(range(mesh.size())): mesh}
-        # Every rank walks all plans in the same order, also those of tables that it does not hold:
-        # making a group is collective over all processes.
+        # Every rank goes through all plans in the same order, also those of tables that it does not
+        # hold: making a group is collective over all processes, which would wait for each other for
+        # ever in different orders.
         for plan in plans:
             ranks = _ranks_of(plan)
             if plan.placement.is_divided and ranks not in self._meshes:
