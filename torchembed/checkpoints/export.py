@@ -64,6 +64,7 @@ def export_safetensors(
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be positive, got {max_file_bytes}")
     shards = ModelShards(model)
+    # Written next to the path and renamed at the end: a folder of that name is always whole.
     partial = path.with_name(f"{path.name}.partial")
 
     def begin() -> None:
@@ -100,7 +101,8 @@ def _files(
             num_bytes = 0
         files[-1][name] = whole
         num_bytes += whole.num_bytes
-    # The widest dtypes first, so that every tensor is aligned.
+    # Readers map the file and view its bytes as numbers, which must be aligned. With the widest
+    # dtypes first every tensor is, without gaps, which the format does not allow.
     files = [dict(sorted(f.items(), key=lambda item: -item[1].dtype.itemsize)) for f in files]
     if len(files) == 1:
         return {"model.safetensors": files[0]}
@@ -127,6 +129,7 @@ def _write_file(
         for name in tensors:
             for _, rows in shards.chunks(name, CHUNK_BYTES):
                 raise_on_all_ranks(functools.partial(write, rows), what)
+        # Closing would write what is still buffered, and its error would be raised on rank 0 alone.
         raise_on_all_ranks(lambda: None if file is None else file.flush(), what)
 
 
@@ -169,7 +172,7 @@ def _source_rows(source: Tensor | np.ndarray, table: Table, keys: Tensor) -> Ten
     """Rows of a table's ``source`` by consecutive ``keys``, the columns that are held here."""
     columns = slice(table.first_column, table.first_column + table.num_columns)
     rows = source[int(keys[0]) : int(keys[-1]) + 1, columns]
-    # A copy, since torch warns of arrays that cannot be written to.
+    # Copied, since torch warns of read-only arrays, as a memmap may be; one chunk at a time.
     return rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
 
 

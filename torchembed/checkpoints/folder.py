@@ -87,8 +87,8 @@ class CheckpointFolder:
     def claim(self) -> None:
         """Take the folder for this run's saves, so that another run's saves are refused.
 
-        Call it where a run begins: :meth:`save` does the same, but a run that resumes beside the
-        one that it goes on from, still alive, should hear of that before it trains. Collective.
+        Call it where a run begins: :meth:`save` does the same, but a run that resumes while the
+        one that it goes on from is still alive should hear of that before it trains. Collective.
 
         Raises:
             RuntimeError: where another process has the folder; names it.
@@ -161,19 +161,24 @@ class CheckpointFolder:
         """Return once an asynchronous save is complete, and raise what it raised. Collective."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            # So that the end of the program does not keep this object, and its claim, till then.
+            # The registration would keep this object, and with it its claim, until the program
+            # ends.
             atexit.unregister(self.wait)
             pending.result()
 
     def _write(self, step: int, state: dict[str, Any], group: CpuGroup, what: str) -> None:
+        # Rank 0 makes the folder and writes a token there, which every other rank must see: a path
+        # on a local disk of each node would else give a checkpoint that lacks most of its files.
         checkpoint, token = decide_on_first_rank(lambda: self._begin(step), what, group)
         path = self._storage.path(str(checkpoint))
         raise_on_all_ranks(lambda: self._check_token(path, token), what, group)
+        # The marker must list the files of this checkpoint alone.
         self._storage.written.clear()
         write_state(state, CheckpointWriter(self._storage, path), group, what)
         written = group.gather(self._storage.written, what)
         files = {name.rsplit("/", 1)[-1]: d for part in written for name, d in part.items()}
 
+        # Old checkpoints go only once the new one counts, so that there is one at every moment.
         def complete() -> None:
             self._complete(step, path, token, files)
             self._contents.remove_old(checkpoint, self._keep)
@@ -205,6 +210,8 @@ class CheckpointFolder:
 
     def _complete(self, step: int, path: str, token: str, files: dict[str, FileDigest]) -> None:
         """Put the marker in place, unless another process has interfered since :meth:`_begin`."""
+        # Where there are no locks another run may have taken the folder over since: its checkpoint
+        # would be of the same step, and the files of both mixed.
         assert self._claim is not None
         self._claim.check()
         if not self._has_token(path, token):
@@ -244,6 +251,8 @@ class CheckpointFolder:
         if checkpoint is None:
             return None
         path = self._storage.path(str(checkpoint))
+        # Rank 0 chooses, and the others must see the same marker: the folder may have changed
+        # between their looks at it, or be another one.
         marker_path = f"{path}/{MARKER_FILE}"
         written = decide_on_first_rank(lambda: self._storage.read(marker_path), what, group)
         marker = raise_on_all_ranks(lambda: self._read_marker(marker_path, written), what, group)

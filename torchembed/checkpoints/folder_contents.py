@@ -60,7 +60,8 @@ class FolderContents:
         attempts = []
         for found in self._found():
             if found.step == step:
-                # Removed ones count too: another process might still be writing there.
+                # An unfinished attempt counts too, although it is removed: another process might
+                # still be writing there, and must not write into the new folder.
                 attempts.append(found.attempt)
             if not self._is_complete(found):
                 self._storage.remove(self._storage.path(str(found)))
@@ -77,6 +78,8 @@ class FolderContents:
         for checkpoint in complete:
             if checkpoint not in kept:
                 path = self._storage.path(str(checkpoint))
+                # The marker goes first: a removal that is interrupted leaves an unfinished
+                # checkpoint and no damaged one.
                 self._storage.remove(f"{path}/{MARKER_FILE}")
                 self._storage.remove(path)
 

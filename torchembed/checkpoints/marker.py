@@ -42,7 +42,8 @@ class Marker(NamedTuple):
                     raise ValueError(f"checksum must be {zlib.crc32(found['fields']):08x}")
                 content = found["fields"] + b"}"
             fields = json.loads(content)
-            # A damaged name of a field must not make the marker look like an older one.
+            # Damage to the name of the checksum's field must not pass for a marker of an earlier
+            # release, which had none.
             if set(fields) != set(cls._fields):
                 raise ValueError(f"fields must be {cls._fields}, got {list(fields)}")
             files = {name: FileDigest(*digest) for name, digest in fields["files"].items()}

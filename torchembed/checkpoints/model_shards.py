@@ -104,6 +104,7 @@ class ModelShards:
                 part = self._held(name, shard, first, last).cpu().contiguous()
             else:
                 part = torch.empty((last - first, *shard.sizes[1:]), dtype=whole.dtype)
+            # As bytes, since gloo does not send every dtype, float8 for one.
             if shard.rank != 0:
                 raw = part.reshape(-1).view(torch.uint8)
                 dist.send(raw, dst=0) if mine else dist.recv(raw, src=shard.rank)
@@ -135,6 +136,8 @@ def _whole_tensors(described: list[list[Description]]) -> dict[str, WholeTensor]
     for of_rank in described:
         for name, shape, dtype, _, shard in of_rank:
             *_, shards = found.setdefault(name, (shape, dtype, {}))
+            # The first rank that describes a shard is the one that sends it; replicas are passed
+            # over.
             if 0 not in shard.sizes:
                 shards.setdefault(shard.offsets, shard)
     # A rank may know part of a table, and hold none of it.

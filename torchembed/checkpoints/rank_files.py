@@ -47,7 +47,7 @@ class CheckpointWriter(FileSystemWriter):
     """
 
     def __init__(self, files: FileSystemBase, path: str) -> None:
-        # The files bring themselves to the disk.
+        # Storage calls fsync for each file that it closes.
         super().__init__(path, sync_files=False)
         self.fs, self.path = cast(Any, files), path
 
@@ -95,13 +95,14 @@ class CheckpointReader(FileSystemReader):
             of_files.setdefault(file, []).append(item)
         read_file = super().read_data
 
-        @torch.no_grad()  # of the thread
+        @torch.no_grad()  # a new thread begins with gradients enabled
         def read(items: list[ReadItem]) -> None:
             read_file(dataclasses.replace(plan, items=items), planner)
 
         in_threads(read, list(of_files.values()))
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the threads' copies, before streams other than theirs
+            # The threads copy on streams for which the streams of training do not wait.
+            torch.cuda.synchronize()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -113,7 +114,8 @@ def in_threads(action: Callable[[T], None], items: Sequence[T]) -> None:
     Threads of ``concurrent.futures`` may not begin once the program has come to its end, where an
     asynchronous save may still be under way.
     """
-    left, errors = iter(items), []  # an item goes to one thread alone
+    # An iterator over a list gives each item to one thread alone, since a call of next is atomic.
+    left, errors = iter(items), []
 
     def work() -> None:
         for item in left:
@@ -143,6 +145,7 @@ def _parts(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     num_parts = -(-sum(sizes.values()) // save_planner.CHUNK_BYTES)
     parts: list[list[WriteItem]] = [[] for _ in range(min(max(num_parts, 1), NUM_THREADS))]
     filled = [0] * len(parts)
+    # The largest items first, each to the part that is the least full.
     for item in sorted(items, key=lambda item: -sizes[item.index]):
         emptiest = filled.index(min(filled))
         parts[emptiest].append(item)
@@ -158,7 +161,9 @@ def _num_bytes(item: WriteItem) -> int:
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """``tensor`` on the CPU, in a storage of its own size: ``torch.save`` writes whole storages."""
     if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)  # threads have streams of their own
+        # The training step that made the values may still run, on another stream than this
+        # thread's.
+        torch.cuda.synchronize(tensor.device)
     on_cpu = tensor.detach().cpu().contiguous()
     if on_cpu.untyped_storage().nbytes() == on_cpu.nbytes:
         return on_cpu

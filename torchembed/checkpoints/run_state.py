@@ -103,6 +103,8 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
         ],
         saved,
     )
+    # What is pickled is read first, since it may show that optimizers differ: nothing of the run is
+    # changed before all ranks agree that everything fits.
     same_ranks = saved.num_ranks == ranks.world_size()
     rank_key = f"ranks.{ranks.rank() if same_ranks else 0}"
     packed = {key: _empty_packed(saved.entries[key]) for key in [*of_optimizers, rank_key]}
@@ -156,6 +158,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 def _packed(state: object) -> Tensor:
     """``state``, pickled as it now is, as a uint8 tensor."""
+    # Pickled at once: the objects may change while a thread still writes the checkpoint.
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
@@ -203,6 +206,8 @@ def _optimizer_state(
     for number, (name, parameter) in enumerate(_named_parameters(model, optimizer)):
         for key, value in entries.get(number, {}).items():
             table = table_of(parameter)
+            # State with a row for each row of the table is saved whole, like the table, so that it
+            # can be loaded under another placement.
             if table is not None and _has_rows(optimizer, key, value, parameter):
                 value = table.as_global(value)
             state[f"{prefix}.state.{name}.{key}"] = value
@@ -246,6 +251,7 @@ def _optimizer_targets(
         for key, entry in saved.items():
             if key in targets or not key.startswith(start):
                 continue
+            # None for what is no tensor: reading puts the object in its place.
             targets[key] = None
             if isinstance(entry, TensorStorageMetadata):
                 dtype = entry.properties.dtype
@@ -330,7 +336,8 @@ def _load_optimizer(
             }
     merged = []
     for loaded, own in zip(loaded_groups, optimizer.state_dict()["param_groups"], strict=True):
-        # Unpacked tensors, such as learning rates, are on the CPU.
+        # Tensors were unpickled onto the CPU. Those in a group, such as learning rates, go to where
+        # the optimizer has its own, since captured steps read them there.
         moved = {
             k: torch.as_tensor(v).to(own[k]) if isinstance(own.get(k), Tensor) else v
             for k, v in loaded.items()

@@ -30,6 +30,7 @@ class ChunkedSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items = [chunk for item in plan.items for chunk in self._chunks(item)]
+        # Torch's planner resolves items by its own plan, which must list the chunks too.
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 

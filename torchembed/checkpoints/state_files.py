@@ -37,6 +37,8 @@ def write_state(state: dict[str, Any], writer: StorageWriter, group: CpuGroup, w
         writer.set_up_storage_writer(is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
+    # What can fail on one rank runs through raise_on_all_ranks before each collective, so that no
+    # rank waits in one for a rank that has raised.
     planned = group.gather_on_first_rank(raise_on_all_ranks(plan, what, group), what)
 
     def divide() -> tuple[list[SavePlan], Metadata] | None:

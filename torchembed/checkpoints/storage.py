@@ -75,7 +75,8 @@ class Storage(FileSystemBase):
         Raises:
             NotADirectoryError: where the root is a file.
         """
-        self._fs.invalidate_cache()  # other processes write there too
+        # fsspec may answer from a listing that it has kept, but other processes write there too.
+        self._fs.invalidate_cache()
         if not self._fs.exists(self.root):
             return []
         if not self._fs.isdir(self.root):
@@ -126,6 +127,8 @@ class Storage(FileSystemBase):
                     raise writer.error from None
                 raise
             writer.close()
+            # The file must be on the disk before the marker is: after a crash of the machine a
+            # marker could else stand for files that were never written.
             if self.is_local:
                 stream.flush()
                 os.fsync(stream.fileno())

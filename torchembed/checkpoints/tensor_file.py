@@ -50,6 +50,7 @@ def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> byt
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    # Spaces, which JSON ignores, align the first tensor to 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -91,6 +92,7 @@ def _open_file(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         num_header_bytes = int.from_bytes(file.read(8), "little")
         num_bytes = path.stat().st_size
+        # At most the file itself: a damaged length may be any number of 64 bits.
         text = file.read(min(num_header_bytes, num_bytes))
         try:
             header = json.loads(text)
@@ -111,6 +113,7 @@ def _open_file(path: Path) -> dict[str, Tensor]:
                 f"{path} must have {first + max(ends, default=0)} bytes as its header says, got "
                 f"{num_bytes}; it is cut off or corrupt"
             )
+        # A private mapping: torch wants memory that it can write to, and the file must not change.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {}
     for name, entry in entries.items():

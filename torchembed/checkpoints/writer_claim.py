@@ -80,7 +80,8 @@ class WriterClaim:
             self._unlock = None
 
     def _lock(self) -> None:
-        import fcntl  # not everywhere, and of use on local file systems alone
+        # Not on every system, and needed on local file systems alone.
+        import fcntl
 
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -94,6 +95,8 @@ class WriterClaim:
                 if error.errno in _NO_LOCKS:
                     return
                 raise
+            # The folder may have been removed and made anew between opening and locking. The lock
+            # would then be on a file that nobody else opens, so the new file is locked instead.
             if self._is_current(file):
                 self._unlock = weakref.finalize(self, os.close, file)
                 return
@@ -113,7 +116,7 @@ class WriterClaim:
             return None
         except ValueError:
             written = None
-        # Empty while another process writes it.
+        # Another process may be writing the file, which then is empty or cut off: it has the claim.
         return written if isinstance(written, dict) else {}
 
     def _refusal(self, writer: dict[str, object] | None) -> RuntimeError:
