@@ -7,6 +7,8 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from torchembed.core.function_context import FunctionContext
+
 Backward: TypeAlias = Callable[..., Any]
 """Takes an ``autograd.Function``'s context and the gradients of its results; returns those of its
 arguments, one or a tuple."""
@@ -25,7 +27,7 @@ def first_order(layer: str, instead: str) -> Callable[[Backward], Backward]:
 
     def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
-        def once(ctx: Any, *grads: Tensor | None) -> Any:
+        def once(ctx: FunctionContext, *grads: Tensor | None) -> Any:
             with torch.no_grad():
                 results = backward(ctx, *grads)
             is_differentiated = torch.is_grad_enabled() and any(
@@ -51,10 +53,10 @@ class _Refusal(torch.autograd.Function):
     """Identity of a gradient, whose own backward is an error."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, source: Tensor, message: str) -> Tensor:
+    def forward(ctx: FunctionContext, gradient: Tensor, source: Tensor, message: str) -> Tensor:
         ctx.message = message
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+    def backward(ctx: FunctionContext, grad: Tensor) -> NoReturn:
         raise RuntimeError(ctx.message)

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.reads import ReadsOf
+from torchembed.core.function_context import FunctionContext
 
 Compute = Callable[[Tensor | None], Tensor]
 """Function that computes a gradient, into the given tensor or, where that is None, a new one."""
@@ -158,7 +159,7 @@ def are_deferred() -> bool:
     return bool(_entered) and not torch.compiler.is_compiling()
 
 
-def keep_parameters(ctx: Any, *parameters: Tensor | None) -> None:
+def keep_parameters(ctx: FunctionContext, *parameters: Tensor | None) -> None:
     """Keep in ``ctx.parameters`` those of ``parameters`` that are leaves, with None for others.
 
     For ``forward``. Saved tensors will not do: where hooks save them (activation checkpointing,

@@ -6,7 +6,6 @@ import re
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from torchembed.checkpoints.folder_contents import (
     MARKER_FILE,
@@ -166,7 +165,7 @@ class CheckpointFolder:
             atexit.unregister(self.wait)
             pending.result()
 
-    def _write(self, step: int, state: dict[str, Any], group: CpuGroup, what: str) -> None:
+    def _write(self, step: int, state: dict[str, object], group: CpuGroup, what: str) -> None:
         # Rank 0 makes the folder and writes a token there, which every other rank must see: a path
         # on a local disk of each node would else give a checkpoint that lacks most of its files.
         checkpoint, token = decide_on_first_rank(lambda: self._begin(step), what, group)

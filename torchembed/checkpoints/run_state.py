@@ -37,7 +37,7 @@ class SavedState(NamedTuple):
     """Metadata of ``torch.distributed.checkpoint`` for each tensor and object, by name."""
     num_ranks: int
     """Number of ranks that saved it."""
-    read: Callable[[dict[str, Any]], None]
+    read: Callable[[dict[str, object]], None]
     """Fills the tensors of a dict in place and replaces its other values; every rank calls it."""
     group: CpuGroup
     """All ranks that load."""
@@ -48,7 +48,7 @@ class SavedState(NamedTuple):
         return f"load {self.name}"
 
 
-def state_of(run: TrainingRun) -> dict[str, Any]:
+def state_of(run: TrainingRun) -> dict[str, object]:
     """This rank's part of the run's state, with that of its random generators.
 
     Parameters and optimizer state are the run's own tensors, not copies.
@@ -108,7 +108,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
     same_ranks = saved.num_ranks == ranks.world_size()
     rank_key = f"ranks.{ranks.rank() if same_ranks else 0}"
     packed = {key: _empty_packed(saved.entries[key]) for key in [*of_optimizers, rank_key]}
-    saved.read(packed)
+    saved.read(dict(packed))
     unpacked = raise_on_all_ranks(
         lambda: {key: _unpacked(value) for key, value in packed.items()}, what, group
     )
@@ -141,7 +141,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
     raise_on_all_ranks(apply, what, group)
 
 
-def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+def on_cpu(state: dict[str, object]) -> dict[str, object]:
     """A copy of a state, its tensors on the CPU, that later training steps do not change."""
     return {
         key: value.detach().to("cpu", copy=True)
@@ -151,7 +151,7 @@ def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
+def _model_state(model: nn.Module) -> dict[str, object]:
     """Every parameter and buffer by its name in a checkpoint; not copies."""
     return {f"model.{name}": value for name, value in model.state_dict().items()}
 
@@ -170,7 +170,7 @@ def _empty_packed(entry: STORAGE_TYPES) -> Tensor:
     return torch.empty(entry.size, dtype=torch.uint8)
 
 
-def _unpacked(tensor: Tensor) -> Any:
+def _unpacked(tensor: Tensor) -> dict[str, Any]:
     buffer = io.BytesIO(tensor.numpy().tobytes())
     return torch.load(buffer, map_location="cpu", weights_only=False)
 
@@ -191,14 +191,14 @@ def _named_parameters(
             yield name, parameter
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     groups = optimizer.state_dict()["param_groups"]
     return [{k: value for k, value in group.items() if k != "params"} for group in groups]
 
 
 def _optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The optimizer's state tensors that exist, not copied, by name; most optimizers make them at
     their first step."""
     state = {}
@@ -223,7 +223,7 @@ def _has_rows(
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def _load_targets(run: TrainingRun, saved: Mapping[str, STORAGE_TYPES]) -> dict[str, Any]:
+def _load_targets(run: TrainingRun, saved: Mapping[str, STORAGE_TYPES]) -> dict[str, object]:
     """Values by name that reading ``saved`` fills or replaces on this rank: the run's own tensors,
     and new ones for optimizer state that was saved and is not there yet."""
     targets = _model_state(run.model)
@@ -237,7 +237,7 @@ def _optimizer_targets(
     optimizer: torch.optim.Optimizer,
     prefix: str,
     saved: Mapping[str, STORAGE_TYPES],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The optimizer's own state tensors, and new ones for what else was saved of this rank's
     parameters. State that torch's optimizers make at their first step may be missing in ``saved``.
     """
@@ -299,7 +299,7 @@ def _unexpected_optimizers(keys: Sequence[str], saved: SavedState) -> Iterator[s
 
 
 def _compare_optimizer(
-    key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
 ) -> Iterator[str]:
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if saved["kind"] != kind:
@@ -323,10 +323,10 @@ def _load_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     prefix: str,
-    loaded_groups: list[dict[str, Any]],
-    state: dict[str, Any],
+    loaded_groups: list[dict[str, object]],
+    state: dict[str, object],
 ) -> None:
-    entries: dict[int, dict[str, Any]] = {}
+    entries: dict[int, dict[str, object]] = {}
     for number, (name, _) in enumerate(_named_parameters(model, optimizer)):
         start = f"{prefix}.state.{name}."
         entry = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}

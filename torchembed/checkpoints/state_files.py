@@ -4,8 +4,6 @@ The stages are those of ``torch.distributed.checkpoint``, whose ``save`` and ``l
 limit of their own and do not say which rank a failing collective waited for.
 """
 
-from typing import Any
-
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
@@ -17,7 +15,9 @@ from torchembed.core.collective_errors import raise_on_all_ranks
 from torchembed.core.cpu_group import CpuGroup
 
 
-def write_state(state: dict[str, Any], writer: StorageWriter, group: CpuGroup, what: str) -> None:
+def write_state(
+    state: dict[str, object], writer: StorageWriter, group: CpuGroup, what: str
+) -> None:
     """Write every rank's part of a state, then, on rank 0, the metadata that describes all parts.
 
     Collective.
@@ -63,7 +63,7 @@ def write_state(state: dict[str, Any], writer: StorageWriter, group: CpuGroup, w
 
 
 def read_state(
-    state: dict[str, Any], reader: StorageReader, metadata: Metadata, group: CpuGroup, what: str
+    state: dict[str, object], reader: StorageReader, metadata: Metadata, group: CpuGroup, what: str
 ) -> None:
     """Fill the tensors of ``state`` in place and replace its other values; collective.
 

@@ -52,7 +52,7 @@ def _launcher(path: str) -> Kernel:
     def launcher() -> Kernel:
         return getattr(importlib.import_module(module), name)
 
-    def launch(*args: Any) -> Any:
+    def launch(*args: object) -> object:
         return launcher()(*args)
 
     launch.__name__ = name
@@ -62,7 +62,7 @@ def _launcher(path: str) -> Kernel:
 def _with_fallback(launch: Kernel, fallback: Kernel) -> Kernel:
     """``launch``, and ``fallback`` for the calls that it answers by NotImplemented."""
 
-    def launch_either(*args: Any) -> Any:
+    def launch_either(*args: object) -> object:
         result = launch(*args)
         return fallback(*args) if result is NotImplemented else result
 
@@ -79,7 +79,7 @@ def _checked(kernel: Kernel, *checks: Check | None) -> Kernel:
 
 def _after(check: Check, kernel: Kernel) -> Kernel:
     @functools.wraps(kernel)
-    def checked(*args: Any) -> Any:
+    def checked(*args: object) -> object:
         check(*args)
         return kernel(*args)
 
@@ -89,7 +89,7 @@ def _after(check: Check, kernel: Kernel) -> Kernel:
 def _skipped_in_capture(check: Check) -> Check:
     """``check``, left out while a CUDA graph is captured, since nothing can be read there."""
 
-    def check_or_not(*args: Any) -> None:
+    def check_or_not(*args: object) -> None:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             check(*args)
 
@@ -102,7 +102,7 @@ def _given_record(kernel: Kernel, record: Kernel | None) -> Kernel:
         return kernel
 
     @functools.wraps(kernel)
-    def launch(*args: Any) -> Any:
+    def launch(*args: object) -> object:
         return kernel(record(*args))
 
     return launch
@@ -112,7 +112,7 @@ def _given_fields(kernel: Kernel) -> Kernel:
     """``kernel``, which takes arguments one by one, as a function of one record of them."""
 
     @functools.wraps(kernel)
-    def launch(arguments: tuple[Any, ...]) -> Any:
+    def launch(arguments: tuple[object, ...]) -> object:
         return kernel(*arguments)
 
     return launch

@@ -8,7 +8,7 @@ methods, without importing TorchRec.
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -339,12 +339,16 @@ class KeyedJagged(Protocol):
 
     def stride(self) -> int: ...
 
+    def offsets(self) -> Tensor: ...
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedJagged": ...
+
 
 Features: TypeAlias = SparseFeatures | KeyedJagged
 """Sparse features, torchembed's or TorchRec's."""
 
 
-def torchrec_class(like: object, name: str) -> Any | None:
+def torchrec_class(like: object, name: str) -> type | None:
     """TorchRec's class ``name`` where ``like`` is an object of TorchRec's jagged-tensor module."""
     module = type(like).__module__
     if module != "torchrec.sparse.jagged_tensor":
@@ -352,7 +356,7 @@ def torchrec_class(like: object, name: str) -> Any | None:
     return getattr(sys.modules[module], name)
 
 
-def as_sparse_features(features: Any) -> SparseFeatures:
+def as_sparse_features(features: object) -> SparseFeatures:
     """``features`` itself, or the tensors of a ``KeyedJaggedTensor``, taken by its methods.
 
     Raises:
@@ -378,10 +382,11 @@ def as_sparse_features(features: Any) -> SparseFeatures:
             "features must not have inverse_indices, which are not supported; index the pooled "
             "vectors by them instead"
         )
+    jagged = cast(KeyedJagged, features)
     return SparseFeatures(
-        keys=tuple(features.keys()),
-        values=features.values(),
-        batch_size=features.stride(),
-        offsets=features.offsets(),
-        weights=features.weights_or_none(),
+        keys=tuple(jagged.keys()),
+        values=jagged.values(),
+        batch_size=jagged.stride(),
+        offsets=jagged.offsets(),
+        weights=jagged.weights_or_none(),
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Number: TypeAlias = int | float
-Bags: TypeAlias = Sequence[Any]
+Bags: TypeAlias = Sequence[object]
 """A feature's bag for each sample: a sequence of numbers, a one-dimensional tensor or array, or one
 number."""
 

@@ -7,11 +7,13 @@ takes sparse features as leaves.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from torch import Tensor
 
 T = TypeVar("T")
+L = TypeVar("L")
+"""The type of a tree's leaves."""
 
 Tree: TypeAlias = Any
 """Tensors in nested tuples, named ones too, lists, dicts and dataclasses; anything else in it is
@@ -34,13 +36,13 @@ def _field_names(kind: type, *, init_only: bool = True) -> tuple[str, ...] | Non
     return tuple(f.name for f in dataclasses.fields(kind) if f.init or not init_only)
 
 
-def is_tensor(node: object) -> bool:
+def is_tensor(node: object) -> TypeGuard[Tensor]:
     """True where ``node`` is a leaf of a tree of tensors."""
     return isinstance(node, Tensor)
 
 
 def map_leaves(
-    function: Callable[[Any], Tree], tree: Tree, is_leaf: Callable[[object], bool]
+    function: Callable[[L], Tree], tree: Tree, is_leaf: Callable[[object], TypeGuard[L]]
 ) -> Tree:
     """``tree`` with ``function(leaf)`` in place of each leaf, for which it is called in order.
 
@@ -70,14 +72,14 @@ def map_leaves(
     return dataclasses.replace(tree, **parts)
 
 
-def leaves_in(tree: Tree, is_leaf: Callable[[object], bool]) -> list[Any]:
+def leaves_in(tree: Tree, is_leaf: Callable[[object], TypeGuard[L]]) -> list[L]:
     """The leaves of ``tree``, in the order of :func:`map_leaves`."""
-    found: list[Any] = []
+    found: list[L] = []
     _collect(tree, is_leaf, found)
     return found
 
 
-def _collect(tree: Tree, is_leaf: Callable[[object], bool], found: list[Any]) -> None:
+def _collect(tree: Tree, is_leaf: Callable[[object], TypeGuard[L]], found: list[L]) -> None:
     if is_leaf(tree):
         found.append(tree)
     elif isinstance(tree, (tuple, list)):

@@ -85,7 +85,7 @@ def check_labels(labels: Tensor) -> None:
         raise ValueError(f"labels must be 0 or 1, got {labels[sample]:g} for sample {sample}")
 
 
-def _as_tensor(values: Any, name: str) -> Tensor:
+def _as_tensor(values: object, name: str) -> Tensor:
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -95,7 +95,7 @@ def _as_tensor(values: Any, name: str) -> Tensor:
         ) from error
 
 
-def _as_features(sparse: Any, keys: Sequence[str] | None) -> SparseFeatures:
+def _as_features(sparse: object, keys: Sequence[str] | None) -> SparseFeatures:
     if isinstance(sparse, Mapping):
         ids = {key: _as_tensor(ids, f"ids of feature {key}") for key, ids in sparse.items()}
         shapes = {key: list(column.shape) for key, column in ids.items()}

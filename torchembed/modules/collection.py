@@ -1,18 +1,17 @@
 """The base of the two collections: their configs, tables, slots and names."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from torchembed.core import checks
-from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.features import Features, SparseFeatures, as_sparse_features
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
 from torchembed.modules.collection_description import CollectionDescription
-from torchembed.modules.configs import EmbeddingConfig, as_config
+from torchembed.modules.configs import ConfigLike, EmbeddingConfig, as_config
 from torchembed.modules.slots import Slots, select_features
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
@@ -40,7 +39,7 @@ class FeatureSlots:
         """For each slot the key of its result: ``feature@table`` where several tables use it."""
         self._indices_of_keys: dict[tuple[str, ...], list[int]] = {}
 
-    def batch(self, features: Any) -> SparseFeatures:
+    def batch(self, features: Features) -> SparseFeatures:
         """``features`` (ours or a ``KeyedJaggedTensor``) with exactly one feature for each slot.
 
         Raises:
@@ -70,7 +69,7 @@ class Collection(StagedCollection[B, R, V]):
 
     def __init__(
         self,
-        tables: Sequence[Any],
+        tables: Sequence[ConfigLike],
         device: torch.device | str | None,
         on_bad_id: OnBadId | str,
         seed: int,
@@ -100,7 +99,7 @@ class Collection(StagedCollection[B, R, V]):
             self._on_bad_id,
         )
 
-    def _lookup_key(self, config: EmbeddingConfig) -> Any:
+    def _lookup_key(self, config: EmbeddingConfig) -> Hashable:
         """The key that tables must share, besides dim and dtype, to be looked up in one call."""
         return None
 
@@ -129,7 +128,7 @@ class Collection(StagedCollection[B, R, V]):
         """The device of the tables."""
         return self._tables[0].parameter.device
 
-    def _stateless(self, features: Any) -> tuple[V, BadIds]:
+    def _stateless(self, features: Features) -> tuple[V, BadIds]:
         """The vectors and the bad ids of a batch; changes nothing, and threads may call it at once.
 
         Raises:

@@ -58,19 +58,18 @@ class EmbeddingBag(SingleTable):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
         if mode == "max" and sparse:
             raise ValueError('sparse must be False where mode="max", as for torch.nn.EmbeddingBag')
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            refused,
-            sparse,
-            _weight,
-            False,
-            device,
-            dtype,
-            on_bad_id,
-            seed,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            padding_idx=padding_idx,
+            refused={"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq},
+            sparse=sparse,
+            weight=_weight,
+            is_frozen=False,
+            device=device,
+            dtype=dtype,
+            on_bad_id=on_bad_id,
+            seed=seed,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -245,19 +244,18 @@ class Embedding(SingleTable):
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
     ) -> None:
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            refused,
-            sparse,
-            _weight,
-            _freeze,
-            device,
-            dtype,
-            on_bad_id,
-            seed,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            padding_idx=padding_idx,
+            refused={"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq},
+            sparse=sparse,
+            weight=_weight,
+            is_frozen=_freeze,
+            device=device,
+            dtype=dtype,
+            on_bad_id=on_bad_id,
+            seed=seed,
         )
 
     @classmethod

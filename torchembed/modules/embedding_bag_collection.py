@@ -1,13 +1,12 @@
 """``EmbeddingBagCollection``: pooled vectors of many features."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import KeyedTensor, SparseFeatures, torchrec_class
+from torchembed.core.features import Features, KeyedTensor, SparseFeatures, torchrec_class
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingBagConfig, EmbeddingConfig
@@ -70,7 +69,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         self._is_weighted = is_weighted
         self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
 
-    def _lookup_key(self, config: EmbeddingConfig) -> Any:
+    def _lookup_key(self, config: EmbeddingConfig) -> Hashable:
         assert isinstance(config, EmbeddingBagConfig)
         return config.pooling
 
@@ -96,7 +95,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         """True where ids have weights."""
         return self._is_weighted
 
-    def lookup(self, features: Any) -> Lookup[KeyedTensor]:
+    def lookup(self, features: Features) -> Lookup[KeyedTensor]:
         """The vectors of ``forward``, and which ids were bad, without raising: for servers.
 
         Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
@@ -124,7 +123,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
             rows, poolings, self._output_dtype, self._weight_form, self.reserved_columns
         )
 
-    def _result(self, features: Any, vectors: Tensor) -> Any:
+    def _result(self, features: Features, vectors: Tensor) -> KeyedTensor:
         widths = [self._configs[table].embedding_dim for table in self._feature_slots.tables]
         values = after_reserved(vectors, self.reserved_columns)
         return keyed_result(features, self._feature_slots.names, widths, values)
@@ -141,7 +140,9 @@ def weighted_as_asked(batch: SparseFeatures, is_weighted: bool) -> SparseFeature
     return batch if is_weighted else dataclasses.replace(batch, weights=None)
 
 
-def keyed_result(features: Any, names: list[str], widths: list[int], values: Tensor) -> KeyedTensor:
+def keyed_result(
+    features: Features, names: list[str], widths: list[int], values: Tensor
+) -> KeyedTensor:
     """``values [B, sum of widths]`` by name, TorchRec's class where its ``features`` came in."""
     kind = torchrec_class(features, "KeyedTensor") or KeyedTensor
     return kind(keys=names, length_per_key=widths, values=values)

@@ -1,12 +1,12 @@
 """``EmbeddingCollection``: a vector for each id of many features."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import JaggedTensor, SparseFeatures, torchrec_class
+from torchembed.core.features import Features, JaggedTensor, SparseFeatures, torchrec_class
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig
@@ -66,7 +66,7 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
         """The tables' configs, in order."""
         return self._configs
 
-    def lookup(self, features: Any) -> Lookup[dict[str, Any]]:
+    def lookup(self, features: Features) -> Lookup[dict[str, JaggedTensor]]:
         """The vectors of ``forward``, and which ids were bad, without raising: for servers.
 
         Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
@@ -96,7 +96,7 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
     def _look_up(self, rows: "SizedRows", *, ahead: bool) -> "SequenceVectors":
         return sequence_slots(*rows, self._output_dtype, self._weight_form)
 
-    def _result(self, features: Any, vectors: "SequenceVectors") -> dict[str, Any]:
+    def _result(self, features: Features, vectors: "SequenceVectors") -> dict[str, JaggedTensor]:
         return jagged_result(features, self._feature_slots.names, vectors)
 
 
@@ -120,7 +120,9 @@ SequenceVectors = list[tuple[Tensor, Tensor]]
 """For each slot ``([ids of the feature, D], offsets [B + 1])``."""
 
 
-def jagged_result(features: Any, names: list[str], vectors: SequenceVectors) -> dict[str, Any]:
+def jagged_result(
+    features: Features, names: list[str], vectors: SequenceVectors
+) -> dict[str, JaggedTensor]:
     """``vectors`` of the slots by name, as TorchRec's class where its ``features`` came in."""
     kind = torchrec_class(features, "JaggedTensor") or JaggedTensor
     return {

@@ -3,12 +3,12 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import SparseFeatures
+from torchembed.core.features import Features, KeyedTensor, SparseFeatures
 from torchembed.core.types import Pooling
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
@@ -172,7 +172,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
             return self._pushed_values(rows, self._push, ahead=ahead)
         return self._exchanged_values(rows)
 
-    def _result(self, features: Any, vectors: Tensor) -> Any:
+    def _result(self, features: Features, vectors: Tensor) -> KeyedTensor:
         values = after_reserved(vectors, self.reserved_columns)
         return keyed_result(features, self._feature_slots.names, self._widths, values)
 

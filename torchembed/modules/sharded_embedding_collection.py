@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import SparseFeatures, with_offsets
+from torchembed.core.features import Features, JaggedTensor, SparseFeatures, with_offsets
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.embedding_collection import (
@@ -114,7 +114,7 @@ class ShardedEmbeddingCollection(
             found.update(zip(self._replicated_slots, looked_up, strict=True))
         return [found[slot] for slot in range(len(self._feature_slots.names))]
 
-    def _result(self, features: Any, vectors: SequenceVectors) -> dict[str, Any]:
+    def _result(self, features: Features, vectors: SequenceVectors) -> dict[str, JaggedTensor]:
         return jagged_result(features, self._feature_slots.names, vectors)
 
     def _sharded_vectors(self, lookups: "_RoutedSequences") -> dict[int, tuple[Tensor, Tensor]]:

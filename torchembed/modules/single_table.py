@@ -27,6 +27,7 @@ class SingleTable(TableModule):
 
     def __init__(
         self,
+        *,
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None,
@@ -39,6 +40,15 @@ class SingleTable(TableModule):
         on_bad_id: OnBadId | str,
         seed: int | None,
     ) -> None:
+        """
+        Args:
+            refused: arguments of torch's module that are not supported, by name; an error for one
+                that is set.
+            weight: ``[num_embeddings, embedding_dim]``, the memory of the parameter; rows get their
+                initial values where it is None.
+            is_frozen: True for a weight that requires no gradient.
+            others: as for the subclasses.
+        """
         super().__init__()
         for name, value in refused.items():
             if value is not None and value is not False:

@@ -153,7 +153,7 @@ class Slots:
                 entries.append(GroupSlots(group, slots, tables, features))
         return entries
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Copies and pickles find their groups anew."""
         return {**vars(self), "_known": (None, [])}
 

@@ -1,10 +1,11 @@
 """Concatenation of matrices along columns, in place where the last was made with free columns."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchembed.core.function_context import FunctionContext
 
 
 class _ReservedColumns:
@@ -31,7 +32,7 @@ class _ReservedColumns:
 
 class _Fill(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, *leading: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, whole: Tensor, *leading: Tensor) -> Tensor:
         ctx.widths = [part.shape[1] for part in leading]
         # Written through .data, so that the version counter stays: other functions have saved views
         # of this memory for backward, and only columns that nobody has read change.
@@ -42,7 +43,7 @@ class _Fill(torch.autograd.Function):
         return filled
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor, ...]:
         return grad, *grad[:, : sum(ctx.widths)].split(ctx.widths, dim=1)
 
 

@@ -7,7 +7,7 @@ A batch is a tree of any kind. Its parts are sparse features, ``SparseFeatures``
 import dataclasses
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ from torchembed.core.trees import Tree, layout_of, leaves_in, map_leaves
 S = TypeVar("S", bound="Tensor | Features")
 
 
-def _is_part(node: object) -> bool:
+def _is_part(node: object) -> TypeGuard[Tensor | Features]:
     return isinstance(node, (Tensor, SparseFeatures)) or _is_features(node)
 
 
-def _is_features(node: Tree) -> bool:
+def _is_features(node: Tree) -> TypeGuard[Features]:
     """True where ``node`` is sparse features that collections take."""
     if isinstance(node, SparseFeatures):
         return True

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,7 @@ class Table:
             return self.parameter
         return self.holder.held_weight()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
         left_out = ("parameter", "group", "owner")
         state = {name: value for name, value in vars(self).items() if name not in left_out}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.function_context import FunctionContext
 from torchembed.core.stand_ins import in_transform
 from torchembed.tables.group import TableGroup
 
@@ -38,14 +39,16 @@ def _split_sparse(grad: Tensor, first_rows: list[int]) -> list[Tensor]:
 
 class _GroupWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, first_rows: list[int], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionContext, weight: Tensor, first_rows: list[int], *parameters: Tensor
+    ) -> Tensor:
         ctx.first_rows = first_rows
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         return weight.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Any, ...]:
         if grad.is_sparse:
             parts = _split_sparse(grad, ctx.first_rows)
         else:
@@ -58,13 +61,13 @@ class _Anchor(torch.autograd.Function):
     """The flat weight, made to require gradients by a parameter that itself gets none."""
 
     @staticmethod
-    def forward(ctx: Any, group: TableGroup, parameter: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, group: TableGroup, parameter: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)  # or autograd fills zeros of the whole weight's size
         return group.weight.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: None) -> tuple[None, None]:
+    def backward(ctx: FunctionContext, grad: None) -> tuple[None, None]:
         return None, None
 
 

@@ -3,7 +3,6 @@
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,11 +66,11 @@ class TableSet:
         made._formed_for = made._parameters_now()
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Copies and pickles form their groups anew, without optimizer state."""
         return {**vars(self), "groups": [], "_formed_for": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         for table in self.tables:
             table.owner = self

@@ -1,11 +1,10 @@
 """The public function ``binary_cross_entropy``."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
+from torchembed.core.function_context import FunctionContext
 from torchembed.ops.binary_cross_entropy.schema import (
     binary_cross_entropy_backward_op,
     binary_cross_entropy_forward_op,
@@ -14,7 +13,7 @@ from torchembed.ops.binary_cross_entropy.schema import (
 
 class _BinaryCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, logits: Tensor, labels: Tensor) -> Tensor:
         ctx.save_for_backward(logits, labels)
         return binary_cross_entropy_forward_op(logits, labels)
 
@@ -22,7 +21,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
     @first_order(
         "torchembed's binary_cross_entropy", "torch.nn.functional.binary_cross_entropy_with_logits"
     )
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor, None]:
         return binary_cross_entropy_backward_op(grad, *ctx.saved_tensors), None
 
 

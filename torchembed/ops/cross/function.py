@@ -1,25 +1,26 @@
 """The public functions ``cross_epilogue`` and ``full_rank_cross``."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
+from torchembed.core.function_context import FunctionContext
 from torchembed.ops.cross.schema import cross_epilogue_backward_op, cross_epilogue_forward_op
 from torchembed.ops.linear import linear
 
 
 class _CrossEpilogue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x0: Tensor, z: Tensor, bias: Tensor, x: Tensor | None) -> Tensor:
+    def forward(
+        ctx: FunctionContext, x0: Tensor, z: Tensor, bias: Tensor, x: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x0, z, bias)
         ctx.x_dtype = None if x is None else x.dtype
         return cross_epilogue_forward_op(x0, z, bias, x0 if x is None else x)
 
     @staticmethod
     @first_order("torchembed's cross epilogue", "x0 * (z + bias) + x")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x0, grad_z, grad_bias = cross_epilogue_backward_op(
             grad.contiguous(), *ctx.saved_tensors, ctx.x_dtype is None
         )

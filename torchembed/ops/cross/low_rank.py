@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from torchembed.autograd.first_order import first_order
 from torchembed.autograd.weight_gradients import keep_parameters, product_gradient
 from torchembed.core import checks
+from torchembed.core.function_context import FunctionContext
 from torchembed.ops.cross.schema import (
     low_rank_cross_backward_op,
     low_rank_cross_forward_op,
@@ -22,7 +22,7 @@ from torchembed.ops.side_by_side import joined_in_place, side_by_side
 
 class _LowRankCrossNetwork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, num_parts: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, num_parts: int, *tensors: Tensor) -> Tensor:
         parts, parameters = tensors[:num_parts], tensors[num_parts:]
         x0 = parts[0].contiguous() if num_parts == 1 else torch.cat(parts, dim=1)
         num_layers = len(parameters) // 3
@@ -41,7 +41,7 @@ class _LowRankCrossNetwork(torch.autograd.Function):
 
     @staticmethod
     @first_order("torchembed's low-rank cross network", "torch's own operations")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         num_layers, saved = ctx.num_layers, ctx.saved_tensors
         xs, hs, zs, v, u, bias = (
             saved[part * num_layers : (part + 1) * num_layers] for part in range(6)

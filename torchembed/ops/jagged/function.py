@@ -1,12 +1,13 @@
 """The public functions ``permute_features`` and ``bucketize_rows``."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.function_context import FunctionContext
 from torchembed.core.stand_ins import makes_stand_ins
 from torchembed.ops.jagged.checks import check_permutation
 from torchembed.ops.jagged.schema import (
@@ -43,7 +44,7 @@ class BucketizedRows(NamedTuple):
 class _PermuteFeatures(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         values: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
@@ -65,7 +66,7 @@ class _PermuteFeatures(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_values: Tensor | None, _: None, grad_weights: Tensor | None
+        ctx: FunctionContext, grad_values: Tensor | None, _: None, grad_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         def gradient(grad: Tensor | None) -> Tensor | None:
             if grad is None:
@@ -80,7 +81,7 @@ class _PermuteFeatures(torch.autograd.Function):
 class _BucketizeRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         values: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
@@ -96,7 +97,7 @@ class _BucketizeRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         return None, None, grads[2].index_select(0, positions), None, None
 

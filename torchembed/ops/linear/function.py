@@ -1,7 +1,6 @@
 """The public functions ``linear``, ``linear_relu`` and ``linear_relu_stack``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from torchembed.autograd.first_order import first_order
 from torchembed.autograd.weight_gradients import gradient_memory, keep_parameters, product_gradient
 from torchembed.core import checks
+from torchembed.core.function_context import FunctionContext
 from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
 from torchembed.ops.linear.schema import (
     linear_relu_backward_op,
@@ -23,14 +23,14 @@ _ADVICE = "cast one of them, or use torch.autocast"
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         keep_parameters(ctx, weight, bias)
         return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
     @staticmethod
     @first_order("torchembed's linear layer", "torch.nn.functional.linear")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         of_weight, of_bias = ctx.parameters
         grad_x, grad_weight, grad_bias = None, None, None
@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
 
 class _LinearReluStack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, *parameters: Tensor) -> Tensor:
         xs = [x]
         for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
             # On a GPU the matrix product's own epilogue adds the bias and applies the ReLU.
@@ -58,7 +58,7 @@ class _LinearReluStack(torch.autograd.Function):
 
     @staticmethod
     @first_order("torchembed's linear layer", "torch.nn.functional.linear")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         num_layers, saved = len(ctx.parameters) // 2, ctx.saved_tensors
         xs, parameters = saved[: num_layers + 1], saved[num_layers + 1 :]
         weights, biases = parameters[::2], parameters[1::2]
@@ -97,14 +97,14 @@ def _with_whole_rows(grad: Tensor) -> Tensor:
 
 class _LinearToOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         keep_parameters(ctx, weight, bias)
         return linear_to_one_forward_op(x, weight, bias)
 
     @staticmethod
     @first_order("torchembed's linear layer", "torch.nn.functional.linear")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         of_weight, of_bias = ctx.parameters
         grad_weight = gradient_memory(weight, of_weight)

@@ -1,12 +1,13 @@
 """The public function ``pooled_lookup`` and its gradient."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.function_context import FunctionContext
 from torchembed.core.types import Pooling
 from torchembed.ops.bags import hotness_of_bags
 from torchembed.ops.pooled_lookup.checks import check_pooled_lookup_forward
@@ -38,7 +39,7 @@ LookupStore = Callable[[LookupInputs], None]
 class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         weight: Tensor,
         rows: Tensor,
         offsets: Tensor | None,
@@ -75,7 +76,7 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows, offsets, per_id_weights, rows_like = ctx.saved_tensors
         batch_size, num_features, dim = grad.shape
         grad = grad.contiguous()

@@ -1,11 +1,10 @@
 """The public function ``sequence_lookup`` and its gradient."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.function_context import FunctionContext
 from torchembed.ops.row_gradients import GradientSink, WeightGradient, table_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
@@ -14,7 +13,7 @@ from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
 class _SequenceLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         weight: Tensor,
         rows: Tensor,
         output_dtype: torch.dtype,
@@ -29,7 +28,7 @@ class _SequenceLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, rows_like = ctx.saved_tensors
         gradients = RowGradients(grad.contiguous())
         grad_weight = None

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torchembed.tables import TableSpec
 
@@ -254,7 +253,7 @@ def make_plan(
     return ShardingPlan(num_ranks=num_ranks, tables=tables, num_nodes=num_nodes)
 
 
-def as_placement(table: str, value: Any) -> Placement:
+def as_placement(table: str, value: object) -> Placement:
     """``value`` as a :class:`Placement`; strings are its values."""
     try:
         return Placement(value)

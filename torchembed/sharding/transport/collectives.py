@@ -3,13 +3,14 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.function_context import FunctionContext
 from torchembed.sharding.transport.finished_work import wait_for
 from torchembed.sharding.transport.narrowing import float16_scale, narrowed
 from torchembed.sharding.wire import WirePrecision
@@ -137,7 +138,7 @@ class _DifferentiableExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         tensor: Tensor,
         send: list[int],
         receive: list[int],
@@ -151,7 +152,7 @@ class _DifferentiableExchange(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad * ctx.scale
         dtype, inverse = grad.dtype, None
         if ctx.wire is torch.float16 and dtype is torch.float32:

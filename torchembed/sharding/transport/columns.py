@@ -1,12 +1,13 @@
 """Copies of columns between matrices, in one pass for each matrix."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.function_context import FunctionContext
 from torchembed.ops.push import RectangleCopy, copies_on, copy_rectangles
 
 
@@ -55,7 +56,10 @@ def place_columns(values: Tensor, others: Sequence[tuple[Tensor, Sequence[Column
 class _Place(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, copies: Sequence[Sequence[ColumnCopy]], *others: Tensor
+        ctx: FunctionContext,
+        values: Tensor,
+        copies: Sequence[Sequence[ColumnCopy]],
+        *others: Tensor,
     ) -> Tensor:
         ctx.mark_dirty(values)
         ctx.placed = place_in(values, others, copies)
@@ -63,7 +67,7 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, *taken_from(grad, ctx.placed)
 
 

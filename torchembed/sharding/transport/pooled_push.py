@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.function_context import FunctionContext
 from torchembed.ops.pooled_lookup import LookupInputs, LookupStore
 from torchembed.ops.push import RectangleCopy
 from torchembed.sharding.transport.channel import Channel, PushDomain
@@ -246,7 +247,7 @@ class PooledPush:
 class _Push(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         anchor: Tensor,
         push: PooledPush,
         batch_sizes: tuple[int, ...],
@@ -284,7 +285,9 @@ class _Push(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, values: Tensor, separate: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: FunctionContext, values: Tensor, separate: Tensor
+    ) -> tuple[Tensor | None, ...]:
         push, batch_sizes = ctx.push, ctx.batch_sizes
         rank, dtype, inverse = push.domain.rank, push.backward_dtype, None
         grads, scale = [values, separate], 1.0 / len(batch_sizes)
