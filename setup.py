@@ -24,7 +24,7 @@ TORCH_TARGET = (2, 11)
 """The oldest torch that the library runs on; its headers show no symbol newer than that."""
 
 CUDA_PARTS = ("bin/nvcc", "lib64/libcudart_static.a")
-"""What a CUDA toolkit must hold for the library's kernels for GPUs to be built."""
+"""Files that a CUDA toolkit must have for the library's kernels for GPUs to be built."""
 
 SANITIZED = os.environ.get("TORCHEMBED_SANITIZE", "0") == "1"
 """True where the library is to check its own accesses to memory, for `make sanitize`: for the CPU

@@ -40,7 +40,7 @@ def describe_gpus() -> str:
 
 
 def misfits(installed: Mapping[str, str | None], *, for_gpus: bool = False) -> list[str]:
-    """One sentence for each installed version that the table of versions does not put together,
+    """One sentence for each installed version that the table of versions does not pair,
     and for Triton where it is missing.
 
     Args:
@@ -106,7 +106,7 @@ def describe_pairing(torch_version: str) -> str:
 
 
 def describe_native() -> str:
-    """Whether the C++ library is used, in one sentence."""
+    """A sentence that says if the C++ library is used, and how."""
     error = _native.load_error()
     if error is not None:
         advice = "" if environment.force_reference() else f" To use it: {_native.advice()}."
@@ -117,7 +117,7 @@ def describe_native() -> str:
 
 
 def picked_kernels() -> list[dispatch.PickedKernel]:
-    """Which kernel each operation runs for each dispatch key, after importing every operation."""
+    """The kernels that operations run for each dispatch key; imports every operation."""
     for room in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
         importlib.import_module(room.name)
     return sorted(dispatch.picked_kernels)

@@ -51,7 +51,7 @@ def _add_rows(
     DIM: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on, loaded together
+    """``total`` plus the rows of NUM_STEPS ids of each bag from its ``first`` on, loaded at once
     and added in the order of the positions."""
     # Unrolled, so that all loads are issued before the first sum waits for one.
     for step in tl.static_range(NUM_STEPS):
@@ -119,7 +119,7 @@ def _pooled_lookup_forward_kernel(
         inside = sample < tl.load(copy + 1)
         sample += tl.load(copy + 3).to(tl.int32)
     start, length = bag_extent(bounds_ptr, feature, sample, batch_size, inside, FIXED, INDEX)
-    # Bags of a block are gone through together, as far as the longest; masks end the shorter ones.
+    # The bags of a block are summed in one loop, as long as the longest; masks end shorter ones.
     longest = length if FIXED else tl.max(length, axis=0)
     rest = longest // UNROLL * UNROLL
 

@@ -142,7 +142,8 @@ def run_gradients(
 ):
     """Float32 ``[BLOCK_RUNS, BLOCK_D]``: the gradient of each run, scaled and clipped."""
     total = tl.zeros([BLOCK_RUNS, BLOCK_D], tl.float32)
-    # The largest pieces first: groups, then chunks that are in no group, then the rest.
+    # In the order that the specification of sums has: groups, then chunks that are in no group,
+    # then the remaining occurrences.
     window, num_chunks = start // CHUNK, length // CHUNK
     if group_sums_ptr is not None:
         num_groups = num_chunks // CHUNK

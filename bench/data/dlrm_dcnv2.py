@@ -31,10 +31,10 @@ DENSE_ARCH, OVER_ARCH = (512, 256, DIM), (1024, 1024, 512, 256, 1)
 NUM_CROSS_LAYERS, LOW_RANK = 3, 512
 DENSE_SIZES = DenseSizes(NUM_DENSE, DENSE_ARCH, OVER_ARCH, NUM_CROSS_LAYERS, LOW_RANK)
 WIDTH = DIM * (1 + len(KEYS))
-"""Of the cross network."""
+"""Columns of the cross network."""
 NUM_DENSE_PARAMETERS = 16.04e6
 FLOPS_PER_SAMPLE = 96.2e6
-"""Of the dense part, forward and backward."""
+"""FLOPs of the dense part, forward and backward."""
 
 
 def table_sizes(max_rows: int | None) -> tuple[int, ...]:

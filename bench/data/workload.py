@@ -10,7 +10,7 @@ from torch import Tensor
 from torchembed.data.skewed_ids import skewed_ids
 
 EXPONENTS = {"uniform": 0.0, "zipf": 1.05}
-"""Of the laws by which ids are drawn."""
+"""Exponents of the laws by which ids are drawn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 ``python -m bench.dense.passes`` prints milliseconds of CUDA graphs that hold a forward and
 backward, or a step of an optimizer, and writes them to ``bench/results/dense.json``. The systems
-take turns on the same inputs and weights, and a figure is printed only if loss and gradients are
+alternate on the same inputs and weights, and a figure is printed only if loss and gradients are
 right: against float64, no more than three times as wrong as plain PyTorch in the same precision.
 """
 
@@ -36,10 +36,10 @@ class Config:
     compile: bool = True
     """Also plain PyTorch under ``torch.compile``."""
     num_rounds: int = 20
-    """How often the systems take turns; each time 20 replays of a graph."""
+    """Rounds in which the systems alternate; 20 replays of a graph in each."""
     output: Path = Path("bench/results/dense.json")
     profile: Path | None = None
-    """Where to write each system's kernels and their times."""
+    """Folder for tables of each system's kernels and their times."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -135,7 +135,7 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def milliseconds(replays: Sequence[Callable[[], None]], num_rounds: int) -> list[list[float]]:
-    """Milliseconds of each replay; they take turns, 20 replays at a time."""
+    """Milliseconds of each replay; they alternate, 20 replays at a time."""
     times: list[list[float]] = [[] for _ in replays]
     for replay in replays:
         for _ in range(10):

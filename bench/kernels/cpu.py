@@ -32,7 +32,8 @@ from bench.kernels.cpu_tables import FbgemmTables, Tables, TorchembedTables, Tor
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 
 MAX_ERROR = 1e-5
-"""Of the largest value: room for the rounding of a hot row's thousands of summands in float32."""
+"""Error over the largest value: room for the rounding of a hot row's thousands of summands in
+float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Config:
     num_batches: int = 4
     """Batches, which are taken in turn."""
     seconds: float = 0.7
-    """How long to measure each line."""
+    """Time to measure each line for."""
     num_threads: int | None = None
     """Threads of each library; torch's choice where None."""
 

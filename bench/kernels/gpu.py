@@ -4,7 +4,7 @@
 microseconds of each stage, the bytes that it must move by the second, as a part of what a copy
 moves, an update's time over that of reading and writing its rows alone, and our time over FBGEMM's.
 Times are sums over a stage's kernels, so that neither library's host counts; ours as one CUDA
-graph, gaps included, stand beside them. A figure is printed only if what it measures is right:
+graph, gaps included, follow them. A figure is printed only if what it measures is right:
 vectors and rows are compared with float64 first, in the same run, and our backward must repeat its
 bits.
 """
@@ -41,9 +41,10 @@ RULES = (ROWWISE_ADAGRAD, ADAGRAD)
 NUM_BATCHES = {512: 6, 2048: 4, 8192: 3}
 """Batches that take turns, so that the cache holds nothing of the next one."""
 MAX_FORWARD_ERROR = 2**-8
-"""Of the largest value: vectors are rounded to bfloat16."""
+"""Error over the largest value: vectors are rounded to bfloat16."""
 MAX_UPDATE_ERROR = 1e-5
-"""Of the largest value: room for the rounding of a hot row's thousands of summands in float32."""
+"""Error over the largest value: room for the rounding of a hot row's thousands of summands in
+float32."""
 
 
 def on_gpu(batch: Batch) -> Batch:

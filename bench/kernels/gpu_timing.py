@@ -1,4 +1,4 @@
-"""How long a GPU takes: in graphs, kernel by kernel, and for copying memory."""
+"""Times of a GPU: of graphs, of single kernels, and of copies of memory."""
 
 import statistics
 from collections.abc import Callable, Sequence

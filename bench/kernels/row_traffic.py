@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
-"""Of a program: four on their way at once for each of its warps."""
+"""Rows of a program: four in flight for each of its warps."""
 
 
 @triton.jit

@@ -40,9 +40,9 @@ from torchembed.tables import TableSpec
 
 RESULTS = Path(__file__).parents[1] / "results"
 MAX_ROWS, DIM = 8_000_000, 128
-"""Of the tables of ``bench.kernels.gpu``."""
+"""Rows and columns of the tables of ``bench.kernels.gpu``."""
 WIRE_BYTES = (3 << 20, 13 << 20, 52 << 20, 104 << 20)
-"""Of each rank, in and out of a collective."""
+"""Bytes that each rank sends in a collective."""
 
 
 class Prediction(NamedTuple):

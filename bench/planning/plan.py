@@ -31,11 +31,12 @@ class Config:
     """Fewer where there are fewer ranks."""
     hardware: Literal["H100", "H200"] = "H200"
     memory_gib: float | None = None
-    """Of each rank, for tables and buffers; what the hardware has where None."""
+    """Memory of each rank for tables and buffers; what the hardware has where None."""
     batch_size: int = 8192
     """Samples of each rank."""
     ids: Literal["uniform", "zipf"] = "uniform"
-    """How many different ones a batch has: as of uniform ids, or of Zipf's law of exponent 1.05."""
+    """The law of ids, and so the number of different ones in a batch: uniform, or Zipf's of
+    exponent 1.05."""
     optimizer: Literal["Adagrad", "RowwiseAdagrad", "SGD"] = "Adagrad"
     tables: Literal["fp32", "fp16", "bf16"] = "fp32"
     vectors: Literal["fp32", "fp16", "bf16"] = "bf16"
@@ -43,8 +44,8 @@ class Config:
     fixed_hotness: bool = False
     """Plan for batches without offsets."""
     max_imbalance: float = 1.15
-    """Of the slowest rank's time over the mean; "inf" gives the fastest plan. Up to 16 ranks both
-    are the same."""
+    """Limit of the slowest rank's time over the mean; "inf" gives the fastest plan. Up to 16 ranks
+    both are the same."""
     picture: Path | None = None
     """PNG to draw."""
     json: Path | None = None

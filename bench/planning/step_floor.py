@@ -13,7 +13,7 @@ from bench.data import dlrm_dcnv2 as workload
 from torchembed.data import Batch
 
 STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
-"""Of a row's optimizer state."""
+"""Numbers of a row's optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ class StepProfile:
     gpu_busy_ms: float
     """Time in which at least one ran."""
     stage_ms: dict[str, float]
-    """Of all kernels of a stage of :mod:`bench.step.timeline`, also of those that ran side by
-    side."""
+    """Time of all kernels of each stage of :mod:`bench.step.timeline`, also where they ran
+    concurrently."""
     trace: profile
 
     def top_kernels(self, count: int) -> str:

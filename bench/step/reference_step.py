@@ -19,7 +19,7 @@ from torchembed.data import Batch
 from torchembed.tables.group import TableSpec
 
 LARGEST_ROUNDING = {"bf16": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
-"""Of a loss, in units of it; of float32 that of a sum of some thousand."""
+"""Largest relative rounding of a loss; in float32 that of a sum of some thousand numbers."""
 
 
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}

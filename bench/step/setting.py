@@ -15,9 +15,11 @@ class StepSetting:
     ids: str
     optimizer: str
     precision: str
-    """Of the dense part: ``bf16``, ``tf32`` or ``fp32``. Rows and their state are fp32."""
+    """Precision of the dense part: ``bf16``, ``tf32`` or ``fp32``. Rows and their state are
+    fp32."""
     wire: str
-    """Of vectors and their gradients between ranks: ``bf16``, ``fp32``, or TorchRec's ``fp16``."""
+    """Precision of vectors and gradients between ranks: ``bf16``, ``fp32``, or TorchRec's
+    ``fp16``."""
     max_rows: int | None
     device: torch.device
     transport: str = "collective"

@@ -42,12 +42,12 @@ _WAITING = ("exchange", "mean")
 """Whose kernels wait for other ranks; the one that came last did not."""
 
 Parts = Mapping[str, Callable[[], object]]
-"""What a step does, in its order: ``forward``, ``backward``, ``rows`` and ``dense`` updates."""
+"""The parts of a step in their order: ``forward``, ``backward``, ``rows`` and ``dense`` updates."""
 
 
 def stage_milliseconds(parts: Parts, num_steps: int = 3) -> dict[str, float]:
     """The milliseconds of each stage's kernels in a step, of the slowest rank: a GPU runs nothing
-    else beside them, but for the means, which begin under backward."""
+    else meanwhile, but for the means, which begin under backward."""
     _run(parts, 1)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         _run(parts, num_steps)

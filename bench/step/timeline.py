@@ -28,7 +28,7 @@ STAGES = {
 GRAPH_KERNELS = 20
 """A launch of as many is a graph."""
 LABELLED_PART = 0.06
-"""Of the step: a longer kernel gets its name."""
+"""Part of the step's time from which on a kernel gets its name."""
 
 
 class Kernel(NamedTuple):

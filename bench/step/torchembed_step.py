@@ -65,7 +65,7 @@ class TorchembedStep:
             "predicted_ms": predicted_ms(report),
             "placements": placements_of(report.plan),
         }
-        """What the cost model says of the plan, and the plan, for a row of results."""
+        """The prediction of the cost model, and the plan, for a row of results."""
         if mesh is not None:
             shard_embeddings(self.model, mesh, plan=planner, wire=wire, transport=transport)
         of_tables, of_dense = OF_TABLES[setting.optimizer], OF_DENSE[setting.optimizer]

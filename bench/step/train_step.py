@@ -1,4 +1,4 @@
-"""A training step of DLRM-DCNv2, by torchembed and by TorchRec, side by side on the same ids.
+"""A training step of DLRM-DCNv2, by torchembed and by TorchRec, on the same ids.
 
 ``torchrun --nproc-per-node N -m bench.step.train_step`` prints milliseconds a step and what lies
 behind them. All systems begin with the same weights. A figure is printed only where the losses of
@@ -58,7 +58,7 @@ class Config:
     precision: str = "bf16"
     wire: str = "bf16"
     transport: str = "collective"
-    """Of torchembed and its pipelines: ``collective`` or ``push``."""
+    """Transport of torchembed and its pipelines: ``collective`` or ``push``."""
     systems: tuple[str, ...] = SYSTEMS
     max_rows: int | None = None
     """Tables are cut to this; on one GPU 8 M where None."""
@@ -66,7 +66,7 @@ class Config:
     """Batches, taken in turn."""
     num_repeats: int = 10
     seconds: float = 2.0
-    """How long to measure each line, in ``num_repeats`` parts."""
+    """Time to measure each line for, in ``num_repeats`` parts."""
     budget_seconds: float | None = None
     """Leave out what has not begun by then."""
     output: Path | None = None
@@ -83,7 +83,7 @@ class MeasuredSystem(Protocol[B]):
 
     @property
     def num_input_stalls(self) -> int:
-        """How often a step waited for its batch."""
+        """Number of steps that waited for their batch."""
         ...
 
     def batch(self, batch: Batch, device: torch.device) -> B:

@@ -35,7 +35,8 @@ class Config:
     folder: Path
     """An empty or new folder, with room for one checkpoint; emptied at the end."""
     optimizer: Literal["Adagrad", "RowwiseAdagrad"] = "RowwiseAdagrad"
-    """Of the tables. Adagrad's state is as large as the rows, row-wise Adagrad's is 1/128."""
+    """Optimizer of the tables. Adagrad's state is as large as the rows, row-wise Adagrad's is
+    1/128."""
     max_rows: int | None = None
     """Tables are cut to this, where a machine has no room for all rows."""
     batch_size: int = 2048
@@ -93,7 +94,7 @@ class Run:
 
 @contextlib.contextmanager
 def timed(what: str, num_bytes: int = 0) -> Iterator[None]:
-    """Print the seconds that all ranks took together, and GB/s of ``num_bytes``."""
+    """Print the seconds that the ranks took, and GB/s of ``num_bytes``."""
     dist.barrier()
     start = time.perf_counter()
     yield

@@ -1,7 +1,7 @@
 """Does bf16 learn as well as fp32? DLRM-DCNv2 of MLPerf on the made click log, one GPU.
 
 ``python -m bench.training.quality`` trains with several seeds in each precision, all on the same
-batches, and prints the AUC of each on held-out rows beside the most that a model can expect. bf16
+batches, and prints the AUC of each on held-out rows and the most that a model can expect. bf16
 passes where the means of the two precisions are no further apart than 0.0005, or two standard
 deviations of fp32's seeds. ``--output`` is written after each training, with the verdict so far.
 """

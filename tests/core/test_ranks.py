@@ -172,7 +172,7 @@ def told_by_gpus_only(folder: Path) -> list[Any]:
         dist.init_process_group(backend, rank=rank, world_size=NUM_RANKS, store=next(groups))
 
     join_by("cuda:gloo")
-    with pytest.raises(RuntimeError, match="must carry CPU tensors beside the device's"):
+    with pytest.raises(RuntimeError, match="must carry CPU tensors as well as the device's"):
         ranks.check_cpu_backend()
     ranks.make_cpu_group()
     ranks.check_cpu_backend()

@@ -70,7 +70,7 @@ def check_cpu_backend() -> None:
         return
     if "cpu:" not in (backends := _backends()):
         raise RuntimeError(
-            "the process group must carry CPU tensors beside the device's, got the backends "
+            "the process group must carry CPU tensors as well as the device's, got the backends "
             f"{backends}; call init_process_group(backend='cpu:gloo,cuda:nccl')"
         )
 

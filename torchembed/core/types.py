@@ -3,10 +3,10 @@
 import enum
 
 RUN_CHUNK = 32
-"""Occurrences of a row whose gradients are summed together, as a chunk of its run; equal to
+"""Occurrences of a row whose gradients are summed first, as a chunk of its run; equal to
 ``kRunChunk`` in csrc/run_chunks.h."""
 ROWS_OF_PARTIAL = 128
-"""Samples whose gradients of a bias are summed together, where partial sums are added up later;
+"""Samples of a partial sum of a bias's gradients, where partial sums are added up later;
 equal to ``kSummedRows`` in csrc/cuda/shallow_product.h."""
 COPY_FIELDS = 7
 """Numbers of a copy of a rectangle, see :class:`torchembed.ops.push.RectangleCopy`."""

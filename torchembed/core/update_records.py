@@ -1,7 +1,7 @@
 """Records of the arguments of the update operations, as every kernel of them takes them.
 
 A dispatcher's schema has no records, so ``torchembed::rowwise_update`` takes its arguments one by
-one; :func:`torchembed.core.dispatch.define_op` puts them together once, before checks and kernels.
+one; :func:`torchembed.core.dispatch.define_op` makes the record once, before checks and kernels.
 Fields are in the order of the schema.
 """
 

@@ -31,10 +31,10 @@ PAIRINGS = (
 )
 
 SETUP = PAIRINGS[1]
-"""What ``make`` installs."""
+"""The releases that ``make`` installs."""
 
 NUMPY = "2.3.5"
-"""What ``make`` installs."""
+"""The release that ``make`` installs."""
 
 NUMPY_LIMIT = "2.4"
 """From this release on, Triton's interpreter (not its compiler) fails at ``range`` of a tensor."""

@@ -14,7 +14,7 @@ BatchTask = Callable[[], Batch]
 
 
 class Split(enum.Enum):
-    """Which rows of a log to read.
+    """The part of a log to read.
 
     Held out are the rows of the last file where there are several (a click log's files are days),
     else the last part of the only one.

@@ -21,7 +21,7 @@ from torchembed.tables import Table
 
 
 class FeatureSlots:
-    """Which feature is looked up in which table, and what the result is called.
+    """The assignment of features to tables, and the names of the results.
 
     A slot is one use of a table by a feature; slots come in the order of the tables, and of each
     table's features.

@@ -51,7 +51,7 @@ def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *
 
 
 class SlotExchange(NamedTuple):
-    """Parts of slots whose ids are exchanged together, their layout, and this rank's lookups."""
+    """Parts of slots whose ids are sent in one exchange, their layout, and this rank's lookups."""
 
     parts: list[SlotPart]
     layout: Layout

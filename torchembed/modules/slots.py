@@ -1,4 +1,4 @@
-"""Which features of a batch are looked up in which table group, in one call for each group."""
+"""The assignment of a batch's features to table groups, which are looked up in one call each."""
 
 import bisect
 import dataclasses
@@ -276,7 +276,7 @@ def submit_bad_id(
 
 
 def num_ids_of_features(features: SparseFeatures) -> HostNumbers:
-    """How many ids each feature has."""
+    """The number of ids of each feature."""
     batch_size, num_features = features.batch_size, len(features.keys)
     if features.hotness is not None:
         hotness = torch.tensor(features.hotness, dtype=torch.int64, device="cpu")
@@ -341,7 +341,8 @@ def select_features(
 
 
 def _room_for(features: SparseFeatures, indices: Sequence[int]) -> int:
-    """How many ids jagged ``features`` have at ``indices``; on a GPU, the most that they can."""
+    """The number of ids of jagged ``features`` at ``indices``; on a GPU, the most that it can
+    be."""
     batch_size = features.batch_size
     if features.values.is_cuda or is_stand_in(features.values):
         return features.values.numel() * max(Counter(indices).values(), default=0)

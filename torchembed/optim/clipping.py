@@ -23,7 +23,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
     Like ``torch.nn.utils.clip_grad_norm_``, and it counts the gradients that fused optimizers have
     recorded for tables: each row's summed gradient once. Never synchronizes where all gradients are
-    dense or recorded. Tables of one group are clipped together, so give all of a group's tables.
+    dense or recorded. The tables of a group are clipped as one, so give all of them.
 
     Args:
         parameters: dense parameters and table weights, on one device; or one of them.

@@ -30,7 +30,7 @@ def update_divided_columns(
     :func:`~torchembed.ops.rowwise_update.rowwise_update`, whose arguments these are.
 
     Args:
-        table: alone in its group; all ranks that hold its columns call this together.
+        table: alone in its group; all ranks that hold its columns call this at the same step.
     """
     assert table.sum_over_columns is not None
     group = table.group

@@ -40,8 +40,8 @@ class FusedOptimizer(ReplayedOptimizer):
     (``step`` raises after it). Pass dense parameters' optimizer through the same scaler: torch
     wants at least one that it can inspect itself, and its loss scale follows the gradients of that
     one; that of :class:`torchembed.optim.GradScaler` also follows those of the tables. Ranks that
-    share sharded tables skip together, by one small collective in each scaled step: give all tables
-    of the model to one optimizer, and step it on every rank that has tables.
+    share sharded tables skip the same steps, by one small collective in each scaled step: give all
+    tables of the model to one optimizer, and step it on every rank that has tables.
     ``torch.nn.utils.clip_grad_norm_`` does not see tables; use
     :func:`torchembed.optim.clip_grad_norm_`.
     """
@@ -114,9 +114,9 @@ class FusedOptimizer(ReplayedOptimizer):
         self._publish_state()
 
     def _update_key(self, table: Table, index: int) -> Hashable:
-        """Key of the tables that may be updated together: this optimizer and the parameter group.
+        """Key of the tables that may share an update: this optimizer and the parameter group.
 
-        A table whose rows several ranks update together has a key of its own, so that it is alone
+        A table whose columns several ranks update in step has a key of its own, so that it is alone
         in its table group and these ranks have the same runs.
         """
         return self._key, index, table.spec.name if self._spans_ranks(table) else None

@@ -14,12 +14,13 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose scale also falls where only gradients of tables overflow.
 
     Torch's own skips such a step for the tables, but cannot see why: gradients of rows are no
-    ``weight.grad``. Where processes train together, an overflow on one lowers the scale of all, by
-    one small collective in :meth:`update`, which every one of them calls. Never synchronizes.
+    ``weight.grad``. Where several processes train one model, an overflow on one lowers the scale of
+    all, by one small collective in :meth:`update`, which every one of them calls. Never
+    synchronizes.
 
     Args:
         device: the device type, as for torch's scaler, which takes all other arguments, too.
-        group: the processes that train together; all of them where None.
+        group: the processes that train one model; all of them where None.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class GradScaler(torch.amp.GradScaler):
                 super().unscale_(part)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale, as torch's scaler does; collective where processes train together.
+        """Update the scale, as torch's scaler does; collective where several processes train.
 
         Raises:
             RuntimeError: where no optimizer was stepped by :meth:`step` since the last call.

@@ -112,7 +112,7 @@ class RowwiseAdagrad(Adagrad):
     """Adagrad with one sum a row, the mean of its squared gradients; state ``sum [rows]``.
 
     Arguments as for :class:`Adagrad`. The mean is over all columns of the row, also where they are
-    on several ranks: these then take part in :meth:`step` together, each with the table, and the
+    on several ranks: these then take part in each :meth:`step`, each with the table, and the
     sums are the same on all of them.
     """
 

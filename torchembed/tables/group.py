@@ -43,13 +43,13 @@ class TableSpec:
 
 ColumnSum = Callable[[Tensor], Tensor]
 """The sum of the ranks' ``[runs]``, one number for each run of equal rows; the ranks that hold the
-table's columns call it together. They may have different capacities of spare runs; what comes back
-has the least of them."""
+table's columns call it at the same step. They may have different capacities of spare runs; what
+comes back has the least of them."""
 
 
 RankMaximum = Callable[[Tensor], None]
 """Makes a number the greatest of those on the ranks that hold tables of a model, in place; these
-ranks call it together. No GPU is waited for."""
+ranks call it at the same step. No GPU is waited for."""
 
 
 GradientReduction = Callable[
@@ -108,7 +108,8 @@ class Table:
         self.group: TableGroup
         self.owner: TableOwner
         self.update_key: Hashable = None
-        """Which optimizer and parameter group update the table; None: weight.grad appears."""
+        """Key of the optimizer and parameter group that update the table; None: weight.grad
+        appears."""
         self.is_sharded = False
         """True where this rank holds rows that not every rank holds."""
         self.as_global: Callable[[Tensor], Tensor] = _as_it_is

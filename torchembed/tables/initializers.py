@@ -111,7 +111,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class InPlaceFunction:
-    """What ``function`` leaves in the rows; it is the caller's whether that depends on sharding.
+    """Initial values that ``function`` gives; whether they depend on the sharding is up to it.
 
     It gets the ``[n, columns]`` rows of one shard and either changes them or returns new ones.
     """

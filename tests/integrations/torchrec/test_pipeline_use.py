@@ -397,7 +397,7 @@ def test_what_it_has_not_is_torchrecs_and_one_rank_says_why(ranks: list[dict[str
         "its batches are Opaque, and not tensors and KeyedJaggedTensors in tuples, lists, dicts "
         "and dataclasses"
     )
-    means = "sparse has means of row-wise tables beside others, whose vectors TorchRec divides too"
+    means = "sparse has means of row-wise tables among others, whose vectors TorchRec divides too"
     expected = {
         "nothing": [],
         "theirs": [f"{head}ShardedEmbeddingBagCollection (sparse) is sharded by TorchRec itself"],

@@ -131,7 +131,7 @@ class _Group:
         """The optimizer's step count for each pair, in this memory from the first step on."""
         self._counts = self._steps.unbind()
         self._counted = [True] * len(aliased), torch.ones(len(aliased), device="cpu")
-        """Which parameters the last step counted, also as 0 and 1."""
+        """For each parameter, if the last step counted it, as bools and as 0 and 1."""
         self._known_steps = self._steps.clone()
         """Host copy of ``_on_device``."""
         self._on_device = torch.zeros(len(aliased), device=device)

@@ -112,9 +112,9 @@ def _unsupported_collection(sharded: Collection) -> str | None:
     """Reason why torchembed's pipeline cannot train ``sharded``; None where it can."""
     if isinstance(sharded, ShardedEmbeddingBagCollection):
         if _divides_all(sharded):
-            return "has means of row-wise tables beside others, whose vectors TorchRec divides too"
+            return "has means of row-wise tables among others, whose vectors TorchRec divides too"
     elif sharded.returns_indices:
-        return "gives indices beside its vectors"
+        return "gives indices in addition to its vectors"
     configs = grouped_configs(sharded.type_shardings)
     if any((c.fused_params or {}).get("optimizer") is EmbOptimType.ADAM for c in configs):
         return "has tables under Adam, part of whose update is computed on the host"

@@ -162,7 +162,7 @@ class CostModel:
         bags = num_samples * len(use.features)
         # With fixed hotness every rank that holds rows gets all ids and ignores those of others.
         # Jagged ids and ids of sequences are bucketized: each goes to the one rank that holds its
-        # row, together with the lengths of the bags.
+        # row, with the lengths of the bags.
         is_fixed = self.fixed_hotness and use.pooled
         sent = num_samples * hotness * (1.0 if is_fixed else share)
         ids = ID_BYTES * sent + (0 if is_fixed else LENGTH_BYTES * bags)

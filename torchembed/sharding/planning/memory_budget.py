@@ -48,9 +48,9 @@ class MemoryBudget:
         }
         known = ", ".join(f"{bytes_text(p)} {what}" for what, p in parts.items() if p is not None)
         unknown = [what.removeprefix("of ") for what, part in parts.items() if part is None]
-        beside = f", {' and '.join(unknown)} not counted" if unknown else ""
+        not_counted = f", {' and '.join(unknown)} not counted" if unknown else ""
         needed, free = bytes_text(self.needed_bytes), bytes_text(self.free_bytes)
-        return f"rank {self.rank} will take {needed} of {free} free memory: {known}{beside}"
+        return f"rank {self.rank} will take {needed} of {free} free memory: {known}{not_counted}"
 
 
 def memory_budget(

@@ -9,7 +9,7 @@ from torchembed.tables import TableSpec
 
 
 class Placement(enum.Enum):
-    """How a table's rows are spread over the ranks."""
+    """The distribution of a table's rows over the ranks."""
 
     DATA_PARALLEL = "data_parallel"
     """Every rank holds all rows; gradients are reduced."""

@@ -49,7 +49,7 @@ _ALIGNMENT = 64
 def row_gradient_mean(mean_of_now: Callable[[], GradientMean]) -> GradientReduction:
     """A function for ``Table.gradient_reduction`` of replicated tables: the mean over ranks.
 
-    Gradients are averaged together with the dense ones, by the ``GradientMean`` that
+    Gradients are averaged in the buckets of the dense ones, by the ``GradientMean`` that
     ``mean_of_now()`` returns: a gradient for each row, and a mark that is positive if any rank has
     touched the row. A row that none has touched is recorded as row -1. Every rank records in the
     same backward.

@@ -18,7 +18,7 @@ class SlotPart:
     slot: int
     shards: tuple[Shard, ...]
     partition: Partition
-    """Which rank's shard an id is in."""
+    """The partition of ids over the ranks of the shards."""
 
     @property
     def num_columns(self) -> int:
