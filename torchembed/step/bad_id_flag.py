@@ -26,6 +26,7 @@ class BadIdFlag(NamedTuple):
         current stream has come so far."""
         report = torch.cat([self.skip.long(), self.found])
         if memory is None or memory.shape != report.shape:
+            # Pinned, since a copy to pageable memory would make the host wait for the GPU.
             memory = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
         return memory.copy_(report, non_blocking=True)
 
@@ -37,8 +38,11 @@ def reduce_checks(checks: Sequence[IdCheck], group: dist.ProcessGroup | None) ->
     """
     if not checks:
         return None
+    # Everything stays on the device: a collective of the flag, and no branch of the host on it,
+    # lets all ranks skip the same step without waiting for it.
     found = torch.cat([check.found for check in checks])
     bad = [check.found[:1] < check.num_ids for check in checks]
+    # A float, since torch's fused optimizers take it as the found_inf of a gradient scaler.
     skip = torch.cat(bad).any().float().reshape(1)
     if group is not None:
         dist.all_reduce(skip, dist.ReduceOp.MAX, group=group)

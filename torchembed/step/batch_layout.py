@@ -127,6 +127,8 @@ def lengths_digest(batch: Tree) -> int:
     for shape in _shapes(batch):
         hotness = shape.hotness or (-1,) * len(shape.keys)
         kinds.append((sorted(zip(shape.keys, hotness, strict=True)), shape.dtypes[-1]))
+    # Sorted, since collections find features by key: another order of keys is the same exchange. 62
+    # bits, so that the digest and its negative are int64.
     digest = hashlib.sha256(repr(kinds).encode()).digest()
     return int.from_bytes(digest[:8]) >> 2
 

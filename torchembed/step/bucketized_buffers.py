@@ -17,7 +17,7 @@ from torchembed.step.streams import wait_for
 
 
 class Capacity(NamedTuple):
-    """How many ids padded steps can take."""
+    """Numbers of ids that padded steps can take."""
 
     num_ids: int
     """The most ids of one ``SparseFeatures`` of a batch."""
@@ -59,6 +59,7 @@ class BucketizedBuffers:
         """Bucketize the buffer's batch, on the current stream, once the buffer is filled."""
         self._buffers.wait_until_filled(buffer)
         graph, done = self._graphs[buffer], self._done[buffer]
+        # Before the first capture, and on a CPU, the same work runs as it is.
         if graph is None:
             self._bucketize(buffer)
         else:
@@ -85,9 +86,13 @@ class BucketizedBuffers:
         for buffer in (0, 1):
             if self._graphs[buffer] is None:
                 graph = torch.cuda.CUDAGraph()
+                # In the mode "global" calls of other threads, such as the one that reads batches,
+                # would break the capture.
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     self._bucketize(buffer)
                 self._graphs[buffer] = graph
+                # A capture computes nothing, and the graph's memory is new: the buffer's batch must
+                # be there when the step reads it.
                 self.bucketize(buffer)
 
     def release(self) -> None:

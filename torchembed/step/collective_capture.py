@@ -17,6 +17,8 @@ def succeeds_on_all_ranks(capture: Callable[[], None]) -> bool:
     except Exception as error:  # noqa: BLE001 - said in the warning, once all ranks know
         # Not the error itself, whose traceback would hold what autograd has made.
         reason = _reason(error)
+    # Through the CPU, and on every rank, whatever happened: a capture itself waits for no other
+    # rank.
     if not ranks.any_rank(reason is not None):
         return True
     warnings.warn(

@@ -20,7 +20,7 @@ _MIN_ELEMENTS = 1 << 16
 
 
 class DenseUpdates(Protocol):
-    """How a step updates its dense weights."""
+    """The part of a step that updates its dense weights."""
 
     def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
         """A context for backward, at whose end all gradients are there. What is updated before that
@@ -90,6 +90,7 @@ class EarlyUpdates(LateUpdates):
         """True if no deferred weight has two gradients to add up; None before the first step."""
         self._ready: dict[Tensor, torch.cuda.Event] = {}
         """For each weight that backward no longer reads, an event recorded once that is so."""
+        # Gradients before updates, which wait for them, and both before what has no priority.
         self._gradients_stream = torch.cuda.Stream(device, priority=-2)
         self._updates_stream = torch.cuda.Stream(device, priority=-1)
 
@@ -111,6 +112,7 @@ class EarlyUpdates(LateUpdates):
             with DeferredWeightGradients(stream) as deferred, ReadsOf(deferred.weights) as reads:
                 yield
                 weights += deferred.weights
+                # A gradient that another one is added to is final only at the end of backward.
                 if self._are_alone is None:
                     counts = collections.Counter(map(id, weights))
                     self._are_alone = all(counts[id(w)] == 1 and w.grad is None for w in weights)
@@ -119,12 +121,13 @@ class EarlyUpdates(LateUpdates):
                 hook.remove()
         self._ready = {}
         if stream is not None:
+            # A weight that backward reads again, as tied layers do, must keep its value until then.
             may_change = [w for w in weights if w in computed and id(w) not in reads.found]
             self._ready = {weight: computed[weight] for weight in may_change}
 
     @property
     def num_early(self) -> int:
-        """How many weights the last step could update while backward went on."""
+        """Number of weights that the last step could update while backward went on."""
         return len(self._ready)
 
     def _candidates(self) -> list[Tensor]:
@@ -143,6 +146,8 @@ class EarlyUpdates(LateUpdates):
         begun: dict[int, torch.cuda.Event | None] = {}
         for weight, ready in self._ready.items():
             slot = slot_of(weight)
+            # A gradient in other memory is left to the step below, which copies it to the flat
+            # buffer.
             if slot is None or not slot.holds(weight.grad):
                 continue
             self._updates_stream.wait_event(ready)

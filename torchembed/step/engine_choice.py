@@ -1,4 +1,4 @@
-"""Which engine trains a batch: the first that can, of those for the kind of every rank's batch."""
+"""The choice of an engine for a batch: the first that can train every rank's batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -71,6 +71,8 @@ class EngineChoice:
 
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch:
         """Train ``now``, and prepare the first of those that are ``upcoming``."""
+        # By what all ranks have read: engines differ in their collectives, so every rank must take
+        # the same one.
         kinds = now.agree().kinds if self.captures else NO_KIND
         for engine in self._candidates(kinds):
             trained = engine.run(now, upcoming)
@@ -100,6 +102,7 @@ class EngineChoice:
 
     def _give_up(self, engine: StepEngine) -> None:
         """Train without ``engine`` from now on; every rank does so at the same step."""
+        # Graphs may be destroyed only once no replay of them runs.
         self._wait_for_steps()
         if engine is self._static:
             self.captures = False

@@ -77,7 +77,7 @@ class StepProgram:
         compute_loss: the model and a batch on the device to the loss and the output.
         optimizers: of all parameters.
         device: where batches go.
-        group: the ranks that train together; None for one.
+        group: the ranks that train the model; None for one.
     """
 
     model: nn.Module
@@ -147,7 +147,9 @@ class ForwardBackwardUpdate:
                 prepare_next(None if program.group is None else streams.vectors)
             with reusing(batch.calls, batch.lookups):
                 loss, output = program.compute_loss(program.model, batch.data)
+        # Of lookups that were not prepared ahead, the ids were checked in forward.
         flag = either(batch.flag, reduce_checks(checks, program.group))
+        # On a stream that nothing waits for soon: the copy to the host need not delay backward.
         with fork(streams.ids):
             report = None if flag is None else flag.to_host(report_memory)
         if not batch.calls and prepare_next is not None:
@@ -156,11 +158,15 @@ class ForwardBackwardUpdate:
             if stream is not None:
                 # Before backward: the update of rows begins with what needs no gradients.
                 stream.wait_stream(torch.cuda.current_stream())
+        # Every update from here on is predicated on the flag. Whatever changed a row or a weight
+        # before the flag was known could not be undone.
         skip, backward_stream = None if flag is None else flag.skip, self._backward_stream()
         with self._dense_updates.around_backward(skip):
             with named_range("torchembed: backward"), fork(backward_stream):
                 loss.backward()
             self.has_begun_update = True
+            # Before the context ends, where deferred gradients of weights are computed: these run
+            # concurrently with the rows' updates.
             recorded = self._update_rows(skip, early=True)
         # Gradients of tables that every rank holds come with the dense ones.
         recorded += self._update_rows(skip, early=False)
@@ -168,8 +174,12 @@ class ForwardBackwardUpdate:
         with named_range("torchembed: update"):
             self._dense_updates.update(skip)
         join(streams.rows, streams.last_rows)
+        # Only now may the allocator hand out their memory again: it knows of one stream alone.
         del recorded
+        # A capture must end with all forked streams joined, and the next replay may overwrite what
+        # they read.
         join(streams.ids, streams.vectors if batch.calls else None)
+        # Rows may be evicted again only once their updates are done.
         if batch.epoch is not None:
             for call in batch.calls:
                 call.collection.release(batch.epoch)
@@ -198,7 +208,8 @@ class ForwardBackwardUpdate:
         if recorded or not early:
             stream = self._streams.rows
             if not early and stream is not None and torch.cuda.is_current_stream_capturing():
-                # Otherwise learning rates may be set on the former.
+                # In uncaptured steps a learning rate may be set on the stream of rows, and an
+                # update on another one would not wait for it.
                 stream = self._streams.last_rows
             with on_stream(stream), named_range("torchembed: rows"):
                 (update_early if early else update)(optimizers, skip)

@@ -57,8 +57,10 @@ class InputBuffers:
             return
         sources, targets = tensors_in(batch.data), self._tensors[buffer]
         if self._stream is not None:
+            # A batch on the GPU may still be computed by the current stream.
             if any(source.is_cuda for source in sources):
                 self._stream.wait_stream(torch.cuda.current_stream())
+            # The step that read the buffer's last batch may not have ended.
             used = self._used[buffer]
             if used is not None:
                 self._stream.wait_event(used)
@@ -70,12 +72,15 @@ class InputBuffers:
                 if source.shape != target.shape:
                     target = target[: source.shape[0]]
                 target.copy_(source, non_blocking=True)
+            # On the copy's stream, so that the mark is there exactly when the batch is.
             if self.is_fresh is not None:
                 self.is_fresh[buffer].fill_(True)
         self._held[buffer] = batch
         self._filled[buffer] = event_on(self._stream)
 
     def _pin(self, buffer: int, number: int, source: Tensor) -> Tensor:
+        # The host writes to pinned memory at once, so the copy from it must have ended. That was
+        # two batches ago, and the host hardly ever waits.
         filled = self._filled[buffer]
         if filled is not None:
             filled.synchronize()

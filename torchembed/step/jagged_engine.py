@@ -39,7 +39,7 @@ _CLOSE_SECONDS = 10.0
 
 @dataclasses.dataclass
 class _Prefetched:
-    """How far a batch has come before its step."""
+    """A batch on its way to its step."""
 
     source: Tree
     """Held, since it may still be copied from."""
@@ -68,6 +68,7 @@ class JaggedEngine:
         self._stream = self._ids_stream = None
         if program.is_cuda:
             self._stream = torch.cuda.Stream(program.device, priority=-1)
+            # Without priority: the next batch's ids have the whole step's time.
             self._ids_stream = torch.cuda.Stream(program.device)
 
     @property
@@ -185,6 +186,8 @@ class JaggedEngine:
             with deferred_id_checks() as more:
                 routed = [call.collection.route(of_call) for call, of_call in pairs]
             checks = [*bucketized.checks, *more]
+            # Known before rows are admitted, so that a table inserts no row for a batch that is not
+            # trained.
             flag = reduce_checks(checks, self._program.group)
             admission = Admission()
             if self._epochs is not None:
@@ -224,6 +227,8 @@ def _bucketize(
     """
     if not batch.agree().kinds.jagged:
         return None
+    # On the stream of ids: the wait for sizes is then one for this work alone, and not for the
+    # step.
     with on_stream(stream), deferred_id_checks() as checks:
         wait_for(given)
         data = to_device(batch.data, device)

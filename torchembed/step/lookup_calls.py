@@ -1,4 +1,4 @@
-"""Which collections of a model look up which tensors of its batches."""
+"""The calls by which a model's collections look up tensors of its batches."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -36,6 +36,7 @@ def observed_calls(model: nn.Module, batch: Tree) -> Iterator[list[LookupCall]]:
     """The calls of collections within it, once each, whose features are made of the tensors of
     ``batch`` themselves, whatever holds them."""
     tensors_of_batch = tensors_in(with_sparse_features(batch))
+    # By identity: a copy or a view of a batch's tensor may hold anything in the next batch.
     places = {id(tensor): number for number, tensor in enumerate(tensors_of_batch)}
     calls: list[LookupCall] = []
 

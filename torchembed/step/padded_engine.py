@@ -40,7 +40,7 @@ _ROUND_TO = 256
 
 @dataclasses.dataclass(frozen=True)
 class _Prefetched:
-    """A batch on its way to its buffer."""
+    """A batch that the thread brings to its buffer."""
 
     is_bucketized: "Future[bool]"
     """Result: True if the batch is in its buffer and its ids are bucketized; False where it is not
@@ -78,7 +78,7 @@ class PaddedEngine:
 
     @property
     def capacity(self) -> Capacity:
-        """How many ids steps can take now."""
+        """The number of ids that steps can take now."""
         return self._capacity
 
     @property
@@ -106,6 +106,8 @@ class PaddedEngine:
         given = event_on(torch.cuda.current_stream()) if is_on_gpu(batch.data) else None
         worker = self._observer.worker
         self._prefetched[batch.number] = _Prefetched(
+            # Two tasks: the step needs the first one's launches only, and the second one waits for
+            # the device and for the other ranks.
             worker.submit(functools.partial(_bucketize, step, batch, num_ids, given, self._stream)),
             worker.submit(functools.partial(_needs, step, self._calls, batch, num_ids)),
         )
@@ -132,6 +134,8 @@ class PaddedEngine:
                 trained.append(step.run(now, following))
 
         with named_range("torchembed: step"):
+            # The first step may fail on a rank, as where the model computes with ids. All ranks
+            # hear of it, and go on by another engine unless weights have changed.
             if self._has_trained:
                 train()
             else:
@@ -168,6 +172,7 @@ class PaddedEngine:
         """
         device = self._program.device
         task = functools.partial(_measure, self._calls, now.data, device, self._stream)
+        # In the thread, whose collectives then stay in one order on all ranks.
         before, needs = self._capacity, self._observer.worker.submit(task).result()
         self._capacity = Capacity(
             _with_headroom(now.agree().num_ids, before.num_ids),

@@ -32,7 +32,7 @@ from torchembed.step.streams import named_range
 _STEPS_AHEAD = 2
 """The most steps that the host is ahead of the device."""
 _RELEASE_SECONDS = 2.0
-"""How long to wait for the steps under way before graphs are destroyed."""
+"""Longest wait for the steps under way before graphs are destroyed."""
 
 
 class TrainPipeline:
@@ -104,7 +104,8 @@ class TrainPipeline:
         check_optimizers_train(model, self.optimizers)
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         is_cuda = self.device.type == "cuda"
-        # No method: graphs should go with the pipeline, not with the next garbage collection.
+        # A bound method would make a reference cycle: graphs should be destroyed with the pipeline,
+        # and not at the next garbage collection, which may come after their communicators are gone.
         compute_loss: ComputeLoss = functools.partial(
             loss_and_output,
             loss_fn=loss_fn,
@@ -172,6 +173,8 @@ class TrainPipeline:
     def _next(self, batches: Iterator[Any]) -> ReadBatch:
         self._upcoming.follow(batches)
         self._upcoming.check()
+        # Bounds the host's lead: two steps are enough to hide launches, and a bad id or a dead rank
+        # is noticed as many steps late.
         self._in_flight.wait_until(max(self._steps_ahead - 1, 0))
         if self._engines.is_stale:
             self.close()
@@ -258,7 +261,7 @@ class TrainPipeline:
 
     @property
     def num_read_ahead(self) -> int:
-        """How many batches were read and not trained yet."""
+        """Number of batches that were read and not trained yet."""
         return len(self._upcoming)
 
     @property
@@ -272,7 +275,7 @@ class TrainPipeline:
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that train ``model`` together: those over which its tables are sharded, else all;
+    """The ranks that train ``model``: those over which its tables are sharded, else all;
     None where there is one."""
     for module in model.modules():
         if isinstance(module, ShardedCollection):

@@ -127,6 +127,8 @@ class Layouts:
         """
         num_ids = num_ids_in(batch) if kinds.jagged else 0
         digest = self._static_digest if kinds.static else self._jagged_digest
+        # One collective for all five numbers. The maximum of a number is the minimum of its
+        # negative, and digests are all equal where minimum and maximum are.
         return functools.partial(_agreement, ranks.start_minimum(*kinds, -num_ids, digest, -digest))
 
 

@@ -46,7 +46,7 @@ class ReadBatch:
 
     data: Tree
     number: int
-    """How many batches were read before it; the same on all ranks."""
+    """Number of batches that were read before it; the same on all ranks."""
     kinds: BatchKinds
     """The kinds of step that can train this rank's batch."""
     agree: Callable[[], Agreement]

@@ -151,6 +151,8 @@ class StaticStep:
             False where the step cannot be captured; a warning has said why.
         """
         buffer = now.buffer
+        # Out here and not in the step: a captured step cannot wait for an event of another stream's
+        # copy that was recorded outside it.
         self.buffers.wait_until_filled(1 - buffer)
         # A step that has prepared this batch has waited for it.
         if self._prepared != now.number:
@@ -211,11 +213,15 @@ class StaticStep:
         if captured is not None:
             self._optimizers.prepare_replay()
             captured.replay()
+            # A replay writes gradients to the memory of the capture. Optimizers that step outside
+            # the graph look for them in .grad.
             for parameter, grad in self._gradients[buffer]:
                 parameter.grad = grad
         else:
             with fork_and_join(self._streams.step), recorded_sizes() as sizes:
                 self._step(buffer)
+            # A capture may ask no rank for sizes, so it takes those of a step that did the same
+            # work.
             if self._prefetch.is_complete:
                 self._sizes = sizes
         trained = self._trained[buffer]
@@ -232,6 +238,8 @@ class StaticStep:
                 join(after)
                 self._prefetch.prepare(1 - buffer, in_place=self._has_captured)
 
+        # Pinned memory cannot be allocated in a capture, so the report goes where the buffer's step
+        # before has put its own.
         before = self._trained[buffer]
         report_memory = None if before is None else before.report
         if self._prefetch.calls is None:
@@ -247,6 +255,7 @@ class StaticStep:
         calls, admitted = self._prefetch.calls, self._prefetch.admitted[buffer]
         if not calls or admitted is None:
             return LookedUpBatch(self._prefetch.batches[buffer])
+        # Forward goes on until the model calls the collection, which waits for the vectors.
         with fork(self._streams.vectors), named_range("torchembed: look up"):
             lookups = [
                 call.collection.look_up(of_call)
@@ -285,6 +294,8 @@ class CapturedCall:
         self._graph: torch.cuda.CUDAGraph | None = None
         if stream is not None:
             self._graph = torch.cuda.CUDAGraph()
+            # In the mode "global" calls of other threads, such as the one that sorts ids, would
+            # break the capture.
             with torch.cuda.graph(
                 self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ):

@@ -45,6 +45,7 @@ class StepOptimizers:
         groups = [group for optimizer in self.others for group in optimizer.param_groups]
         kept = [parameter for group in groups for parameter in group["params"]]
         gradients = [(parameter, parameter.grad) for parameter in kept]
+        # What is left in .grad would keep its memory in the graphs' pool from being used again.
         self.zero_grad()
         return gradients
 
@@ -107,6 +108,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
         with skipping(optimizer, skip):
             optimizer.step()
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        # The way in which a gradient scaler makes a fused optimizer skip its step on the device.
         of_scaler: Any = optimizer
         of_scaler.found_inf, of_scaler.grad_scale = skip[0], None
         optimizer.step()
@@ -134,10 +136,12 @@ def _step_and_put_back(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
             if parameter.grad is not None:
                 state = optimizer.state.get(parameter, {}).values()
                 changed += [parameter, *(s for s in state if isinstance(s, Tensor))]
+    # Step counts may be on the host, where the flag is not known.
     changed = [tensor for tensor in changed if tensor.device == skip.device]
     before = [tensor.clone() for tensor in changed]
     optimizer.step()
     is_skipped = skip[0] != 0
+    # Chosen on the device, since a branch of the host would wait for the flag.
     for tensor, old in zip(changed, before, strict=True):
         torch.where(is_skipped, old, tensor, out=tensor)
 
@@ -156,8 +160,8 @@ class Assumptions:
         self._model_before = self._model_now()
         self._memory_before: list[int] | None = None
 
-    def _model_now(self) -> Any:
-        forms = [table_set.current_form() for table_set in self._table_sets]
+    def _model_now(self) -> tuple[list[object], list[int], list[bool], list[bool]]:
+        forms: list[object] = [table_set.current_form() for table_set in self._table_sets]
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         are_trained = [parameter.requires_grad for parameter in self._parameters]
         return forms, addresses, are_trained, [module.training for module in self._modules]

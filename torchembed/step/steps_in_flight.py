@@ -42,6 +42,7 @@ class StepsInFlight:
 
     def add(self, trained: TrainedBatch) -> None:
         """Note a step that was launched."""
+        # An eager step has noted no event. One recorded now is reached once the step is done.
         if trained.done is None and self._is_cuda:
             done = torch.cuda.Event()
             done.record()
@@ -75,6 +76,8 @@ class StepsInFlight:
 
     def _wait_for(self, step: TrainedBatch) -> None:
         if not _wait(step.done, time.monotonic() + self._timeout_seconds):
+            # Closing the program would hang too, since CUDA waits for the stuck kernel: a thread
+            # that is not Python's ends the process.
             if ranks.world_size() > 1:
                 exit_process_within(_GRACE_SECONDS)
             raise TimeoutError(
@@ -102,6 +105,7 @@ def _wait(done: torch.cuda.Event | None, deadline: float) -> bool:
     while done is not None and not done.query():
         if time.monotonic() > deadline:
             return False
+        # Not event.synchronize(), which knows no deadline.
         time.sleep(_POLL_SECONDS)
     return True
 
