@@ -1,7 +1,8 @@
 """Huge embedding tables for PyTorch: sharded over GPUs, looked up, pooled and updated in place."""
 
 from torchembed import optim
-from torchembed.core.features import JaggedTensor, KeyedTensor, SparseFeatures
+from torchembed.core.features import SparseFeatures
+from torchembed.core.lookup_results import JaggedTensor, KeyedTensor
 from torchembed.core.pytrees import register_trees
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules import (

@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchembed.core.features import (
-    JaggedTensor,
-    KeyedTensor,
-    SparseFeatures,
-    as_sparse_features,
-    torchrec_class,
-)
+from torchembed.core.features import SparseFeatures, as_sparse_features, torchrec_class
+from torchembed.core.lookup_results import JaggedTensor, KeyedTensor
 
 VALUES = torch.tensor([7, 7, 2, 3, 9, 9])
 OFFSETS = torch.tensor([0, 1, 2, 3, 5, 5, 6])

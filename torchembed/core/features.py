@@ -1,4 +1,4 @@
-"""Batches of sparse features, and the results of looking them up.
+"""Batches of sparse features.
 
 The classes have the methods of TorchRec's ``KeyedJaggedTensor``, ``KeyedTensor`` and
 ``JaggedTensor`` that reading takes; :func:`as_sparse_features` takes TorchRec's own by their
@@ -108,7 +108,7 @@ class SparseFeatures:
         values = flat_ids(keys, bags)
         lengths = [len(bag) for of_feature in bags for bag in of_feature]
         offsets = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
-        flat = None if weights is None else _weights_beside(keys, bags, weights)
+        flat = None if weights is None else _weights_like(keys, bags, weights)
         batch_size = len(bags[0]) if bags else 0
         return cls(keys=keys, values=values, batch_size=batch_size, offsets=offsets, weights=flat)
 
@@ -210,7 +210,7 @@ def _is_count(number: object) -> bool:
     return bool(number >= 0)
 
 
-def _weights_beside(
+def _weights_like(
     keys: Sequence[str], bags: Sequence[Sequence[Sequence[Number]]], weights: Mapping[str, Bags]
 ) -> Tensor:
     """The weights of ``bags [F][B][ids]``, float32 ``[L]``."""
@@ -281,51 +281,6 @@ def with_offsets(features: SparseFeatures) -> SparseFeatures:
     lengths = [first.new_full((features.batch_size,), count) for count in features.hotness]
     offsets = torch.cat([first, *lengths]).cumsum(0)
     return dataclasses.replace(features, offsets=offsets, hotness=None)
-
-
-class KeyedTensor:
-    """Pooled vectors of several keys, concatenated: ``values [B, sum of widths]``."""
-
-    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
-        self._keys, self._widths, self._values = list(keys), list(length_per_key), values
-
-    def keys(self) -> list[str]:
-        """Names of the keys, in the order of their columns."""
-        return self._keys
-
-    def values(self) -> Tensor:
-        """``[B, sum of widths]``, in the order of ``keys()``."""
-        return self._values
-
-    def length_per_key(self) -> list[int]:
-        """Columns of each key."""
-        return self._widths
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """One ``[B, width]`` view for each key."""
-        return dict(zip(self._keys, self._values.split(self._widths, dim=1), strict=True))
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.to_dict()[key]
-
-
-class JaggedTensor:
-    """Rows of different lengths: sample b holds ``values[offsets[b]:offsets[b + 1]]``."""
-
-    def __init__(self, values: Tensor, offsets: Tensor) -> None:
-        self._values, self._offsets = values, offsets
-
-    def values(self) -> Tensor:
-        """``[L, ...]``."""
-        return self._values
-
-    def offsets(self) -> Tensor:
-        """``[B + 1]``."""
-        return self._offsets
-
-    def lengths(self) -> Tensor:
-        """``[B]``."""
-        return self._offsets.diff()
 
 
 class KeyedJagged(Protocol):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchembed.core.features import JaggedTensor, KeyedTensor, SparseFeatures
+from torchembed.core.features import SparseFeatures
+from torchembed.core.lookup_results import JaggedTensor, KeyedTensor
 
 _TENSORS = ("values", "offsets", "weights")
 

@@ -7,7 +7,8 @@ from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.interaction import DotInteraction
 from torchembed.modules.mlp import MLP
-from torchembed.modules.shard import plan_embeddings, shard_embeddings, table_uses
+from torchembed.modules.model_plan import plan_embeddings, table_uses
+from torchembed.modules.shard import shard_embeddings
 
 __all__ = [
     "MLP",

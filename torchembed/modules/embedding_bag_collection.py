@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import Features, KeyedTensor, SparseFeatures, torchrec_class
+from torchembed.core.features import Features, SparseFeatures, torchrec_class
+from torchembed.core.lookup_results import KeyedTensor
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingBagConfig, EmbeddingConfig

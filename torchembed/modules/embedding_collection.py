@@ -6,11 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import Features, JaggedTensor, SparseFeatures, torchrec_class
+from torchembed.core.features import Features, SparseFeatures, torchrec_class
+from torchembed.core.lookup_results import JaggedTensor
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig
-from torchembed.modules.slots import SlotRows, num_ids_of_features
+from torchembed.modules.feature_selection import num_ids_of_features
+from torchembed.modules.slots import SlotRows
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.modules.table_lookup import look_up
 from torchembed.ops.row_gradients import WeightGradient

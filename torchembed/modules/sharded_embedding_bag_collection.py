@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import Features, KeyedTensor, SparseFeatures
+from torchembed.core.features import Features, SparseFeatures
+from torchembed.core.lookup_results import KeyedTensor
 from torchembed.core.types import Pooling
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
@@ -16,9 +17,10 @@ from torchembed.modules.embedding_bag_collection import (
     keyed_result,
     weighted_as_asked,
 )
+from torchembed.modules.feature_selection import num_ids_of_features, select_features
 from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
 from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
-from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
+from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
 from torchembed.sharding.planning.plan import TablePlan

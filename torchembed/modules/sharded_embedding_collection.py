@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.features import Features, JaggedTensor, SparseFeatures, with_offsets
+from torchembed.core.features import Features, SparseFeatures, with_offsets
+from torchembed.core.lookup_results import JaggedTensor
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.embedding_collection import (
@@ -18,8 +19,9 @@ from torchembed.modules.embedding_collection import (
     sequence_slots,
     split_slots,
 )
+from torchembed.modules.feature_selection import num_ids_of_features, select_features
 from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
-from torchembed.modules.slots import SlotRows, num_ids_of_features, select_features
+from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.layout import SlotPart

@@ -1,0 +1,50 @@
+"""The results of looking up batches of sparse features, with the methods of TorchRec's own."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class KeyedTensor:
+    """Pooled vectors of several keys, concatenated: ``values [B, sum of widths]``."""
+
+    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
+        self._keys, self._widths, self._values = list(keys), list(length_per_key), values
+
+    def keys(self) -> list[str]:
+        """Names of the keys, in the order of their columns."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """``[B, sum of widths]``, in the order of ``keys()``."""
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        """Columns of each key."""
+        return self._widths
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """One ``[B, width]`` view for each key."""
+        return dict(zip(self._keys, self._values.split(self._widths, dim=1), strict=True))
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.to_dict()[key]
+
+
+class JaggedTensor:
+    """Rows of different lengths: sample b holds ``values[offsets[b]:offsets[b + 1]]``."""
+
+    def __init__(self, values: Tensor, offsets: Tensor) -> None:
+        self._values, self._offsets = values, offsets
+
+    def values(self) -> Tensor:
+        """``[L, ...]``."""
+        return self._values
+
+    def offsets(self) -> Tensor:
+        """``[B + 1]``."""
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        """``[B]``."""
+        return self._offsets.diff()

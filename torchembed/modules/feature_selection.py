@@ -1,0 +1,90 @@
+"""Selection of some features of a batch, as a batch of its own, and the numbers of their ids."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.host_numbers import HostNumbers
+from torchembed.core.piece_order import Reorder, in_order
+from torchembed.core.stand_ins import is_stand_in
+from torchembed.ops.jagged import permute_features
+
+
+def num_ids_of_features(features: SparseFeatures) -> HostNumbers:
+    """The number of ids of each feature."""
+    batch_size, num_features = features.batch_size, len(features.keys)
+    if features.hotness is not None:
+        hotness = torch.tensor(features.hotness, dtype=torch.int64, device="cpu")
+        return HostNumbers(hotness * batch_size)
+    if not batch_size:
+        return HostNumbers(torch.zeros(num_features, dtype=torch.int64, device="cpu"))
+    return HostNumbers(bounds_of_features(features).diff())
+
+
+def bounds_of_features(features: SparseFeatures) -> Tensor:
+    """``[F + 1]``: where the ids of each feature of jagged ``features`` begin, and end."""
+    assert features.offsets is not None
+    step = max(features.batch_size, 1)
+    return features.offsets[::step][: len(features.keys) + 1]
+
+
+def select_features(
+    features: SparseFeatures,
+    indices: Sequence[int],
+    num_ids: int | None = None,
+    reorder: Reorder = in_order,
+) -> SparseFeatures:
+    """The features at ``indices``, in that order, as a batch of its own.
+
+    Returns ``features`` itself where that is the same. Never synchronizes on a GPU: where it is not
+    told the ``num_ids`` of what it selects, jagged values then keep a capacity of ids that no bag
+    holds at their end. ``reorder`` is for ids with fixed hotness that are often selected so.
+    """
+    indices = list(indices)
+    if indices == list(range(len(features.keys))):
+        return features
+    # A feature that two tables share appears twice: the copy's key only has to be different.
+    keys = tuple(f"{features.keys[i]}@{n}" for n, i in enumerate(indices))
+    batch_size = features.batch_size
+    if features.hotness is not None:
+        counts = [count * batch_size for count in features.hotness]
+        values, weights = reorder(features.values, counts, indices), features.weights
+        weights = None if weights is None else reorder(weights, counts, indices)
+        hotness = tuple(features.hotness[i] for i in indices)
+        return SparseFeatures(
+            keys=keys, values=values, batch_size=batch_size, hotness=hotness, weights=weights
+        )
+    assert features.offsets is not None
+    if num_ids is None:
+        num_ids = _capacity_for(features, indices)
+    permuted = permute_features(
+        features.values,
+        features.offsets,
+        indices,
+        num_features=len(features.keys),
+        batch_size=batch_size,
+        weights=features.weights,
+        num_ids=num_ids,
+    )
+    return SparseFeatures(
+        keys=keys,
+        values=permuted.values,
+        batch_size=batch_size,
+        offsets=permuted.offsets,
+        weights=permuted.weights,
+    )
+
+
+def _capacity_for(features: SparseFeatures, indices: Sequence[int]) -> int:
+    """The number of ids of jagged ``features`` at ``indices``; on a GPU, the most that it can
+    be."""
+    batch_size = features.batch_size
+    if features.values.is_cuda or is_stand_in(features.values):
+        return features.values.numel() * max(Counter(indices).values(), default=0)
+    if not batch_size:
+        return 0
+    assert features.offsets is not None
+    return int(features.offsets[::batch_size].diff()[indices].sum())
