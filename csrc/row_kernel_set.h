@@ -1,6 +1,6 @@
 // One set of row kernels, in namespace torchembed::TORCHEMBED_ISA; included once for each set. The
 // namespace matters: were inline functions of two sets of the same name, the linker would keep one
-// of them, and a processor could meet instructions that it lacks.
+// of them, and a processor could get instructions that it lacks.
 
 #pragma once
 

@@ -3,7 +3,7 @@
 ``python -m bench.training.quality`` trains with several seeds in each precision, all on the same
 batches, and prints the AUC of each on held-out rows and the most that a model can expect. bf16
 passes where the means of the two precisions are no further apart than 0.0005, or two standard
-deviations of fp32's seeds. ``--output`` is written after each training, with the verdict so far.
+deviations of fp32's seeds. ``--output`` is written after each training, with the result so far.
 """
 
 import dataclasses

@@ -288,7 +288,7 @@ def test_an_optimizer_of_something_else_is_named(tmp_path: Path) -> None:
 def test_tensors_are_written_in_chunks(
     is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 3 rows, and of one row where a row is larger."""
+    """Chunks have 3 rows, or one where a row is larger."""
     run, loaded = new_run(), new_run()
     for one in (run, loaded):
         one.model.register_buffer("deep", torch.arange(2.0 * 3 * 8).reshape(2, 3, 8))

@@ -18,7 +18,7 @@ SLACK_BYTES = 1 << 25
 
 
 def resident_bytes(name: str) -> int:
-    """Of this process: ``VmRSS``, or its peak since :func:`forget_peak`, ``VmHWM``."""
+    """Memory of this process: ``VmRSS``, or its peak since :func:`forget_peak`, ``VmHWM``."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if name in line) * 1024
 

@@ -35,7 +35,7 @@ NUM_STEPS = 3
 SMALL_CHUNK_BYTES = 50
 """Three rows of a table."""
 LIMIT_BYTES = 3000
-"""Of a file: less than a rank's part of a checkpoint."""
+"""Limit of a file: less than a rank's part of a checkpoint."""
 
 
 def new_run(placement: str | None = None, *, is_deep: bool = False) -> TrainingRun:
@@ -70,8 +70,8 @@ def own_part(batch: Batch) -> Batch:
 
 
 def losses_of(run: TrainingRun, num_steps: int = NUM_STEPS) -> list[float]:
-    """Of the next steps, the mean over the whole batch; the batches are the same on any number of
-    ranks."""
+    """Losses of the next steps, means over the whole batch; the batches are the same on any number
+    of ranks."""
     position = run.others["position"]
     assert isinstance(position, DataPosition)
     losses = []
@@ -229,7 +229,8 @@ def on_two(folder: Path, uninterrupted: list[float]) -> list[dict[str, Any]]:
 
 
 def tolerance(losses: list[float]) -> float:
-    """Of a mean of 8 numbers that may be summed in another order, of dot products of 10."""
+    """Tolerance of a mean of 8 numbers that may be summed in another order, of dot products of
+    10."""
     return 2 * (GLOBAL_BATCH + 10) * torch.finfo(torch.float32).eps * max(map(abs, losses))
 
 

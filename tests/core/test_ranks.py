@@ -209,7 +209,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Of each rank; one launch for all tests."""
+    """Results of each rank; one launch for all tests."""
     model = TinyModel()
     optimizers = make_optimizers(model)
     train(TrainPipeline(model, linear_loss, optimizers), make_batches([8, 4]))

@@ -68,7 +68,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def rows_of(make: MakeSource, after: Sequence[Portion], portion: Portion) -> list[list[list]]:
-    """Of each rank its first batches, as many as ``portion`` has, each a list of its rows."""
+    """The first batches of each rank, as many as ``portion`` has, each a list of its rows."""
     of_ranks = []
     for rank in range(portion.world_size):
         share = {"rank": rank, "world_size": portion.world_size, "batch_size": portion.batch_size}

@@ -27,8 +27,8 @@ WIDTH, NUM_ROWS, BATCH_SIZE, NUM_STEPS = 1024, 50, 96, 8
 
 
 class Model(nn.Module):
-    """Of several buckets, some layers torch's own; the gradient of one layer's weight is computed
-    from another parameter."""
+    """A model of several buckets, some layers torch's own; the gradient of one layer's weight is
+    computed from another parameter."""
 
     def __init__(self) -> None:
         super().__init__()

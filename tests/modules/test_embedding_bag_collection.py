@@ -72,7 +72,7 @@ class Result:
     widths: list[int]
     values: Tensor
     weight_grads: dict[str, Tensor]
-    """Of each table."""
+    """The gradient of each table."""
     flat_weights_grad: Tensor | None
 
 

@@ -26,7 +26,7 @@ SIZES = [(1, 129), (4, 129), *((2, num_rows) for num_rows in (0, 1, 127, 128, 12
 
 
 def stack(x: Tensor, *parameters: Tensor) -> Tensor:
-    """Of all weights and then all biases."""
+    """The stack as a function of all weights and then all biases."""
     count = len(parameters) // 2
     return linear_relu_stack(x, parameters[:count], parameters[count:])
 

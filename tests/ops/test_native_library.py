@@ -41,7 +41,7 @@ def skewed_rows(num_ids: int, num_rows: int, seed: int = 0) -> Tensor:
 
 
 def every_result(dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """Of each kernel, results that take their way through all of its vector code."""
+    """Results of each kernel, which between them take all of its vector code."""
     num_rows, num_bags, hotness = 50, 40, 6
     rows = skewed_rows(num_bags * hotness, num_rows, seed=dim)
     weight = normal(num_rows, dim, seed=1, dtype=dtype)

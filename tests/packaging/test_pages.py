@@ -61,7 +61,7 @@ def inline_code(page: str) -> set[str]:
 
 
 def is_there(path: str) -> bool:
-    """Whether a page may name ``path``: from the root, from torchembed/, or by its name alone."""
+    """True if a page may name ``path``: from the root, from torchembed/, or by its name alone."""
     if "/" in path:
         return any(any(base.glob(path.rstrip("/"))) for base in (ROOT, ROOT / "torchembed"))
     folders = (*PYTHON_FOLDERS, "csrc", "docs")

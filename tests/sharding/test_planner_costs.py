@@ -62,8 +62,9 @@ def updated(lookups: float, touched: float, row_bytes: int = 64, state_bytes: in
 ROUNDING = relative_error(64, torch.float64)
 """Costs are sums of products of positive numbers, of fewer roundings than that."""
 EXPONENT, EXPONENT_ERROR = 0.9, 2 * MAX_EXPONENT * 2.0**-_NUM_HALVINGS
-"""Of the ids' law, and how far off an exponent is at most that halving finds: its last step, and as
-much for comparisons that rounding has decided otherwise, which are nearer to the exponent."""
+"""Exponent of the ids' law, and how far off an exponent is at most that halving finds: its last
+step, and as much for comparisons that rounding has decided otherwise, which are nearer to the
+exponent."""
 
 
 def assert_costs_of_skewed(found: ArrayLike, cost: Callable[[float], float], num_ids: int) -> None:

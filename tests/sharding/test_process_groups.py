@@ -48,7 +48,7 @@ def repeated() -> list[list[int]]:
 
 
 def two_models() -> bool:
-    """Whether two models that live at once have groups of their own; both train."""
+    """True if two models that live at once have groups of their own; both train."""
     mesh = init_device_mesh("cpu", (2,))
     models = [sharded(mesh), sharded(mesh)]
     for model in (*models, *models):

@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come_is_an_error(tmp_path: Path) -> None:
 
 
 def layout_of(num_ranks: int, placements: dict[str, str]) -> Layout:
-    """Of three tables with one slot each."""
+    """The layout of three tables with one slot each."""
     dims = {"a": 4, "b": 8, "c": 2}
     specs = {name: TableSpec(name=name, num_rows=8, dim=dim) for name, dim in dims.items()}
     plan = make_plan(specs, num_ranks, placements)

@@ -22,7 +22,7 @@ POOLED_DIVIDED = Case(placements=DIVIDED_ROWS, fixed=True)
 SEQUENCES = Case(placements=DIVIDED_ROWS | {"d": "column_wise"}, pooled=False)
 HALVES = (torch.float16, torch.bfloat16)
 SIZES = (1.0, 1e-12, 1e9)
-"""Of gradients: float16 alone would make zeros of the second and infinities of the third."""
+"""Sizes of gradients: float16 alone would make zeros of the second and infinities of the third."""
 
 
 def sharded_model(case: Case, wire: WirePrecision, top: nn.Module | None = None) -> nn.Module:

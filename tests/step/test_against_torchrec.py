@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     dim: int
     sizes: DenseSizes
     batch_size: int
-    """Of each rank."""
+    """Samples of each rank."""
 
     @classmethod
     def fitting(cls, device: str) -> "Shape":

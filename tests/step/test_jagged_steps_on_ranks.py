@@ -113,7 +113,7 @@ def trained_epochs(model: torch.nn.Module) -> list[list[int]]:
 def jagged_steps(
     model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batches: list[Any]
 ) -> Iterator[tuple[int, None]]:
-    """Whether each step was skipped."""
+    """For each step, if it was skipped."""
     for trained in trained_jagged(model, None, optimizers, batches):
         assert trained.report is not None
         yield int(trained.report[0]), None

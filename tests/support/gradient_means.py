@@ -61,7 +61,7 @@ def backward(module: nn.Module, rank: int, step: int) -> None:
 
 
 def local_gradients(rank: int, dtype: torch.dtype, kind: str, device: str) -> list[np.ndarray]:
-    """Of two backwards together, with nothing that reduces."""
+    """Sums of the gradients of two backwards, with nothing that reduces."""
     module = model(dtype, kind).to(device)
     for step in range(2):
         backward(module, rank, step)

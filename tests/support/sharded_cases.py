@@ -193,7 +193,7 @@ def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str,
 
 
 def held_rows(model: nn.Module) -> dict[str, tuple[Any, Any, list[Any]]]:
-    """Of each table that this rank holds the extent, the elements and the optimizer states."""
+    """The extent, the elements and the optimizer states of each table that this rank holds."""
     rows = {}
     for table in model.tables._local.values():
         state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
@@ -236,7 +236,7 @@ def train_unsharded(case: Case, num_ranks: int, device: str = "cpu") -> dict[str
 
 
 def whole_rows(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
-    """Of each table of an unsharded model the elements and the optimizer states."""
+    """The elements and the optimizer states of each table of an unsharded model."""
     rows = {}
     for table in model.tables._tables:
         state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]

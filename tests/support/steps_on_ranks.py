@@ -37,7 +37,8 @@ class WithLoss(nn.Module):
 
 
 def static_batch(case: Case, rank: int, step: int, bad_rank: int) -> torchembed.SparseFeatures:
-    """Of as many samples on every step; on the bad step one rank has an id outside its table."""
+    """A batch of as many samples on every step; on the bad step one rank has an id outside its
+    table."""
     batch = make_batch(case, rank, step, num_samples=4 - 2 * (rank % 2))
     if (rank, step) == (bad_rank, BAD_STEP):
         batch.values[1] = 2**20

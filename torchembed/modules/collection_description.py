@@ -1,4 +1,4 @@
-"""A collection as it describes itself to what shards, plans or adopts it."""
+"""The description of a collection, for what shards it, plans it or puts another in its place."""
 
 import dataclasses
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""Of which stage of a step each kernel is."""
+"""The stages of a step that kernels belong to."""
 
 import pytest
 

@@ -29,7 +29,7 @@ OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def _gradients(step: int, device: torch.device) -> list[Tensor | None]:
-    """Of three parameters, one of which has none in some steps."""
+    """Gradients of three parameters, one of which has none in some steps."""
     generator = torch.Generator().manual_seed(step)
     found = [torch.randn(shape, generator=generator).to(device) for shape in ((5, 3), (3,), (7,))]
     return [*found[:2], found[2] if step != 2 else None]

@@ -67,7 +67,7 @@ def errors(device: torch.device, autocast: torch.dtype | None) -> list[tuple[flo
 
 
 def messages() -> list[str]:
-    """Of what our operations would refuse."""
+    """Errors of the layers for inputs that our operations would refuse."""
     from torchembed.integrations.torchrec.fused_layers import fused_forwards
 
     found = []
@@ -86,7 +86,7 @@ def _error_of(call: Callable[[], Any]) -> str:
 
 
 def are_torchs() -> list[bool]:
-    """Whether what we have not is torch's own, bit by bit."""
+    """True for each case that we lack where the result is torch's own, bit by bit."""
     from torchrec.modules.crossnet import LowRankCrossNet
 
     from torchembed.integrations.torchrec.fused_layers import fused_forwards

@@ -100,7 +100,7 @@ class Distances(NamedTuple):
 
 class Comparison(NamedTuple):
     ours: Distances
-    """Of ours from theirs."""
+    """Distances of ours from theirs."""
     drift: Distances
     """The greatest between placements of theirs."""
     steps: str

@@ -52,7 +52,7 @@ def train(
 
 
 class Comparison(NamedTuple):
-    """Of one case: distances of ours from theirs, and between placements of theirs."""
+    """Distances of ours from theirs, and between placements of theirs, in one case."""
 
     losses: float
     weights: float

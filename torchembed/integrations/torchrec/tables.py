@@ -23,7 +23,6 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, OptimizerKind, Pooling
 from torchembed.integrations.torchrec.flat_tables import FlatTables
 from torchembed.integrations.torchrec.hyper_parameters import HyperParameters
-from torchembed.modules.slots import select_features
 from torchembed.modules.feature_selection import select_features
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
