@@ -176,8 +176,9 @@ class StaticStep:
         self._assumptions.note_capture()
         sizes = self._sizes if self._has_fixed_shapes else None
         step = functools.partial(self._step, buffer)
-        self._captured[buffer] = CapturedCall(step, sizes, self._streams.step, self._pool)
-        if self._program.is_cuda:
+        captured = CapturedCall(step, sizes, self._streams.step, self._pool)
+        self._captured[buffer] = captured
+        if not captured.calls_again:
             self._gradients[buffer] = self._optimizers.take_gradients_of_others()
 
     @property
@@ -304,6 +305,11 @@ class CapturedCall:
     def _run(self) -> None:
         with contextlib.nullcontext() if self._sizes is None else replayed_sizes(self._sizes):
             self._call()
+
+    @property
+    def calls_again(self) -> bool:
+        """True where a replay runs the call's Python again: on a CPU."""
+        return self._graph is None
 
     def replay(self) -> None:
         """Do what the captured call did, on what its memory holds now."""

@@ -1,0 +1,258 @@
+"""A tape of the dispatcher's calls: what a CUDA graph does, on a CPU.
+
+A graph repeats kernels on the memory of its capture, and no Python. On a CPU the pipeline's
+captured steps call the step again, which hides what a graph gets wrong: hooks, counters, attributes
+that are set, numbers of the host. Within :func:`taped_captures` they replay a tape instead.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchembed.sharding.transport.collectives import GatheredSize
+from torchembed.step import static_engine
+from torchembed.step.static_engine import CapturedCall
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.cuda import _POOL_HANDLE
+
+_WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_WAITING = {"aten::_coalesce", "aten::is_nonzero"}
+"""Operations without these tags that make the host wait for a GPU as well."""
+_MASKABLE = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"}
+"""Operations that count the True elements of a mask among their indices, and only then wait."""
+_HOST_COPIES = ("cpu", "numpy", "tolist", "__array__")
+"""Methods of tensors that copy from a GPU, and that the dispatcher does not see on a CPU."""
+_HOST_MEMORY = ("from_numpy", "as_tensor", "frombuffer")
+"""Functions whose results are pageable memory, which no capture copies to a GPU."""
+
+
+class Tape(TorchDispatchMode):
+    """Records the operations that run within it, below autograd; :meth:`replay` runs them again.
+
+    A replay does what a CUDA graph of the same code would: it runs the operations on the memory of
+    the recording and nothing else. Results are written to the recorded results. Views are not
+    computed again. Random numbers come from torch's generator as in the recording.
+
+    Recording runs the operations, which a capture does not: leaving the context puts back all
+    memory that was there before, and torch's generator.
+
+    Raises:
+        RuntimeError: within the context, for what a capture does not permit: an operation that
+            makes the host wait for the device, as ``item`` and ``nonzero``, a tensor of one or more
+            dimensions made of host memory, and generators other than torch's own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+        self._made: dict[int, torch.UntypedStorage] = {}
+        """Memory allocated by the recorded operations, by the address of its record."""
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """Other memory that the operations were given, and a copy from before the first of them."""
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.callback(torch.set_rng_state, torch.get_rng_state())
+        for name in _HOST_COPIES:
+            refused = functools.partial(_refuse, f"Tensor.{name}")
+            self._stack.enter_context(mock.patch.object(Tensor, name, refused))
+        for name in (*_HOST_MEMORY, "get_rng_state"):
+            refused = functools.partial(_refuse, f"torch.{name}")
+            self._stack.enter_context(mock.patch.object(torch, name, refused))
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        # The first copy of memory that several storages share is the one from before all of it.
+        for storage, before in reversed(self._before.values()):
+            storage.copy_(before, non_blocking=False)
+        self._before.clear()
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self,
+        func: "OpOverload",
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors_in((args, kwargs))
+        if any(map(is_traceable_wrapper_subclass, given)):
+            return NotImplemented  # it runs operations on the tensors within, which are recorded
+        _check_permitted(func, args, kwargs)
+        if any(tensor.is_meta for tensor in given):
+            return func(*args, **kwargs)
+        for tensor in given:
+            self._note_before(tensor)
+        # Before the call, which may change what a tensor is a view of.
+        call = _aliases((args, kwargs))
+        outcome = func(*args, **kwargs)
+        storages = {id_ for tensor in given for id_ in map(_identity, _storages_of(tensor))}
+        results = list(enumerate(_tensors_in(outcome)))
+        new = [(n, r) for n, r in results if storages.isdisjoint(map(_identity, _storages_of(r)))]
+        for _, result in new:
+            for storage in _storages_of(result):
+                self._made[_identity(storage)] = storage
+        if new or func._schema.is_mutable:
+            self._calls.append(_Call(func, *call, [(n, _alias(result)) for n, result in new]))
+        return outcome
+
+    def _note_before(self, tensor: Tensor) -> None:
+        for storage in _storages_of(tensor):
+            identity = _identity(storage)
+            # Also what an operation only reads, by its schema, which may be wrong.
+            if identity not in self._made and identity not in self._before:
+                self._before[identity] = storage, storage.clone()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the recorded operations, in order."""
+        for call in self._calls:
+            outcome = call.func(*call.args, **call.kwargs)
+            if call.results:
+                found = _tensors_in(outcome)
+                for number, result in call.results:
+                    _write(found[number], result)
+
+    def clear(self) -> None:
+        """Forget the operations and their memory."""
+        self._calls.clear()
+        self._made.clear()
+
+
+class _Call(NamedTuple):
+    """An operation that a replay runs."""
+
+    func: "OpOverload"
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[tuple[int, Tensor]]
+    """Results in new memory, each with its number among the tensors of the outcome."""
+
+
+class TapedCall(CapturedCall):
+    """A captured call on a CPU that replays a tape.
+
+    Steps whose ``sizes`` differ from one to the next, which only a CPU has, are called again.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], None],
+        sizes: Sequence[GatheredSize] | None,
+        stream: "torch.cuda.Stream | None",
+        pool: "_POOL_HANDLE | None",
+    ) -> None:
+        super().__init__(call, sizes, stream, pool)
+        self._tape: Tape | None = None
+        if sizes is not None:
+            self._tape = Tape()
+            with self._tape:
+                self._run()
+
+    @property
+    def calls_again(self) -> bool:
+        return self._tape is None
+
+    def replay(self) -> None:
+        if self._tape is None:
+            super().replay()
+        else:
+            self._tape.replay()
+
+    def release(self) -> None:
+        super().release()
+        if self._tape is not None:
+            self._tape.clear()
+
+
+@contextlib.contextmanager
+def taped_captures() -> Iterator[None]:
+    """A context in which pipelines on a CPU with ``capture=True`` replay tapes of their steps."""
+    with mock.patch.object(static_engine, "CapturedCall", TapedCall):
+        yield
+
+
+def _check_permitted(func: "OpOverload", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for an operation that a capture on a GPU does not permit."""
+    name = func._schema.name
+    if name in _MASKABLE:
+        masks = [t for t in _tensors_in(args[1]) if t.dtype in (torch.bool, torch.uint8)]
+        # A mask of as many elements as rows are written to with one number is no index.
+        is_fill = name.startswith("aten::index_put") and args[2].numel() == 1
+        waits = bool(masks) and not is_fill
+    else:
+        waits = name in _WAITING or not _WAITING_TAGS.isdisjoint(func.tags)
+    if waits:
+        _refuse(name)
+    if name == "aten::lift_fresh" and args[0].dim() > 0:
+        _refuse("torch.tensor")
+    generator = kwargs.get("generator")
+    if generator is not None and generator is not torch.default_generator:
+        _refuse(f"{name} with a generator")
+
+
+def _refuse(name: str, *args: object, **kwargs: object) -> NoReturn:
+    del args, kwargs
+    raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
+
+
+def _tensors_in(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+        return list(itertools.chain.from_iterable(map(_storages_of, parts)))
+    if tensor.layout is not torch.strided or tensor._is_zerotensor():
+        return []
+    return [tensor.untyped_storage()]
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    return storage._cdata
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of its own, which stays there where ``tensor`` is given other
+    memory, and has a version counter of its own: a graph counts no versions."""
+    if tensor.layout is not torch.strided or tensor._is_zerotensor():
+        return tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach()
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+
+
+def _aliases(
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tree_map_only(Tensor, _alias, call)
+
+
+def _write(found: Tensor, recorded: Tensor) -> None:
+    """Write the result of a replayed operation where that of the recording is."""
+    if found.shape != recorded.shape:
+        raise RuntimeError(
+            f"a replayed operation gave shape {tuple(found.shape)}, where the recorded one gave "
+            f"{tuple(recorded.shape)}: its shape depends on what tensors hold, which no graph can"
+        )
+    if recorded.layout is torch.sparse_coo:
+        _write(found._indices(), recorded._indices())
+        _write(found._values(), recorded._values())
+    else:
+        recorded.copy_(found)
