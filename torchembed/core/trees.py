@@ -28,6 +28,11 @@ def _is_plain(tree: tuple[Tree, ...] | list[Tree]) -> bool:
     return _PLAIN.issuperset(map(type, tree))
 
 
+def is_plain_value(node: object) -> bool:
+    """True where ``node`` is a number, a string or None."""
+    return type(node) in _PLAIN
+
+
 @functools.cache
 def _field_names(kind: type, *, init_only: bool = True) -> tuple[str, ...] | None:
     """The names of a dataclass's fields; None for types that are no dataclass."""
@@ -112,6 +117,34 @@ def layout_of(tree: Tree) -> Hashable:
         return _layout(tree)
     except _OpaqueError:
         return None
+
+
+def nodes_by_path(tree: Tree, is_leaf: Callable[[object], bool]) -> dict[str, object]:
+    """Each node of ``tree`` that holds no others, by the path that leads to it in Python, such as
+    ``.dense``, ``['user']`` or ``[0]``; also what is no part of a tree."""
+    found: dict[str, object] = {}
+    _note_paths(tree, "", is_leaf, found)
+    return found
+
+
+def _note_paths(
+    tree: Tree, path: str, is_leaf: Callable[[object], bool], found: dict[str, object]
+) -> None:
+    if is_leaf(tree):
+        found[path] = tree
+        return
+    names = _field_names(type(tree)) or getattr(tree, "_fields", None)
+    if names is not None:
+        parts = [(f".{name}", getattr(tree, name)) for name in names]
+    elif isinstance(tree, (tuple, list)):
+        parts = [(f"[{number}]", part) for number, part in enumerate(tree)]
+    elif isinstance(tree, dict):
+        parts = [(f"[{key!r}]", part) for key, part in tree.items()]
+    else:
+        found[path] = tree
+        return
+    for name, part in parts:
+        _note_paths(part, path + name, is_leaf, found)
 
 
 class _OpaqueError(Exception):

@@ -23,11 +23,12 @@ from torchembed.core.trees import Tree, layout_of, leaves_in, map_leaves
 S = TypeVar("S", bound="Tensor | Features")
 
 
-def _is_part(node: object) -> TypeGuard[Tensor | Features]:
-    return isinstance(node, (Tensor, SparseFeatures)) or _is_features(node)
+def is_part(node: object) -> TypeGuard[Tensor | Features]:
+    """True where ``node`` is a tensor or sparse features."""
+    return isinstance(node, (Tensor, SparseFeatures)) or is_features(node)
 
 
-def _is_features(node: Tree) -> TypeGuard[Features]:
+def is_features(node: Tree) -> TypeGuard[Features]:
     """True where ``node`` is sparse features that collections take."""
     if isinstance(node, SparseFeatures):
         return True
@@ -46,22 +47,22 @@ def map_parts(
     def function(part: Tensor | Features) -> Tree:
         return of_tensor(part) if isinstance(part, Tensor) else of_features(part)
 
-    return map_leaves(function, batch, _is_part)
+    return map_leaves(function, batch, is_part)
 
 
 def sparse_features(batch: Tree) -> list[Features]:
     """The sparse features of ``batch``, in its order."""
-    return [part for part in leaves_in(batch, _is_part) if not isinstance(part, Tensor)]
+    return [part for part in leaves_in(batch, is_part) if not isinstance(part, Tensor)]
 
 
 def dense_tensors(batch: Tree) -> list[Tensor]:
     """The dense tensors of ``batch``, in its order."""
-    return [part for part in leaves_in(batch, _is_part) if isinstance(part, Tensor)]
+    return [part for part in leaves_in(batch, is_part) if isinstance(part, Tensor)]
 
 
 def with_sparse_features(batch: Tree) -> Tree:
     """``batch`` with ``SparseFeatures`` of the same tensors in place of ``KeyedJaggedTensor``s."""
-    return map_leaves(as_sparse_features, batch, _is_features)
+    return map_leaves(as_sparse_features, batch, is_features)
 
 
 def with_dense_tensors(batch: Tree, tensors: Iterable[Tensor]) -> Tree:
@@ -84,13 +85,13 @@ def with_capacity(batch: Tree, num_ids: int) -> Tree:
         values, weights = widened(sparse.values), widened(sparse.weights)
         return dataclasses.replace(sparse, values=values, weights=weights)
 
-    return map_leaves(with_room_for_ids, batch, _is_features)
+    return map_leaves(with_room_for_ids, batch, is_features)
 
 
 def without_ids(batch: Tree) -> Tree:
     """``batch`` with its sparse features on the meta device, where they have shapes alone."""
     meta = torch.device("meta")
-    return map_leaves(lambda features: features.to(meta), batch, _is_features)
+    return map_leaves(lambda features: features.to(meta), batch, is_features)
 
 
 def num_ids_in(batch: Tree) -> int:
@@ -116,7 +117,7 @@ def jagged_layout(batch: Tree) -> Hashable:
     shapes = _shapes(batch)
     if not shapes or not _has_samples(batch, shapes):
         return None
-    return layout_of(map_leaves(_shape_of, batch, _is_features))
+    return layout_of(map_leaves(shape_of, batch, is_features))
 
 
 def lengths_digest(batch: Tree) -> int:
@@ -144,7 +145,8 @@ class _Shape(NamedTuple):
     is_cuda: bool
 
 
-def _shape_of(features: Features) -> _Shape:
+def shape_of(features: Features) -> _Shape:
+    """All about ``features`` but lengths and contents."""
     kind = type(features).__name__
     if not isinstance(features, SparseFeatures):
         # Without TorchRec's offsets, which the host would have to compute from lengths.
@@ -161,13 +163,13 @@ def _names(*tensors: Tensor | None) -> tuple[str, ...]:
 
 
 def _shapes(batch: Tree) -> list[_Shape]:
-    return list(map(_shape_of, sparse_features(batch)))
+    return list(map(shape_of, sparse_features(batch)))
 
 
 def is_on_gpu(batch: Tree) -> bool:
     """True where a part of ``batch`` is on a GPU."""
-    parts = leaves_in(batch, _is_part)
-    return any((p if isinstance(p, Tensor) else _shape_of(p)).is_cuda for p in parts)
+    parts = leaves_in(batch, is_part)
+    return any((p if isinstance(p, Tensor) else shape_of(p)).is_cuda for p in parts)
 
 
 def _has_samples(batch: Tree, shapes: list[_Shape]) -> bool:
@@ -180,7 +182,7 @@ def to_device(batch: Tree, device: torch.device) -> Tree:
     copies from pinned memory do not block."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device, non_blocking=True)
-    return map_leaves(lambda part: part.to(device, non_blocking=True), batch, _is_part)
+    return map_leaves(lambda part: part.to(device, non_blocking=True), batch, is_part)
 
 
 def _same(part: S) -> S:

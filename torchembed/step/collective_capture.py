@@ -4,12 +4,16 @@ import warnings
 from collections.abc import Callable
 
 from torchembed.core import ranks
+from torchembed.step.stages import Reason
+
+_ON_ANOTHER_RANK = "another rank failed, whose warning says why"
 
 
-def succeeds_on_all_ranks(capture: Callable[[], None]) -> bool:
-    """Call ``capture()`` on every rank, and return True if it succeeds on all of them.
+def failure_on_any_rank(capture: Callable[[], object]) -> Reason | None:
+    """Call ``capture()`` on every rank, and return None if it succeeds on all of them.
 
-    Where it does not, a warning says why train steps run eagerly from then on. Collective.
+    Where it does not, a warning gives the reason, which is returned: train steps run eagerly from
+    then on. Collective.
     """
     reason = None
     try:
@@ -20,13 +24,13 @@ def succeeds_on_all_ranks(capture: Callable[[], None]) -> bool:
     # Through the CPU, and on every rank, whatever happened: a capture itself waits for no other
     # rank.
     if not ranks.any_rank(reason is not None):
-        return True
+        return None
     warnings.warn(
         "the train step could not be captured as a CUDA graph, so it runs eagerly from now on: "
-        f"{reason or 'another rank failed, whose warning says why'}",
+        f"{reason or _ON_ANOTHER_RANK}",
         stacklevel=7,  # whoever called the pipeline
     )
-    return False
+    return Reason(f"the capture failed: {reason or _ON_ANOTHER_RANK}")
 
 
 def _reason(error: Exception) -> str:

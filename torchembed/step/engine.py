@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchembed.step.stages import ReadBatch, TrainedBatch
+from torchembed.step.stages import ReadBatch, Reason, TrainedBatch
 
 
 class StepEngine(Protocol):
@@ -29,15 +29,15 @@ class StepEngine(Protocol):
         decide. Nothing is done for a batch that was prefetched before."""
         ...
 
-    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | None:
+    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | Reason:
         """Train ``now``, and prepare the first of those that are ``upcoming``.
 
         What :meth:`prefetch` does is done now for those that the engine was not shown, since they
         were read before it was made or released.
 
         Returns:
-            None where nothing was trained, since the engine cannot train the model; a warning has
-            said why, and every other engine may be tried.
+            The reason where nothing was trained, since the engine cannot train the model; a warning
+            has said it, and every other engine may be tried.
 
         Raises:
             IndexError, ValueError, TypeError: as the model's forward would.

@@ -8,8 +8,22 @@ from torchembed.step.engine import StepEngine
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.padded_engine import PaddedEngine
-from torchembed.step.stages import NO_KIND, BatchKinds, ReadBatch, TrainedBatch
+from torchembed.step.stages import (
+    NO_KIND,
+    BatchKinds,
+    ReadBatch,
+    Reason,
+    StepForm,
+    StepKind,
+    TrainedBatch,
+)
 from torchembed.step.static_engine import StaticEngine
+
+_GRAPH, _PADDED = StepKind(StepForm.GRAPH), StepKind(StepForm.PADDED)
+_WARMS_UP = StepKind(StepForm.EAGER, Reason("the first steps before a capture warm up"))
+_OTHER_RANK = Reason("another rank's batch is of another kind")
+_FIRST_JAGGED = Reason("the first jagged step shows which ids the model looks up")
+_NOT_PADDED = Reason("the model looks up more than pooled vectors of the batch's own features")
 
 
 class EngineChoice:
@@ -20,26 +34,38 @@ class EngineChoice:
 
     Args:
         program: what every step does.
-        captures: False for eager steps only.
+        not_captured: the reason why all steps are eager; None where steps are captured.
         wait_for_steps: waits until the device has done all steps so far.
 
     Attributes:
+        not_captured: as given, or found since.
         last: the engine of the last step.
+        last_kind: the kind of the last step.
     """
 
     def __init__(
-        self, program: StepProgram, *, captures: bool, wait_for_steps: Callable[[], None]
+        self,
+        program: StepProgram,
+        *,
+        not_captured: Reason | None,
+        wait_for_steps: Callable[[], None],
     ) -> None:
         self._program, self._wait_for_steps = program, wait_for_steps
-        self.captures = captures
+        self.not_captured = not_captured
         self._eager = EagerEngine(program)
         self._static = StaticEngine(program)
         self._jagged: JaggedEngine | None = None
         """Made for the first jagged batch."""
         self._padded: PaddedEngine | None = None
-        self._can_be_padded = True
-        """False once padded steps have failed."""
+        self._not_padded: Reason | None = None
+        """Why jagged steps cannot be padded ones, once that is known."""
         self.last: StepEngine = self._eager
+        self.last_kind = StepKind(StepForm.EAGER, not_captured)
+
+    @property
+    def captures(self) -> bool:
+        """True where steps are captured if they can be."""
+        return self.not_captured is None
 
     @property
     def is_stale(self) -> bool:
@@ -76,19 +102,31 @@ class EngineChoice:
         kinds = now.agree().kinds if self.captures else NO_KIND
         for engine in self._candidates(kinds):
             trained = engine.run(now, upcoming)
-            if trained is not None:
+            if not isinstance(trained, Reason):
                 self.last = engine
                 break
-            self._give_up(engine)
+            self._give_up(engine, trained)
         else:
             self.last, trained = self._eager, self._eager.run(now)
+        self.last_kind = self._kind_of_last(now)
+        self._program.record.note_step(self.last_kind)
         if self._jagged is not None and self.last is self._jagged:
-            if self._padded is None and self._can_be_padded:
+            if self._padded is None and self._not_padded is None:
                 self._try_padding(self._jagged)
             # The first jagged step was needed to know what of further batches can be done ahead.
             for batch in upcoming:
                 self.prefetch(batch)
         return trained
+
+    def _kind_of_last(self, now: ReadBatch) -> StepKind:
+        """The kind of the step that has trained ``now``."""
+        if self.last is self._eager:
+            return StepKind(StepForm.EAGER, self.not_captured or now.why or _OTHER_RANK)
+        if self.last is self._jagged:
+            return StepKind(StepForm.JAGGED, self._not_padded or _FIRST_JAGGED)
+        if not self.last.is_captured:
+            return _WARMS_UP
+        return _GRAPH if self.last is self._static else _PADDED
 
     def _candidates(self, kinds: BatchKinds) -> Iterator[StepEngine]:
         if kinds.static:
@@ -100,19 +138,20 @@ class EngineChoice:
                 self._jagged = JaggedEngine(self._program)
             yield self._jagged
 
-    def _give_up(self, engine: StepEngine) -> None:
+    def _give_up(self, engine: StepEngine, why: Reason) -> None:
         """Train without ``engine`` from now on; every rank does so at the same step."""
         # Graphs may be destroyed only once no replay of them runs.
         self._wait_for_steps()
         if engine is self._static:
-            self.captures = False
+            self.not_captured = why
             self.release()
         else:
-            self._can_be_padded, self._padded = False, None
+            self._not_padded, self._padded = why, None
             engine.release()
 
     def _try_padding(self, jagged: JaggedEngine) -> None:
         """After the first jagged step, which has shown how the model looks ids up."""
-        self._can_be_padded = not ranks.any_rank(not jagged.can_be_padded)
-        if self._can_be_padded:
+        if ranks.any_rank(not jagged.can_be_padded):
+            self._not_padded = _NOT_PADDED
+        else:
             self._padded = PaddedEngine(self._program, jagged, self._wait_for_steps)

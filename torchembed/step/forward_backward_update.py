@@ -20,6 +20,7 @@ from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers, update, update_early
+from torchembed.step.step_record import StepRecord
 from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
 from torchembed.tables import Admission, RecordedGradients, table_of
 
@@ -90,6 +91,11 @@ class StepProgram:
     def is_cuda(self) -> bool:
         """True if the device is a GPU."""
         return self.device.type == "cuda"
+
+    @functools.cached_property
+    def record(self) -> StepRecord:
+        """Counts steps and captures, of all engines."""
+        return StepRecord()
 
     @functools.cached_property
     def epochs(self) -> AdmissionEpochs | None:

@@ -24,11 +24,11 @@ from torchembed.step.batch_layout import (
     with_sparse_features,
 )
 from torchembed.step.bucketized_buffers import Capacity, bucketize
-from torchembed.step.collective_capture import succeeds_on_all_ranks
+from torchembed.step.collective_capture import failure_on_any_rank
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.lookup_calls import LookupCall
-from torchembed.step.stages import ReadBatch, TrainedBatch
+from torchembed.step.stages import ReadBatch, Reason, TrainedBatch
 from torchembed.step.static_engine import StaticStep
 from torchembed.step.streams import event_on, named_range, on_stream, wait_for
 
@@ -112,7 +112,7 @@ class PaddedEngine:
             worker.submit(functools.partial(_needs, step, self._calls, batch, num_ids)),
         )
 
-    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | None:
+    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | Reason:
         """Train ``now``, and prepare the first of those that are ``upcoming``.
 
         Raises:
@@ -129,25 +129,28 @@ class PaddedEngine:
             following = None
         trained: list[TrainedBatch] = []
 
-        def train() -> None:
-            if step.make_ready(now):
+        def train() -> Reason | None:
+            failure = step.make_ready(now)
+            if failure is None:
                 trained.append(step.run(now, following))
+            return failure
 
         with named_range("torchembed: step"):
             # The first step may fail on a rank, as where the model computes with ids. All ranks
             # hear of it, and go on by another engine unless weights have changed.
             if self._has_trained:
-                train()
+                failure = train()
             else:
-                self._has_trained = succeeds_on_all_ranks(train)
-                if not self._has_trained and step.has_begun_update:
+                failure = failure_on_any_rank(train)
+                self._has_trained = failure is None
+                if failure is not None and step.has_begun_update:
                     raise RuntimeError(
                         "a train step failed, on this rank or another one, when it had begun to "
                         "change the model; the warning before says why; go on from a checkpoint"
                     )
         self._prefetched = {n: of for n, of in self._prefetched.items() if n > now.number}
-        if not self._has_trained or not trained:
-            return None
+        if failure is not None:
+            return failure
         (outcome,) = trained
         # Sparse features are returned as they were given: the step's own have spare ids.
         batch = with_dense_tensors(now.data, dense_tensors(outcome.result.batch))

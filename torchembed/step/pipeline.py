@@ -1,7 +1,8 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +26,14 @@ from torchembed.step.forward_backward_update import (
     loss_and_output,
 )
 from torchembed.step.read_ahead import InputStalls, Layouts, ReadAhead
-from torchembed.step.stages import NO_KIND, Agreement, ReadBatch, StepResult
+from torchembed.step.stages import (
+    NO_KIND,
+    Agreement,
+    ReadBatch,
+    Reason,
+    StepKind,
+    StepResult,
+)
 from torchembed.step.steps_in_flight import StepsInFlight
 from torchembed.step.streams import named_range
 
@@ -118,11 +126,12 @@ class TrainPipeline:
             device=self.device,
             group=_group_of(model),
         )
+        self._record = program.record
         self._upcoming = ReadAhead()
         self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model), is_cuda=is_cuda)
         self._engines = EngineChoice(
             program,
-            captures=is_cuda if capture is None else capture,
+            not_captured=_why_not_captured(capture, is_cuda=is_cuda),
             wait_for_steps=self._in_flight.wait_for_all,
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
@@ -143,8 +152,8 @@ class TrainPipeline:
                 another iterator is left out.
 
         Returns:
-            The loss, the model's output and the batch; the next step but one may overwrite them.
-            Nothing waits for them.
+            The loss, the model's output and the batch, which the next step but one may overwrite;
+            and the kind of the step. Nothing waits for them.
 
         Raises:
             StopIteration: after the last batch.
@@ -160,7 +169,7 @@ class TrainPipeline:
         if not self._steps_ahead:
             self.check_ids()
         self._read_ahead()
-        return trained.result
+        return StepResult(*trained.result[:3], self._engines.last_kind)
 
     def take(self, batches: Iterator[Any]) -> Any:
         """The batch that :meth:`progress` would train next, on the device, which it is not trained
@@ -198,7 +207,8 @@ class TrainPipeline:
             return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
         kinds = self._layouts.kinds_of(data)
         agree = self._layouts.start_agreement(data, kinds)
-        batch = ReadBatch(data, number, kinds, agree)
+        why = self._layouts.why_eager(data) if kinds == NO_KIND else None
+        batch = ReadBatch(data, number, kinds, agree, why)
         self._engines.prefetch(batch)
         return batch
 
@@ -260,6 +270,20 @@ class TrainPipeline:
         return self._engines.last
 
     @property
+    def kinds(self) -> Mapping[StepKind, int]:
+        """The number of steps of each kind so far: captured and how, or eager and why.
+
+        The logger ``torchembed.step`` has a line at level INFO for each change of kind.
+        """
+        return types.MappingProxyType(self._record.kinds)
+
+    @property
+    def num_captures(self) -> int:
+        """The number of captures so far: two for each layout or capacity, one for each of two
+        input buffers, and two more whenever a change of the model has steps captured anew."""
+        return self._record.num_captures
+
+    @property
     def num_read_ahead(self) -> int:
         """Number of batches that were read and not trained yet."""
         return len(self._upcoming)
@@ -272,6 +296,12 @@ class TrainPipeline:
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
         self._in_flight.wait_until(0)
+
+
+def _why_not_captured(capture: bool | None, *, is_cuda: bool) -> Reason | None:
+    if capture is None and not is_cuda:
+        return Reason("a CPU has no graphs; capture=True takes the steps that a GPU would capture")
+    return Reason("capture=False") if capture is False else None
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -17,7 +17,8 @@ from torchembed.step.batch_layout import (
     lengths_digest,
     num_ids_in,
 )
-from torchembed.step.stages import Agreement, BatchKinds, ReadBatch
+from torchembed.step.layout_reasons import part_layouts, reason_of_layout
+from torchembed.step.stages import Agreement, BatchKinds, ReadBatch, Reason
 
 _STALL_SECONDS = 1e-4
 """A read that takes longer counts as a stall."""
@@ -103,6 +104,8 @@ class Layouts:
         self._static: Hashable = None
         self._jagged: Hashable = None
         self._static_digest = self._jagged_digest = 0
+        self._known: dict[Hashable, dict[str, Hashable]] = {}
+        """The parts of the batches that have set a layout, by the layout."""
 
     def kinds_of(self, batch: Tree) -> BatchKinds:
         """The kinds of ``batch``, which sets the layout where it is the first of its kind."""
@@ -112,11 +115,18 @@ class Layouts:
             layout = layout_of(batch)
             if self._static is None:
                 self._static, self._static_digest = layout, lengths_digest(batch)
+                self._known[layout] = part_layouts(batch)
             return BatchKinds(static=layout is not None and layout == self._static, jagged=False)
         layout = jagged_layout(batch)
         if self._jagged is None:
             self._jagged, self._jagged_digest = layout, lengths_digest(batch)
+            self._known[layout] = part_layouts(batch)
         return BatchKinds(static=False, jagged=layout is not None and layout == self._jagged)
+
+    def why_eager(self, batch: Tree) -> Reason:
+        """The reason why ``batch`` is of none of the kinds of captured steps."""
+        is_static = has_fixed_shape(batch) and not self._all_wait
+        return reason_of_layout(batch, self._known.get(self._static if is_static else self._jagged))
 
     def start_agreement(self, batch: Tree, kinds: BatchKinds) -> Callable[[], Agreement]:
         """Start to find out whether every rank's batch, of which ``batch`` is this rank's, is of

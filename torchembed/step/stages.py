@@ -1,10 +1,11 @@
-"""The stages of a batch on its way to its step, one frozen record for each.
+"""The stages of a batch on its way to its step, one frozen record for each, and kinds of steps.
 
 read -> bucketized -> routed and admitted -> looked up -> trained. Which stages an engine
 passes ahead of the step, and on which stream, is the engine's own; what each stage holds is not.
 """
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,47 @@ from torchembed.modules.bad_ids import IdCheck
 from torchembed.modules.staged_collection import Admitted, Bucketized, LookedUp
 from torchembed.step.bad_id_flag import BadIdFlag
 from torchembed.step.lookup_calls import LookupCall
+
+
+class Reason(NamedTuple):
+    """The cause of a step that is no captured one; one line as a string.
+
+    A cause that recurs is equal each time: it holds no numbers that change from step to step.
+    """
+
+    what: str
+    """Cause, and what to do about it where something can be done."""
+    where: str = ""
+    """Name of the module, optimizer, or part of the batch that it lies in; empty for the whole
+    step."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+
+class StepForm(enum.StrEnum):
+    """The way in which a step runs."""
+
+    GRAPH = "graph"
+    """A replay of the captured step of one layout."""
+    PADDED = "padded"
+    """A replay of a captured step with room for more ids than the batch has."""
+    JAGGED = "jagged"
+    """Called as it is; a thread has exchanged the batch's sizes ahead."""
+    EAGER = "eager"
+    """Called as it is; nothing was prepared ahead, but in the first steps before a capture."""
+
+
+class StepKind(NamedTuple):
+    """The form of a step, and why it is no captured one."""
+
+    form: StepForm
+    """Equal to its string: ``kind.form == "graph"``."""
+    why: Reason | None = None
+    """None for captured steps."""
+
+    def __str__(self) -> str:
+        return str(self.form) if self.why is None else f"{self.form} ({self.why})"
 
 
 class BatchKinds(NamedTuple):
@@ -51,6 +93,8 @@ class ReadBatch:
     """The kinds of step that can train this rank's batch."""
     agree: Callable[[], Agreement]
     """Waits, in any thread, for the other ranks to have read theirs."""
+    why: Reason | None = None
+    """The reason why no kind of step can train it; None where one can."""
 
     @property
     def buffer(self) -> int:
@@ -112,6 +156,8 @@ class StepResult(NamedTuple):
     """The model's, a tree of tensors: logits, where there is a loss function."""
     batch: Tree
     """The batch that was trained; jagged sparse features are the caller's own, on his device."""
+    kind: StepKind = StepKind(StepForm.EAGER)
+    """The form of the step: captured and how, or eager and why."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,12 +17,12 @@ from torch import Tensor
 from torchembed.core.trees import Tree
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes, replayed_sizes
 from torchembed.step.bucketized_buffers import Capacity
-from torchembed.step.collective_capture import succeeds_on_all_ranks
+from torchembed.step.collective_capture import failure_on_any_rank
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.lookup_calls import LookupCall, observed_calls
 from torchembed.step.prefetch import Prefetch
-from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch
+from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers, update
 from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
 
@@ -65,13 +65,14 @@ class StaticEngine:
         self.step.buffers.fill(batch)
         return self.step
 
-    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | None:
+    def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | Reason:
         step = self._step_with(now)
         following = next((batch for batch in upcoming[:1] if batch.kinds.static), None)
         if following is not None:
             self._step_with(following)
-        if not step.make_ready(now):
-            return None
+        failure = step.make_ready(now)
+        if failure is not None:
+            return failure
         with named_range("torchembed: step"):
             return step.run(now, following)
 
@@ -142,13 +143,13 @@ class StaticStep:
         """True if a step has begun to change rows and parameters."""
         return self._train.has_begun_update
 
-    def make_ready(self, now: ReadBatch) -> bool:
+    def make_ready(self, now: ReadBatch) -> Reason | None:
         """Make the step ready for ``now``, which is in its buffer; captures it once it is warm.
 
         Collective where the step is captured: every rank does it for the same step.
 
         Returns:
-            False where the step cannot be captured; a warning has said why.
+            The reason why the step cannot be captured, which a warning has said; else None.
         """
         buffer = now.buffer
         # Out here and not in the step: a captured step cannot wait for an event of another stream's
@@ -161,8 +162,8 @@ class StaticStep:
             self.buffers.note_use(buffer)
         is_warm = self._num_steps >= _WARM_UP_STEPS and self._sizes is not None
         if not is_warm or self._captured[buffer] is not None:
-            return True
-        return succeeds_on_all_ranks(lambda: self._capture(buffer))
+            return None
+        return failure_on_any_rank(lambda: self._capture(buffer))
 
     def _capture(self, buffer: int) -> None:
         """Capture the step that trains the buffer's batch, once one that it can repeat has run.
@@ -180,6 +181,7 @@ class StaticStep:
         self._captured[buffer] = captured
         if not captured.calls_again:
             self._gradients[buffer] = self._optimizers.take_gradients_of_others()
+        self._program.record.note_capture()
 
     @property
     def _has_captured(self) -> bool:

@@ -7,7 +7,7 @@ from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core.process_exit import exit_process_with_parent
 from torchembed.core.program_agreement import check_ranks_agree, source_files
 from torchembed.step.pipeline import TrainPipeline
-from torchembed.step.stages import StepResult
+from torchembed.step.stages import Reason, StepForm, StepKind, StepResult
 from torchembed.training.affinity import stay_near
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
@@ -33,6 +33,9 @@ __all__ = [
     "LossPoint",
     "MetricsWriter",
     "Progress",
+    "Reason",
+    "StepForm",
+    "StepKind",
     "StepResult",
     "StopSignal",
     "TrainPipeline",

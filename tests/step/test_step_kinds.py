@@ -1,0 +1,133 @@
+"""Each step says how it ran, captured or eager and why; changes are logged, captures counted."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.tiny_model import (
+    fixed_batch,
+    fixed_batches,
+    linear_loss,
+    make_batch,
+    make_optimizers,
+)
+from tests.support.tiny_training import LOSS, make_model
+from torchembed.step.layout_reasons import part_layouts, reason_of_layout
+from torchembed.training import Reason, StepForm, StepKind, TrainPipeline
+
+CPU = torch.device("cpu")
+WARMS_UP = StepKind(StepForm.EAGER, Reason("the first steps before a capture warm up"))
+GRAPH = StepKind(StepForm.GRAPH)
+
+
+def kinds_of(pipeline: TrainPipeline, batches: list[Any]) -> list[StepKind]:
+    iterator = iter(batches)
+    return [pipeline.progress(iterator).kind for _ in batches]
+
+
+def test_steps_say_how_they_ran(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(CPU)
+    batches = [*fixed_batches(6), fixed_batch(3, seed=9), *fixed_batches(2), make_batch(5, seed=1)]
+    with (
+        caplog.at_level(logging.INFO, "torchembed.step"),
+        TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline,
+    ):
+        found = kinds_of(pipeline, batches)
+    what = "has another shape or dtype than in captured steps"
+    smaller = StepKind(StepForm.EAGER, Reason(what, "batch.dense"))
+    jagged = StepKind(
+        StepForm.JAGGED, Reason("the first jagged step shows which ids the model looks up")
+    )
+    assert found == [*[WARMS_UP] * 4, GRAPH, GRAPH, smaller, GRAPH, GRAPH, jagged]
+    assert found[4].form == "graph"
+    assert pipeline.kinds == {WARMS_UP: 4, GRAPH: 4, smaller: 1, jagged: 1}
+    assert pipeline.num_captures == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "from step 1 on: eager (the first steps before a capture warm up)",
+        "from step 5 on: graph, no longer eager",
+        f"from step 7 on: eager (batch.dense: {what}), no longer graph",
+        "from step 8 on: graph, no longer eager",
+        f"from step 10 on: {jagged}, no longer graph",
+    ]
+
+
+def test_padded_steps_say_so() -> None:
+    model = make_model(CPU)
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        forms = [kind.form for kind in kinds_of(pipeline, [make_batch(4, n) for n in range(8)])]
+    assert forms[0] == "jagged"
+    assert forms[1] == "eager"
+    assert forms[-1] == "padded"
+
+
+@pytest.mark.parametrize(
+    ("capture", "why"), [(None, "a CPU has no graphs; capture=True"), (False, "capture=False")]
+)
+def test_eager_steps_that_were_asked_for_say_so(capture: bool | None, why: str) -> None:
+    model = make_model(CPU)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model), device=CPU, capture=capture)
+    (kind,) = kinds_of(pipeline, fixed_batches(1))
+    assert str(kind).startswith(f"eager ({why}")
+
+
+def test_a_failed_capture_is_the_reason_of_all_steps_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("no graph of this")
+
+    monkeypatch.setattr("torchembed.step.static_engine.CapturedCall", fails)
+    model = make_model(CPU)
+    with (
+        pytest.warns(UserWarning, match="no graph of this"),
+        TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline,
+    ):
+        kinds = kinds_of(pipeline, fixed_batches(6))
+    failed = StepKind(StepForm.EAGER, Reason("the capture failed: ValueError: no graph of this"))
+    assert kinds == [*[WARMS_UP] * 3, *[failed] * 3]
+    assert pipeline.num_captures == 0
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        ({"x": torch.zeros(2), "n": 2}, r"batch\['n'\]: has another value than in captured steps,"),
+        ({"x": torch.zeros(3), "n": 1}, r"batch\['x'\]: has another shape or dtype than"),
+        ({"x": torch.zeros(2)}, "the batch has other parts than those of captured steps"),
+        ({"x": (torch.zeros(2), Opaque())}, r"batch\['x'\]\[1\]: is a Opaque; captured steps take"),
+    ],
+)
+def test_a_reason_names_the_part_of_the_batch(batch: Any, reason: str) -> None:
+    known = part_layouts({"x": torch.zeros(2), "n": 1})
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(str(reason_of_layout(batch, known)))
+
+
+def test_a_model_that_looks_up_single_ids_is_not_padded() -> None:
+    class CountsIds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model(CPU)
+
+        def forward(self, dense: Tensor, sparse: Any) -> Tensor:
+            assert sparse.values.is_cpu  # padded steps give the model no ids
+            copied = type(sparse)(
+                keys=sparse.keys,
+                values=sparse.values.clone(),
+                batch_size=sparse.batch_size,
+                offsets=sparse.offsets,
+            )
+            return self.model(dense, copied)
+
+    model = CountsIds()
+    with TrainPipeline(model, linear_loss, make_optimizers(model), capture=True) as pipeline:
+        kinds = kinds_of(pipeline, [make_batch(4, n) for n in range(3)])
+    assert kinds[-1].form == "jagged"
+    assert "more than pooled vectors" in str(kinds[-1].why)
