@@ -106,7 +106,7 @@ def num_ids_in(batch: Tree) -> int:
 
 def has_fixed_shape(batch: Tree) -> bool:
     """True where the shapes of a batch follow from its layout: it has samples, its bags a fixed
-    hotness, and none of its tensors is empty."""
+    hotness, and none of its tensors has length 0."""
     shapes = _shapes(batch)
     return _has_samples(batch, shapes) and all(shape.hotness is not None for shape in shapes)
 
@@ -173,7 +173,8 @@ def is_on_gpu(batch: Tree) -> bool:
 
 
 def _has_samples(batch: Tree, shapes: list[_Shape]) -> bool:
-    has_dense = all(tensor.numel() > 0 for tensor in dense_tensors(batch))
+    # Tensors without columns, as of a model without dense features, are no tensors without samples.
+    has_dense = all(tensor.shape[:1] != (0,) for tensor in dense_tensors(batch))
     return has_dense and all(shape.batch_size > 0 for shape in shapes)
 
 

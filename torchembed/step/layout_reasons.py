@@ -46,8 +46,8 @@ def reason_of_layout(batch: Tree, known: Mapping[str, Hashable] | None) -> Reaso
     if known is not None and found.keys() != known.keys():
         return Reason("the batch has other parts than those of captured steps")
     if sparse_features(batch):
-        return Reason("the batch has no samples, or a tensor in it is empty")
-    return Reason("the batch has an empty tensor")
+        return Reason("the batch has no samples, or a tensor of length 0")
+    return Reason("the batch has a tensor of length 0")
 
 
 def _difference(layout: Hashable) -> str:
