@@ -160,6 +160,7 @@ def test_errors() -> None:
         clip_grad_norm_(module.parameters(), -1.0)
     module._tables[1].is_sharded = True
     with pytest.raises(
-        RuntimeError, match=r"table b is sharded, .* clip by value instead \(max_grad"
+        RuntimeError,
+        match=r"table b is sharded, .* or let TrainPipeline\(max_grad_norm=\.\.\.\) clip",
     ):
         clip_grad_norm_(module.parameters(), 1.0)

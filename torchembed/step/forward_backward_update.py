@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchembed.core.trees import Tree, map_tensors
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
+from torchembed.optim.clipping import clip_gradients
 from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
@@ -79,6 +80,7 @@ class StepProgram:
         optimizers: of all parameters.
         device: where batches go.
         group: the ranks that train the model; None for one.
+        max_grad_norm: bound of the norm of all gradients; None where they are not clipped.
     """
 
     model: nn.Module
@@ -86,6 +88,7 @@ class StepProgram:
     optimizers: Sequence[torch.optim.Optimizer]
     device: torch.device
     group: dist.ProcessGroup | None
+    max_grad_norm: float | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -173,7 +176,9 @@ class ForwardBackwardUpdate:
             self.has_begun_update = True
             # Before the context ends, where deferred gradients of weights are computed: these run
             # concurrently with the rows' updates.
-            recorded = self._update_rows(skip, early=True)
+            recorded = [] if self._clips else self._update_rows(skip, early=True)
+        if self._clips:
+            self._clip(backward_stream)
         # Gradients of tables that every rank holds come with the dense ones.
         recorded += self._update_rows(skip, early=False)
         join(backward_stream)
@@ -191,6 +196,27 @@ class ForwardBackwardUpdate:
                 call.collection.release(batch.epoch)
         result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch.data)
         return TrainedBatch(result, skip, report, [*batch.checks, *checks])
+
+    @property
+    def _clips(self) -> bool:
+        return self._program.max_grad_norm is not None
+
+    def _clip(self, backward_stream: torch.cuda.Stream | None) -> None:
+        """Scale all gradients, which are there, so that their norm is within the program's bound.
+        Updates of rows wait for it."""
+        program, streams = self._program, self._streams
+        assert program.max_grad_norm is not None
+        join(backward_stream)
+        with named_range("torchembed: clip"):
+            clip_gradients(
+                list(program.model.parameters()),
+                program.max_grad_norm,
+                device=program.device,
+                group=program.group,
+            )
+        for stream in (streams.rows, streams.last_rows):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
 
     def _backward_stream(self) -> torch.cuda.Stream | None:
         """The stream on which to call backward; None for the current one.

@@ -86,6 +86,11 @@ class TrainPipeline:
             update in an order of their own.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
+        max_grad_norm: bound of the 2-norm of all gradients together, after their mean over ranks:
+            of dense parameters and of all ranks' rows of tables, each row's summed gradient once.
+            Where it is larger, all are scaled before any update, as
+            ``torch.nn.utils.clip_grad_norm_`` does; in captured steps too. The updates then begin
+            after backward. None for no clipping.
         capture: True for steps that are captured as graphs where they can be; on a CPU, which has
             no graphs, the same steps run uncaptured. False for eager steps only. None for True on a
             GPU and False on a CPU, where preparing ahead gains nothing.
@@ -94,7 +99,7 @@ class TrainPipeline:
 
     Raises:
         ValueError: where a parameter that requires a gradient has no optimizer, or an optimizer one
-            that is not the model's.
+            that is not the model's; for a negative ``max_grad_norm``.
     """
 
     def __init__(
@@ -105,11 +110,14 @@ class TrainPipeline:
         *,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
         capture: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(optimizers)
         check_optimizers_train(model, self.optimizers)
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         is_cuda = self.device.type == "cuda"
         # A bound method would make a reference cycle: graphs should be destroyed with the pipeline,
@@ -125,6 +133,7 @@ class TrainPipeline:
             optimizers=self.optimizers,
             device=self.device,
             group=_group_of(model),
+            max_grad_norm=max_grad_norm,
         )
         self._record = program.record
         self._upcoming = ReadAhead()

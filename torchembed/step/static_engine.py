@@ -121,6 +121,8 @@ class StaticStep:
         self._pool = None
         if program.is_cuda:
             self._pool = torch.cuda.graph_pool_handle()
+        # No weight may change before all gradients are there where their norm decides.
+        if program.is_cuda and program.max_grad_norm is None:
             if self._streams.dense is None:
                 dense_updates = EarlyUpdates(captured, program.device)
             else:

@@ -314,6 +314,15 @@ class TableGroup:
                 scales = scales * gradients.scales
             self.pending[index] = entry._replace(gradients=gradients._replace(scales=scales))
 
+    def merge_pending(self) -> RecordedGradients | None:
+        """Make all pending gradients one entry, whose runs are known from then on; None where there
+        are none."""
+        merged = self.merged_pending()
+        if merged is not None:
+            merged = merged._replace(known_runs=merged.runs(self.num_rows))
+            self.pending = [merged]
+        return merged
+
     def merged_pending(self) -> RecordedGradients | None:
         """All pending gradients as one entry, or None where there are none."""
         if len(self.pending) <= 1:
