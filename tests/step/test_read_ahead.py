@@ -10,7 +10,8 @@ from torch import nn
 
 import torchembed
 from tests.support.ranks import run_on_ranks
-from torchembed.step.read_ahead import Layouts, ReadAhead
+from torchembed.step.layouts import Layouts
+from torchembed.step.read_ahead import ReadAhead
 from torchembed.step.stages import NO_KIND, Agreement, ReadBatch
 
 
@@ -107,9 +108,9 @@ def agreed() -> list[tuple[bool, bool, int]]:
     asked += [(both, features((1, 2))), (both, features((1, 2)))]
     found = []
     for layouts, batch in asked:
-        kinds = layouts.kinds_of(batch)
+        kinds = layouts.kinds_of(batch, 0)
         assert kinds.static or kinds.jagged
-        (static, jagged), num_ids = layouts.start_agreement(batch, kinds)()
+        (static, jagged), num_ids, _ = layouts.start_agreement(batch, kinds)()
         found.append((static, jagged, num_ids))
     return found
 

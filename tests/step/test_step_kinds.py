@@ -5,16 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import torchembed
+from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import (
+    TinyModel,
     fixed_batch,
     fixed_batches,
     linear_loss,
     make_batch,
     make_optimizers,
 )
-from tests.support.tiny_training import LOSS, make_model
+from tests.support.tiny_training import LOSS, assert_same_state, by_hand, make_model
 from torchembed.step.layout_reasons import part_layouts, reason_of_layout
 from torchembed.training import Reason, StepForm, StepKind, TrainPipeline
 
@@ -131,3 +136,65 @@ def test_a_model_that_looks_up_single_ids_is_not_padded() -> None:
         kinds = kinds_of(pipeline, [make_batch(4, n) for n in range(3)])
     assert kinds[-1].form == "jagged"
     assert "more than pooled vectors" in str(kinds[-1].why)
+
+
+def sizes_trained(sizes: list[int]) -> tuple[list[StepKind], int]:
+    """The kinds of steps on batches of ``sizes``, which equal the plain loop, and the captures."""
+    batches = [fixed_batch(size, seed) for seed, size in enumerate(sizes)]
+    losses, expected = by_hand(batches, CPU)
+    model = make_model(CPU)
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        iterator = iter(batches)
+        results = [pipeline.progress(iterator) for _ in batches]
+    assert [result.loss.item() for result in results] == losses
+    assert_same_state(model, expected)
+    return [result.kind for result in results], pipeline.num_captures
+
+
+def test_a_first_batch_that_is_the_odd_one_is_not_captured() -> None:
+    kinds, num_captures = sizes_trained([5, *[8] * 10])
+    forms = [kind.form for kind in kinds]
+    assert kinds[0] == WARMS_UP
+    assert "shape or dtype" in str(kinds[1])
+    assert str(kinds[2].why).startswith("this layout came several times in a row")
+    assert forms[-3:] == ["graph"] * 3
+    assert num_captures == 2
+
+
+def test_a_layout_that_recurs_takes_twice_as_long_each_time() -> None:
+    kinds, num_captures = sizes_trained([5, *[8] * 9, *[4] * 3, *[8] * 2, *[4] * 12])
+    assert num_captures == 4
+    taken_over = [n for n, kind in enumerate(kinds) if "several times" in str(kind.why)]
+    # The batches that were read when the second, and then the fourth, in a row was trained.
+    assert taken_over == [2, 3, 18, 19]
+    assert [kinds[n].form for n in (10, 11, 12, 13, 14)] == ["eager"] * 3 + ["graph"] * 2
+    assert kinds[-1] == GRAPH
+
+
+def test_the_layout_of_jagged_steps_follows_too() -> None:
+    batches = [make_batch(5, 0), *[make_batch(8, n) for n in range(1, 14)]]
+    losses, expected = by_hand(batches, CPU)
+    model = make_model(CPU)
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        iterator = iter(batches)
+        results = [pipeline.progress(iterator) for _ in batches]
+    assert [result.loss.item() for result in results] == losses
+    assert_same_state(model, expected)
+    assert results[-1].kind.form == "padded"
+
+
+def ranks_kinds() -> list[str]:
+    """The forms of steps where the first batch of rank 1 alone is the odd one."""
+    torch.manual_seed(0)
+    model = TinyModel()
+    torchembed.shard_embeddings(model, init_device_mesh("cpu", (2,)))
+    sizes = [8 if dist.get_rank() == 0 else 5, *[8] * 11]
+    batches = [fixed_batch(size, seed) for seed, size in enumerate(sizes)]
+    with TrainPipeline(model, linear_loss, make_optimizers(model), capture=True) as pipeline:
+        return [str(kind.form) for kind in kinds_of(pipeline, batches)]
+
+
+def test_ranks_change_the_layout_at_the_same_step() -> None:
+    first, second = run_on_ranks(2, ranks_kinds)
+    assert first == second
+    assert first[-2:] == ["graph"] * 2

@@ -23,8 +23,8 @@ def _layout_of_part(part: object) -> Hashable:
     return ("value", part) if is_plain_value(part) else ("class", type(part))
 
 
-def reason_of_layout(batch: Tree, known: Mapping[str, Hashable] | None) -> Reason:
-    """The reason why ``batch`` has none of the layouts that captured steps take.
+def reason_of_layout(batch: Tree, known: Mapping[str, Hashable] | None) -> Reason | None:
+    """The reason why ``batch`` has not the layout that captured steps take; None where it has.
 
     Args:
         known: :func:`part_layouts` of a batch that has set the layout for its kind of step; None
@@ -45,6 +45,8 @@ def reason_of_layout(batch: Tree, known: Mapping[str, Hashable] | None) -> Reaso
                 return Reason(_difference(layout), f"batch{path}")
     if known is not None and found.keys() != known.keys():
         return Reason("the batch has other parts than those of captured steps")
+    if found == known:
+        return None
     if sparse_features(batch):
         return Reason("the batch has no samples, or a tensor of length 0")
     return Reason("the batch has a tensor of length 0")

@@ -25,7 +25,8 @@ from torchembed.step.forward_backward_update import (
     StepProgram,
     loss_and_output,
 )
-from torchembed.step.read_ahead import InputStalls, Layouts, ReadAhead
+from torchembed.step.layouts import Layouts
+from torchembed.step.read_ahead import InputStalls, ReadAhead
 from torchembed.step.stages import (
     NO_KIND,
     Agreement,
@@ -55,7 +56,8 @@ class TrainPipeline:
     A captured step must not wait for the GPU nor depend on values on the host. Four engines train
     what that leaves:
 
-    - static: batches of fixed hotness and of one layout, that of the first of them, in a graph;
+    - static: batches of fixed hotness and of one layout, that of the first of them or one that
+      comes several times in a row later, in a graph;
     - padded: batches whose lengths vary (jagged ``SparseFeatures``, a ``KeyedJaggedTensor``), of a
       model that needs pooled vectors only, in a graph with a capacity for a quarter more ids than
       the first batch has. A thread finds out ahead whether a batch fits, and a step with a larger
@@ -173,6 +175,7 @@ class TrainPipeline:
                 ranks at the next call, since the others may wait for this one to read.
         """
         now = self._next(batches)
+        self._follow_layouts(now)
         trained = self._engines.run(now, list(self._upcoming))
         self._in_flight.add(trained)
         if not self._steps_ahead:
@@ -203,6 +206,13 @@ class TrainPipeline:
             raise StopIteration
         return now
 
+    def _follow_layouts(self, now: ReadBatch) -> None:
+        """Begin anew where on any rank the layout of captured steps is another one by now."""
+        if self._engines.captures and now.agree().layouts_since > self._layouts.begun:
+            self._in_flight.wait_for_all()
+            self._engines.release()
+            self._layouts.begun = now.agree().layouts_since
+
     def _read_ahead(self) -> None:
         if self._engines.captures:
             with named_range("torchembed: copy"):
@@ -214,7 +224,7 @@ class TrainPipeline:
         number, self._num_read = self._num_read, self._num_read + 1
         if not self._engines.captures:
             return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
-        kinds = self._layouts.kinds_of(data)
+        kinds = self._layouts.kinds_of(data, number)
         agree = self._layouts.start_agreement(data, kinds)
         why = self._layouts.why_eager(data) if kinds == NO_KIND else None
         batch = ReadBatch(data, number, kinds, agree, why)

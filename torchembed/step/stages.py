@@ -64,9 +64,9 @@ class BatchKinds(NamedTuple):
     """The kinds of step that can train a batch; where there is none, an eager step does."""
 
     static: bool
-    """The batch has fixed hotness, and the layout of the first such batch."""
+    """The batch has fixed hotness, and the layout of captured steps."""
     jagged: bool
-    """The batch has the layout of the first jagged one, but for the lengths of its bags."""
+    """The batch has the layout of captured jagged steps, but for the lengths of its bags."""
 
 
 NO_KIND = BatchKinds(static=False, jagged=False)
@@ -80,6 +80,8 @@ class Agreement(NamedTuple):
     """The kinds of step that can train the batch of every rank."""
     num_ids: int
     """The most ids that the sparse features of one rank's batch hold."""
+    layouts_since: int = 0
+    """Number of the last batch whose layout took over that of captured steps, on any rank."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
