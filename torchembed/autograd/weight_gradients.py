@@ -45,7 +45,8 @@ class DeferredWeightGradients:
     current stream waits for it on leaving. Without one, gradients are computed on leaving or in
     :meth:`run`, on the current stream, and those of a weight that layers share are added up. Both
     can be captured in a CUDA graph. Hooks of ``register_post_accumulate_grad_hook`` run when the
-    gradient is there, and torch may have run them before; those of ``register_hook`` see nothing.
+    gradient is there, and torch may have run them before. A weight with a hook of
+    ``register_hook`` is left out, so that the hook sees its gradient.
     ``torch.autograd.grad`` gives no gradients of weights within it. For a model that is trained on
     several ranks use one for each backward, since other gradients are averaged within it already.
 
@@ -180,7 +181,8 @@ def weight_gradient(weight: Tensor | None, compute: Compute) -> Tensor | None:
     """
     if weight is None:
         return compute(None)
-    if _entered:
+    # Hooks on a gradient may change it, and are called for what backward returns only.
+    if _entered and not weight._backward_hooks:
         _entered[0]._defer(weight, compute)
         return None
     slot = slot_of(weight)

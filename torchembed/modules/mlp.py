@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.ops.linear import linear, linear_relu_stack
@@ -46,9 +47,10 @@ class _BatchNorm(nn.BatchNorm1d):
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    """True if ``layer`` has hooks, which a fused operation would not call."""
+    """True if ``layer``, or all modules, have hooks, which a fused operation would not call."""
     return bool(
-        layer._forward_hooks
+        _has_any_global_hook()
+        or layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks

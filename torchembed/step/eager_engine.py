@@ -6,7 +6,7 @@ from torchembed.step.batch_layout import to_device
 from torchembed.step.dense_updates import PlainUpdates
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch
-from torchembed.step.step_optimizers import StepOptimizers, update
+from torchembed.step.step_optimizers import StepOptimizers
 from torchembed.step.streams import StepStreams
 
 
@@ -18,7 +18,7 @@ class EagerEngine:
 
     def __init__(self, program: StepProgram) -> None:
         self._program = program
-        self._optimizers = StepOptimizers(program.optimizers)
+        self._optimizers = StepOptimizers(program.optimizers, in_given_order=True)
         updates = PlainUpdates(self._optimizers.captured)
         self._train = ForwardBackwardUpdate(program, self._optimizers, StepStreams(), updates)
 
@@ -35,9 +35,7 @@ class EagerEngine:
         Args:
             source: what the device may still read once this has returned.
         """
-        trained = self._train(batch)
-        update(self._optimizers.others, trained.skip)
-        return trained.held_until(None, source=source)
+        return self._train(batch).held_until(None, source=source)
 
     def release(self) -> None:
         """There is nothing to release."""

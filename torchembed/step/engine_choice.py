@@ -6,6 +6,7 @@ from torchembed.core import ranks
 from torchembed.step.eager_engine import EagerEngine
 from torchembed.step.engine import StepEngine
 from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.hooks import PythonHooks
 from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.padded_engine import PaddedEngine
 from torchembed.step.stages import (
@@ -37,10 +38,13 @@ class EngineChoice:
         not_captured: the reason why all steps are eager; None where steps are captured.
         wait_for_steps: waits until the device has done all steps so far.
 
+    While a hook is there that no graph can call, all batches are trained eagerly.
+
     Attributes:
         not_captured: as given, or found since.
         last: the engine of the last step.
         last_kind: the kind of the last step.
+        hooks: those that are there.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class EngineChoice:
     ) -> None:
         self._program, self._wait_for_steps = program, wait_for_steps
         self.not_captured = not_captured
+        self.hooks = PythonHooks(program.model, program.optimizers)
         self._eager = EagerEngine(program)
         self._static = StaticEngine(program)
         self._jagged: JaggedEngine | None = None
@@ -100,6 +105,8 @@ class EngineChoice:
         # By what all ranks have read: engines differ in their collectives, so every rank must take
         # the same one.
         kinds = now.agree().kinds if self.captures else NO_KIND
+        if self.captures and self.hooks.are_there:
+            kinds = self._kinds_with_hooks(kinds)
         for engine in self._candidates(kinds):
             trained = engine.run(now, upcoming)
             if not isinstance(trained, Reason):
@@ -121,12 +128,26 @@ class EngineChoice:
     def _kind_of_last(self, now: ReadBatch) -> StepKind:
         """The kind of the step that has trained ``now``."""
         if self.last is self._eager:
-            return StepKind(StepForm.EAGER, self.not_captured or now.why or _OTHER_RANK)
+            why = self.not_captured or self.hooks.reason or now.why or _OTHER_RANK
+            return StepKind(StepForm.EAGER, why)
         if self.last is self._jagged:
             return StepKind(StepForm.JAGGED, self._not_padded or _FIRST_JAGGED)
         if not self.last.is_captured:
             return _WARMS_UP
         return _GRAPH if self.last is self._static else _PADDED
+
+    def _kinds_with_hooks(self, agreed: BatchKinds) -> BatchKinds:
+        """The kinds of step that can train a batch of kinds ``agreed`` while hooks are there."""
+        eagerly = "train steps run eagerly until these are removed"
+        if ranks.world_size() == 1 or agreed == NO_KIND:
+            self.hooks.warn_once(eagerly)
+            return NO_KIND
+        # Other ranks may have no hooks, and the ranks have agreed on this batch before.
+        self.hooks.warn_once(
+            f"{eagerly}, from the next batch on that is read (call take_up_changes() on every "
+            "rank to have them called for batches that were read before)"
+        )
+        return agreed
 
     def _candidates(self, kinds: BatchKinds) -> Iterator[StepEngine]:
         if kinds.static:

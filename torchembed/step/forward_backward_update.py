@@ -77,7 +77,7 @@ class StepProgram:
     Attributes:
         model: called by ``compute_loss``.
         compute_loss: the model and a batch on the device to the loss and the output.
-        optimizers: of all parameters.
+        optimizers: of all parameters, as the caller gave them.
         device: where batches go.
         group: the ranks that train the model; None for one.
         max_grad_norm: bound of the norm of all gradients; None where they are not clipped.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
+from torchembed.core.trees import Tree
 from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.optim.joint import separate
@@ -30,6 +31,7 @@ from torchembed.step.read_ahead import InputStalls, ReadAhead
 from torchembed.step.stages import (
     NO_KIND,
     Agreement,
+    BatchKinds,
     ReadBatch,
     Reason,
     StepKind,
@@ -74,6 +76,11 @@ class TrainPipeline:
     must stay as they are. Parameters may be frozen, moved or loaded between steps, and modules set
     to training or evaluation: steps are captured anew. Where that concerns what some ranks only
     hold, their tables, call :meth:`take_up_changes` on every rank then.
+
+    Hooks: no graph can call Python, so steps are eager while a hook is registered on a module, a
+    parameter or an optimizer, or globally, and a warning names it; torch's own, as of pruning,
+    are captured. On several ranks that begins with the next batch that is read, unless every rank
+    calls :meth:`take_up_changes` after a hook was registered on one of them.
 
     A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
     as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
@@ -132,7 +139,7 @@ class TrainPipeline:
         program = StepProgram(
             model=model,
             compute_loss=compute_loss,
-            optimizers=self.optimizers,
+            optimizers=list(optimizers),
             device=self.device,
             group=_group_of(model),
             max_grad_norm=max_grad_norm,
@@ -225,11 +232,20 @@ class TrainPipeline:
         if not self._engines.captures:
             return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
         kinds = self._layouts.kinds_of(data, number)
-        agree = self._layouts.start_agreement(data, kinds)
         why = self._layouts.why_eager(data) if kinds == NO_KIND else None
-        batch = ReadBatch(data, number, kinds, agree, why)
+        batch = self._agreed_on(data, number, kinds, why)
         self._engines.prefetch(batch)
         return batch
+
+    def _agreed_on(
+        self, data: Tree, number: int, kinds: BatchKinds, why: Reason | None
+    ) -> ReadBatch:
+        """The batch of ``data``, of ``kinds`` by its layout, which ranks begin to agree on;
+        collective."""
+        if self._engines.hooks.are_there:
+            # On all ranks, since that is what they then agree on.
+            kinds, why = NO_KIND, self._engines.hooks.reason
+        return ReadBatch(data, number, kinds, self._layouts.start_agreement(data, kinds), why)
 
     def close(self) -> None:
         """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
@@ -268,15 +284,23 @@ class TrainPipeline:
         """Capture anew on all ranks where the model was changed on one of them.
 
         Collective. What all ranks change alike, as modes of modules and dense parameters, needs no
-        such call; after a table that some ranks only hold was frozen, moved or loaded, every rank
-        calls it before the next step. :func:`train` begins with it.
+        such call; after a table that some ranks only hold was frozen, moved or loaded, or a hook
+        was registered, every rank calls it before the next step. :func:`train` begins with it.
 
         Raises:
             IndexError, TimeoutError: as :meth:`close`.
         """
         ranks.check_cpu_backend()
-        if ranks.any_rank(self._engines.is_stale):
+        is_stale, has_hooks = ranks.any_rank_each(
+            self._engines.is_stale, self._engines.captures and self._engines.hooks.are_there
+        )
+        if is_stale:
             self.close()
+        if has_hooks:
+            # The ranks may have agreed on the batches that were read before there were any.
+            self._upcoming.replace(
+                lambda batch: self._agreed_on(batch.data, batch.number, batch.kinds, batch.why)
+            )
 
     @property
     def engines(self) -> tuple[StepEngine, ...]:

@@ -10,24 +10,37 @@ from torch import Tensor, nn
 
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
+from torchembed.optim.joint import JointOptimizer, separate
 
 
 class StepOptimizers:
     """A step's optimizers.
 
+    Args:
+        optimizers: as the caller gave them.
+        in_given_order: step each as the caller would, a :class:`JointOptimizer` as a whole, so that
+            hooks on steps see what they see in a loop by hand; no part of a step overlaps with
+            another one then.
+
     Attributes:
-        all: in the order in which they were given.
-        of_tables: torchembed's, of embedding tables.
-        captured: of the dense part, where replays of a captured step do what a call would.
+        all: in the order in which they were given, parts of a :class:`JointOptimizer` in its place.
+        of_tables: torchembed's, of embedding tables; none where all step in the given order.
+        captured: of the dense part, where replays of a captured step do what a call would; all of
+            them in the given order.
         others: to be called after a replay.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.all = list(optimizers)
-        self.of_tables = [o for o in optimizers if isinstance(o, FusedOptimizer)]
-        following = [o for o in optimizers if follows_replays(o)]
-        self.captured = [o for o in following if not isinstance(o, FusedOptimizer)]
-        self.others = [o for o in optimizers if not follows_replays(o)]
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], *, in_given_order: bool = False
+    ) -> None:
+        self.all = separate(optimizers)
+        self.of_tables: list[FusedOptimizer] = []
+        self.captured, self.others = list(optimizers), list[torch.optim.Optimizer]()
+        if not in_given_order:
+            self.of_tables = [o for o in self.all if isinstance(o, FusedOptimizer)]
+            following = [o for o in self.all if follows_replays(o)]
+            self.captured = [o for o in following if not isinstance(o, FusedOptimizer)]
+            self.others = [o for o in self.all if not follows_replays(o)]
 
     def zero_grad(self) -> None:
         """Clear all gradients, as a training loop does before forward."""
@@ -104,6 +117,11 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     """
     if skip is None:
         optimizer.step()
+    elif isinstance(optimizer, JointOptimizer):
+        with contextlib.ExitStack() as stack:
+            for part in optimizer.optimizers:
+                stack.enter_context(skipping(part, skip))
+            optimizer.step()
     elif hasattr(optimizer, "before_replay"):
         with skipping(optimizer, skip):
             optimizer.step()
