@@ -83,7 +83,7 @@ class SingleTable(TableModule):
             seed=seed,
         )
         self._table = Table(spec)
-        self._table.holder = self
+        self._table.holder, self._table.may_join = self, True
         self._hold([self._table], [None], device if weight is None else "meta")
         if weight is None:
             self.weight = self._table.parameter

@@ -17,7 +17,7 @@ from torchembed.optim.hyperparameters import (
     check_hyperparameters,
     rule_numbers,
 )
-from torchembed.tables import RecordedGradients, Table, TableGroup, table_of
+from torchembed.tables import RecordedGradients, Table, TableGroup, join_groups, table_of
 
 
 class FusedOptimizer(ReplayedOptimizer):
@@ -108,7 +108,7 @@ class FusedOptimizer(ReplayedOptimizer):
         for owner in {id(table.owner): table.owner for table, _ in tables}.values():
             owner.form_groups()
         for index, group in new_groups:
-            for table_group in self._table_groups(index, group):
+            for table_group in join_groups(self._table_groups(index, group)):
                 initial = group.get("initial_accumulator_value", 0.0)
                 table_group.set_rule(self._rule(group), initial)
         self._publish_state()
@@ -142,6 +142,11 @@ class FusedOptimizer(ReplayedOptimizer):
             found[id(table.group)] = table.group
         return list(found.values())
 
+    def _update_groups(self, index: int, group: ParamGroup) -> list[TableGroup]:
+        """What is updated of parameter group ``index``, in one pass each."""
+        found = self._table_groups(index, group)
+        return list(dict.fromkeys(of_tables.joined or of_tables for of_tables in found))
+
     def _rule(self, group: ParamGroup) -> UpdateRule:
         return UpdateRule(kind=self.kind, max_gradient=group["max_gradient"], **rule_numbers(group))
 
@@ -166,9 +171,9 @@ class FusedOptimizer(ReplayedOptimizer):
     def recorded(self) -> list[RecordedGradients]:
         """The gradients that :meth:`step` would apply."""
         groups = (
-            g for i, group in enumerate(self.param_groups) for g in self._table_groups(i, group)
+            g for i, group in enumerate(self.param_groups) for g in self._update_groups(i, group)
         )
-        return [entry for table_group in groups for entry in table_group.pending]
+        return [entry for table_group in groups for entry in table_group.recorded()]
 
     def _loss_scaling(
         self, entries: Sequence[RecordedGradients]
@@ -240,7 +245,7 @@ class FusedOptimizer(ReplayedOptimizer):
                     "the table over, or through a parametrization or pruning of it, and would not "
                     "be applied; call zero_grad() first, or give the table to an optimizer of torch"
                 )
-            for table_group in self._table_groups(index, group):
+            for table_group in self._update_groups(index, group):
                 merged = table_group.merged_pending()
                 if merged is not None:
                     updates.append((index, table_group, merged))
@@ -292,7 +297,7 @@ class FusedOptimizer(ReplayedOptimizer):
                 skip=skip,
                 rounding=table_group.rounding_keys if rounds else None,
             )
-        table_group.pending.clear()
+        table_group.clear_pending()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the recorded gradients; ``weight.grad`` of tables always becomes None.
@@ -304,6 +309,8 @@ class FusedOptimizer(ReplayedOptimizer):
             for table in map(_table, group["params"]):
                 if table.update_key == self._update_key(table, index):
                     table.group.discard()
+                    if table.group.joined is not None:
+                        table.group.joined.discard()
 
     def state_dict(self) -> StateDict:
         """State in torch's form: ``state`` by parameter number, and ``param_groups``."""
@@ -335,6 +342,13 @@ class FusedOptimizer(ReplayedOptimizer):
                         f"got {tuple(entry[key].shape)}"
                     )
         super().load_state_dict({**state_dict, "state": {}})
+        steps = {
+            _table(parameter).group: float(loaded[number]["step"])
+            for number, parameter in enumerate(parameters)
+        }
+        for joined in {group.joined for group in steps}:
+            if joined is not None:  # what is updated in one pass has done as many steps
+                joined.split_by(steps.__getitem__)
         self._publish_state()
         for number, parameter in enumerate(parameters):
             for key, tensor in self.state[parameter].items():

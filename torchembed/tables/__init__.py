@@ -20,6 +20,7 @@ from torchembed.tables.initializers import (
     Uniform,
     shifted_row_key,
 )
+from torchembed.tables.joined_group import JoinedGroup, join_groups
 from torchembed.tables.row_index import (
     Admission,
     IndexedTable,
@@ -41,6 +42,7 @@ __all__ = [
     "IndexFactory",
     "IndexedTable",
     "Initializer",
+    "JoinedGroup",
     "Normal",
     "RangeFactory",
     "RangeIndex",
@@ -57,6 +59,7 @@ __all__ = [
     "Uniform",
     "WeightHolder",
     "group_weight",
+    "join_groups",
     "read_rows",
     "row_chunks",
     "row_ranges",

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torchembed.ops.rowwise_update import RowGradients, UpdateRule
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables.initializers import Initializer, RowIds, Uniform
 from torchembed.tables.row_index import IndexedTable, IndexFactory, RangeFactory, RowIndex
+
+if TYPE_CHECKING:
+    from torchembed.tables.joined_group import JoinedGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,10 @@ class TableOwner(Protocol):
         """Bring the groups in line with the tables' parameters and update keys."""
         ...
 
+    def note_change(self) -> None:
+        """Note that a group is updated together with other ones than before."""
+        ...
+
 
 class WeightHolder(Protocol):
     """A module under whose attribute ``weight`` users see a table."""
@@ -122,6 +129,9 @@ class Table:
         """
         self.gradient_reduction: GradientReduction | None = None
         """For a table that every rank holds: makes recorded gradients their mean over ranks."""
+        self.may_join = False
+        """True for the table of a module that holds no other: tables of several such modules may be
+        updated in one pass."""
         self.holder: WeightHolder | None = None
         """The module whose ``weight`` is ``parameter``; None for a parameter of no module."""
 
@@ -177,6 +187,8 @@ class TableGroup:
         step: float32 ``[1]``, updates done.
         pending: gradients recorded by backward and not yet applied, oldest first.
         num_awaited: those that are on their way over ranks, and come once backward is done.
+        joined: the group of several modules' tables in one pass with which this one is updated;
+            None where it is updated by itself.
     """
 
     def __init__(self, tables: Sequence[Table], weight: Tensor) -> None:
@@ -191,6 +203,7 @@ class TableGroup:
         self.step = torch.zeros(1, device=weight.device)
         self.pending: list[RecordedGradients] = []
         self.num_awaited = 0
+        self.joined: JoinedGroup | None = None
         indexed = [
             IndexedTable(t.spec.key, t.first_row, t.num_rows, t.first_column) for t in self.tables
         ]
@@ -249,6 +262,7 @@ class TableGroup:
         """Let ``rule`` update the rows: makes the state (all ``initial_state``, no step done), and
         from now on backward records gradients in ``pending`` instead of giving the parameters one.
         """
+        self._leave_joined()
         self.rule, self.initial_state = rule, initial_state
         shape, device = rule.state_shape(*self.weight.shape), self.weight.device
         self.states = tuple(
@@ -256,11 +270,16 @@ class TableGroup:
         )
         self.step = torch.zeros(1, device=device)
 
+    def _leave_joined(self) -> None:
+        if self.joined is not None:
+            self.joined.leave(self)
+
     def convert(self, weight: Tensor) -> None:
         """Take ``weight [R, D]``, the own one on another device or in another dtype, in its place.
 
         State and recorded gradients follow to its device; state leaves the meta device new.
         """
+        self._leave_joined()
         was_meta, device = self.weight.is_meta, weight.device
         self.weight = weight
         if was_meta and self.rule is not None:
@@ -303,8 +322,16 @@ class TableGroup:
 
     def discard(self) -> None:
         """Forget all gradients recorded so far, those that are awaited too."""
-        self.pending.clear()
+        self.clear_pending()
         self.num_awaited = 0
+
+    def clear_pending(self) -> None:
+        """Forget the gradients that were recorded, but not those that are awaited."""
+        self.pending.clear()
+
+    def recorded(self) -> list[RecordedGradients]:
+        """The gradients that the group's next update applies."""
+        return self.pending
 
     def scale_pending(self, factor: Tensor) -> None:
         """Multiply all gradients recorded so far by ``factor``, float32 ``[]``."""

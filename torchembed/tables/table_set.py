@@ -46,6 +46,7 @@ class TableSet:
             group.point_parameters()
             self.groups.append(group)
         self._formed_for = self._parameters_now()
+        self._num_changes = 0
         self.fill_initial_rows()
 
     @classmethod
@@ -56,6 +57,7 @@ class TableSet:
         """
         made = cls.__new__(cls)
         made.groups, made.tables, made.lookup_keys = list(groups), [], []
+        made._num_changes = 0
         for number, group in enumerate(groups):
             for table in group.tables:
                 table.owner = made
@@ -117,10 +119,15 @@ class TableSet:
             (self._form_groups_untraced if is_compiled else self._form_real_groups)()
         return self.groups
 
-    def current_form(self) -> tuple[list[TableGroup], list[tuple[int, bool]] | None]:
-        """:meth:`current_groups`, and of each table where its rows lie and whether it trains:
-        another form after each change of these."""
-        return self.current_groups(), self._formed_for
+    def current_form(self) -> tuple[list[TableGroup], list[tuple[int, bool]] | None, int]:
+        """:meth:`current_groups`, of each table where its rows lie and whether it trains, and how
+        often a group was given others to be updated with: another form after each change of these.
+        """
+        return self.current_groups(), self._formed_for, self._num_changes
+
+    def note_change(self) -> None:
+        """Note that a group is updated together with other ones than before."""
+        self._num_changes += 1
 
     @_disable_dynamo
     def _form_groups_untraced(self) -> None:
