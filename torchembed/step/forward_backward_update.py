@@ -81,6 +81,8 @@ class StepProgram:
         device: where batches go.
         group: the ranks that train the model; None for one.
         max_grad_norm: bound of the norm of all gradients; None where they are not clipped.
+        self_check_every: how many replays of a graph lie between comparisons with the model; None
+            for no comparison.
     """
 
     model: nn.Module
@@ -89,6 +91,7 @@ class StepProgram:
     device: torch.device
     group: dist.ProcessGroup | None
     max_grad_norm: float | None = None
+    self_check_every: int | None = None
 
     @property
     def is_cuda(self) -> bool:

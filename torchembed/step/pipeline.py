@@ -105,6 +105,10 @@ class TrainPipeline:
             GPU and False on a CPU, where preparing ahead gains nothing.
         timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
             each other, before they give the other ranks up; NCCL does not watch what is in a graph.
+        self_check_every: after its first replay and then every so many, a captured step is compared
+            with the model, called on the same batch and weights. Where outputs, loss or dense
+            gradients differ by more than rounding explains, a warning names the first module whose
+            output does, and steps run eagerly from then on. None for no comparison.
 
     Raises:
         ValueError: where a parameter that requires a gradient has no optimizer, or an optimizer one
@@ -122,7 +126,12 @@ class TrainPipeline:
         max_grad_norm: float | None = None,
         capture: bool | None = None,
         timeout_seconds: float = 600.0,
+        self_check_every: int | None = 2000,
     ) -> None:
+        if self_check_every is not None and self_check_every < 1:
+            raise ValueError(
+                f"self_check_every must be at least 1, or None, got {self_check_every}"
+            )
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(optimizers)
         check_optimizers_train(model, self.optimizers)
         if max_grad_norm is not None and not max_grad_norm >= 0:
@@ -143,6 +152,7 @@ class TrainPipeline:
             device=self.device,
             group=_group_of(model),
             max_grad_norm=max_grad_norm,
+            self_check_every=self_check_every,
         )
         self._record = program.record
         self._upcoming = ReadAhead()

@@ -8,11 +8,13 @@ nothing is copied between steps, and both share one memory pool, since they neve
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.core.trees import Tree
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes, replayed_sizes
@@ -22,6 +24,7 @@ from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdate
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.lookup_calls import LookupCall, observed_calls
 from torchembed.step.prefetch import Prefetch
+from torchembed.step.self_check import SelfCheck
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers, update
 from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
@@ -113,6 +116,12 @@ class StaticStep:
         self._prepared: int | None = None
         """The number of the batch that the step before has prepared."""
         self._captured: list[CapturedCall | None] = [None, None]
+        self._captured_forwards: list[CapturedCall] = []
+        self._self_check: SelfCheck | None = None
+        # DDP takes no forward without a backward.
+        is_wrapped = any(isinstance(m, DistributedDataParallel) for m in program.model.modules())
+        if program.self_check_every is not None and not is_wrapped:
+            self._self_check = SelfCheck(program, self._optimizers, program.self_check_every)
         self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
         self._trained: list[TrainedBatch | None] = [None, None]
         self._streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
@@ -153,6 +162,16 @@ class StaticStep:
         Returns:
             The reason why the step cannot be captured, which a warning has said; else None.
         """
+        difference = None if self._self_check is None else self._self_check.found_difference()
+        if difference is not None:
+            warnings.warn(
+                "the graph of the train step computes other numbers than the model does, so train "
+                f"steps run eagerly from now on: {difference}. A graph repeats what forward did "
+                "when it was captured; keep what changes from step to step in tensors, and change "
+                "them in place",
+                stacklevel=5,  # whoever called the pipeline
+            )
+            return Reason(f"the graph differed from the model: {difference}")
         buffer = now.buffer
         # Out here and not in the step: a captured step cannot wait for an event of another stream's
         # copy that was recorded outside it.
@@ -183,6 +202,12 @@ class StaticStep:
         self._captured[buffer] = captured
         if not captured.calls_again:
             self._gradients[buffer] = self._optimizers.take_gradients_of_others()
+            if self._self_check is not None and self._prefetch.covers_lookups:
+                forward = functools.partial(self._self_check.forward, buffer, self._lookup(buffer))
+                # On ranks, forward exchanges vectors alone, whose sizes are known.
+                call = CapturedCall(forward, [], self._streams.step, self._pool)
+                self._captured_forwards.append(call)
+                self._self_check.note_capture(buffer, call.replay)
         self._program.record.note_capture()
 
     @property
@@ -197,10 +222,10 @@ class StaticStep:
 
     def release(self) -> None:
         """Destroy the graphs, which keep the ranks' communicators from being destroyed."""
-        for captured in self._captured:
+        for captured in (*self._captured, *self._captured_forwards):
             if captured is not None:
                 captured.release()
-        self._captured = [None, None]
+        self._captured, self._captured_forwards = [None, None], []
         if self.bucketized is not None:
             self.bucketized.release()
         # Before the buffers' memory is used for something else.
@@ -217,7 +242,8 @@ class StaticStep:
         captured = self._captured[buffer]
         if captured is not None:
             self._optimizers.prepare_replay()
-            captured.replay()
+            with self._compared(buffer):
+                captured.replay()
             # A replay writes gradients to the memory of the capture. Optimizers that step outside
             # the graph look for them in .grad.
             for parameter, grad in self._gradients[buffer]:
@@ -237,6 +263,14 @@ class StaticStep:
         # The batch is held, since its buffer may be filled anew while its copy is under way.
         return trained.held_until(self.buffers.note_use(1 - buffer), source=now.data)
 
+    def _compared(self, buffer: int) -> contextlib.AbstractContextManager[object]:
+        """A context for a replay, which may compare it with the model."""
+        trained = self._trained[buffer]
+        if self._self_check is None or trained is None:
+            return contextlib.nullcontext()
+        loss = trained.result.loss
+        return self._self_check.around_replay(buffer, self._lookup(buffer), loss)
+
     def _step(self, buffer: int) -> None:
         def prepare_next(after: torch.cuda.Stream | None) -> None:
             with fork(self._streams.ids), named_range("torchembed: prepare"):
@@ -252,16 +286,22 @@ class StaticStep:
             with observed_calls(model, batch) as self._prefetch.calls:
                 trained = self._train(LookedUpBatch(batch), prepare_next, report_memory)
         else:
-            trained = self._train(self._look_up(buffer), prepare_next, report_memory)
+            batch = self._look_up(buffer, self._streams.vectors)
+            trained = self._train(batch, prepare_next, report_memory)
         self._trained[buffer] = trained
 
-    def _look_up(self, buffer: int) -> LookedUpBatch:
-        """The buffer's batch with its vectors, which come while the model begins its forward."""
+    def _lookup(self, buffer: int) -> Callable[[], LookedUpBatch]:
+        """A function that looks up the buffer's batch on the current stream."""
+        return functools.partial(self._look_up, buffer, None)
+
+    def _look_up(self, buffer: int, stream: torch.cuda.Stream | None) -> LookedUpBatch:
+        """The buffer's batch with its vectors, which come while the model begins its forward where
+        they have a ``stream`` of their own."""
         calls, admitted = self._prefetch.calls, self._prefetch.admitted[buffer]
         if not calls or admitted is None:
             return LookedUpBatch(self._prefetch.batches[buffer])
         # Forward goes on until the model calls the collection, which waits for the vectors.
-        with fork(self._streams.vectors), named_range("torchembed: look up"):
+        with fork(stream), named_range("torchembed: look up"):
             lookups = [
                 call.collection.look_up(of_call)
                 for call, of_call in zip(calls, admitted.lookups, strict=True)

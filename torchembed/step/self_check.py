@@ -1,0 +1,273 @@
+"""Compares captured steps with the model itself, from time to time.
+
+A graph repeats what forward did when it was captured. Where forward depends on what no address
+tells, as a counter or a schedule in Python, the model goes on to compute other numbers than the
+graph, without an error. So that such a training does not go on unnoticed, forward is captured once
+more, without updates. It is replayed now and then on the weights and the batch that a step is about
+to train, and the model is called on the same. What both compute is compared: the outputs of all
+modules and the loss, and with them the step's own loss and its dense gradients.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.autograd.gradient_slots import GradientSlot, slot_of
+from torchembed.core import ranks
+from torchembed.core.host_numbers import HostNumbers
+from torchembed.core.trees import Tree, tensors_in
+from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.lookup_calls import reusing
+from torchembed.step.stages import LookedUpBatch
+from torchembed.step.step_optimizers import StepOptimizers
+
+_DEVIATIONS = 8.0
+"""How many standard deviations of rounding errors may lie between two ways to compute a number."""
+_STEPS_TO_WAIT = 3
+"""A comparison is read so many steps later, when the device has done it: the host is at most two
+steps ahead."""
+
+
+class _Number(NamedTuple):
+    """A tensor that the graph and the model both compute."""
+
+    name: str
+    shape: tuple[int, ...]
+    epsilon: float
+    """The distance from 1 to the next number of its dtype."""
+
+
+class _Summary:
+    """The norm and the sum of each of several tensors, which stand for their elements.
+
+    Both are computed in float64, so that they add no rounding of their own.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[_Number] = []
+        self._values: list[Tensor] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a floating-point tensor; others are left out."""
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            return
+        tensor = tensor.detach()
+        epsilon = torch.finfo(tensor.dtype).eps
+        self.numbers.append(_Number(name, tuple(tensor.shape), epsilon))
+        norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        self._values.append(torch.stack([norm, tensor.sum(dtype=torch.float64)]))
+
+    def values(self) -> Tensor:
+        """float64 ``[numbers, 2]``, in memory of its own."""
+        return torch.stack(self._values)
+
+
+class _Comparison(NamedTuple):
+    """What the graph and the model computed for one batch, on its way to the host."""
+
+    numbers: list[_Number]
+    by_graph: HostNumbers
+    by_model: HostNumbers
+    num_replays: int
+    """The number of replays when it was begun."""
+
+
+class SelfCheck:
+    """The comparison of one :class:`~torchembed.step.static_engine.StaticStep` with its model.
+
+    A difference counts where two comparisons in succession find one, so that a rounding which turns
+    over what the model selects does not end the captured steps.
+
+    Args:
+        program: what a step does.
+        optimizers: the program's.
+        every: how many replays lie between comparisons; the first replay of all is compared.
+    """
+
+    def __init__(self, program: StepProgram, optimizers: StepOptimizers, every: int) -> None:
+        self._program, self._optimizers, self._every = program, optimizers, every
+        self._replays: list[Callable[[], None] | None] = [None, None]
+        self._of_graph: list[_Summary] = [_Summary(), _Summary()]
+        self._num_replays = 0
+        self._next = 0
+        """The number of replays at which the next comparison begins."""
+        self._comparison: _Comparison | None = None
+        self._is_suspected = False
+
+    def forward(self, buffer: int, look_up: Callable[[], LookedUpBatch]) -> None:
+        """The call to capture for the batch of a buffer: forward, without an update."""
+        self._of_graph[buffer], _ = self._forward(look_up())
+
+    def note_capture(self, buffer: int, replay: Callable[[], None]) -> None:
+        """Note how to replay :meth:`forward` of a buffer."""
+        self._replays[buffer] = replay
+
+    @contextlib.contextmanager
+    def around_replay(
+        self, buffer: int, look_up: Callable[[], LookedUpBatch], loss: Tensor
+    ) -> Iterator[None]:
+        """A context for the replay of a step, which is compared with the model where it is time.
+
+        The model, its gradients and random numbers are the same when the replay begins as before.
+        Where ranks train together, all of them compare the same steps.
+
+        Args:
+            look_up: gives the batch of the step and its vectors.
+            loss: holds the loss of the step once it was replayed.
+        """
+        replay = self._replays[buffer]
+        is_due = replay is not None and self._comparison is None and self._num_replays >= self._next
+        self._num_replays += 1
+        if not is_due:
+            yield
+            return
+        assert replay is not None
+        model, device = self._program.model, self._program.device
+        with _unchanged(model, device):
+            replay()
+        # Now, since the graph of forward and that of the step use the same memory.
+        numbers, by_graph = self._of_graph[buffer].numbers, self._of_graph[buffer].values()
+        self._optimizers.zero_grad()
+        with _unchanged(model, device):
+            of_model, model_loss = self._forward(look_up())
+            model_loss.backward()
+        of_model.add("the loss of the step", model_loss)
+        slots = self._filled_slots()
+        for name, _, grad in slots:
+            of_model.add(name, grad)
+        self._optimizers.zero_grad()
+        yield
+        of_step = _Summary()
+        of_step.add("the loss of the step", loss)
+        for name, slot, _ in slots:
+            of_step.add(name, slot.memory)
+        by_graph, by_model = torch.cat([by_graph, of_step.values()]), of_model.values()
+        if [*numbers, *of_step.numbers] != of_model.numbers:
+            by_graph, by_model = by_graph[:0], by_model[:0]
+        self._comparison = _Comparison(
+            of_model.numbers, HostNumbers(by_graph), HostNumbers(by_model), self._num_replays
+        )
+
+    def found_difference(self) -> str | None:
+        """What differs on some rank, where two comparisons found a difference; else None.
+
+        Collective in the steps in which a comparison is read, which are the same on all ranks.
+        """
+        comparison = self._comparison
+        if comparison is None or self._num_replays < comparison.num_replays + _STEPS_TO_WAIT:
+            return None
+        self._comparison = None
+        difference = _difference(comparison)
+        was_suspected, self._is_suspected = self._is_suspected, False
+        if not ranks.any_rank(difference is not None):
+            self._next = self._num_replays + self._every
+            return None
+        if not was_suspected:
+            self._is_suspected = True
+            return None
+        return difference or "another rank found a difference, which its warning names"
+
+    def _forward(self, batch: LookedUpBatch) -> tuple[_Summary, Tensor]:
+        """Run forward. Returns the outputs of all modules and, last, the loss; and the loss."""
+        program, summary = self._program, _Summary()
+        with (
+            deferred_id_checks(),
+            _observed_outputs(program.model, summary),
+            reusing(batch.calls, batch.lookups),
+        ):
+            loss, _ = program.compute_loss(program.model, batch.data)
+        summary.add("the loss", loss)
+        return summary, loss
+
+    def _filled_slots(self) -> list[tuple[str, GradientSlot, Tensor]]:
+        """The gradients of backward whose counterparts are still there after a replay: those that
+        torchembed's optimizers keep in flat buffers, and that nothing clips."""
+        found: list[tuple[str, GradientSlot, Tensor]] = []
+        if self._program.max_grad_norm is not None:
+            return found
+        for name, parameter in self._program.model.named_parameters():
+            slot = slot_of(parameter)
+            if slot is not None and parameter.grad is not None:
+                found.append((f"the gradient of {name}", slot, parameter.grad))
+        return found
+
+
+def _difference(comparison: _Comparison) -> str | None:
+    """The first number that differs by more than rounding explains, in words; None for none.
+
+    The error of a norm, as a part of it, has a deviation of one rounding over the root of the
+    number of elements, whose own roundings are independent. Errors of the numbers before it are
+    independent too, but shared by all that is computed of one sample: they add one rounding each,
+    over the root of the number of samples.
+    """
+    numbers = comparison.numbers
+    by_graph, by_model = comparison.by_graph.tolist(), comparison.by_model.tolist()
+    if len(by_model) < len(numbers):
+        return "forward calls other modules than it did, or with tensors of other shapes"
+    num_samples = max((shape[0] for _, shape, _ in numbers if shape), default=1)
+    largest = 0.0
+    for position, (number, graph, model) in enumerate(
+        zip(numbers, by_graph, by_model, strict=True)
+    ):
+        num_elements = max(math.prod(number.shape), 1)
+        largest = max(largest, number.epsilon)
+        inherited = largest * math.sqrt((position + 1) / max(num_samples, 1))
+        norm = model[0] * _DEVIATIONS * (number.epsilon / math.sqrt(num_elements) + inherited)
+        # A sum of n errors is at most the root of n times their norm.
+        limits = norm, norm * math.sqrt(num_elements)
+        for what, a, b, limit in zip(("norm", "sum"), graph, model, limits, strict=True):
+            is_same = a == b or (math.isnan(a) and math.isnan(b))
+            if not is_same and not abs(a - b) <= limit:
+                return f"{number.name} has the {what} {a:.9g} in the graph, and {b:.9g} without it"
+    return None
+
+
+@contextlib.contextmanager
+def _observed_outputs(model: nn.Module, summary: _Summary) -> Iterator[None]:
+    """Within it, what modules of ``model`` return is added to ``summary``, call by call."""
+
+    def note(name: str, module: nn.Module, arguments: Tree, output: Tree) -> None:
+        del arguments
+        for tensor in tensors_in(output):
+            summary.add(f"the output of {name} ({type(module).__name__})", tensor)
+
+    hooks = [
+        module.register_forward_hook(functools.partial(note, name or "the model"))
+        for name, module in _called_from_python(model)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _called_from_python(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of ``model`` whose hooks are called. Compiled ones would be compiled anew for
+    a hook within them, so that what is in those is left out."""
+    compiled: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in compiled):
+            continue
+        is_compiled = isinstance(module, torch._dynamo.OptimizedModule)
+        if is_compiled or module._compiled_call_impl is not None:
+            compiled.append(f"{name}." if name else "")
+        elif not isinstance(module, torch.jit.ScriptModule):
+            yield name, module
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context that leaves the buffers of ``model`` and torch's random numbers as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
