@@ -79,6 +79,13 @@ class ReadingThread(Generic[G, R]):
                     self._worker.submit(self._asked[-1][1].exception)
             self._asked.append((source, self._worker.submit(source.next)))
 
+    def drop(self) -> None:
+        """Forget the iterator and the batches read of it; waits for those that were asked for."""
+        for _, future in self._asked:
+            future.exception()
+        self._asked.clear()
+        self._source = None
+
     def close(self) -> None:
         """End the thread. A new one is started where more batches are asked for."""
         if self._worker is not None:

@@ -1,7 +1,7 @@
 """A script in TorchRec's own style: planner, pipelines, metrics, DLRM. Nothing of it is ours.
 
-Writes the losses, predictions and metrics of each rank to the folder it is given, which placements
-of its three tables follow.
+Writes the losses, predictions and metrics of each rank to the folder it is given. Its three tables
+are each placed in another way.
 """
 
 import json
@@ -33,7 +33,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-KEYS, NUM_ROWS, BATCH_SIZE, NUM_BATCHES = ["one", "two", "three"], 100, 16, 8
+PLACEMENTS = {"one": "table_wise", "two": "column_wise", "three": "data_parallel"}
+KEYS, NUM_ROWS, BATCH_SIZE, NUM_BATCHES = list(PLACEMENTS), 100, 16, 8
 
 
 def batches(first: int) -> Iterator[Batch]:
@@ -46,7 +47,18 @@ def batches(first: int) -> Iterator[Batch]:
         yield Batch(dense, KeyedJaggedTensor(KEYS, values, lengths=lengths), labels)
 
 
-def main(folder: Path, placements: list[str]) -> None:
+@torch.no_grad()
+def predicted(pipeline: TrainPipelineSparseDist, stream: Iterator[Batch]) -> list[float]:
+    found: list[float] = []
+    while True:
+        try:
+            _, logits, _ = pipeline.progress(stream)
+        except StopIteration:
+            return found
+        found += logits.detach().tolist()
+
+
+def main(folder: Path) -> None:
     torch.manual_seed(1)
     rank, device = dist.get_rank(), torch.device("cpu")
     tables = [
@@ -60,7 +72,7 @@ def main(folder: Path, placements: list[str]) -> None:
     topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
     constraints = {
         key: ParameterConstraints(sharding_types=[placement], min_partition=4)
-        for key, placement in zip(KEYS, placements, strict=True)
+        for key, placement in PLACEMENTS.items()
     }
     planner = EmbeddingShardingPlanner(topology, batch_size=BATCH_SIZE, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
@@ -86,8 +98,12 @@ def main(folder: Path, placements: list[str]) -> None:
     losses, predictions = [], []
     pipeline = TrainPipelineSparseDist(sharded, optimizer, device)
     stream = batches(0)
-    for _ in range(NUM_BATCHES):
-        loss, logits, labels = pipeline.progress(stream)
+    while True:
+        pipeline._model.train()
+        try:
+            loss, logits, labels = pipeline.progress(stream)
+        except StopIteration:
+            break
         losses.append(float(loss))
         metrics.update(
             {
@@ -96,15 +112,14 @@ def main(folder: Path, placements: list[str]) -> None:
                 task.weight_name: torch.ones(BATCH_SIZE).double(),
             }
         )
-    sharded.eval()
+    pipeline._model.eval()
+    predictions += predicted(pipeline, batches(50))
     evaluation = EvalPipelineSparseDist(sharded, optimizer, device)
-    stream = batches(100)
-    for _ in range(NUM_BATCHES):
-        _, logits, _ = evaluation.progress(stream)
-        predictions += logits.detach().tolist()
+    predictions += predicted(evaluation, batches(100))
     # Not metrics.compute(): TorchRec's fails where torchmetrics is newer than its pin.
     sums = {key: value.tolist() for key, value in metrics.state_dict().items()}
-    kinds = sorted({type(module).__module__ for module in sharded.modules()})
+    assert isinstance(pipeline, TrainPipelineSparseDist)
+    kinds = sorted({type(part).__module__ for part in (pipeline, *sharded.modules())})
     result = {
         "losses": losses,
         "predictions": predictions,
@@ -116,4 +131,4 @@ def main(folder: Path, placements: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -81,7 +81,7 @@ def train(
 
 
 def _kind_of_steps(pipeline: Any) -> str:
-    if pipeline._theirs is not None:
+    if pipeline._steps is None:
         return "theirs"
     from torchembed.step.padded_engine import PaddedEngine
     from torchembed.step.static_engine import StaticEngine

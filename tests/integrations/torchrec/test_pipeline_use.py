@@ -230,24 +230,24 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
 
     from torchrec.modules.embedding_configs import PoolingType
 
-    hooked = make("ours")
+    hooked, settings = make("ours"), make("ours")
     next(iter(hooked.model.module.over.parameters())).register_hook(lambda grad: grad)
     cases: dict[str, tuple[Any, dict[str, Any], Any]] = {
-        "nothing": (make("ours"), {"pipeline_postproc": False}, None),
+        "nothing": (make("ours"), {"pipeline_postproc": True, "apply_jit": False}, None),
         "theirs": (make("theirs"), {}, None),
-        "settings": (make("ours"), {"pipeline_postproc": True}, None),
+        "settings": (settings, {"custom_model_fwd": settings.model.forward}, None),
         "hooks": (hooked, {}, None),
         "opaque": (make("ours"), {}, Opaque),
         "means": (make("ours", pooling=PoolingType.MEAN), {}, None),
         "adam": (make("ours", ADAM), {}, None),
     }
     found = {}
-    for name, (run, settings, wraps) in cases.items():
+    for name, (run, arguments, wraps) in cases.items():
         stream: Any = batches(run, 4, is_fixed=True)
         if wraps is not None:
             stream = map(wraps, stream)
         with log_lines() as lines:
-            pipeline = make_pipeline("ours", run, **settings)
+            pipeline = make_pipeline("ours", run, **arguments)
             found[name] = lines, losses_of(pipeline, stream, 4)
     return found
 
@@ -401,7 +401,7 @@ def test_what_it_has_not_is_torchrecs_and_one_rank_says_why(ranks: list[dict[str
     expected = {
         "nothing": [],
         "theirs": [f"{head}ShardedEmbeddingBagCollection (sparse) is sharded by TorchRec itself"],
-        "settings": [f"{head}it is given pipeline_postproc"],
+        "settings": [f"{head}it is given custom_model_fwd"],
         "hooks": [f"{head}parameter over.0.weight has hooks, or an optimizer, in backward"],
         "opaque": [f"{head}{opaque}"],
         "means": [f"{head}{means}"],

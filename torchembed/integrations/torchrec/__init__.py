@@ -1,7 +1,6 @@
 """Sharders of TorchRec models over torchembed's tables, and a pipeline to train them.
 
-
-Plans, planners, pipelines, metrics, optimizers and checkpoints stay TorchRec's.
+Plans, planners, metrics, optimizers and checkpoints stay TorchRec's.
 """
 
 # First, so that an unsupported version is named before something in it fails.

@@ -1,4 +1,5 @@
-"""Replaces TorchRec's two sharders of collections within a process, without a changed line."""
+"""Replaces TorchRec's two sharders of collections, and its pipeline, within a process, without a
+changed line."""
 
 import functools
 from typing import Any
@@ -10,18 +11,28 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ModuleSharder
 
 from torchembed.integrations.torchrec import sharders
+from torchembed.integrations.torchrec.replaced_pipeline import replace_pipeline, restore_pipeline
 
 _replaced: dict[type, sharders.Shard] = {}
 """TorchRec's own ``shard`` of each sharder class in which it is replaced now."""
 
 
-def install() -> None:
+def install(*, pipeline: bool = True) -> None:
     """Make TorchRec's ``EmbeddingBagCollectionSharder`` and ``EmbeddingCollectionSharder`` shard
-    over torchembed's tables, existing instances included.
+    over torchembed's tables, existing instances included, and torchembed's ``TrainPipeline`` what
+    ``TrainPipelineSparseDist(...)`` gives, by whatever name it was imported.
 
-    TorchRec's other default sharders shard their modules, with the collections in them, as before;
-    the log says so where one is used. A second call does nothing.
+    TorchRec's other default sharders shard their modules, with the collections in them, as before,
+    and its other pipelines and what is derived from any of them train as before; the log says so
+    where one is used. A second call replaces nothing again, and sets ``pipeline``.
+
+    Args:
+        pipeline: False leaves TorchRec's pipeline.
     """
+    if pipeline:
+        replace_pipeline()
+    else:
+        restore_pipeline()
     if _replaced:
         return
     _replace(EmbeddingBagCollectionSharder, sharders.EmbeddingBagCollectionSharder.shard)
@@ -32,7 +43,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore TorchRec's sharders. Modules that are sharded already stay as they are."""
+    """Restore TorchRec's sharders and pipeline. Modules that are sharded already and pipelines that
+    were made stay as they are."""
+    restore_pipeline()
     for kind, shard in _replaced.items():
         kind.shard = shard  # type: ignore[attr-defined]
     _replaced.clear()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree, map_tensors
+from torchembed.integrations.torchrec.batch_stream import BatchStream
 from torchembed.integrations.torchrec.batches import BatchReader, ReadItem
 from torchembed.integrations.torchrec.dense_parameters import AliasedOptimizer
 from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
@@ -21,15 +22,11 @@ from torchembed.sharding.transport.peer_access import check_transport
 from torchembed.sharding.transport.process_groups import borrow_cpu_group, group_with_cpu
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WireTransport
-from torchembed.step.reading_thread import ReadingThread
 from torchembed.training import TrainPipeline
 
 R = TypeVar("R")
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
-
-_NUM_READ_AHEAD = 2
-"""Batches read ahead, more than the two that steps on a GPU are ahead."""
 
 
 class PipelineSteps:
@@ -40,6 +37,7 @@ class PipelineSteps:
         optimizer: the user's, of all parameters or of the dense ones.
         device: the device of the steps.
         transport: how pooled vectors and dense gradients are exchanged.
+        stream: where batches are read; None for a new one.
         fuses_layers: whether layers are computed by torchembed's fused operations where it has any.
         timeout_seconds: longest that the host waits for a step of a GPU.
     """
@@ -50,6 +48,7 @@ class PipelineSteps:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *,
+        stream: BatchStream | None,
         transport: WireTransport,
         fuses_layers: bool,
         timeout_seconds: float,
@@ -76,9 +75,11 @@ class PipelineSteps:
             device=device,
             timeout_seconds=timeout_seconds,
         )
-        is_alone = dist.get_world_size(group) == 1
-        reader = BatchReader(None if is_alone else borrow_cpu_group(group), device)
-        self._batches = ReadingThread(reader.read, _NUM_READ_AHEAD)
+        if stream is None:
+            is_alone = dist.get_world_size(group) == 1
+            reader = BatchReader(None if is_alone else borrow_cpu_group(group), device)
+            stream = BatchStream(reader.read)
+        self._batches = stream
 
     def follow(self, batches: Iterator[Tree]) -> None:
         """Read from ``batches`` from now on."""
@@ -96,6 +97,24 @@ class PipelineSteps:
             optimizer.end()
         # Later replays overwrite the result's memory.
         return map_tensors(Tensor.clone, result.output) if self._is_cuda else result.output
+
+    def stop(self) -> BatchStream:
+        """Wait for the steps so far, destroy the graphs and return the stream, to which batches
+        that were read and not trained are given back.
+
+        Raises:
+            Exception: as :meth:`torchembed.training.TrainPipeline.progress`.
+        """
+        with self._batches.paused():
+            count = self._pipeline.num_read_ahead
+            unused = [self._pipeline.take(self._batches) for _ in range(count)]
+        self._batches.give_back(unused)
+        self._pipeline.close()
+        return self._batches
+
+    def drop_batches(self) -> None:
+        """Forget the iterator and all batches that were read of it and not trained."""
+        self.stop().drop()
 
     def next_untrained(self) -> Tree:
         """Return the next batch untrained, on the device and in the user's form."""

@@ -1,7 +1,8 @@
-"""Runs a TorchRec script with torchembed's sharders installed.
+"""Runs a TorchRec script with torchembed's sharders and pipeline installed.
 
 ``torchrun ... -m torchembed.integrations.torchrec.run script.py arguments`` is
 ``torchrun ... script.py arguments`` after :func:`install`; ``-m module`` runs a module.
+``--keep-pipeline`` before them leaves TorchRec's pipeline.
 """
 
 import os
@@ -10,16 +11,22 @@ import sys
 
 from torchembed.integrations.torchrec.install import install
 
-USAGE = "usage: python -m torchembed.integrations.torchrec.run (script.py | -m module) [arguments]"
+USAGE = (
+    "usage: python -m torchembed.integrations.torchrec.run [--keep-pipeline] "
+    "(script.py | -m module) [arguments]"
+)
 
 
 def run(arguments: list[str]) -> None:
-    """Run ``arguments``: a script's path or ``-m`` and a module, then its own arguments."""
+    """Run ``arguments``: ``--keep-pipeline`` or not, a script's path or ``-m`` and a module, then
+    its own arguments."""
+    keeps_pipeline = arguments[:1] == ["--keep-pipeline"]
+    arguments = arguments[1:] if keeps_pipeline else arguments
     is_module = arguments[:1] == ["-m"]
     sys.argv = arguments[1:] if is_module else arguments
     if not sys.argv or sys.argv[0].startswith("-"):
         raise SystemExit(USAGE)
-    install()
+    install(pipeline=not keeps_pipeline)
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
