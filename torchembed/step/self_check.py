@@ -11,6 +11,7 @@ modules and the loss, and with them the step's own loss and its dense gradients.
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -34,6 +35,10 @@ _STEPS_TO_WAIT = 3
 steps ahead."""
 
 
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
 class _Number(NamedTuple):
     """A tensor that the graph and the model both compute."""
 
@@ -54,8 +59,9 @@ class _Summary:
         self._values: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a floating-point tensor; others are left out."""
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        """Add a tensor of floats that is no subclass's nor sparse; others are left out."""
+        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if not is_plain or tensor.dtype not in _DTYPES:
             return
         tensor = tensor.detach()
         epsilon = torch.finfo(tensor.dtype).eps
@@ -251,12 +257,13 @@ def _observed_outputs(model: nn.Module, summary: _Summary) -> Iterator[None]:
 def _called_from_python(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of ``model`` whose hooks are called. Compiled ones would be compiled anew for
     a hook within them, so that what is in those is left out."""
+    # Not imported for this: it takes seconds.
+    wrappers = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
     compiled: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in compiled):
             continue
-        is_compiled = isinstance(module, torch._dynamo.OptimizedModule)
-        if is_compiled or module._compiled_call_impl is not None:
+        if isinstance(module, wrappers) or module._compiled_call_impl is not None:
             compiled.append(f"{name}." if name else "")
         elif not isinstance(module, torch.jit.ScriptModule):
             yield name, module
