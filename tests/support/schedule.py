@@ -20,6 +20,7 @@ LONGEST_FIRST = (
     "tests/checkpoints/",
     "tests/bench/step/",
     "tests/ops/test_pooled_lookup.py",
+    "tests/zoo/",
 )
 """Those that take over ten seconds: begun late, one would leave the other processes idle."""
 

@@ -46,10 +46,13 @@ class Tape(TorchDispatchMode):
     Recording runs the operations, which a capture does not: leaving the context puts back all
     memory that was there before, and torch's generator.
 
+    Tensors that ``torch.tensor`` makes, and what is computed from them alone, are the host's: that
+    is not recorded. As on a GPU, those without dimensions are numbers to other operations.
+
     Raises:
         RuntimeError: within the context, for what a capture does not permit: an operation that
-            makes the host wait for the device, as ``item`` and ``nonzero``, a tensor of one or more
-            dimensions made of host memory, and generators other than torch's own.
+            makes the host wait for the device, as ``item`` and ``nonzero``, the use of a tensor of
+            the host that has dimensions, and generators other than torch's own.
     """
 
     def __init__(self) -> None:
@@ -59,13 +62,14 @@ class Tape(TorchDispatchMode):
         """Memory allocated by the recorded operations, by the address of its record."""
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         """Other memory that the operations were given, and a copy from before the first of them."""
+        self._of_host: dict[int, torch.UntypedStorage] = {}
+        """Memory of tensors of the host."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._stack.callback(torch.set_rng_state, torch.get_rng_state())
         for name in _HOST_COPIES:
-            refused = functools.partial(_refuse, f"Tensor.{name}")
-            self._stack.enter_context(mock.patch.object(Tensor, name, refused))
+            self._stack.enter_context(mock.patch.object(Tensor, name, self._of_host_alone(name)))
         for name in (*_HOST_MEMORY, "get_rng_state"):
             refused = functools.partial(_refuse, f"torch.{name}")
             self._stack.enter_context(mock.patch.object(torch, name, refused))
@@ -90,9 +94,17 @@ class Tape(TorchDispatchMode):
         given = _tensors_in((args, kwargs))
         if any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented  # it runs operations on the tensors within, which are recorded
-        _check_permitted(func, args, kwargs)
         if any(tensor.is_meta for tensor in given):
             return func(*args, **kwargs)
+        is_of_host = bool(given) and all(map(self._is_of_host, given))
+        if is_of_host or func._schema.name == "aten::lift_fresh":
+            outcome = func(*args, **kwargs)
+            for storage in itertools.chain.from_iterable(map(_storages_of, _tensors_in(outcome))):
+                self._of_host[_identity(storage)] = storage
+            return outcome
+        _check_permitted(func, args, kwargs)
+        if any(tensor.dim() > 0 and self._is_of_host(tensor) for tensor in given):
+            _refuse(f"{func._schema.name} of a tensor of the host")
         for tensor in given:
             self._note_before(tensor)
         # Before the call, which may change what a tensor is a view of.
@@ -105,8 +117,24 @@ class Tape(TorchDispatchMode):
             for storage in _storages_of(result):
                 self._made[_identity(storage)] = storage
         if new or func._schema.is_mutable:
-            self._calls.append(_Call(func, *call, [(n, _alias(result)) for n, result in new]))
+            written = [(n, _alias(result)) for n, result in new]
+            self._calls.append(_Call(func, *call, written, torch.is_grad_enabled()))
         return outcome
+
+    def _is_of_host(self, tensor: Tensor) -> bool:
+        return any(_identity(storage) in self._of_host for storage in _storages_of(tensor))
+
+    def _of_host_alone(self, name: str) -> Callable[..., object]:
+        """The method of tensors called ``name``, refused to others than those of the host."""
+        method = getattr(Tensor, name)
+
+        @functools.wraps(method)
+        def checked(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            if not self._is_of_host(tensor):
+                _refuse(f"Tensor.{name}")
+            return method(tensor, *args, **kwargs)
+
+        return checked
 
     def _note_before(self, tensor: Tensor) -> None:
         for storage in _storages_of(tensor):
@@ -115,11 +143,12 @@ class Tape(TorchDispatchMode):
             if identity not in self._made and identity not in self._before:
                 self._before[identity] = storage, storage.clone()
 
-    @torch.no_grad()
     def replay(self) -> None:
         """Run the recorded operations, in order."""
         for call in self._calls:
-            outcome = call.func(*call.args, **call.kwargs)
+            # Recorded tensors need no gradients, but what some operations return depends on it.
+            with torch.set_grad_enabled(call.is_grad_enabled):
+                outcome = call.func(*call.args, **call.kwargs)
             if call.results:
                 found = _tensors_in(outcome)
                 for number, result in call.results:
@@ -129,6 +158,7 @@ class Tape(TorchDispatchMode):
         """Forget the operations and their memory."""
         self._calls.clear()
         self._made.clear()
+        self._of_host.clear()
 
 
 class _Call(NamedTuple):
@@ -139,6 +169,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
     results: list[tuple[int, Tensor]]
     """Results in new memory, each with its number among the tensors of the outcome."""
+    is_grad_enabled: bool
 
 
 class TapedCall(CapturedCall):
@@ -196,8 +227,6 @@ def _check_permitted(func: "OpOverload", args: tuple[Any, ...], kwargs: dict[str
         waits = name in _WAITING or not _WAITING_TAGS.isdisjoint(func.tags)
     if waits:
         _refuse(name)
-    if name == "aten::lift_fresh" and args[0].dim() > 0:
-        _refuse("torch.tensor")
     generator = kwargs.get("generator")
     if generator is not None and generator is not torch.default_generator:
         _refuse(f"{name} with a generator")

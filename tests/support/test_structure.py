@@ -1,4 +1,4 @@
-"""How tests are divided: what several of them share is in tests/support."""
+"""How tests are divided: what several of them share is in tests/support, models in tests/zoo."""
 
 import ast
 from collections.abc import Iterator
@@ -23,9 +23,8 @@ def imported_modules(source: str) -> Iterator[str]:
 def of_other_tests(source: str) -> list[str]:
     """Imports of ``source`` from the folder of tests, other than what tests share."""
     names = imported_modules(source)
-    return [
-        n for n in names if n.startswith((".", "tests.")) and not n.startswith("tests.support.")
-    ]
+    shared = ("tests.support.", "tests.zoo.")
+    return [n for n in names if n.startswith((".", "tests.")) and not n.startswith(shared)]
 
 
 def test_tests_import_what_they_share_and_no_other_test() -> None:
@@ -55,7 +54,7 @@ def within():
     ]
 
 
-def test_what_tests_share_stands_in_one_folder() -> None:
+def test_what_tests_share_stands_in_folders_of_its_own() -> None:
     # Programs, which tests start and never import, may stand beside them.
     def is_program(path: Path) -> bool:
         return '__name__ == "__main__"' in path.read_text()
@@ -63,7 +62,7 @@ def test_what_tests_share_stands_in_one_folder() -> None:
     others = [
         str(path.relative_to(ROOT))
         for path in sorted(TESTS.rglob("*.py"))
-        if path.parent.name != "support"
+        if path.parent.name not in ("support", "zoo")
         and not path.name.startswith("test_")
         and path.name != "conftest.py"
         and not is_program(path)

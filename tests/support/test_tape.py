@@ -177,6 +177,24 @@ def test_recording_puts_back_what_it_changes_and_replays_write_in_place() -> Non
     assert torch.equal(total, expected_total)
 
 
+def test_replays_have_the_gradient_mode_of_the_recording() -> None:
+    """Torch's LSTM keeps what its backward needs only where gradients are enabled."""
+    torch.manual_seed(0)
+    lstm, x = nn.LSTM(4, 8, num_layers=2), torch.randn(3, 5, 4)
+    with Tape() as tape:
+        states, _ = lstm(x)
+        states.sum().backward()
+    weight = lstm.get_parameter("weight_hh_l0")
+    gradient = weight.grad
+    assert gradient is not None
+    x.mul_(2)
+    lstm.zero_grad()
+    lstm(x)[0].sum().backward()
+    tape.replay()
+    assert weight.grad is not None
+    assert torch.equal(gradient, weight.grad)
+
+
 def test_memory_of_two_storages_is_put_back() -> None:
     """A table's parameter is a part of its group's memory under a storage of its own."""
     whole = torch.arange(6.0)

@@ -1,0 +1,427 @@
+"""Models of clicks over pooled vectors, as their papers have them."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchembed
+from tests.zoo.batches import bags, jagged_clicks, keys, tuples_of_ids, weighted_bags
+from tests.zoo.entries import Family
+from tests.zoo.sizes import Sizes
+from torchembed import SparseFeatures
+from torchembed.models import DLRM, DCNv2, DLRM_DCNv2
+
+POOLED = Family("pooled")
+
+
+def tables(sizes: Sizes, dim: int | None = None, prefix: str = "") -> nn.Module:
+    """A collection with a table for each sparse feature."""
+    return torchembed.EmbeddingBagCollection(
+        tables=[
+            torchembed.EmbeddingBagConfig(
+                name=prefix + key,
+                num_embeddings=sizes.num_rows,
+                embedding_dim=dim or sizes.dim,
+                feature_names=(key,),
+            )
+            for key in keys(sizes)
+        ],
+        device=sizes.device,
+    )
+
+
+def layers(*widths: int, last: type[nn.Module] | None = None) -> nn.Sequential:
+    """Linear layers with rectifiers between them."""
+    modules: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        modules += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*modules[:-1], *([last()] if last else []))
+
+
+class Pooled(nn.Module):
+    """Base of the models: looks all features up as ``[B, F, D]``."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.tables = tables(sizes)
+        self.width = sizes.num_features * sizes.dim
+
+    def vectors(self, sparse: SparseFeatures) -> Tensor:
+        """``[B, F, D]``."""
+        sizes = self.sizes
+        return self.tables(sparse).values().view(-1, sizes.num_features, sizes.dim)
+
+
+@POOLED.model("logistic regression")
+class LogisticRegression(nn.Module):
+    """A weight for each id."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.tables = tables(sizes, dim=4)
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return self.tables(sparse).values().sum(1) + dense.sum(1) + self.bias
+
+
+@POOLED.model("FM")
+class FM(Pooled):
+    """Products of all pairs of vectors, by the square of their sum."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.linear = nn.Linear(sizes.num_dense, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        pairs = vectors.sum(1).square() - vectors.square().sum(1)
+        return self.linear(dense)[:, 0] + 0.5 * pairs.sum(1)
+
+
+@POOLED.model("Wide & Deep")
+class WideAndDeep(Pooled):
+    """A linear part with tables of its own beside a deep one."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.wide = tables(sizes, dim=4, prefix="wide_")
+        self.deep = layers(sizes.num_dense + self.width, sizes.hidden, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        deep = self.deep(torch.cat([dense, self.vectors(sparse).flatten(1)], dim=1))
+        return self.wide(sparse).values().sum(1, keepdim=True) + deep
+
+
+@POOLED.model("DeepFM")
+class DeepFM(Pooled):
+    """A factorization machine and a deep part over the same vectors."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.deep = layers(sizes.num_dense + self.width, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        pairs = 0.5 * (vectors.sum(1) ** 2 - (vectors**2).sum(1)).sum(1)
+        return pairs + self.deep(torch.cat([dense, vectors.flatten(1)], dim=1)).squeeze(1)
+
+
+@POOLED.model("NFM")
+class NFM(Pooled):
+    """Layers over the pooled products of pairs, with batch norm and dropout."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.norm, self.drop = nn.BatchNorm1d(sizes.dim), nn.Dropout(0.2)
+        self.deep = layers(sizes.dim, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        pairs = 0.5 * (vectors.sum(1) ** 2 - (vectors**2).sum(1))
+        return self.deep(self.drop(self.norm(pairs)))
+
+
+@POOLED.model("AFM")
+class AFM(Pooled):
+    """Attention over the products of pairs."""
+
+    first: Tensor
+    second: Tensor
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        first, second = torch.triu_indices(sizes.num_features, sizes.num_features, offset=1)
+        self.register_buffer("first", first)
+        self.register_buffer("second", second)
+        self.attention = nn.Sequential(
+            nn.Linear(sizes.dim, sizes.hidden), nn.ReLU(), nn.Linear(sizes.hidden, 1, bias=False)
+        )
+        self.logit = nn.Linear(sizes.dim, 1, bias=False)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        products = vectors[:, self.first] * vectors[:, self.second]
+        weights = self.attention(products).softmax(dim=1)
+        return self.logit((weights * products).sum(1))
+
+
+@POOLED.model("PNN")
+class PNN(Pooled):
+    """Inner products of pairs beside the vectors."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.deep = layers(self.width + sizes.num_features**2, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        products = torch.einsum("bfd,bgd->bfg", vectors, vectors)
+        return self.deep(torch.cat([vectors.flatten(1), products.flatten(1)], dim=1))
+
+
+@POOLED.model("DCN")
+class DCN(Pooled):
+    """Cross layers with a vector each."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        width = sizes.num_dense + self.width
+        self.weights = nn.ParameterList(torch.randn(width, 1) / width for _ in range(3))
+        self.biases = nn.ParameterList(torch.zeros(width) for _ in range(3))
+        self.deep = layers(width, sizes.hidden, sizes.hidden)
+        self.logit = nn.Linear(width + sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        first = torch.cat([dense, self.vectors(sparse).flatten(1)], dim=1)
+        x = first
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = first * (x @ weight) + bias + x
+        return self.logit(torch.cat([x, self.deep(first)], dim=1))
+
+
+@POOLED.model("DCNv2")
+class DCNv2Model(nn.Module):
+    """The library's, with full cross layers."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.model = DCNv2(
+            tables(sizes),
+            num_cross_layers=2,
+            layer_sizes=[sizes.hidden, sizes.hidden],
+            dense_in_features=sizes.num_dense,
+        )
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return self.model(dense, sparse)
+
+
+@POOLED.model("DCN-Mix")
+class DCNMix(Pooled):
+    """Low-rank cross layers with experts and a gate."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        rank = 4
+        self.down = nn.Parameter(torch.randn(2, self.width, rank) * 0.1)
+        self.middle = nn.Parameter(torch.randn(2, rank, rank) * 0.1)
+        self.up = nn.Parameter(torch.randn(2, rank, self.width) * 0.1)
+        self.gate = nn.Linear(self.width, 2)
+        self.logit = nn.Linear(self.width, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        first = self.vectors(sparse).flatten(1)
+        x = first
+        for _ in range(2):
+            inner = torch.einsum("bn,enr->ber", x, self.down).tanh()
+            inner = torch.einsum("ber,ers->bes", inner, self.middle).tanh()
+            outer = torch.einsum("bes,esn->ben", inner, self.up) * first[:, None]
+            x = torch.einsum("ben,be->bn", outer, self.gate(x).softmax(1)) + x
+        return self.logit(x)
+
+
+@POOLED.model("DLRM")
+class DLRMModel(nn.Module):
+    """The library's, with dot products."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.model = DLRM(tables(sizes), sizes.num_dense, [sizes.hidden, sizes.dim], [16, 1])
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return self.model(dense, sparse)
+
+
+@POOLED.model("DLRM-DCNv2", bags)
+class DLRMDCNv2Model(nn.Module):
+    """MLPerf's model, with one to three ids of a feature."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.model = DLRM_DCNv2(
+            tables(sizes),
+            dense_in_features=sizes.num_dense,
+            dense_arch_layer_sizes=[sizes.hidden, sizes.dim],
+            over_arch_layer_sizes=[sizes.hidden, 1],
+            dcn_num_layers=2,
+            dcn_low_rank_dim=8,
+        )
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return self.model(dense, sparse)
+
+
+@POOLED.model("xDeepFM")
+class XDeepFM(Pooled):
+    """A compressed interaction network."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        count, maps = sizes.num_features, 6
+        self.first = nn.Conv1d(count * count, maps, 1)
+        self.second = nn.Conv1d(maps * count, maps, 1)
+        self.deep = layers(self.width, sizes.hidden, 1)
+        self.logit = nn.Linear(2 * maps, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        x, pooled = vectors, []
+        for layer in (self.first, self.second):
+            outer = torch.einsum("bhd,bmd->bhmd", x, vectors).flatten(1, 2)
+            x = layer(outer).relu()
+            pooled.append(x.sum(2))
+        return self.logit(torch.cat(pooled, dim=1)) + self.deep(vectors.flatten(1))
+
+
+@POOLED.model("AutoInt")
+class AutoInt(Pooled):
+    """Self-attention over features."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.attention = nn.ModuleList(
+            nn.MultiheadAttention(sizes.dim, 2, batch_first=True) for _ in range(2)
+        )
+        self.logit = nn.Linear(self.width, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        x = self.vectors(sparse)
+        for attention in self.attention:
+            x = F.relu(attention(x, x, x, need_weights=False)[0] + x)
+        return self.logit(x.flatten(1))
+
+
+@POOLED.model("FiBiNET")
+class FiBiNET(Pooled):
+    """Squeeze and excitation of features, then bilinear products of pairs."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        count = sizes.num_features
+        self.excite = layers(count, max(count // 2, 1), count, last=nn.ReLU)
+        self.bilinear = nn.Linear(sizes.dim, sizes.dim, bias=False)
+        self.logit = layers(2 * self.width, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        excited = vectors * self.excite(vectors.mean(2)).unsqueeze(2)
+        products = [self.bilinear(v) * v.roll(1, dims=1) for v in (vectors, excited)]
+        return self.logit(torch.cat(products, dim=1).flatten(1))
+
+
+@POOLED.model("MaskNet")
+class MaskNet(Pooled):
+    """Masks made of the vectors themselves, with layer norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.norm = nn.LayerNorm(sizes.dim)
+        self.mask = layers(self.width, sizes.hidden, self.width)
+        self.block = nn.Sequential(nn.Linear(self.width, sizes.hidden), nn.LayerNorm(sizes.hidden))
+        self.logit = nn.Linear(sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.vectors(sparse)
+        masked = self.mask(vectors.flatten(1)) * self.norm(vectors).flatten(1)
+        return self.logit(self.block(masked).relu())
+
+
+@POOLED.model("FinalMLP")
+class FinalMLP(Pooled):
+    """Two gated streams and their bilinear product."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.gates = nn.ParameterList(torch.zeros(self.width) for _ in range(2))
+        self.streams = nn.ModuleList(layers(self.width, sizes.hidden, 8) for _ in range(2))
+        self.fusion = nn.Bilinear(8, 8, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        flat = self.vectors(sparse).flatten(1)
+        one, other = (
+            stream(flat * 2 * gate.sigmoid())
+            for stream, gate in zip(self.streams, self.gates, strict=True)
+        )
+        return self.fusion(one, other)
+
+
+@POOLED.model("DLRM of separate modules", tuples_of_ids, computes_loss=True)
+class SeparateModules(nn.Module):
+    """An ``EmbeddingBag`` for each feature, as the original DLRM has them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            torchembed.EmbeddingBag(
+                sizes.num_rows, sizes.dim, mode="sum", device=sizes.device, seed=number
+            )
+            for number in range(sizes.num_features)
+        )
+        self.bottom = layers(sizes.num_dense, sizes.hidden, sizes.dim)
+        count = sizes.num_features + 1
+        self.top = layers(sizes.dim + count * count, sizes.hidden, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        dense = self.bottom(batch["dense"])
+        found = [bag(ids.unsqueeze(1)) for bag, ids in zip(self.bags, batch["ids"], strict=True)]
+        stacked = torch.stack([dense, *found], dim=1)
+        products = (stacked @ stacked.mT).flatten(1)
+        logits = self.top(torch.cat([dense, products], dim=1))[:, 0]
+        return F.binary_cross_entropy_with_logits(logits, batch["label"])
+
+
+@POOLED.model("weighted bags", weighted_bags)
+class WeightedBags(nn.Module):
+    """Ids with weights, as counts of what a user did."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.tables = torchembed.EmbeddingBagCollection(
+            tables=[
+                torchembed.EmbeddingBagConfig(
+                    name=key,
+                    num_embeddings=sizes.num_rows,
+                    embedding_dim=sizes.dim,
+                    feature_names=(key,),
+                )
+                for key in keys(sizes)
+            ],
+            is_weighted=True,
+            device=sizes.device,
+        )
+        self.deep = layers(sizes.num_features * sizes.dim, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return self.deep(self.tables(sparse).values())
+
+
+@POOLED.model("one table for two features")
+class SharedTable(nn.Module):
+    """Features that share a table."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.tables = torchembed.EmbeddingBagCollection(
+            tables=[
+                torchembed.EmbeddingBagConfig(
+                    name="shared",
+                    num_embeddings=sizes.num_rows,
+                    embedding_dim=sizes.dim,
+                    feature_names=keys(sizes),
+                )
+            ],
+            device=sizes.device,
+        )
+        self.deep = layers(sizes.num_features * sizes.dim, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return self.deep(self.tables(sparse).values())
+
+
+@POOLED.model("DeepFM with jagged bags", jagged_clicks)
+class JaggedDeepFM(DeepFM):
+    """Bags of different lengths."""
