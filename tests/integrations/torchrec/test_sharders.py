@@ -121,6 +121,7 @@ def what_is_refused() -> dict[str, str]:
         "no script": lambda: run([]),
         "no module": lambda: run(["-m"]),
         "another option": lambda: run(["--help"]),
+        "an option alone": lambda: run(["--keep-pipeline"]),
         "old": lambda: check_version("1.5.0"),
         "new": lambda: check_version("1.10.0"),
         "right": lambda: [check_version(v) for v in ("1.6.1", "1.7.0", "1.8.0", "1.9.0")],
@@ -199,8 +200,8 @@ def test_install_replaces_the_two_sharders_and_nothing_within_other_modules(
     [
         ("variable batches", "NotImplementedError: features must have one batch size for all keys"),
         *(
-            (name, r"SystemExit: usage: .*run \(script\.py \| -m module\)")
-            for name in ("no script", "no module", "another option")
+            (name, r"SystemExit: usage: .*run \[--keep-pipeline\] \(script\.py \| -m module\)")
+            for name in ("no script", "no module", "another option", "an option alone")
         ),
         ("old", r"ImportError: .* needs TorchRec 1\.6 to 1\.9, got 1\.5\.0; install one of these"),
         ("new", r"ImportError: .* needs TorchRec 1\.6 to 1\.9, got 1\.10\.0; install one of these"),
