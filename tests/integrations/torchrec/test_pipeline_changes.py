@@ -1,0 +1,203 @@
+"""Our pipeline follows what is changed of it between steps, and hands its batches on."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tolerance import assert_within_drift
+from tests.support.torchrec_cases import ADAGRAD, MIXED, SETTINGS, log_lines, optimizer_class
+from tests.support.torchrec_pipelines import batches, make_pipeline
+
+NUM_STEPS = 12
+HEAD = "TorchRec's TrainPipelineSparseDist trains, since "
+
+
+def make(whose: str, **arguments: Any) -> Any:
+    from tests.support.torchrec_training import make_run
+
+    return make_run(
+        whose,
+        torch.device("cpu"),
+        MIXED["placements"],
+        optimizer_class(ADAGRAD),
+        SETTINGS[ADAGRAD],
+        for_pipeline=True,
+        **arguments,
+    )
+
+
+def losses_of(pipeline: Any, stream: Iterator[Any], count: int) -> list[float]:
+    return [float(pipeline.progress(stream)[0]) for _ in range(count)]
+
+
+def numbered(run: Any, count: int) -> list[Any]:
+    """Batches whose labels are their numbers."""
+    found = list(batches(run, count, is_fixed=True))
+    for number, batch in enumerate(found):
+        batch.labels.fill_(number)
+    return found
+
+
+def numbers_of(pipeline: Any, stream: Iterator[Any], count: int) -> list[int]:
+    return [int(pipeline.progress(stream)[2][0]) for _ in range(count)]
+
+
+class Wrapped:
+    """An optimizer that is no ``torch.optim.Optimizer``, as TorchRec's wrapper that accumulates
+    gradients is none."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.zero_grad, self.step = optimizer.zero_grad, optimizer.step
+
+
+def other_optimizer(run: Any) -> torch.optim.Optimizer:
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    dense = dict(in_backward_optimizer_filter(run.model.named_parameters()))
+    of_dense = KeyedOptimizerWrapper(dense, functools.partial(torch.optim.Adagrad, lr=0.03))
+    return CombinedOptimizer([run.model.fused_optimizer, of_dense])
+
+
+def changed_optimizers(whose: str, **arguments: Any) -> tuple[list[str], list[float]]:
+    """The log's lines and the losses of steps on one iterator, between which the model is detached
+    and attached, the optimizer replaced, then wrapped; and on another."""
+    run = make(whose, **arguments)
+    with log_lines() as lines:
+        pipeline, stream = make_pipeline(whose, run), batches(run, 10, is_fixed=True)
+        found = losses_of(pipeline, stream, 2)
+        pipeline.attach(pipeline.detach())
+        found += losses_of(pipeline, stream, 2)
+        pipeline._optimizer = other_optimizer(run)
+        found += losses_of(pipeline, stream, 3)
+        pipeline._optimizer = Wrapped(pipeline._optimizer)
+        found += losses_of(pipeline, stream, 3)
+        with pytest.raises(StopIteration):
+            pipeline.progress(stream)
+        found += losses_of(pipeline, batches(run, 2, is_fixed=False, first=10), 2)
+    return lines, found
+
+
+def attached(whose: str, **arguments: Any) -> list[float]:
+    """Losses of a model's steps, and of those of another that is attached after them."""
+    first, second = make(whose, **arguments), make(whose, **arguments)
+    given = list(batches(first, NUM_STEPS, is_fixed=True))
+    if whose == "theirs":
+        streams = iter(given[:5]), iter(given[5:])
+        return [
+            *losses_of(make_pipeline(whose, first), streams[0], 5),
+            *losses_of(make_pipeline(whose, second), streams[1], NUM_STEPS - 5),
+        ]
+    pipeline, stream = make_pipeline(whose, first), iter(given)
+    found = losses_of(pipeline, stream, 5)
+    pipeline.attach(second.model)
+    pipeline._optimizer = second.optimizer
+    return found + losses_of(pipeline, stream, NUM_STEPS - 5)
+
+
+def hooked(whose: str, **arguments: Any) -> tuple[list[str], list[float], int]:
+    """The log's lines, the losses, and how often a hook of backward was called, which is there from
+    the fourth step on."""
+    from torchrec.distributed.train_pipeline.backward_injection import (
+        FirstGradTensorFinder,
+        InjectionSite,
+    )
+
+    run = make(whose, **arguments)
+    calls: list[object] = []
+    with log_lines() as lines:
+        pipeline, stream = make_pipeline(whose, run), batches(run, NUM_STEPS, is_fixed=True)
+        found = losses_of(pipeline, stream, 3)
+        pipeline.register_backward_hook(
+            InjectionSite("over.0", FirstGradTensorFinder()), calls.append
+        )
+        found += losses_of(pipeline, stream, NUM_STEPS - 3)
+    assert calls == [pipeline] * len(calls)
+    return lines, found, len(calls)
+
+
+def orders() -> dict[str, list[int]]:
+    """Numbers of the batches of steps: where the optimizer is replaced between them, where it is
+    wrapped and another iterator given, and where the pipeline is reset; then how many were read
+    before it was."""
+    run = make("ours")
+    pipeline, stream = make_pipeline("ours", run), iter(numbered(run, 8))
+    replaced = numbers_of(pipeline, stream, 3)
+    pipeline._optimizer = other_optimizer(run)
+    replaced += numbers_of(pipeline, stream, 5)
+
+    pipeline, stream = make_pipeline("ours", run), iter(numbered(run, 8))
+    wrapped = numbers_of(pipeline, stream, 3)
+    pipeline._optimizer = Wrapped(run.optimizer)
+    num_read = 8 - len(list(stream))
+    wrapped += numbers_of(pipeline, iter(numbered(run, 2)), num_read - 3 + 2)
+
+    pipeline, given = make_pipeline("ours", run), numbered(run, 12)
+    stream = iter(given)
+    reset = numbers_of(pipeline, stream, 3)
+    pipeline.reset()
+    first = next(stream)
+    reset += numbers_of(pipeline, stream, 11 - int(first.labels[0]))
+    return {"replaced": replaced, "wrapped": wrapped, "reset": reset, "read": [num_read]}
+
+
+def everything_on_the_cpu() -> dict[str, Any]:
+    """On a rank: each with steps as on the CPU, and with those that are captured on a GPU, which
+    read ahead."""
+    from torchembed.integrations.torchrec import pipeline_steps
+
+    found: dict[str, Any] = {}
+    for whose in ("theirs", "nudged"):
+        nudged = {"nudged": whose == "nudged"}
+        found[whose] = [f("theirs", **nudged) for f in (changed_optimizers, attached, hooked)]
+    found["eager"] = [f("ours") for f in (changed_optimizers, attached, hooked)], orders()
+    captured = functools.partial(pipeline_steps.TrainPipeline, capture=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_steps, "TrainPipeline", captured)
+        found["captured"] = [f("ours") for f in (changed_optimizers, attached, hooked)], orders()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(cpu_answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [answer["pipeline_changes"] for answer in cpu_answers]
+
+
+KINDS = pytest.mark.parametrize("kind", ["eager", "captured"])
+
+
+@KINDS
+def test_models_and_optimizers_may_be_replaced(ranks: list[dict[str, Any]], kind: str) -> None:
+    for number, rank in enumerate(ranks):
+        (lines, ours), of_attached, _ = rank[kind][0]
+        assert lines == ([f"{HEAD}its optimizer is a Wrapped"] if number == 0 else [])
+        (_, theirs), their_attached, _ = rank["theirs"]
+        (_, nudged), nudged_attached, _ = rank["nudged"]
+        assert_within_drift(ours, theirs, nudged, num_steps=NUM_STEPS)
+        assert_within_drift(of_attached, their_attached, nudged_attached, num_steps=NUM_STEPS)
+
+
+@KINDS
+def test_hooks_of_backward_are_called(ranks: list[dict[str, Any]], kind: str) -> None:
+    for number, rank in enumerate(ranks):
+        lines, ours, count = rank[kind][0][2]
+        assert lines == ([f"{HEAD}it calls hooks during backward"] if number == 0 else [])
+        assert count == rank["theirs"][2][2] == NUM_STEPS - 3
+        theirs, nudged = rank["theirs"][2][1], rank["nudged"][2][1]
+        assert_within_drift(ours, theirs, nudged, num_steps=NUM_STEPS)
+
+
+@KINDS
+def test_batches_keep_their_order(ranks: list[dict[str, Any]], kind: str) -> None:
+    for rank in ranks:
+        orders = rank[kind][1]
+        assert orders["replaced"] == list(range(8))
+        (num_read,) = orders["read"]
+        assert 3 < num_read < 8
+        assert orders["wrapped"] == [*range(num_read), 0, 1]
+        dropped, after = orders["reset"][:3], orders["reset"][3:]
+        assert dropped == [0, 1, 2]
+        assert 4 < after[0] < 11 and after == list(range(after[0], 12))
