@@ -109,6 +109,12 @@ def check_not_negative(name: str, value: int) -> None:
         raise ValueError(f"{name} must not be negative, got {value}")
 
 
+def reaches(number: int, limit: int) -> bool:
+    """True where ``number`` is ``limit`` or more; False for a variable of a tracer, whose program
+    would otherwise be for smaller numbers alone: its value is compared when the program runs."""
+    return isinstance(number, int) and number >= limit
+
+
 def check_output_dtype(dtype: torch.dtype) -> None:
     """Raise ``TypeError`` unless ``dtype`` is float32, float16 or bfloat16."""
     if dtype not in FLOAT_DTYPES:

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core import checks
-from torchembed.core.features import SparseFeatures
+from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.stateless_lookup import Lookup
-from torchembed.modules.table_lookup import look_up_pooled
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
 
 
@@ -131,26 +130,22 @@ class EmbeddingBag(SingleTable):
         return self._stateless(self._bags(input, offsets, per_sample_weights))
 
     def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
+        if self._is_traced():
+            # The number of ids of a bag may be a variable of the program.
+            features = with_offsets(features)
         rows, is_padding = self._rows(features, is_trained=is_trained)
         if self.mode == "max":
             return self._maxima(features, rows)
         # The mean does not count ids of the padding row, as in torch. The kernel would, so that
         # sums are looked up and divided here.
         divides = self.mode == "mean" and is_padding is not None
-        dtype, group = self.weight.dtype, self._table.group
-        pooled = look_up_pooled(
-            group,
+        dtype = self.weight.dtype
+        pooled = self._pooled(
+            features,
             rows,
-            offsets=features.offsets,
-            hotness=features.hotness,
-            batch_size=features.batch_size,
-            num_features=1,
-            per_id_weights=features.weights,
-            pooling=Pooling.MEAN if self.mode == "mean" and not divides else Pooling.SUM,
-            sink=group.record,
-            output_dtype=torch.promote_types(dtype, torch.float32) if divides else dtype,
-            weight_form=self._weight_form,
-        ).squeeze(1)
+            Pooling.MEAN if self.mode == "mean" and not divides else Pooling.SUM,
+            torch.promote_types(dtype, torch.float32) if divides else dtype,
+        )
         if self.mode == "mean" and is_padding is not None:
             counted = torch.nn.functional.pad((~is_padding).cumsum(0), (1, 0))
             ends = features.offsets

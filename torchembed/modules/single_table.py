@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
-from torchembed.core.types import OnBadId
+from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
-from torchembed.modules.table_lookup import look_up
+from torchembed.modules.table_lookup import look_up, look_up_in, look_up_pooled, look_up_pooled_in
 from torchembed.modules.table_module import TableModule, as_on_bad_id
+from torchembed.modules.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Normal, Table, TableSpec
 
@@ -92,7 +93,8 @@ class SingleTable(TableModule):
             self.weight = nn.Parameter(weight)
         self.weight.requires_grad_(not is_frozen)
         self._table_set.form_groups()
-        self._slots = Slots(self._table_set, [self._table], ["input"], as_on_bad_id(on_bad_id))
+        self._on_bad_id = as_on_bad_id(on_bad_id)
+        self._slots = Slots(self._table_set, [self._table], ["input"], self._on_bad_id)
         self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -128,10 +130,18 @@ class SingleTable(TableModule):
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""
         self._slots.bad_ids.check(wait=True)
+        traced_bad_ids.check(wait=True)
+
+    def _is_traced(self) -> bool:
+        """True while a compiler traces a lookup that no fused optimizer takes gradients from."""
+        return torch.compiler.is_compiling() and self._table.group.rule is None
 
     def _rows(self, features: SparseFeatures, *, is_trained: bool) -> tuple[Tensor, Tensor | None]:
         """Rows of the table, -1 for the padding row, and a mask of ids that are the padding row."""
-        rows = self._slots.rows(features, is_trained=is_trained)
+        if self._is_traced():
+            rows = traced_rows(features, [self._table], features.keys, self._on_bad_id)
+        else:
+            rows = self._slots.rows(features, is_trained=is_trained)
         if self.padding_idx is None:
             return rows, None
         is_padding = rows == self.padding_idx
@@ -150,7 +160,50 @@ class SingleTable(TableModule):
 
     def _vectors(self, rows: Tensor) -> Tensor:
         """``[L, D]``, in the dtype of the weight; zeros for rows of -1."""
+        if self._is_traced():
+            return look_up_in(
+                self._table.held_weight(),
+                rows,
+                tables=[self._table],
+                sink=None,
+                output_dtype=None,
+                weight_form=self._weight_form,
+            )
         group = self._table.group
         return look_up(
             group, rows, sink=group.record, output_dtype=None, weight_form=self._weight_form
         )
+
+    def _pooled(
+        self, features: SparseFeatures, rows: Tensor, pooling: Pooling, output_dtype: torch.dtype
+    ) -> Tensor:
+        """The pooled vectors of the bags of ``features``, ``[B, D]``; ``rows [L]`` are its ids'."""
+        if self._is_traced():
+            return look_up_pooled_in(
+                self._table.held_weight(),
+                rows,
+                tables=[self._table],
+                offsets=features.offsets,
+                hotness=features.hotness,
+                batch_size=features.batch_size,
+                num_features=1,
+                per_id_weights=features.weights,
+                pooling=pooling,
+                sink=None,
+                output_dtype=output_dtype,
+                weight_form=self._weight_form,
+            ).squeeze(1)
+        group = self._table.group
+        return look_up_pooled(
+            group,
+            rows,
+            offsets=features.offsets,
+            hotness=features.hotness,
+            batch_size=features.batch_size,
+            num_features=1,
+            per_id_weights=features.weights,
+            pooling=pooling,
+            sink=group.record,
+            output_dtype=output_dtype,
+            weight_form=self._weight_form,
+        ).squeeze(1)

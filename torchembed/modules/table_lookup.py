@@ -13,14 +13,16 @@ from torchembed.ops.eager_lookup import bags_of_positions, eager_sequence_lookup
 from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
 from torchembed.ops.row_gradients import GradientSink, WeightGradient
 from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import TableGroup, group_weight
+from torchembed.tables import Table, TableGroup, group_weight
 
 
-def _names(group: TableGroup) -> str:
-    return ", ".join(table.spec.name for table in group.tables)
+def _names(tables: Sequence[Table]) -> str:
+    return ", ".join(table.spec.name for table in tables)
 
 
-def _uses_kernels(group: TableGroup, weight: Tensor, rows: Tensor, is_recorded: bool) -> bool:
+def _uses_kernels(
+    tables: Sequence[Table], weight: Tensor, rows: Tensor, form: WeightGradient, is_recorded: bool
+) -> bool:
     """True if kernels look up ``rows`` of ``weight``, False if PyTorch's own operations do.
 
     Args:
@@ -33,23 +35,25 @@ def _uses_kernels(group: TableGroup, weight: Tensor, rows: Tensor, is_recorded: 
     """
     if weight.is_meta and not rows.is_meta:
         raise RuntimeError(
-            f"tables {_names(group)} are on the meta device and have no rows; call "
+            f"tables {_names(tables)} are on the meta device and have no rows; call "
             "shard_embeddings, or to_empty(device=...) and then reset_parameters()"
         )
-    table = group.tables[0]
+    table = tables[0]
     is_averaged = table.is_sharded or table.gradient_reduction is not None
     if is_recorded and not is_averaged and active_ddp() is not None:
         raise RuntimeError(
-            f"tables {_names(group)} have a fused optimizer, whose gradients "
+            f"tables {_names(tables)} have a fused optimizer, whose gradients "
             "DistributedDataParallel does not average, so that the ranks' rows would differ; call "
             "shard_embeddings, with data_parallel for tables that every rank is to hold, or use an "
             "optimizer of torch.optim"
         )
-    if weight.dtype in FLOAT_DTYPES and not in_transform():
+    # A compiler takes sparse gradients from PyTorch's own operations alone.
+    is_seen_through = in_transform() or (torch.compiler.is_compiling() and _is_sparse(form))
+    if weight.dtype in FLOAT_DTYPES and (is_recorded or not is_seen_through):
         return True
     if is_recorded:
         raise TypeError(
-            f"tables {_names(group)} must be float32, float16 or bfloat16 for an optimizer of "
+            f"tables {_names(tables)} must be float32, float16 or bfloat16 for an optimizer of "
             f"torchembed's, got {weight.dtype}; use one of torch.optim"
         )
     return False
@@ -74,7 +78,28 @@ def look_up(
         weight_form: form of the gradient of the weight, where no fused optimizer updates it.
     """
     weight, is_recorded = group_weight(group)
-    if not _uses_kernels(group, weight, rows, is_recorded):
+    return look_up_in(
+        weight,
+        rows,
+        tables=group.tables,
+        sink=sink if is_recorded else None,
+        output_dtype=output_dtype,
+        weight_form=weight_form,
+    )
+
+
+def look_up_in(
+    weight: Tensor,
+    rows: Tensor,
+    *,
+    tables: Sequence[Table],
+    sink: GradientSink | None,
+    output_dtype: torch.dtype | None,
+    weight_form: WeightGradient,
+) -> Tensor:
+    """:func:`look_up` in the ``weight [R, D]`` of ``tables``, which gets the gradients where there
+    is no ``sink``."""
+    if not _uses_kernels(tables, weight, rows, weight_form, sink is not None):
         vectors = eager_sequence_lookup(weight, rows, sparse=_is_sparse(weight_form))
         return vectors if output_dtype is None else vectors.to(output_dtype)
     return sequence_lookup(
@@ -82,7 +107,7 @@ def look_up(
         rows,
         output_dtype=output_dtype,
         weight_form=weight_form,
-        sink=sink if is_recorded else None,
+        sink=sink,
     )
 
 
@@ -113,7 +138,44 @@ def look_up_pooled(
         pooling, sink, output_dtype, weight_form: as for that function and :func:`look_up`.
     """
     weight, is_recorded = group_weight(group)
-    if _uses_kernels(group, weight, rows, is_recorded):
+    return look_up_pooled_in(
+        weight,
+        rows,
+        tables=group.tables,
+        offsets=offsets,
+        hotness=hotness,
+        batch_size=batch_size,
+        num_features=num_features,
+        per_id_weights=per_id_weights,
+        pooling=pooling,
+        sink=sink if is_recorded else None,
+        output_dtype=output_dtype,
+        weight_form=weight_form,
+        known_map=known_map,
+        store=store,
+    )
+
+
+def look_up_pooled_in(
+    weight: Tensor,
+    rows: Tensor,
+    *,
+    tables: Sequence[Table],
+    offsets: Tensor | None,
+    hotness: Sequence[int] | None,
+    batch_size: int,
+    num_features: int,
+    per_id_weights: Tensor | None,
+    pooling: Pooling,
+    sink: GradientSink | None,
+    output_dtype: torch.dtype | None,
+    weight_form: WeightGradient,
+    known_map: tuple[Tensor, Tensor] | None = None,
+    store: LookupStore | None = None,
+) -> Tensor:
+    """:func:`look_up_pooled` in the ``weight [R, D]`` of ``tables``, which gets the gradients where
+    there is no ``sink``."""
+    if _uses_kernels(tables, weight, rows, weight_form, sink is not None):
         return pooled_lookup(
             weight,
             rows,
@@ -125,7 +187,7 @@ def look_up_pooled(
             pooling=pooling,
             output_dtype=output_dtype,
             weight_form=weight_form,
-            sink=sink if is_recorded else None,
+            sink=sink,
             known_map=known_map,
             store=store,
         )

@@ -48,7 +48,7 @@ def check_bags(
     """
     checks.check_not_negative("num_features", num_features)
     checks.check_not_negative("batch_size", batch_size)
-    if num_features * batch_size >= _MAX_BAGS:
+    if checks.reaches(num_features * batch_size, _MAX_BAGS):
         raise ValueError(
             f"num_features * batch_size must be less than 2**31, got {num_features} * {batch_size};"
             " split the batch"

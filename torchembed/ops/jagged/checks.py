@@ -90,7 +90,7 @@ def check_bucketize_rows(
     values: Tensor, offsets: Tensor, weights: Tensor | None, boundaries: Tensor, batch_size: int
 ) -> None:
     checks.check_ids("values", values)
-    if values.shape[0] >= 2**31:
+    if checks.reaches(values.shape[0], 2**31):
         raise ValueError(
             f"values must hold fewer than 2**31 ids, got {values.shape[0]}; split the batch"
         )

@@ -11,7 +11,7 @@ _MAX_IDS = 2**31
 def check_find_runs(rows: Tensor, num_rows: int) -> None:
     checks.check_ids("rows", rows)
     checks.check_contiguous("rows", rows)
-    if rows.numel() >= _MAX_IDS:
+    if checks.reaches(rows.numel(), _MAX_IDS):
         raise ValueError(
             f"rows must hold fewer than 2**31 ids, got {rows.numel()}; split the batch"
         )

@@ -1,0 +1,128 @@
+"""Rows of ids in programs of ``torch.compile`` and ``torch.export``.
+
+What a program's ids and offsets are is known when it runs: one operation finds the rows there, and
+raises for what the modules raise for.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.stand_ins import KeptTensors
+from torchembed.core.types import OnBadId
+from torchembed.modules.bad_ids import BadIdReport, check_offsets
+from torchembed.modules.slots import SlotName, submit_bad_id
+from torchembed.ops.linearize_ids import linearize_ids
+from torchembed.tables import RangeFactory, Table
+
+traced_bad_ids = BadIdReport()
+"""The bad ids of all programs: these know no module to report them by."""
+
+_num_rows_on: KeptTensors[tuple[tuple[int, ...], torch.device], Tensor] = KeptTensors()
+
+
+def _checked_rows(
+    values: Tensor,
+    offsets: Tensor | None,
+    hotness: Sequence[int],
+    batch_size: int,
+    num_rows: Sequence[int],
+    on_bad_id: int,
+    rows_dtype: torch.dtype,
+    tables: Sequence[str],
+    features: Sequence[str],
+) -> Tensor:
+    if offsets is not None:
+        check_offsets(offsets, values.numel())
+    counts = _num_rows_on.get((tuple(num_rows), values.device), lambda: _int64(num_rows, values))
+    rows, first_bad = linearize_ids(
+        values,
+        torch.zeros_like(counts),
+        counts,
+        offsets=offsets,
+        hotness=list(hotness) if offsets is None else None,
+        batch_size=batch_size,
+        on_bad_id=OnBadId(on_bad_id),
+        rows_dtype=rows_dtype,
+    )
+    if on_bad_id == OnBadId.RAISE:
+        batch = SparseFeatures(
+            keys=tuple(f"{feature}@{n}" for n, feature in enumerate(features)),
+            values=values,
+            batch_size=batch_size,
+            offsets=offsets,
+            hotness=tuple(hotness) if offsets is None else None,
+        )
+        names = [SlotName(*of_slot) for of_slot in zip(tables, features, num_rows, strict=True)]
+        submit_bad_id(batch, first_bad, names, traced_bad_ids)
+    return rows
+
+
+@torch.inference_mode(mode=False)
+def _int64(numbers: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=like.device)
+
+
+def _fake(
+    values: Tensor,
+    offsets: Tensor | None,
+    hotness: Sequence[int],
+    batch_size: int,
+    num_rows: Sequence[int],
+    on_bad_id: int,
+    rows_dtype: torch.dtype,
+    tables: Sequence[str],
+    features: Sequence[str],
+) -> Tensor:
+    return values.new_empty(values.shape, dtype=rows_dtype)
+
+
+_checked_rows_op = torch.library.custom_op(
+    "torchembed::checked_rows",
+    _checked_rows,
+    mutates_args=(),
+    schema="(Tensor values, Tensor? offsets, SymInt[] hotness, SymInt batch_size, int[] num_rows,"
+    " int on_bad_id, ScalarType rows_dtype, str[] tables, str[] features) -> Tensor",
+    # It raises, which the replay of a graph would not.
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+_checked_rows_op.register_fake(_fake)
+
+
+def traced_rows(
+    features: SparseFeatures, tables: Sequence[Table], names: Sequence[str], on_bad_id: OnBadId
+) -> Tensor:
+    """The row of each id of ``features [L]`` in its own table, -1 for none; int32 where all tables
+    have fewer than 2**31 rows, else int64.
+
+    The program raises, when it runs, an IndexError for a bad id under ``OnBadId.RAISE`` (on a GPU
+    at a later call), and on the CPU a ValueError for offsets that mark no bags.
+
+    Args:
+        features: one for each slot.
+        tables: of each slot.
+        names: of each slot's feature, for errors.
+
+    Raises:
+        TypeError: for tables whose ids are not the numbers of rows.
+    """
+    for table in tables:
+        if not isinstance(table.spec.index, RangeFactory):
+            raise TypeError(
+                f"table {table.spec.name} must have ids in [0, {table.num_rows}) to be looked up "
+                "in a program of torch.compile or torch.export; call it outside of it"
+            )
+    num_rows = [table.num_rows for table in tables]
+    return _checked_rows_op(
+        features.values.contiguous(),
+        None if features.offsets is None else features.offsets.contiguous(),
+        list(features.hotness or ()),
+        features.batch_size,
+        num_rows,
+        int(on_bad_id),
+        torch.int32 if max(num_rows, default=0) < 2**31 else torch.int64,
+        [table.spec.name for table in tables],
+        list(names),
+    )
