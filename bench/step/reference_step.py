@@ -72,7 +72,7 @@ def expected_losses(
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
-    return Batch(batch.dense.to(device), batch.sparse.to(device), batch.labels.to(device))
+    return batch.to(device)
 
 
 def _losses(
@@ -148,6 +148,7 @@ def _step(
         if wire in WIRES:
             pooled = _RoundedOnWire.apply(pooled, WIRES[wire])
         pooled = pooled.double() if exact else pooled
+        assert batch.dense is not None
         dense, labels = (t.double() if exact else t for t in (batch.dense, batch.labels))
         with torch.autocast(pooled.device.type, torch.bfloat16, enabled=precision == "bf16"):
             loss = part(dense, pooled, labels)

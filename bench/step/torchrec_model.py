@@ -192,4 +192,5 @@ def as_torchrec(batch: Batch) -> TorchrecBatch:
         values=sparse.values,
         lengths=lengths.repeat_interleave(sparse.batch_size),
     )
+    assert batch.dense is not None
     return TorchrecBatch(batch.dense, features, batch.labels)

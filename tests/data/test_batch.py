@@ -48,7 +48,8 @@ def test_parts_are_normalised(sparse: Any, labels: Any) -> None:
     batch = as_batch((DENSE, sparse, labels))
     assert isinstance(batch, Batch)
     assert_same_bits(batch.dense, DENSE.float())
-    assert_same_bits(batch.labels, torch.tensor([1.0, 0.0, 1.0]))
+    # Labels are given to the loss as they are.
+    assert_same_bits(batch.labels, torch.as_tensor(labels))
     assert batch.sparse.keys == ("cat_0", "cat_1")
     assert batch.sparse.batch_size == 3
     assert batch.sparse.values.tolist() == [1, 2, 3, 4, 5, 6]
@@ -77,15 +78,22 @@ def test_batches_pass_through() -> None:
     assert_same_bits(batch.to("cpu").labels, batch.labels)
 
 
+def test_labels_may_be_of_any_shape_and_several() -> None:
+    tasks = as_batch((None, IDS, {"click": [1, 0, 1], "price": torch.rand(3, 2)}))
+    assert tasks.dense is None
+    assert tasks.labels["click"].dtype == torch.int64
+    assert tasks.to("cpu").labels["price"].shape == (3, 2)
+    with pytest.raises(ValueError, match="one number of samples, got 3, 3 and 3, 2"):
+        as_batch((DENSE, IDS, (LABELS, LABELS[:2])))
+
+
 @pytest.mark.parametrize(
     ("item", "error", "message"),
     [
         (5, TypeError, r"a batch must be \(dense, sparse, labels\), got int"),
         ((DENSE, IDS), TypeError, r"got 2 parts"),
-        ((DENSE, IDS, LABELS * 2), ValueError, "labels must be 0 or 1, got 2 for sample 0"),
-        ((DENSE, IDS, [0.0, 0.5, 1.0]), ValueError, "labels must be 0 or 1, got 0.5 for sample 1"),
-        ((DENSE[0], IDS, LABELS), ValueError, r"dense must be \[B, num_dense\] .* got \[2\]"),
-        ((DENSE, IDS, IDS), ValueError, r"labels \[B\] or \[B, 1\], got \[3, 2\] and \[3, 2\]"),
+        ((DENSE[0], IDS, LABELS), ValueError, r"dense must be \[B, num_dense\], got \[2\]"),
+        ({"dense": DENSE, "sparse": IDS, "y": LABELS}, TypeError, "got dict of dense, sparse, y"),
         ((DENSE[:2], IDS, LABELS), ValueError, "one number of samples, got 2, 3 and 3"),
         ((DENSE, IDS[:, 0], LABELS), ValueError, r"sparse must be ids \[B, F\], got \[3\]"),
         ((DENSE, IDS.float(), LABELS), TypeError, "values must be int32 or int64"),

@@ -1,39 +1,424 @@
-"""Batches as people write them train in captured steps as in the plain loop, bit for bit."""
+"""Batches, losses and models as people write them train in captured steps as in the plain loop, bit
+for bit; what cannot be is refused with what to write instead."""
 
-from typing import Any
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
 
+import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
+from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
 from torchembed.data import Batch
-from torchembed.training import StepForm, TrainPipeline
+from torchembed.training import BatchLoss, StepForm, TrainPipeline, train
+
+NUM_STEPS = 8
 
 
-class WithoutDense(TinyModel):
-    """A model of ids alone."""
-
-    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
-        assert dense.shape[1] == 0
-        return self.tables(sparse).values().sum(dim=1, keepdim=True) + self.dense.bias
-
-
-def test_batches_without_dense_columns_are_captured() -> None:
-    batches = [Batch(batch.dense[:, :0], *batch[1:]) for batch in fixed_batches(7)]
-    models = [WithoutDense() for _ in range(2)]
-    for model in models:
-        model.dense.weight.requires_grad_(False)
-    optimizers = make_optimizers(models[0])
-    losses = [step_by_hand(models[0], LOSS, optimizers, batch).item() for batch in batches]
-    assert trained(models[1], LOSS, batches) == (losses, StepForm.GRAPH)
-    assert_same_state(models[1], state_of(models[0]))
+def losses_by_hand(
+    model: nn.Module, loss_of: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]
+) -> list[float]:
+    """The loss of each step of a plain loop."""
+    optimizers, losses = make_optimizers(model), []
+    for batch in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
-def trained(model: nn.Module, loss_fn: Any, batches: list[Any]) -> tuple[list[float], StepForm]:
-    """The losses of the steps that a GPU captures, and the form of the last one."""
+def assert_trains_as_by_hand(
+    make: Callable[[], nn.Module],
+    loss_fn: Any,
+    batches: list[Any],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    form: StepForm = StepForm.GRAPH,
+) -> None:
+    """Compare losses and states of captured steps with those of ``loss_of`` in a plain loop."""
+    by_hand, model = make(), make()
+    losses = losses_by_hand(by_hand, loss_of, batches)
     with TrainPipeline(model, loss_fn, make_optimizers(model), capture=True) as pipeline:
         iterator = iter(batches)
         results = [pipeline.progress(iterator) for _ in batches]
-        losses = [result.loss.item() for result in results]
-    return losses, results[-1].kind.form
+        found = [result.loss.item() for result in results]
+    assert found == losses
+    assert_same_state(model, state_of(by_hand))
+    assert results[-1].kind.form == form
+
+
+class WithoutDense(TinyModel):
+    """A model of ids alone, that may be given dense columns, which are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense.weight.requires_grad_(False)
+
+    def forward(self, dense: Tensor | None, sparse: torchembed.SparseFeatures) -> Tensor:
+        assert dense is None or dense.shape[1] == 0
+        return self.tables(sparse).values().sum(dim=1, keepdim=True) + self.dense.bias
+
+
+def loss_of_parts(model: nn.Module, batch: Batch) -> Tensor:
+    return LOSS(model(batch.dense, batch.sparse)[:, 0], batch.labels)
+
+
+@pytest.mark.parametrize("is_none", [False, True])
+def test_batches_without_dense_columns_are_captured(is_none: bool) -> None:
+    batches = [
+        Batch(None if is_none or batch.dense is None else batch.dense[:, :0], *batch[1:])
+        for batch in fixed_batches(NUM_STEPS)
+    ]
+    assert_trains_as_by_hand(WithoutDense, LOSS, batches, loss_of_parts)
+
+
+class Named(NamedTuple):
+    sparse: Any
+    dense: Any
+    labels: Any
+
+
+@dataclasses.dataclass
+class Record:
+    labels: Any
+    sparse: Any
+    dense: Any
+
+
+class Attributes:
+    """Parts with TorchRec's names."""
+
+    def __init__(self, dense: Any, sparse: Any, labels: Any) -> None:
+        self.dense_features, self.sparse_features, self.labels = dense, sparse, labels
+
+
+FORMS: dict[str, Callable[[Batch], Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "named tuple": lambda b: Named(b.sparse, b.dense, b.labels),
+    "dataclass": lambda b: Record(b.labels, b.sparse, b.dense),
+    "dict": lambda b: b._asdict(),
+    "UserDict": lambda b: collections.UserDict(b._asdict()),
+    "torchrec": lambda b: Attributes(*b),
+    "int labels": lambda b: (b.dense, b.sparse, b.labels.long()),
+    "labels [B, 1]": lambda b: (b.dense, b.sparse, b.labels[:, None]),
+    "bool labels": lambda b: (b.dense, b.sparse, b.labels.bool()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_dense_sparse_and_labels(form: str) -> None:
+    batches = fixed_batches(NUM_STEPS)
+    by_hand, model = TinyModel(is_deep=True), TinyModel(is_deep=True)
+    losses = losses_by_hand(by_hand, loss_of_parts, batches)
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        iterator = map(FORMS[form], batches)
+        found = [pipeline.progress(iterator).loss.item() for _ in batches]
+    assert found == losses
+    assert_same_state(model, state_of(by_hand))
+
+
+def test_a_mapping_without_dense_gives_the_model_none() -> None:
+    batches = [{"sparse": b.sparse, "labels": b.labels} for b in fixed_batches(NUM_STEPS)]
+
+    def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return LOSS(model(None, batch["sparse"])[:, 0], batch["labels"])
+
+    assert_trains_as_by_hand(WithoutDense, LOSS, batches, loss_of)
+
+
+class TwoTasks(TinyModel):
+    """Gives two outputs for each sample, ``[B, 2]``."""
+
+    def __init__(self) -> None:
+        super().__init__(is_deep=True)
+        self.dense = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def relabeled(labels: Callable[[Batch, int], Any]) -> list[Any]:
+    """Batches with labels made of a batch and its number."""
+    batches = enumerate(fixed_batches(NUM_STEPS))
+    return [(b.dense, b.sparse, labels(b, number)) for number, b in batches]
+
+
+def numbers_like(batch: Batch, seed: int, *shape: int) -> Tensor:
+    return torch.rand(len(batch.labels), *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_regression_takes_labels_of_any_range() -> None:
+    batches = relabeled(lambda b, n: 40 * numbers_like(b, n) - 20)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0], batch[1])[:, 0], batch[2])
+
+    assert_trains_as_by_hand(TinyModel, F.mse_loss, batches, loss_of)
+
+
+def test_soft_labels() -> None:
+    batches = relabeled(numbers_like)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return LOSS(model(batch[0], batch[1])[:, 0], batch[2])
+
+    assert_trains_as_by_hand(TinyModel, LOSS, batches, loss_of)
+    assert_trains_as_by_hand(TinyModel, nn.BCEWithLogitsLoss(), batches, loss_of)
+
+
+def test_several_tasks_in_columns() -> None:
+    batches = relabeled(lambda b, n: numbers_like(b, n, 2).round())
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return LOSS(model(batch[0], batch[1]), batch[2])
+
+    assert_trains_as_by_hand(TwoTasks, LOSS, batches, loss_of)
+
+
+def test_several_tasks_by_name() -> None:
+    batches = relabeled(lambda b, n: {"click": b.labels, "price": 9 * numbers_like(b, n)})
+
+    def loss_fn(output: Tensor, labels: dict[str, Tensor]) -> Tensor:
+        price = F.l1_loss(output[:, 1], labels["price"])
+        return LOSS(output[:, 0], labels["click"]) + price
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return loss_fn(model(batch[0], batch[1]), batch[2])
+
+    assert_trains_as_by_hand(TwoTasks, loss_fn, batches, loss_of)
+
+
+def test_classes_stay_whole_numbers() -> None:
+    batches = relabeled(lambda b, n: b.labels.long())
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0], batch[1]), batch[2])
+
+    assert_trains_as_by_hand(TwoTasks, F.cross_entropy, batches, loss_of)
+
+
+@pytest.mark.parametrize("is_mapping", [False, True])
+def test_weights_of_samples(is_mapping: bool) -> None:
+    def loss_fn(output: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return LOSS(output, labels, weights)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        dense, sparse, labels, weights = batch.values() if is_mapping else batch
+        return loss_fn(model(dense, sparse)[:, 0], labels, weights)
+
+    batches: list[Any] = [
+        (*batch, numbers_like(batch, number)) for number, batch in enumerate(fixed_batches(8))
+    ]
+    if is_mapping:
+        names = "dense", "sparse", "labels", "weights"
+        batches = [dict(zip(names, batch, strict=True)) for batch in batches]
+    assert_trains_as_by_hand(TinyModel, loss_fn, batches, loss_of)
+
+
+class OfIds(nn.Module):
+    """A model of one argument: ids ``[B, 2]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = torchembed.EmbeddingBag(50, 4, mode="sum")
+        self.over = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.over(self.bag(ids))[:, 0]
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    return [(b.sparse.values[:16].view(8, 2), b.labels) for b in fixed_batches(NUM_STEPS)]
+
+
+def test_inputs_and_labels() -> None:
+    assert_trains_as_by_hand(OfIds, LOSS, pairs(), lambda model, b: LOSS(model(b[0]), b[1]))
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda logits: (logits, logits * 2),
+    "list": lambda logits: [logits, logits * 2],
+    "dict": lambda logits: {0: logits, 1: logits * 2},
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_models_may_give_several_outputs(kind: str) -> None:
+    class Several(OfIds):
+        def forward(self, ids: Tensor) -> Any:
+            return OUTPUTS[kind](super().forward(ids))
+
+    def loss_fn(output: Any, labels: Tensor) -> Tensor:
+        return LOSS(output[0] + output[1], labels)
+
+    def of_batch(output: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_fn(output, batch[1])
+
+    class OfBatch(Several):
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Any:
+            return super().forward(batch[0])
+
+    assert_trains_as_by_hand(Several, loss_fn, pairs(), lambda m, b: loss_fn(m(b[0]), b[1]))
+    assert_trains_as_by_hand(OfBatch, BatchLoss(of_batch), pairs(), lambda m, b: of_batch(m(b), b))
+
+
+WHOLE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda ids, y: {"x": ids, "y": y, "z": None},
+    "five parts": lambda ids, y: (ids, y, None, (), 3),
+    "dataclass": lambda ids, y: Record(y, ids, None),
+}
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_a_loss_of_the_whole_batch_takes_any_form(form: str) -> None:
+    def parts(batch: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, Record):
+            return batch.sparse, batch.labels
+        return (batch["x"], batch["y"]) if form == "dict" else batch[:2]
+
+    class OfBatch(OfIds):
+        def forward(self, batch: Any) -> Any:
+            return super().forward(parts(batch)[0])
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        return LOSS(output, parts(batch)[1])
+
+    batches = [WHOLE[form](*pair) for pair in pairs()]
+    assert_trains_as_by_hand(OfBatch, BatchLoss(loss_fn), batches, lambda m, b: loss_fn(m(b), b))
+
+
+@dataclasses.dataclass
+class WithLoss:
+    loss: Tensor
+
+
+GIVEN: dict[str, Callable[[Tensor], Any]] = {
+    "loss": lambda loss: loss,
+    "tuple": lambda loss: (loss, loss.detach(), {}),
+    "list": lambda loss: [loss],
+    "dict": lambda loss: {"loss": loss, "n": 3},
+    "object": WithLoss,
+    "[1]": lambda loss: loss[None],
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_models_may_give_their_loss(given: str) -> None:
+    class Model(OfIds):
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Any:
+            return GIVEN[given](LOSS(super().forward(batch[0]), batch[1]))
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        assert isinstance(model, OfIds)
+        return LOSS(OfIds.forward(model, batch[0]), batch[1])
+
+    assert_trains_as_by_hand(Model, None, pairs(), loss_of)
+
+
+def test_one_optimizer_needs_no_list() -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.125)
+
+    found = []
+    for is_listed in (False, True):
+        model = OfIds()
+        optimizer = optimizer_of(model)
+        pipeline = TrainPipeline(model, LOSS, [optimizer] if is_listed else optimizer, capture=True)
+        with pipeline:
+            iterator = iter(pairs())
+            found.append([pipeline.progress(iterator).loss.item() for _ in range(NUM_STEPS)])
+    assert found[0] == found[1]
+
+
+def test_a_data_loader_is_iterated_once_more_after_its_end() -> None:
+    stacked = [torch.stack(parts).flatten(0, 1) for parts in zip(*pairs(), strict=True)]
+    dataset = torch.utils.data.TensorDataset(*stacked)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8)
+    by_hand, model = OfIds(), OfIds()
+    losses = losses_by_hand(by_hand, lambda m, b: LOSS(m(b[0]), b[1]), [*loader, *loader])
+    found = []
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        for _ in range(2):
+            with pytest.raises(StopIteration):  # noqa: PT012 - how a pipeline says that it is done
+                while True:
+                    found.append(pipeline.progress(loader).loss.item())
+    assert found == losses
+
+
+def test_train_takes_what_the_pipeline_takes() -> None:
+    by_hand, model = OfIds(), OfIds()
+    losses_by_hand(by_hand, lambda m, b: LOSS(m(b[0]), b[1]), pairs())
+    with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
+        history = train(pipeline, pairs())
+    assert (history.num_steps, history.num_samples) == (NUM_STEPS, 8 * NUM_STEPS)
+    assert_same_state(model, state_of(by_hand))
+
+
+def progressed(model: nn.Module, loss_fn: Any, batch: Any) -> None:
+    TrainPipeline(model, loss_fn, make_optimizers(model)).progress(iter([batch]))
+
+
+ONE = fixed_batches(1)[0]
+IDS, CLICKS = pairs()[0]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "batch", "error", "message"),
+    [
+        (LOSS, {"x": IDS, "y": CLICKS}, TypeError, r"got dict of x, y\. For .*BatchLoss\(loss_fn"),
+        (LOSS, {**ONE._asdict(), "x": 1}, TypeError, "got dict of dense, labels, sparse, x"),
+        (LOSS, (IDS,) * 5, TypeError, r"must be \(inputs, labels\), .* got 5 parts"),
+        (LOSS, 3, TypeError, "got int"),
+        (LOSS, (ONE.dense, ONE.sparse, 2 * CLICKS - 1), ValueError, "from 0 to 1 .* got -1 for"),
+        (LOSS, (IDS, {"a": CLICKS}), TypeError, "one tensor of labels, got dict; give a loss_fn"),
+        (F.cross_entropy, (*ONE, CLICKS), TypeError, "weight of each class, and not of samples"),
+        (LOSS, (*ONE, CLICKS[:3]), ValueError, "all parts must have one number .* 8, 8 and 8, 3"),
+        (nn.BCEWithLogitsLoss, ONE, TypeError, r"got BCEWithLogitsLoss; make one: BCEWithLogitsL"),
+        (
+            5,
+            ONE,
+            TypeError,
+            "must be a function of .* BatchLoss of .* or None .* int",
+        ),
+        (BatchLoss(lambda output, batch: output), IDS, ValueError, r"loss_fn must give one loss"),
+        (
+            BatchLoss(lambda output, batch: cast("Tensor", 3)),
+            IDS,
+            TypeError,
+            "must give the loss.* int;",
+        ),
+        (None, IDS, ValueError, r"model must give one loss \[\] .* \[8\]; take its mean, or give"),
+    ],
+)
+def test_what_is_refused_says_what_to_write(
+    loss_fn: Any, batch: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        progressed(OfIds(), loss_fn, batch)
+
+
+def test_a_model_that_gives_no_loss_is_refused() -> None:
+    class Model(OfIds):
+        def forward(self, ids: Tensor) -> Any:
+            return {"logits": super().forward(ids)}
+
+    with pytest.raises(TypeError, match=r"first of a tuple or list, or named loss, got NoneType"):
+        progressed(Model(), None, IDS)
+
+
+def test_what_is_no_optimizer_or_no_iterable_is_refused() -> None:
+    model = OfIds()
+    with pytest.raises(TypeError, match=r"optimizer or several in a list, got float; make one"):
+        TrainPipeline(model, LOSS, 0.125)  # type: ignore[arg-type]
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    with pytest.raises(TypeError, match=r"batches must be an iterator or an iterable .* got int"):
+        pipeline.progress(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"function of \(output, batch\), got int"):
+        BatchLoss(3)  # type: ignore[arg-type]

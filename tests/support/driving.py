@@ -11,9 +11,10 @@ from torch import nn
 from torchembed.core import ranks
 from torchembed.step.batch_layout import num_ids_in
 from torchembed.step.engine import StepEngine
-from torchembed.step.forward_backward_update import LossFunction, StepProgram, loss_and_output
+from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.jagged_engine import JaggedEngine
-from torchembed.step.stages import Agreement, BatchKinds, ReadBatch, TrainedBatch
+from torchembed.step.model_loss import LossFunction, loss_and_output
+from torchembed.step.stages import Agreement, BatchKinds, ReadBatch, Reason, TrainedBatch
 
 JAGGED = BatchKinds(static=False, jagged=True)
 
@@ -42,7 +43,7 @@ def as_read(batches: Sequence[Any]) -> list[ReadBatch]:
     return [read(number, data) for number, data in enumerate(batches)]
 
 
-def trained_by(engine: StepEngine, batches: Sequence[Any]) -> Iterator[TrainedBatch | None]:
+def trained_by(engine: StepEngine, batches: Sequence[Any]) -> Iterator[TrainedBatch | Reason]:
     """Each jagged batch trained by ``engine``, and the next one prefetched."""
     reads = as_read(batches)
     for number, now in enumerate(reads):
@@ -61,6 +62,6 @@ def trained_jagged(
     """Each batch trained by steps of varying sizes, which are not captured."""
     engine = JaggedEngine(program_of(model, loss_fn, optimizers))
     for trained in trained_by(engine, batches):
-        assert trained is not None
+        assert not isinstance(trained, Reason)
         yield trained
     engine.release()

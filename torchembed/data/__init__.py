@@ -1,6 +1,6 @@
 """Batches of clicks: readers, the made click log, and threads that work ahead."""
 
-from torchembed.data.batch import Batch, as_batch
+from torchembed.data.batch import Batch, LabeledInputs, WeightedBatch, as_batch
 from torchembed.data.click_log import ClickLog, ClickLogConfig
 from torchembed.data.collate import collate
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS, MLPERF_TABLE_SIZES
@@ -23,10 +23,12 @@ __all__ = [
     "ClickLog",
     "ClickLogConfig",
     "CriteoText",
+    "LabeledInputs",
     "MlperfDays",
     "ParquetClicks",
     "Portion",
     "Split",
+    "WeightedBatch",
     "as_batch",
     "collate",
     "open_clicks",

@@ -1,5 +1,6 @@
 """One training batch, and what else can be taken for one."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,77 +8,183 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.trees import Tree, map_tensors, tensors_in
 
 
 class Batch(NamedTuple):
     """Samples of one step on one rank; a plain ``(dense, sparse, labels)`` tuple."""
 
-    dense: Tensor
-    """``[B, num_dense]``, float32."""
+    dense: Tensor | None
+    """``[B, num_dense]``, float32; None where the model takes None."""
     sparse: SparseFeatures
     """Ids of every categorical feature, ``B`` samples."""
-    labels: Tensor
-    """``[B]``, float32, 0 or 1."""
+    labels: Tree
+    """``[B, ...]``, as the loss takes them: clicks, numbers, classes; or a tree of such tensors."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same batch on ``device``."""
-        dense, sparse, labels = self
-        return Batch(
-            dense.to(device, non_blocking=non_blocking),
-            sparse.to(device, non_blocking=non_blocking),
-            labels.to(device, non_blocking=non_blocking),
-        )
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked host memory."""
-        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+        return map_tensors(Tensor.pin_memory, self)
+
+
+class WeightedBatch(NamedTuple):
+    """A :class:`Batch` whose samples have weights: ``(dense, sparse, labels, weights)``."""
+
+    dense: Tensor | None
+    sparse: SparseFeatures
+    labels: Tree
+    weights: Tensor
+    """``[B]`` or as the loss takes them, floating."""
+
+
+class LabeledInputs(NamedTuple):
+    """The inputs of a model that takes one argument, and labels: ``(inputs, labels)``."""
+
+    inputs: Tree
+    labels: Tree
 
 
 def as_batch(item: Any, keys: Sequence[str] | None = None) -> Batch:
     """``item`` as a :class:`Batch`, sharing memory where its dtypes are those of one.
 
     Args:
-        item: a ``Batch``; or ``(dense, sparse, labels)``; or an object with TorchRec's fields
-            ``dense_features``, ``sparse_features`` and ``labels``. ``dense`` and ``labels`` are
-            tensors or arrays, labels ``[B]`` or ``[B, 1]``. ``sparse`` is ``SparseFeatures``; a
-            ``KeyedJaggedTensor``; ids ``[B, F]``, one for each sample and feature; or a mapping
-            from feature to ids ``[B]`` or ``[B, hotness]``.
+        item: a ``Batch``; or ``(dense, sparse, labels)``; or a mapping, dataclass, named tuple or
+            other object with these names or with TorchRec's, ``dense_features``,
+            ``sparse_features`` and ``labels``. ``dense`` is a tensor, array or lists
+            ``[B, num_dense]``; None, or left out where parts have names, for a model that takes
+            None. ``labels`` are a tensor, array or lists ``[B, ...]``, or several in a mapping or
+            tuple; they keep their dtype. ``sparse`` is ``SparseFeatures``; a ``KeyedJaggedTensor``;
+            ids ``[B, F]``, one for each sample and feature; or a mapping from feature to ids
+            ``[B]`` or ``[B, hotness]``.
         keys: the features of ids ``[B, F]``; ``cat_0``, ``cat_1``, ... where None.
 
     Raises:
         TypeError: where ``item`` is none of these, or a part of it holds no numbers.
-        ValueError: where the parts differ in their number of samples, or labels on the CPU are not
-            0 or 1.
+        ValueError: where the parts differ in their number of samples.
     """
     if isinstance(item, Batch):
         return item
-    if hasattr(item, "dense_features") and hasattr(item, "sparse_features"):
-        item = (item.dense_features, item.sparse_features, item.labels)
-    if not isinstance(item, Sequence) or len(item) != 3:
-        what = f"{len(item)} parts" if isinstance(item, Sequence) else type(item).__name__
-        raise TypeError(f"a batch must be (dense, sparse, labels), got {what}")
-    dense = _as_tensor(item[0], "dense").to(torch.float32)
-    labels = _as_tensor(item[2], "labels").to(torch.float32)
-    sparse = _as_features(item[1], keys)
-    if labels.dim() == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if dense.dim() != 2 or labels.dim() != 1:
-        raise ValueError(
-            "dense must be [B, num_dense] and labels [B] or [B, 1], "
-            f"got {list(dense.shape)} and {list(labels.shape)}"
+    parts = _parts_of(item)
+    if len(parts) != 3:
+        raise TypeError(f"a batch must be (dense, sparse, labels), got {_described(item)}")
+    return Batch(*_converted(parts, keys)[:3])
+
+
+def as_labeled_batch(item: Any) -> Batch | WeightedBatch | LabeledInputs:
+    """``item`` in the form that a loss function of outputs and labels is computed from.
+
+    Args:
+        item: what :func:`as_batch` takes; or that with ``weights`` of the samples, as the fourth
+            part or by name; or ``(inputs, labels)``, which are kept as they are.
+
+    Raises:
+        TypeError, ValueError: as :func:`as_batch`; says what else can be written.
+    """
+    if isinstance(item, (Batch, WeightedBatch, LabeledInputs)):
+        return item
+    parts = _parts_of(item)
+    if len(parts) == 2:
+        return LabeledInputs(*parts)
+    if len(parts) not in (3, 4):
+        raise TypeError(
+            "a batch must be (inputs, labels), (dense, sparse, labels) or (dense, sparse, labels, "
+            f"weights), or have parts of the latter names, got {_described(item)}. For a model "
+            "that is called with the whole batch give torchembed.training.BatchLoss(loss_fn), "
+            "whose loss_fn is called as loss_fn(output, batch)"
         )
-    if not len(dense) == len(labels) == sparse.batch_size:
+    converted = _converted(parts, None)
+    return Batch(*converted[:3]) if len(parts) == 3 else WeightedBatch(*converted)
+
+
+_NAMES = ("dense", "sparse", "labels", "weights")
+_TORCHREC_NAMES = ("dense_features", "sparse_features", "labels", "weights")
+
+
+def _parts_of(item: Any) -> tuple[Any, ...]:
+    """The parts of a batch in their order; none where it has other parts."""
+    names = _names_in(item)
+    for known in (_NAMES, _TORCHREC_NAMES):
+        if names is None or not names.issuperset(known[1:3]):
+            continue
+        has_fields = isinstance(item, (Mapping, tuple)) or dataclasses.is_dataclass(item)
+        # What would be left out here, the model or the loss might need.
+        if has_fields and not names.issubset(known):
+            return ()
+        found = known if known[3] in names else known[:3]
+        if isinstance(item, Mapping):
+            return tuple(item.get(name) for name in found)
+        return tuple(getattr(item, name, None) for name in found)
+    return tuple(item) if isinstance(item, (tuple, list)) else ()
+
+
+def _names_in(item: Any) -> frozenset[str] | None:
+    """The names of the parts of ``item``; None where they have none."""
+    if isinstance(item, Mapping):
+        return frozenset(item)
+    if dataclasses.is_dataclass(item):
+        return frozenset(field.name for field in dataclasses.fields(item))
+    if isinstance(item, tuple):
+        return frozenset(getattr(item, "_fields", ()))
+    return frozenset(name for name in (*_NAMES, *_TORCHREC_NAMES) if hasattr(item, name))
+
+
+def _described(item: Any) -> str:
+    if isinstance(item, (tuple, list)) and not hasattr(item, "_fields"):
+        return f"{len(item)} parts"
+    if isinstance(item, (Mapping, tuple)) or dataclasses.is_dataclass(item):
+        return f"{type(item).__name__} of {', '.join(sorted(map(str, _names_in(item) or ())))}"
+    return type(item).__name__
+
+
+def _converted(parts: Sequence[Any], keys: Sequence[str] | None) -> tuple[Any, ...]:
+    dense = None if parts[0] is None else _as_tensor(parts[0], "dense").to(torch.float32)
+    sparse = _as_features(parts[1], keys)
+    others = [_as_labels(part, name) for part, name in zip(parts[2:], _NAMES[2:], strict=False)]
+    if dense is not None and dense.dim() != 2:
+        raise ValueError(f"dense must be [B, num_dense], got {list(dense.shape)}")
+    num_dense = sparse.batch_size if dense is None else len(dense)
+    sizes = [len(tensor) if tensor.dim() else 0 for tensor in tensors_in(others)]
+    if {num_dense, *sizes} != {sparse.batch_size}:
+        what = "dense, sparse and labels" if len(others) == 1 else "all parts"
         raise ValueError(
-            "dense, sparse and labels must have one number of samples, "
-            f"got {len(dense)}, {sparse.batch_size} and {len(labels)}"
+            f"{what} must have one number of samples, "
+            f"got {num_dense}, {sparse.batch_size} and {', '.join(map(str, sizes))}"
         )
-    # On a GPU the check would make the host wait.
+    return dense, sparse, *others
+
+
+def _as_labels(values: Any, name: str) -> Tree:
+    """``values`` as a tensor, or as a mapping or tuple of tensors."""
+    if isinstance(values, Mapping):
+        return {key: _as_labels(part, f"{name} of {key}") for key, part in values.items()}
+    if isinstance(values, tuple) and any(isinstance(part, Tensor) for part in values):
+        return tuple(_as_labels(part, f"{name}[{n}]") for n, part in enumerate(values))
+    return _as_tensor(values, name)
+
+
+def as_probabilities(labels: Tensor) -> Tensor:
+    """``labels`` as the log loss takes them: float32.
+
+    Raises:
+        ValueError: where one that is on the CPU is not from 0 to 1; on a GPU the check would make
+            the host wait.
+    """
     if labels.device.type == "cpu":
-        check_labels(labels)
-    return Batch(dense, sparse, labels)
+        bad = ~((labels >= 0) & (labels <= 1))
+        if bad.any():
+            place = int(bad.flatten().int().argmax())
+            raise ValueError(
+                "labels must be from 0 to 1 for a binary cross entropy, got "
+                f"{labels.flatten()[place]:g} for sample {place // max(labels[0].numel(), 1)}; "
+                "other loss functions take labels of any range"
+            )
+    return labels.to(torch.float32)
 
 
-def check_labels(labels: Tensor) -> None:
+def check_clicks(labels: Tensor) -> None:
     """Raise ``ValueError`` with the first of ``labels [B]`` that is neither 0 nor 1."""
     bad = (labels != 0) & (labels != 1)
     if bad.any():

@@ -178,6 +178,20 @@ def _has_samples(batch: Tree, shapes: list[_Shape]) -> bool:
     return has_dense and all(shape.batch_size > 0 for shape in shapes)
 
 
+def num_samples(batch: Tree) -> int:
+    """The number of samples of the batch's first sparse features, else the length of its first
+    tensor; 1 where it has neither."""
+    sparse = getattr(batch, "sparse", None)
+    if isinstance(sparse, SparseFeatures):
+        return sparse.batch_size
+    for part in leaves_in(batch, is_part):
+        if not isinstance(part, Tensor):
+            return shape_of(part).batch_size
+        if part.dim():
+            return len(part)
+    return 1
+
+
 def to_device(batch: Tree, device: torch.device) -> Tree:
     """``batch`` on ``device``, by its own ``to`` or as a tree of tensors and sparse features;
     copies from pinned memory do not block."""

@@ -12,41 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.core.trees import Tree, map_tensors
+from torchembed.core.trees import map_tensors
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.optim.clipping import clip_gradients
 from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
+from torchembed.step.model_loss import ComputeLoss
 from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers, update, update_early
 from torchembed.step.step_record import StepRecord
 from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
 from torchembed.tables import Admission, RecordedGradients, table_of
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""``(logits [B], labels [B])`` to their mean loss ``[]``; never called with ``B = 0``."""
-
-ComputeLoss = Callable[[nn.Module, Tree], tuple[Tensor, Tree]]
-"""A model and a batch on its device to the loss ``[]`` and the model's output."""
-
-
-def loss_and_output(
-    model: nn.Module, batch: Tree, *, loss_fn: LossFunction | None, autocast: torch.autocast
-) -> tuple[Tensor, Tree]:
-    """The loss ``[]`` and the output of ``model`` for ``batch``, within ``autocast``.
-
-    An empty batch has the loss 0 and gives zero gradients. Without ``loss_fn`` the model computes
-    its loss: it is called as ``model(batch)`` and gives that, or a tuple of it and an output.
-    """
-    with autocast:
-        if loss_fn is None:
-            result = model(batch)
-            return result if isinstance(result, tuple) else (result, None)
-        logits = model(batch.dense, batch.sparse).reshape(len(batch.labels))
-        loss = loss_fn(logits, batch.labels) if len(batch.labels) else logits.sum()
-        return loss, logits
 
 
 class AdmissionEpochs:

@@ -2,9 +2,9 @@
 
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import nn
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
-from torchembed.data.batch import as_batch
 from torchembed.modules.sharded_collection import ShardedCollection
 from torchembed.optim.joint import separate
 from torchembed.optim.trained_parameters import check_optimizers_train
@@ -20,13 +19,15 @@ from torchembed.sharding.transport.channel import PushDomain
 from torchembed.step.batch_layout import to_device
 from torchembed.step.engine import StepEngine
 from torchembed.step.engine_choice import EngineChoice
-from torchembed.step.forward_backward_update import (
+from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.layouts import Layouts
+from torchembed.step.model_loss import (
     ComputeLoss,
     LossFunction,
-    StepProgram,
+    check_loss_fn,
+    convert_batch,
     loss_and_output,
 )
-from torchembed.step.layouts import Layouts
 from torchembed.step.read_ahead import InputStalls, ReadAhead
 from torchembed.step.stages import (
     NO_KIND,
@@ -87,12 +88,16 @@ class TrainPipeline:
     once.
 
     Args:
-        model: sharded or not. Called as ``model(dense, sparse)``, gives logits ``[B]`` or
-            ``[B, 1]``; where ``loss_fn`` is None, ``model(batch)``, gives its loss, or a tuple of
-            the loss and what else there is, as TorchRec's models for training do.
-        loss_fn: ``(logits [B], labels [B])`` to their mean loss.
-        optimizers: of all parameters that require a gradient, and of no others; captured steps
-            update in an order of their own.
+        model: sharded or not. Called as ``model(dense, sparse)`` for batches ``(dense, sparse,
+            labels)``, and as ``model(inputs)`` for ``(inputs, labels)``.
+        loss_fn: ``(output, labels)`` to their mean loss, or ``(output, labels, weights)`` for
+            batches ``(dense, sparse, labels, weights)``; an output ``[B, 1]`` is given to it as
+            ``[B]`` where labels are that. With :class:`~torchembed.training.BatchLoss` of
+            ``(output, batch)`` the model is called as ``model(batch)``. None for a model that is
+            called as ``model(batch)`` and gives its loss, alone, as the first of a tuple or list,
+            or named ``loss``.
+        optimizers: one or several, of all parameters that require a gradient, and of no others;
+            captured steps update in an order of their own.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
         max_grad_norm: bound of the 2-norm of all gradients together, after their mean over ranks:
@@ -119,7 +124,7 @@ class TrainPipeline:
         self,
         model: nn.Module,
         loss_fn: LossFunction | None,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
@@ -132,7 +137,9 @@ class TrainPipeline:
             raise ValueError(
                 f"self_check_every must be at least 1, or None, got {self_check_every}"
             )
-        self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(optimizers)
+        given = _listed(optimizers)
+        self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(given)
+        check_loss_fn(loss_fn)
         check_optimizers_train(model, self.optimizers)
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
@@ -148,7 +155,7 @@ class TrainPipeline:
         program = StepProgram(
             model=model,
             compute_loss=compute_loss,
-            optimizers=list(optimizers),
+            optimizers=given,
             device=self.device,
             group=_group_of(model),
             max_grad_norm=max_grad_norm,
@@ -168,16 +175,19 @@ class TrainPipeline:
         if self._engines.captures:
             ranks.check_cpu_backend()
 
-    def progress(self, batches: Iterator[Any]) -> StepResult:
+    def progress(self, batches: Iterable[Any]) -> StepResult:
         """Take a step on the next batch, and begin to copy one to come.
 
         Args:
-            batches: what :func:`~torchembed.data.batch.as_batch` takes; without ``loss_fn`` any
-                nested tuples, lists, dicts and dataclasses of tensors. Each call is given the same
-                iterator, which is read two batches ahead on a GPU: a position in the data that is
-                to be saved, :class:`Epochs` too, is right once the iterator has ended, as it has
-                after each :func:`train`. Every rank's gives equally many. What was read ahead of
-                another iterator is left out.
+            batches: an iterator of ``(inputs, labels)``, or of what
+                :func:`~torchembed.data.batch.as_batch` takes, also with weights of samples as a
+                fourth part; without a loss function of labels, of nested tuples, lists, mappings
+                and dataclasses of tensors. Each call is given the same iterator, which is read two
+                batches ahead on a GPU: a position in the data that is to be saved, :class:`Epochs`
+                too, is right once the iterator has ended, as it has after each :func:`train`. Every
+                rank's gives equally many. What was read ahead of another iterator is left out. An
+                iterable, such as a ``DataLoader``, is iterated by the calls that are given it one
+                after the other, and once more by those after its end.
 
         Returns:
             The loss, the model's output and the batch, which the next step but one may overwrite;
@@ -200,7 +210,7 @@ class TrainPipeline:
         self._read_ahead()
         return StepResult(*trained.result[:3], self._engines.last_kind)
 
-    def take(self, batches: Iterator[Any]) -> Any:
+    def take(self, batches: Iterable[Any]) -> Any:
         """The batch that :meth:`progress` would train next, on the device, which it is not trained
         with; arguments and errors are the same."""
         now = self._next(batches)
@@ -208,7 +218,7 @@ class TrainPipeline:
         self._read_ahead()
         return batch
 
-    def _next(self, batches: Iterator[Any]) -> ReadBatch:
+    def _next(self, batches: Iterable[Any]) -> ReadBatch:
         self._upcoming.follow(batches)
         self._upcoming.check()
         # Bounds the host's lead: two steps are enough to hide launches, and a bad id or a dead rank
@@ -235,9 +245,18 @@ class TrainPipeline:
             with named_range("torchembed: copy"):
                 self._upcoming.fill(2, self._taken_in)
 
+    def convert(self, item: Any) -> Any:
+        """A batch that was read, in the form in which the model and the loss function are called
+        for it; one in that form is returned as it is.
+
+        Raises:
+            TypeError, ValueError: where it is no batch for this loss function; says what would be.
+        """
+        return convert_batch(item, self.loss_fn)
+
     def _taken_in(self, item: Any) -> ReadBatch:
         """A batch that was read; the engine that is to train it may begin to copy it."""
-        data = item if self.loss_fn is None else as_batch(item)
+        data = self.convert(item)
         number, self._num_read = self._num_read, self._num_read + 1
         if not self._engines.captures:
             return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
@@ -349,6 +368,22 @@ class TrainPipeline:
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
         self._in_flight.wait_until(0)
+
+
+def _listed(
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> list[torch.optim.Optimizer]:
+    if hasattr(optimizers, "param_groups"):
+        return [cast("torch.optim.Optimizer", optimizers)]
+    given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    for optimizer in given:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                "optimizers must be an optimizer or several in a list, got "
+                f"{type(optimizer).__name__}; make one of the model's parameters, as "
+                "torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.02)"
+            )
+    return given
 
 
 def _why_not_captured(capture: bool | None, *, is_cuda: bool) -> Reason | None:

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torchembed.core import ranks
@@ -26,6 +26,7 @@ class ReadAhead:
     def __init__(self) -> None:
         self.stalls = InputStalls(0, 0.0)
         self._batches: collections.deque[ReadBatch] = collections.deque()
+        self._given: Iterable[Tree] | None = None
         self._source: Iterator[Tree] | None = None
         self._error: Exception | None = None
         """Raised by reading the batch after them."""
@@ -40,11 +41,20 @@ class ReadAhead:
         """Put ``change(batch)`` in the place of each batch, in order."""
         self._batches = collections.deque(map(change, self._batches))
 
-    def follow(self, source: Iterator[Tree]) -> None:
-        """Read from ``source`` from now on; untrained batches of another source are dropped."""
-        if source is not self._source:
+    def follow(self, source: Iterable[Tree]) -> None:
+        """Read from ``source`` from now on; untrained batches of another source are dropped.
+
+        Raises:
+            TypeError: where it cannot be iterated.
+        """
+        if source is not self._given:
+            if not isinstance(source, Iterable):
+                raise TypeError(
+                    "batches must be an iterator or an iterable of batches, as iter(data_loader), "
+                    f"got {type(source).__name__}"
+                )
             self._forget()
-            self._source = source
+            self._given, self._source = source, iter(source)
 
     def fill(self, count: int, take_in: Callable[[Tree], ReadBatch]) -> None:
         """Read until there are ``count`` batches, or no more; :meth:`check` raises errors."""
@@ -71,8 +81,8 @@ class ReadAhead:
         """Raise an error of reading: after the batches before it are trained; but at once where
         there are several ranks, since the others may wait for this one's batch."""
         if self._error is not None and (ranks.world_size() > 1 or not self._batches):
-            error = self._error
-            self._forget()
+            error, self._error = self._error, None
+            self._batches.clear()
             raise error
 
     def pop(self) -> ReadBatch | None:
@@ -85,4 +95,4 @@ class ReadAhead:
 
     def _forget(self) -> None:
         self._batches.clear()
-        self._source = self._error = None
+        self._given = self._source = self._error = None

@@ -1,13 +1,16 @@
 """Batches of all ranks in lockstep, where ranks may have different numbers of batches."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.ranks import any_rank_each, check_cpu_backend, gather_objects
-from torchembed.data.batch import Batch, as_batch
+from torchembed.core.trees import Tree, map_tensors
+from torchembed.data.batch import Batch, WeightedBatch, as_batch
+from torchembed.step.batch_layout import to_device
 from torchembed.training.epochs import Epochs
 from torchembed.training.stop import StopSignal
 
@@ -15,25 +18,33 @@ from torchembed.training.stop import StopSignal
 class BatchLayout(NamedTuple):
     """Shape and dtypes of a rank's batches: enough to make an empty one."""
 
-    num_dense: int
+    num_dense: int | None
+    """None where batches have no dense part."""
     keys: tuple[str, ...]
     id_dtype: torch.dtype
     hotness: tuple[int, ...] | None
     weight_dtype: torch.dtype | None
+    labels: Tree
+    """Without samples, on the CPU."""
+    weights: Tensor | None
+    """Of samples; likewise."""
 
     @classmethod
-    def of(cls, batch: Batch) -> "BatchLayout":
+    def of(cls, batch: Batch | WeightedBatch) -> "BatchLayout":
         """The layout of ``batch``."""
+        weights = batch.weights if isinstance(batch, WeightedBatch) else None
         sparse = batch.sparse
         return cls(
-            num_dense=batch.dense.shape[1],
+            num_dense=None if batch.dense is None else batch.dense.shape[1],
             keys=sparse.keys,
             id_dtype=sparse.values.dtype,
             hotness=sparse.hotness,
             weight_dtype=None if sparse.weights is None else sparse.weights.dtype,
+            labels=map_tensors(_empty_like, batch.labels),
+            weights=None if weights is None else _empty_like(weights),
         )
 
-    def empty_batch(self) -> Batch:
+    def empty_batch(self) -> Batch | WeightedBatch:
         """A batch of this layout without samples, ``B = 0``."""
         has_offsets = self.hotness is None
         sparse = SparseFeatures(
@@ -44,7 +55,20 @@ class BatchLayout(NamedTuple):
             hotness=self.hotness,
             weights=None if self.weight_dtype is None else torch.empty(0, dtype=self.weight_dtype),
         )
-        return Batch(torch.empty(0, self.num_dense), sparse, torch.empty(0))
+        dense = None if self.num_dense is None else torch.empty(0, self.num_dense)
+        batch = Batch(dense, sparse, self.labels)
+        return batch if self.weights is None else WeightedBatch(*batch, self.weights)
+
+
+class OtherLayout(NamedTuple):
+    """The layout of batches of another form, of which no empty one is known."""
+
+    kind: str
+    """The name of their type."""
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((0, *tensor.shape[1:]), device="cpu")
 
 
 def in_step(
@@ -52,7 +76,8 @@ def in_step(
     device: torch.device | str | None,
     max_batches: int | None = None,
     stop: StopSignal | None = None,
-) -> Iterator[Batch]:
+    convert: Callable[[object], Tree] = as_batch,
+) -> Iterator[Tree]:
     """Iterate over this rank's batches for as long as any rank has one.
 
     A rank that has run out gets empty batches (``B = 0``), so that it takes part in the others'
@@ -60,28 +85,31 @@ def in_step(
     device waits.
 
     Args:
-        batches: batches that :func:`~torchembed.data.batch.as_batch` takes. No more than
+        batches: batches that ``convert`` takes. No more than
             ``max_batches`` are taken from an iterator, so a later call goes on from there. With
             :class:`~torchembed.training.Epochs` all ranks begin each epoch at the same step.
         device: the device to copy batches to; copies from pinned memory do not block. None leaves
             them where they are.
         max_batches: most batches to yield, the same on every rank; None for no limit.
         stop: once a rank is asked to stop, the batch under way is the last on every rank.
+        convert: gives the batch of what was read.
 
     Raises:
-        ValueError: where the ranks' first batches differ in features or dense columns.
+        ValueError: where the ranks' first batches differ in features or dense columns; or a rank
+            has fewer than others of batches of which no empty one can be made, since they are not
+            ``(dense, sparse, labels)``.
         RuntimeError: where the process group cannot carry CPU tensors.
     """
     check_cpu_backend()
     epochs = batches if isinstance(batches, Epochs) else None
     iterator = iter(batches)
-    layout: BatchLayout | None = None
+    layout: BatchLayout | OtherLayout | None = None
     num_yielded = 0
     while max_batches is None or num_yielded < max_batches:
         item = next(iterator, None)
-        batch = None if item is None else as_batch(item)
+        batch = None if item is None else convert(item)
         is_asked = stop is not None and stop.is_requested
-        has_batch, is_last = any_rank_each(batch is not None, is_asked)
+        has_batch, is_last, is_short = any_rank_each(batch is not None, is_asked, batch is None)
         if not has_batch:
             if epochs is not None and epochs.next_epoch():
                 continue
@@ -90,23 +118,44 @@ def in_step(
             epochs.count_step()
         if layout is None:
             layout = _agreed_layout(batch)
-        batch = layout.empty_batch() if batch is None else batch
-        yield batch if device is None else batch.to(device, non_blocking=True)
+        if is_short and isinstance(layout, OtherLayout):
+            raise ValueError(
+                f"every rank must have equally many batches where they are {layout.kind} and not "
+                "(dense, sparse, labels), of which a rank that has no more is given empty ones, "
+                f"but {'this' if batch is None else 'another'} rank has run out of them"
+            )
+        if batch is None:
+            assert isinstance(layout, BatchLayout)
+            batch = layout.empty_batch()
+        yield batch if device is None else to_device(batch, torch.device(device))
         num_yielded += 1
         if is_last and stop is not None:
             stop.is_agreed = True
             return
 
 
-def _agreed_layout(batch: Batch | None) -> BatchLayout:
+def _layout_of(batch: Tree) -> BatchLayout | OtherLayout | None:
+    if batch is None:
+        return None
+    if isinstance(batch, (Batch, WeightedBatch)):
+        return BatchLayout.of(batch)
+    return OtherLayout(type(batch).__name__)
+
+
+def _agreed_layout(batch: Tree) -> BatchLayout | OtherLayout:
     """Compare the ranks' first batches, of which there is at least one, and return their layout."""
-    layouts = gather_objects(None if batch is None else BatchLayout.of(batch))
+    layouts = gather_objects(_layout_of(batch))
     known = [layout for layout in layouts if layout is not None]
-    for layout in known[1:]:
-        if (layout.keys, layout.num_dense) != (known[0].keys, known[0].num_dense):
+    others = [layout for layout in known if isinstance(layout, OtherLayout)]
+    if others:
+        return others[0]
+    of_batches = [layout for layout in known if isinstance(layout, BatchLayout)]
+    first = of_batches[0]
+    for layout in of_batches[1:]:
+        if (layout.keys, layout.num_dense) != (first.keys, first.num_dense):
             raise ValueError(
                 "batches must have the same features and dense columns on every rank, got "
-                f"{list(known[0].keys)} with {known[0].num_dense} and {list(layout.keys)} with "
+                f"{list(first.keys)} with {first.num_dense} and {list(layout.keys)} with "
                 f"{layout.num_dense}"
             )
-    return known[0]
+    return first

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchembed.core import ranks
+from torchembed.data.batch import check_clicks
 from torchembed.training.batches import in_step
 from torchembed.training.stop import StopSignal
 
@@ -51,14 +52,14 @@ def evaluate(
 
     Raises:
         FloatingPointError: where a logit is not finite.
-        ValueError: where there is no row.
+        ValueError: where there is no row, or a label is neither 0 nor 1.
     """
     logits, labels = [], []
     device = next(model.parameters()).device
     with _evaluation_mode(model):
         for batch in in_step(batches, device, stop=stop):
             logits.append(model(batch.dense, batch.sparse).reshape(-1).float())
-            labels.append(batch.labels)
+            labels.append(batch.labels.reshape(-1).float())
     if stop is not None and stop.is_agreed:
         return None
     empty = torch.empty(0, device=device)
@@ -103,6 +104,7 @@ def metrics(logits: Tensor, labels: Tensor) -> Evaluation:
             f"{num_bad} of {len(logits)} logits are not finite: training diverged; lower the "
             "learning rate, or look for bad dense features"
         )
+    check_clicks(labels)
     logits, labels = logits.double(), labels.double()
     logloss = F.binary_cross_entropy_with_logits(logits, labels).item()
     auc = math.nan

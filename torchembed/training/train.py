@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchembed.step.batch_layout import num_samples
 from torchembed.step.pipeline import TrainPipeline
 from torchembed.training.batches import in_step
 from torchembed.training.history import History
@@ -38,9 +39,10 @@ def train(
     were set to evaluation, such as a frozen batch norm, stay in it.
 
     Args:
-        pipeline: takes the steps; has a loss function. It has trained every batch it read when this
+        pipeline: takes the steps. It has trained every batch it read when this
             returns, so further calls may use it.
-        batches: as for :func:`in_step`; at most ``max_steps`` batches are taken from an iterator or
+        batches: any iterable of what :meth:`TrainPipeline.progress` takes, as for :func:`in_step`;
+            at most ``max_steps`` batches are taken from an iterator or
             from ``Epochs``, so a later call continues from there.
         schedulers: learning-rate schedulers, stepped after each step.
         max_steps: most steps to take, the same on every rank; None for no limit.
@@ -62,13 +64,13 @@ def train(
         pipeline.model.train()
     pipeline.take_up_changes()
     meter, num_before = _Meter(history, progress, metrics), history.num_steps
-    ready = in_step(batches, None, max_steps, stop)
+    ready = in_step(batches, None, max_steps, stop, pipeline.convert)
     while True:
         try:
             result = pipeline.progress(ready)
         except StopIteration:
             break
-        meter.add_step(result.loss, len(result.batch.labels), pipeline.optimizers)
+        meter.add_step(result.loss, num_samples(result.batch), pipeline.optimizers)
         for scheduler in schedulers:
             scheduler.step()
     is_cut_short = stop is not None and stop.is_agreed
