@@ -145,22 +145,46 @@ def test_a_disabled_scaler_of_ours_steps_as_without(device: torch.device) -> Non
     assert all(not torch.equal(weight(model.tables, name), before[name]) for name in NAMES)
 
 
-def test_unscaling_by_the_scaler_is_refused_and_loses_nothing(device: torch.device) -> None:
+@pytest.mark.parametrize("of_ours", [False, True])
+def test_torchs_recipe_for_clipping_scaled_gradients(of_ours: bool, device: torch.device) -> None:
+    # Bit for bit, since the scale is a power of two.
+    kind = torchembed.optim.GradScaler if of_ours else torch.amp.GradScaler
+    plain, scaled = TablesAndLayer(device), TablesAndLayer(device)
+    scaler = kind(device.type, init_scale=1024.0)
+    for model in (plain, scaled):
+        fused = Adam(model.tables.parameters(), lr=0.01)
+        dense = torch.optim.SGD(model.dense.parameters(), lr=0.01)
+        for step in range(3):
+            model.zero_grad()
+            (scaler.scale(model.loss(step)) if model is scaled else model.loss(step)).backward()
+            if model is scaled:
+                scaler.unscale_(fused)
+                scaler.unscale_(dense)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for optimizer in (fused, dense):
+                if model is scaled:
+                    scaler.step(optimizer)
+                else:
+                    optimizer.step()
+            if model is scaled:
+                scaler.update()
+    for name, parameter in weights(scaled.tables).items():
+        assert_same_bits(parameter, weight(plain.tables, name))
+    assert_same_bits(scaled.dense.weight, plain.dense.weight)
+
+
+def test_unscaled_gradients_that_are_infinite_skip_the_step(device: torch.device) -> None:
     model = TablesAndLayer(device)
     fused, dense = SGD(model.tables.parameters()), torch.optim.SGD(model.dense.parameters())
     scaler = scaler_on(device)
     before = rows(model.tables)
-    scaler.scale(model.loss(0)).backward()
-    scaler.unscale_(dense)
-    scaler.unscale_(fused)
-    with pytest.raises(RuntimeError, match=r"scaler\.unscale_\(optimizer\) was called for a fused"):
-        scaler.step(fused)
+    scaler.scale(model.loss(0) * float("inf")).backward()
+    for optimizer in (fused, dense):
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
     for name, parameter in weights(model.tables).items():
         assert_same_bits(parameter, before[name])
-    scaler.step(dense)
-    scaler.update()
-    scaler.step(fused)  # the gradients are still there
-    assert all(not torch.equal(weight(model.tables, name), before[name]) for name in NAMES)
 
 
 def test_clipping_under_a_scaler(device: torch.device) -> None:
@@ -181,6 +205,7 @@ def test_clipping_under_a_scaler(device: torch.device) -> None:
         backward(module, 0, scale=1024.0)
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5 * 1024.0)
         for parameter in module.parameters():
+            assert parameter.grad is not None
             parameter.data -= 0.1 * (parameter.grad / 1024.0)
 
     assert_trains_as(make(device), train_ours, train_theirs)

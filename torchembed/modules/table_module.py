@@ -78,7 +78,11 @@ class TableModule(nn.Module):
         self._table_set.form_groups()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TableModule":
-        self._table_set.current_groups()
+        # What stands for recorded gradients under weight.grad would be converted by itself.
+        for group in self._table_set.current_groups():
+            if group.joined is not None:
+                group.joined.check_nothing_pending()
+            group.pending.hide()
         converted: dict[TableGroup, Tensor] = {}
 
         def convert(tensor: Tensor) -> Tensor:
@@ -96,6 +100,8 @@ class TableModule(nn.Module):
         self._find_parameters()
         for group, weight in converted.items():
             group.convert(weight)
+        for group in self._table_set.groups:
+            group.pending.show()
         self._table_set.form_groups()
         return self
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchembed.ops.row_gradients import summed_gradients
 from torchembed.tables import Table, TableGroup, table_of
 
 
@@ -66,7 +65,7 @@ def clip_gradients(
     for parameter in dict.fromkeys(parameters):
         table = table_of(parameter)
         if table is not None and table.group.rule is not None:
-            groups[table.group] = table
+            groups[table.group.joined or table.group] = table
         elif parameter.grad is not None:
             (of_shards if _is_sharded(table) else dense).append(_elements(parameter))
     # What every rank holds counts once, and shards on the rank that has them.
@@ -82,7 +81,7 @@ def clip_gradients(
     for gradients in _by_dtype([*dense, *of_shards]):
         torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
     for table_group in groups:
-        table_group.scale_pending(factor.float())
+        table_group.gathered_pending().scale(factor.float())
     return norm
 
 
@@ -125,11 +124,10 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 def _norm(group: TableGroup) -> Tensor:
     """The norm of the group's summed row gradients, float32 ``[]``."""
-    entry = group.merge_pending()
-    if entry is None:
+    summed = group.gathered_pending().summed()
+    if summed is None:
         return torch.zeros((), device=group.weight.device)
-    entry.wait()
-    return torch.linalg.vector_norm(summed_gradients(entry.runs(group.num_rows), entry.gradients))
+    return torch.linalg.vector_norm(summed[1])
 
 
 def _sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:

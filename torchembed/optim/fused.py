@@ -17,7 +17,14 @@ from torchembed.optim.hyperparameters import (
     check_hyperparameters,
     rule_numbers,
 )
-from torchembed.tables import RecordedGradients, Table, TableGroup, join_groups, table_of
+from torchembed.tables import (
+    RecordedGradients,
+    Table,
+    TableGradient,
+    TableGroup,
+    join_groups,
+    table_of,
+)
 
 
 class FusedOptimizer(ReplayedOptimizer):
@@ -25,9 +32,11 @@ class FusedOptimizer(ReplayedOptimizer):
 
     Constructing one takes over the given tables, also from another fused optimizer, whose ``step``
     raises from then on: their lookups' backward records gradients inside the table group
-    (``weight.grad`` stays None), and :meth:`step` applies and discards them. Several backwards
-    before a step accumulate; ``zero_grad`` discards. Copies of the module start without an
-    optimizer.
+    and :meth:`step` applies and discards them. Several backwards before a step accumulate;
+    ``zero_grad`` discards, that of any module around the tables too. Meanwhile ``weight.grad`` is a
+    :class:`~torchembed.tables.TableGradient`, which stands for them without their memory, so that
+    ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` count and clip them. Copies of the
+    module start without an optimizer.
 
     A rank that holds no table passes no parameters, and may step as the others do.
 
@@ -35,15 +44,14 @@ class FusedOptimizer(ReplayedOptimizer):
     ``lr`` on the tables' device is read there. ``state_dict`` holds one entry of state for each
     table.
 
-    With ``torch.amp.GradScaler``, ``scaler.step(optimizer)`` unscales inside the update and skips
-    it on the device where a gradient is not finite; ``scaler.unscale_`` is for other optimizers
-    (``step`` raises after it). Pass dense parameters' optimizer through the same scaler: torch
-    wants at least one that it can inspect itself, and its loss scale follows the gradients of that
-    one; that of :class:`torchembed.optim.GradScaler` also follows those of the tables. Ranks that
-    share sharded tables skip the same steps, by one small collective in each scaled step: give all
-    tables of the model to one optimizer, and step it on every rank that has tables.
-    ``torch.nn.utils.clip_grad_norm_`` does not see tables; use
-    :func:`torchembed.optim.clip_grad_norm_`.
+    With ``torch.amp.GradScaler``, ``scaler.step(optimizer)`` unscales inside the update, unless
+    ``scaler.unscale_`` came before, and skips it on the device where a gradient is not finite. Pass
+    dense parameters' optimizer through the same scaler: torch wants at least one that it can
+    inspect itself, and its loss scale follows the gradients of that one; that of
+    :class:`torchembed.optim.GradScaler` also follows those of the tables. Ranks that share sharded
+    tables skip the same steps, by one small collective in each scaled step: give all tables of the
+    model to one optimizer, and step it on every rank that has tables. The norm of
+    sharded tables spans the ranks: :func:`torchembed.optim.clip_grad_norm_`.
     """
 
     kind: ClassVar[OptimizerKind]
@@ -178,7 +186,8 @@ class FusedOptimizer(ReplayedOptimizer):
     def _loss_scaling(
         self, entries: Sequence[RecordedGradients]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The inverse loss scale ``[1]`` and the flag ``[1]`` that skips the step, under a scaler.
+        """The inverse loss scale ``[1]``, unless the scaler has unscaled the gradients before, and
+        the flag ``[1]`` that skips the step; None where there is no scaler.
 
         As with torch's optimizers, all tables skip where the gradients of one are not finite, on
         any rank. The collective needs every rank, also one that has no gradients.
@@ -188,23 +197,19 @@ class FusedOptimizer(ReplayedOptimizer):
         for entry in entries:
             entry.wait()
         scale, found_inf = self.grad_scale, self.found_inf
-        if scale is None:
-            # GradScaler deletes its attributes only after a step that succeeds.
-            del self.grad_scale, self.found_inf
-            raise RuntimeError(
-                "scaler.unscale_(optimizer) was called for a fused optimizer, which unscales in "
-                "its own step; call it for the dense optimizer only"
-            )
         # Where no parameter has a weight.grad, found_inf is the number 0.
-        skip = torch.zeros((), device=scale.device) + found_inf
+        known = [given.device for given in (scale, found_inf) if isinstance(given, Tensor)]
+        skip = torch.zeros((), device=known[0] if known else "cpu") + found_inf
         for grad, _, _ in (entry.gradients for entry in entries):
-            skip = skip.maximum(1.0 - torch.isfinite(grad).all().float().to(scale.device))
+            skip = skip.maximum(1.0 - torch.isfinite(grad).all().float().to(skip.device))
         tables = [_table(p) for group in self.param_groups for p in group["params"]]
         for make_maximum in dict.fromkeys(table.max_over_holders for table in tables):
             if make_maximum is not None:
                 make_maximum(skip)
         self.overflow = skip
-        return scale.float().reciprocal().reshape(1), skip.reshape(1)
+        # None where scaler.unscale_ has unscaled what is recorded.
+        multiplier = None if scale is None else scale.float().reciprocal().reshape(1)
+        return multiplier, skip.reshape(1)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -239,7 +244,7 @@ class FusedOptimizer(ReplayedOptimizer):
     def _apply_recorded(self) -> None:
         updates = []
         for index, group in enumerate(self.param_groups):
-            if any(parameter.grad is not None for parameter in group["params"]):
+            if any(map(_has_own_gradient, group["params"])):
                 raise RuntimeError(
                     "weight.grad of a table is set, by a forward from before this optimizer took "
                     "the table over, or through a parametrization or pruning of it, and would not "
@@ -304,13 +309,17 @@ class FusedOptimizer(ReplayedOptimizer):
 
         Tables that another optimizer has taken over are left to it.
         """
-        super().zero_grad(set_to_none=True)
+        del set_to_none
         for index, group in enumerate(self.param_groups):
-            for table in map(_table, group["params"]):
+            for parameter in group["params"]:
+                table = _table(parameter)
                 if table.update_key == self._update_key(table, index):
                     table.group.discard()
                     if table.group.joined is not None:
                         table.group.joined.discard()
+                    parameter.grad = None
+                elif _has_own_gradient(parameter):
+                    parameter.grad = None
 
     def state_dict(self) -> StateDict:
         """State in torch's form: ``state`` by parameter number, and ``param_groups``."""
@@ -353,6 +362,11 @@ class FusedOptimizer(ReplayedOptimizer):
         for number, parameter in enumerate(parameters):
             for key, tensor in self.state[parameter].items():
                 tensor.copy_(loaded[number][key])
+
+
+def _has_own_gradient(parameter: Tensor) -> bool:
+    """True where ``parameter.grad`` is a gradient, and does not stand for recorded ones."""
+    return parameter.grad is not None and not isinstance(parameter.grad, TableGradient)
 
 
 def _table(parameter: Tensor) -> Table:

@@ -49,10 +49,9 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients of dense parameters, as torch's scaler does."""
+        """Unscale the gradients, as torch's scaler does."""
         for part in separate([optimizer]):
-            if part is optimizer or not isinstance(part, FusedOptimizer):
-                super().unscale_(part)
+            super().unscale_(part)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, as torch's scaler does; collective where several processes train.

@@ -2,7 +2,6 @@
 
 from torchembed.tables.group import (
     GradientReduction,
-    RecordedGradients,
     Table,
     TableGroup,
     TableOwner,
@@ -21,6 +20,7 @@ from torchembed.tables.initializers import (
     shifted_row_key,
 )
 from torchembed.tables.joined_group import JoinedGroup, join_groups
+from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import (
     Admission,
     IndexedTable,
@@ -31,6 +31,7 @@ from torchembed.tables.row_index import (
     SlotIndex,
 )
 from torchembed.tables.row_stream import RowChunk, read_rows, row_chunks, row_ranges, write_rows
+from torchembed.tables.table_gradient import TableGradient
 from torchembed.tables.table_set import TableSet
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Initializer",
     "JoinedGroup",
     "Normal",
+    "PendingGradients",
     "RangeFactory",
     "RangeIndex",
     "RecordedGradients",
@@ -52,6 +54,7 @@ __all__ = [
     "RowIndex",
     "SlotIndex",
     "Table",
+    "TableGradient",
     "TableGroup",
     "TableOwner",
     "TableSet",

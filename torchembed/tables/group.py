@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.random_bits import name_key
 from torchembed.core.stand_ins import address_of
-from torchembed.core.trees import map_tensors
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule
-from torchembed.ops.segments import Runs, find_runs
+from torchembed.ops.segments import Runs
 from torchembed.tables.initializers import Initializer, RowIds, Uniform
+from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import IndexedTable, IndexFactory, RangeFactory, RowIndex
 
 if TYPE_CHECKING:
@@ -154,26 +154,6 @@ class Table:
         return {**state, "update_key": None, "holder": None}
 
 
-class RecordedGradients(NamedTuple):
-    """Gradients of rows, as a backward gave them."""
-
-    rows: Tensor
-    gradients: RowGradients
-    known_runs: Runs | None = None
-    """Runs of equal ``rows``, where they were found before."""
-    ready: torch.cuda.Event | None = None
-    """From when on another stream of the GPU may use them."""
-
-    def wait(self) -> None:
-        """Let the current stream wait until they are there."""
-        if self.ready is not None:
-            torch.cuda.current_stream(self.rows.device).wait_event(self.ready)
-
-    def runs(self, num_rows: int) -> Runs:
-        """The runs of equal rows, of a group of ``num_rows``."""
-        return find_runs(self.rows, num_rows) if self.known_runs is None else self.known_runs
-
-
 class TableGroup:
     """Tables of one dtype and as many columns here, looked up and updated in one call.
 
@@ -185,7 +165,7 @@ class TableGroup:
         states: optimizer state, flat like ``weight``; made by :meth:`set_rule`.
         initial_state: what every element of it starts from.
         step: float32 ``[1]``, updates done.
-        pending: gradients recorded by backward and not yet applied, oldest first.
+        pending: gradients recorded by backward and not yet applied.
         num_awaited: those that are on their way over ranks, and come once backward is done.
         joined: the group of several modules' tables in one pass with which this one is updated;
             None where it is updated by itself.
@@ -201,7 +181,7 @@ class TableGroup:
         self.initial_state = 0.0
         self.rule: UpdateRule | None = None
         self.step = torch.zeros(1, device=weight.device)
-        self.pending: list[RecordedGradients] = []
+        self.pending = PendingGradients(self)
         self.num_awaited = 0
         self.joined: JoinedGroup | None = None
         indexed = [
@@ -234,6 +214,10 @@ class TableGroup:
     def rows_dtype(self) -> torch.dtype:
         """The integer type in which rows of this group are passed to operations."""
         return torch.int32 if self.num_rows < 2**31 else torch.int64
+
+    def first_row_of(self, table: Table) -> int:
+        """The row of ``weight`` at which ``table`` begins."""
+        return self.first_rows[self.tables.index(table)]
 
     def table_rows(self, tensor: Tensor, table: Table) -> Tensor:
         """The part of ``tensor [R, ...]`` that belongs to ``table``, a view."""
@@ -286,7 +270,7 @@ class TableGroup:
             self.set_rule(self.rule, self.initial_state)
         self.states = tuple(state.to(device) for state in self.states)
         self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
-        self.pending = [map_tensors(lambda tensor: tensor.to(device), e) for e in self.pending]
+        self.pending.to(device)
         self._set_index(self.index.to(device))
         self.point_parameters()
 
@@ -331,44 +315,19 @@ class TableGroup:
 
     def recorded(self) -> list[RecordedGradients]:
         """The gradients that the group's next update applies."""
-        return self.pending
-
-    def scale_pending(self, factor: Tensor) -> None:
-        """Multiply all gradients recorded so far by ``factor``, float32 ``[]``."""
-        for index, entry in enumerate(self.pending):
-            scales, gradients = factor.expand(entry.rows.numel()), entry.gradients
-            if gradients.scales is not None:
-                scales = scales * gradients.scales
-            self.pending[index] = entry._replace(gradients=gradients._replace(scales=scales))
-
-    def merge_pending(self) -> RecordedGradients | None:
-        """Make all pending gradients one entry, whose runs are known from then on; None where there
-        are none."""
-        merged = self.merged_pending()
-        if merged is not None:
-            merged = merged._replace(known_runs=merged.runs(self.num_rows))
-            self.pending = [merged]
-        return merged
+        return list(self.pending)
 
     def merged_pending(self) -> RecordedGradients | None:
-        """All pending gradients as one entry, or None where there are none."""
-        if len(self.pending) <= 1:
-            return self.pending[0] if self.pending else None
-        for entry in self.pending:
-            entry.wait()
-        rows, gradient_rows, scales, first = [], [], [], 0
-        for entry_rows, (grad, entry_gradient_rows, entry_scales), *_ in self.pending:
-            rows.append(entry_rows)
-            if entry_gradient_rows is None:
-                entry_gradient_rows = torch.arange(entry_rows.numel(), device=grad.device)
-            gradient_rows.append(entry_gradient_rows.long() + first)
-            if entry_scales is None:
-                entry_scales = torch.ones(entry_rows.numel(), device=grad.device)
-            scales.append(entry_scales)
-            first += grad.shape[0]
-        grads = torch.cat([entry.gradients.grad for entry in self.pending])
-        merged = RowGradients(grads, torch.cat(gradient_rows), torch.cat(scales))
-        return RecordedGradients(torch.cat(rows), merged)
+        """The gradients of the group's next update as one entry, or None where there are none."""
+        return self.pending.merged()
+
+    def gathered_pending(self) -> PendingGradients:
+        """The gradients of the group's next update, all in one place."""
+        return self.pending
+
+    def tables_of_pending(self) -> Sequence[Table]:
+        """The tables that ``pending`` may hold gradients of."""
+        return self.tables
 
 
 def mark_parameter(table: Table) -> None:

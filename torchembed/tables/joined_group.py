@@ -9,8 +9,9 @@ from torch import Tensor
 from torchembed.core.own_storage import with_own_storage
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
-from torchembed.tables.group import RecordedGradients, TableGroup
+from torchembed.tables.group import Table, TableGroup
 from torchembed.tables.merged_gradients import GradientMerge
+from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class JoinedGroup(TableGroup):
         Raises:
             RuntimeError: where gradients of a lookup of several tables are pending.
         """
-        self._check_nothing_pending()
+        self.check_nothing_pending()
         self.members.remove(group)
         group.joined, group.step = None, group.step.clone()
 
@@ -75,10 +76,11 @@ class JoinedGroup(TableGroup):
         Raises:
             RuntimeError: as :meth:`leave`.
         """
-        self._check_nothing_pending()
+        self.check_nothing_pending()
         made = JoinedGroup.__new__(JoinedGroup)
         vars(made).update(vars(self))
-        made.members, made.pending, made.step = list(members), [], self.step.clone()
+        made.members, made.step = list(members), self.step.clone()
+        made.pending = PendingGradients(made)
         for group in members:
             self.members.remove(group)
             group.joined, group.step = made, made.step
@@ -95,7 +97,8 @@ class JoinedGroup(TableGroup):
         for members in list(by_key.values())[1:]:
             self.split(members)
 
-    def _check_nothing_pending(self) -> None:
+    def check_nothing_pending(self) -> None:
+        """Raise ``RuntimeError`` where gradients of a lookup of several tables are pending."""
         if self.pending:
             names = ", ".join(table.spec.name for table in self.tables)
             raise RuntimeError(
@@ -137,6 +140,18 @@ class JoinedGroup(TableGroup):
         if len(entries) == 1 and not entries[0][0]:
             return entries[0][1]
         return self._merge(entries)
+
+    def gathered_pending(self) -> PendingGradients:
+        """The recorded gradients of all members, moved here."""
+        if any(len(group.pending) for group in self.members):
+            merged = self.merged_pending()
+            for group in self.members:
+                group.pending.replace([])
+            self.pending.replace([] if merged is None else [merged])
+        return self.pending
+
+    def tables_of_pending(self) -> Sequence[Table]:
+        return [group.tables[0] for group in self.members]
 
     def _keep_only(self, updated: Sequence[TableGroup]) -> None:
         if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
