@@ -143,6 +143,7 @@ def two_tasks(sizes: Sizes, count: int) -> list[dict[str, object]]:
     """Clicks with two labels, in a dict."""
     found: list[dict[str, object]] = []
     for batch in clicks(sizes, count):
+        assert batch.dense is not None
         bought = batch.labels * (batch.dense[:, 0] > 0)
         labels = torch.stack([batch.labels, bought], dim=1)
         found.append({"dense": batch.dense, "sparse": batch.sparse, "labels": labels})

@@ -46,7 +46,11 @@ class Case:
     def state(self) -> dict[str, Tensor]:
         """Copies of all that training changes: parameters, buffers, what the loop keeps."""
         found = {**self.model.state_dict(), **self.kept()}
-        return {k: v.detach().clone() for k, v in found.items() if isinstance(v, Tensor)}
+        return {
+            name: tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().clone()
+            for name, tensor in found.items()
+            if isinstance(tensor, Tensor)
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

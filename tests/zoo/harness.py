@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.zoo.entries import Case, Entry
 from tests.zoo.sizes import Sizes
+from torchembed.step.stages import StepForm, StepKind
 from torchembed.training import TrainPipeline
 
 NUM_STEPS = 12
@@ -84,19 +85,20 @@ def by_hand(case: Case, batches: Sequence[Any]) -> Trained:
     return Trained(losses, case.state())
 
 
-def by_pipeline(case: Case, batches: Sequence[Any]) -> tuple[Trained, bool]:
-    """Train by a pipeline that captures; True where it does so to the end."""
-    losses, iterator = [], iter(batches)
+def by_pipeline(case: Case, batches: Sequence[Any]) -> tuple[Trained, StepKind]:
+    """Train by a pipeline that captures; also the kind of its last step."""
+    losses, iterator, kind = [], iter(batches), None
     with TrainPipeline(
         case.model, case.loss_fn, case.optimizers, autocast=case.autocast, capture=True
     ) as pipeline:
         for number in range(len(batches)):
             case.before_step(number)
-            loss = pipeline.progress(iterator).loss
-            losses.append(loss.clone())
-            case.after_step(number, loss)
-        is_captured = pipeline.engine.is_captured
-    return Trained(losses, case.state()), is_captured
+            result = pipeline.progress(iterator)
+            losses.append(result.loss.clone())
+            case.after_step(number, result.loss)
+            kind = result.kind
+    assert kind is not None
+    return Trained(losses, case.state()), kind
 
 
 def are_equal(one: Trained, other: Trained) -> bool:
@@ -116,19 +118,26 @@ def outcome_of(entry: Entry, sizes: Sizes, num_steps: int = NUM_STEPS) -> Outcom
     """Train ``entry`` both ways and compare.
 
     Raises:
+        AssertionError: where the plain loop changes no weight, so that equality says nothing.
         Exception: what the plain loop raises.
     """
-    expected = by_hand(made(entry, sizes), entry.batches(sizes, num_steps))
+    case = made(entry, sizes)
+    before = [parameter.detach().clone() for parameter in case.model.parameters()]
+    expected = by_hand(case, entry.batches(sizes, num_steps))
+    assert not all(map(torch.equal, before, case.model.parameters())), f"{entry.name} is constant"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found, is_captured = by_pipeline(made(entry, sizes), entry.batches(sizes, num_steps))
+            found, kind = by_pipeline(made(entry, sizes), entry.batches(sizes, num_steps))
         except Exception as error:  # noqa: BLE001 - it is the outcome
             return Outcome(Kind.RAISES, f"{type(error).__name__}: {_first_line(error)}")
-    words = "; ".join(dict.fromkeys(_first_line(warning.message) for warning in caught))
+    said = [_first_line(warning.message) for warning in caught]
+    if kind.why is not None and not said:
+        said = [str(kind)]  # which the pipeline logs
+    words = "; ".join(dict.fromkeys(said))
     if not are_equal(found, expected):
         return Outcome(Kind.DIFFERENT_SAID if words else Kind.DIFFERENT, words)
-    if is_captured:
+    if kind.form in (StepForm.GRAPH, StepForm.PADDED):
         return Outcome(Kind.CAPTURED, words)
     return Outcome(Kind.SAID if words else Kind.UNSAID, words)
 

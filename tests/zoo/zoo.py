@@ -1,8 +1,14 @@
 """All entries of the zoo."""
 
+from tests.zoo.gradient_habits import GRADIENTS
+from tests.zoo.hook_habits import HOOKS
+from tests.zoo.layer_habits import LAYERS
 from tests.zoo.pooled_models import POOLED
+from tests.zoo.random_habits import RANDOM
+from tests.zoo.schedule_habits import SCHEDULES
 from tests.zoo.sequence_models import SEQUENCES
+from tests.zoo.state_habits import STATE
 from tests.zoo.task_models import TASKS
 
-FAMILIES = (POOLED, SEQUENCES, TASKS)
+FAMILIES = (POOLED, SEQUENCES, TASKS, LAYERS, STATE, HOOKS, SCHEDULES, RANDOM, GRADIENTS)
 ENTRIES = {entry.name: entry for family in FAMILIES for entry in family.entries}
