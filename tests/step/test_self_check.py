@@ -14,7 +14,6 @@ import torchembed
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, state_of
-from torchembed.core.host_numbers import HostNumbers
 from torchembed.step.self_check import _Comparison, _difference, _Number
 from torchembed.training import TrainPipeline
 
@@ -155,7 +154,7 @@ def test_other_calls_than_in_the_graph_are_a_difference() -> None:
 
 def comparison(graph: list[float], model: list[float], *shape: int) -> _Comparison:
     epsilon = torch.finfo(torch.float32).eps
-    values = [HostNumbers(torch.tensor([pair], dtype=torch.float64)) for pair in (graph, model)]
+    values = [torch.tensor([pair], dtype=torch.float64) for pair in (graph, model)]
     return _Comparison([_Number("x", shape, epsilon)], *values, 1)
 
 

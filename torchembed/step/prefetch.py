@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
-from torchembed.modules.staged_collection import Admitted, Routed, StagedCollection
+from torchembed.modules.staged_collection import Admitted, Routed
 from torchembed.step.bad_id_flag import BadIdFlag, either, reduce_checks
 from torchembed.step.batch_layout import (
     dense_tensors,
@@ -49,7 +49,7 @@ class Prefetch:
         calls: Sequence[LookupCall] | None = None,
         capacity: Capacity | None = None,
     ) -> None:
-        self._capacity, self._group, self._model = capacity, program.group, program.model
+        self._capacity, self._group = capacity, program.group
         layout = example if capacity is None else with_capacity(example, capacity.num_ids)
         self.buffers = InputBuffers(layout, program.device, tracks_fresh=program.epochs is not None)
         self._epochs = program.epochs
@@ -74,17 +74,6 @@ class Prefetch:
     def is_complete(self) -> bool:
         """True if both buffers' batches were prepared as far as their ids allow."""
         return not self.calls or None not in self.admitted
-
-    @property
-    def covers_lookups(self) -> bool:
-        """True if forward exchanges nothing but vectors: ids of one rank are not exchanged, those
-        of several are where all collections were prepared."""
-        if self._group is None:
-            return True
-        prepared = {call.collection for call in self.calls or ()}
-        return prepared.issuperset(
-            m for m in self._model.modules() if isinstance(m, StagedCollection)
-        )
 
     @torch.no_grad()
     def prepare(self, buffer: int, *, in_place: bool) -> None:
