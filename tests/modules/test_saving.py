@@ -1,6 +1,8 @@
 """Files that other libraries write of models whose parameters lie side by side in one memory."""
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 import torchembed
 from tests.support.tolerance import assert_same_bits
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig
+from torchembed.autograd.gradient_slots import slot_of
 from torchembed.core.own_storage import with_own_storage
+from torchembed.tables import table_of
 
 
 class Model(nn.Module):
@@ -59,6 +63,45 @@ def test_a_state_dict_is_the_model_itself(device: torch.device) -> None:
         assert_same_bits(parameter.detach(), torch.full_like(parameter, 3.0))
     (group,) = model.tables._table_set.current_groups()
     assert_same_bits(group.weight, torch.full_like(group.weight, 3.0))
+
+
+def read_again(saved: object) -> Any:
+    """What ``torch.load`` makes of it by default, which runs no code of the file."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_one_tensor_alone_can_be_saved(device: torch.device) -> None:
+    model = Model(device)
+    optimizers = [
+        torchembed.optim.Adam(model.tables.parameters()),
+        torchembed.optim.DenseAdam([*model.first.parameters(), *model.second.parameters()]),
+    ]
+    for optimizer in optimizers:
+        for parameter, entry in optimizer.state.items():
+            for tensor in (parameter, *entry.values()):
+                found = read_again(tensor)
+                assert_same_bits(found, tensor)
+                assert found.untyped_storage().nbytes() == tensor.nbytes
+                assert table_of(found) is None
+                assert slot_of(found) is None
+    for part in (model.tables.embedding_bags["b"], model.second):
+        for name, found in read_again(part.state_dict()).items():
+            assert_same_bits(found, part.state_dict()[name])
+            assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def test_a_saved_model_finds_its_tables_again(device: torch.device) -> None:
+    model = trained_model(device)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False)
+    assert [table_of(p) is None for p in found.parameters()] == [False] * 3 + [True] * 4
+    for one, other in zip(found.parameters(), model.parameters(), strict=True):
+        assert_same_bits(one, other)
 
 
 def test_safetensors_writes_every_tensor(device: torch.device, tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """Slots of gradients: the parts of flat buffers in which parameters' gradients are written, so that
 optimizers and all-reduces take a buffer as a whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchembed.core.left_behind import LeftBehind
 
-class GradientSlot:
+
+class GradientSlot(LeftBehind):
     """The part of a flat buffer that belongs to the gradient of one parameter.
 
     A backward function may write the first gradient of a step there; ``weight.grad`` is then that
@@ -57,18 +59,11 @@ class GradientSlot:
         """True where ``grad`` is in this slot."""
         return grad is not None and grad.data_ptr() == self.memory.data_ptr()
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        # A pickled or copied parameter leaves its optimizer, and so its slot, behind.
-        return _no_slot, ()
-
-
-def _no_slot() -> None:
-    return None
-
 
 def slot_of(parameter: Tensor) -> GradientSlot | None:
     """The slot of the gradient of ``parameter``; None where no optimizer has made one."""
-    return getattr(parameter, "torchembed_gradient_slot", None)
+    slot = getattr(parameter, "torchembed_gradient_slot", None)
+    return slot if isinstance(slot, GradientSlot) else None
 
 
 class FlatSpans(NamedTuple):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
 from torchembed.core import checks
+from torchembed.core.own_storage import with_own_storage
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.flat_parameters import FlatParameters, flatten_parameters
@@ -243,7 +244,10 @@ class _Buffer:
         named = dict(zip(self.state_names, self.states, strict=True))
         if self.flat.rounded is not None:
             named["master"] = self.flat.master
-        views = {name: self.flat.views(state) for name, state in named.items()}
+        views = {
+            name: [with_own_storage(view) for view in self.flat.views(state)]
+            for name, state in named.items()
+        }
         return [
             {"step": self.step, **{name: parts[number] for name, parts in views.items()}}
             for number in range(len(self.flat.parameters))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
 from torchembed.core.checks import FLOAT_DTYPES
+from torchembed.core.own_storage import with_own_storage
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule, rowwise_update
 from torchembed.optim.divided_columns import update_divided_columns
@@ -167,7 +168,7 @@ class FusedOptimizer(ReplayedOptimizer):
                 table = _table(parameter)
                 entry: dict[str, Tensor] = {"step": table.group.step}
                 for name, state in zip(self.state_names, table.group.states, strict=True):
-                    entry[name] = table.group.table_rows(state, table)
+                    entry[name] = with_own_storage(table.group.table_rows(state, table))
                 self.state[parameter] = entry
 
     def _lr(self, index: int, group: ParamGroup, table_group: TableGroup) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.left_behind import LeftBehind
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.random_bits import name_key
 from torchembed.core.stand_ins import address_of
@@ -330,12 +331,19 @@ class TableGroup:
         return self.tables
 
 
+class _TableMark(LeftBehind):
+    """Attached to the parameter of a table."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+
 def mark_parameter(table: Table) -> None:
-    table.parameter.torchembed_table = table  # type: ignore[attr-defined]
+    """Let :func:`table_of` find ``table`` by its parameter."""
+    table.parameter.torchembed_table = _TableMark(table)  # type: ignore[attr-defined]
 
 
 def table_of(parameter: Tensor) -> Table | None:
     """The table whose rows ``parameter`` is, or None for any other tensor."""
-    table = getattr(parameter, "torchembed_table", None)
-    # A parameter that was pickled without its module has a table without a place.
-    return table if hasattr(table, "owner") else None
+    mark = getattr(parameter, "torchembed_table", None)
+    return mark.table if isinstance(mark, _TableMark) else None

@@ -18,6 +18,7 @@ from torchembed.autograd.weight_gradients import (
     on_gradient_stream,
     when_gradients_are_complete,
 )
+from torchembed.core.left_behind import LeftBehind
 from torchembed.sharding.transport.finished_work import wait_for
 from torchembed.sharding.transport.pushed_mean import PushedMean
 from torchembed.sharding.wire import BUCKET_BYTES
@@ -61,7 +62,7 @@ class _Reduction(NamedTuple):
     numbers: Sequence[_Numbers]
 
 
-class GradientMean:
+class GradientMean(LeftBehind):
     """Averages the gradients of parameters over ranks, bucket by bucket, while backward goes on.
 
     Every rank must run backward equally often. A parameter without a gradient on this rank counts
@@ -75,7 +76,8 @@ class GradientMean:
     Additional numbers are reduced with them (:meth:`add`): in the last bucket of their dtype, since
     they come late, or in the one before it where they are many, since backward waits for the last.
 
-    The parameters keep this object alive.
+    The parameters keep this object alive. Their copies, pickled or by ``copy.deepcopy``, leave it
+    behind: they must not average over ranks, since the others would not take part.
 
     Args:
         parameters: in the order of the model.
@@ -126,11 +128,6 @@ class GradientMean:
             parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(is_trained)
             parameter.torchembed_gradient_mean = self  # type: ignore[attr-defined]
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        # A copy of a parameter, pickled or by copy.deepcopy, must not average over ranks: the
-        # others would not take part.
-        return _nothing, ()
 
     def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop averaging the gradients of ``parameters`` from the next backward on; the same ones
