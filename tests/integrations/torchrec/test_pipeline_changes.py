@@ -1,7 +1,8 @@
 """Our pipeline follows what is changed of it between steps, and hands its batches on."""
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from tests.support.torchrec_cases import ADAGRAD, MIXED, SETTINGS, log_lines, op
 from tests.support.torchrec_pipelines import batches, make_pipeline
 
 NUM_STEPS = 12
+PLACES = {
+    "parameter": "parameter over.0.weight has hooks, or an optimizer, in backward",
+    "wrapper": "its DistributedModelParallel has hooks",
+}
 HEAD = "TorchRec's TrainPipelineSparseDist trains, since "
 
 
@@ -119,6 +124,37 @@ def hooked(whose: str, **arguments: Any) -> tuple[list[str], list[float], int]:
     return lines, found, len(calls)
 
 
+def hooked_otherwise(place: str) -> tuple[list[str], int]:
+    """The log's lines, and how often a hook of torch's in a ``place`` was called, which is there
+    for the last 3 steps."""
+    run = make("ours")
+    calls: list[object] = []
+    with log_lines() as lines:
+        pipeline, stream = make_pipeline("ours", run), batches(run, 6, is_fixed=True)
+        losses_of(pipeline, stream, 3)
+        if place == "parameter":
+            parameter = next(iter(run.model.module.over.parameters()))
+            parameter.register_hook(calls.append)
+        else:
+            run.model.register_forward_pre_hook(lambda *_: calls.append(None))
+        losses_of(pipeline, stream, 3)
+    return lines, len(calls)
+
+
+def by_stages(whose: str, **arguments: Any) -> tuple[list[str], list[float]]:
+    """The log's lines and the losses where a script fills the pipeline after some steps."""
+    run = make(whose, **arguments)
+    with log_lines() as lines:
+        pipeline, stream = make_pipeline(whose, run), batches(run, NUM_STEPS, is_fixed=True)
+        found = losses_of(pipeline, stream, 3)
+        pipeline.fill_pipeline(stream)
+        assert len(pipeline.batches) == len(pipeline.contexts) == 2
+        found += losses_of(pipeline, stream, NUM_STEPS - 3)
+        with pytest.raises(StopIteration):
+            pipeline.progress(stream)
+    return lines, found
+
+
 def orders() -> dict[str, list[int]]:
     """Numbers of the batches of steps: where the optimizer is replaced between them, where it is
     wrapped and another iterator given, and where the pipeline is reset; then how many were read
@@ -132,8 +168,12 @@ def orders() -> dict[str, list[int]]:
     pipeline, stream = make_pipeline("ours", run), iter(numbered(run, 8))
     wrapped = numbers_of(pipeline, stream, 3)
     pipeline._optimizer = Wrapped(run.optimizer)
+    other = iter(numbered(run, 2))
+    with contextlib.suppress(StopIteration):
+        while True:
+            wrapped += numbers_of(pipeline, other, 1)
+    # Only now, when the thread that reads has left the iterator.
     num_read = 8 - len(list(stream))
-    wrapped += numbers_of(pipeline, iter(numbered(run, 2)), num_read - 3 + 2)
 
     pipeline, given = make_pipeline("ours", run), numbered(run, 12)
     stream = iter(given)
@@ -144,6 +184,9 @@ def orders() -> dict[str, list[int]]:
     return {"replaced": replaced, "wrapped": wrapped, "reset": reset, "read": [num_read]}
 
 
+COMPARED: tuple[Callable[..., Any], ...] = (changed_optimizers, attached, hooked, by_stages)
+
+
 def everything_on_the_cpu() -> dict[str, Any]:
     """On a rank: each with steps as on the CPU, and with those that are captured on a GPU, which
     read ahead."""
@@ -152,12 +195,13 @@ def everything_on_the_cpu() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for whose in ("theirs", "nudged"):
         nudged = {"nudged": whose == "nudged"}
-        found[whose] = [f("theirs", **nudged) for f in (changed_optimizers, attached, hooked)]
-    found["eager"] = [f("ours") for f in (changed_optimizers, attached, hooked)], orders()
+        found[whose] = [f("theirs", **nudged) for f in COMPARED]
+    found["eager"] = [f("ours") for f in COMPARED], orders()
     captured = functools.partial(pipeline_steps.TrainPipeline, capture=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_steps, "TrainPipeline", captured)
-        found["captured"] = [f("ours") for f in (changed_optimizers, attached, hooked)], orders()
+        found["places"] = {place: hooked_otherwise(place) for place in PLACES}
+        found["captured"] = [f("ours") for f in COMPARED], orders()
     return found
 
 
@@ -172,10 +216,10 @@ KINDS = pytest.mark.parametrize("kind", ["eager", "captured"])
 @KINDS
 def test_models_and_optimizers_may_be_replaced(ranks: list[dict[str, Any]], kind: str) -> None:
     for number, rank in enumerate(ranks):
-        (lines, ours), of_attached, _ = rank[kind][0]
+        (lines, ours), of_attached, *_ = rank[kind][0]
         assert lines == ([f"{HEAD}its optimizer is a Wrapped"] if number == 0 else [])
-        (_, theirs), their_attached, _ = rank["theirs"]
-        (_, nudged), nudged_attached, _ = rank["nudged"]
+        (_, theirs), their_attached, *_ = rank["theirs"]
+        (_, nudged), nudged_attached, *_ = rank["nudged"]
         assert_within_drift(ours, theirs, nudged, num_steps=NUM_STEPS)
         assert_within_drift(of_attached, their_attached, nudged_attached, num_steps=NUM_STEPS)
 
@@ -187,6 +231,25 @@ def test_hooks_of_backward_are_called(ranks: list[dict[str, Any]], kind: str) ->
         assert lines == ([f"{HEAD}it calls hooks during backward"] if number == 0 else [])
         assert count == rank["theirs"][2][2] == NUM_STEPS - 3
         theirs, nudged = rank["theirs"][2][1], rank["nudged"][2][1]
+        assert_within_drift(ours, theirs, nudged, num_steps=NUM_STEPS)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_torchs_hooks_are_called_where_steps_would_not(
+    ranks: list[dict[str, Any]], place: str
+) -> None:
+    for number, rank in enumerate(ranks):
+        lines, count = rank["places"][place]
+        assert lines == ([f"{HEAD}{PLACES[place]}"] if number == 0 else [])
+        assert count == 3
+
+
+@KINDS
+def test_stages_may_be_called(ranks: list[dict[str, Any]], kind: str) -> None:
+    for number, rank in enumerate(ranks):
+        lines, ours = rank[kind][0][3]
+        assert lines == ([f"{HEAD}a script calls its stages"] if number == 0 else [])
+        theirs, nudged = rank["theirs"][3][1], rank["nudged"][3][1]
         assert_within_drift(ours, theirs, nudged, num_steps=NUM_STEPS)
 
 

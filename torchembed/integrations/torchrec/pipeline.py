@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.backward_injection import BackwardHookWork, InjectionSite
 
@@ -18,7 +19,11 @@ from torchembed.core.trees import Tree
 from torchembed.integrations.torchrec.batch_stream import BatchStream
 from torchembed.integrations.torchrec.batches import unsupported_batch
 from torchembed.integrations.torchrec.pipeline_steps import PipelineSteps
-from torchembed.integrations.torchrec.unwrapped_model import unsupported_model, unwrap
+from torchembed.integrations.torchrec.unwrapped_model import (
+    unsupported_hooks,
+    unsupported_model,
+    unwrap,
+)
 from torchembed.sharding.wire import WireTransport
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
@@ -124,11 +129,22 @@ class TrainPipeline(TrainPipelineSparseDist[Tree, Tree]):
             self._steps = self._make_steps(unwrap(self._model), self._optimizer, stream=stream)
         else:
             self._fall_back(reason, stream)
-        self._trained = self._trains()
+        self._trained, self._num_handles = self._trains(), RemovableHandle.next_id
 
     def _trains(self) -> tuple[object, ...]:
         """What the steps are made of, which users and TorchRec's wrappers may replace."""
         return self._model, self._optimizer, self._model_fwd
+
+    def _has_changed(self) -> bool:
+        """True where the steps cannot go on as they are: what they are made of was replaced, or a
+        hook was registered that they would not call."""
+        if self._trains() != self._trained:
+            return True
+        # Every registration of a hook takes the next number.
+        if RemovableHandle.next_id == self._num_handles:
+            return False
+        self._num_handles = RemovableHandle.next_id
+        return unsupported_hooks(unwrap(self._model)) is not None
 
     def _unsupported(self) -> str | None:
         """Reason why TorchRec's steps must train; None where ours can."""
@@ -163,7 +179,7 @@ class TrainPipeline(TrainPipelineSparseDist[Tree, Tree]):
             IndexError, TimeoutError, Exception: as
                 :meth:`torchembed.training.TrainPipeline.progress`.
         """
-        if self._steps is not None and self._trains() != self._trained:
+        if self._steps is not None and self._has_changed():
             self._set_up(self._steps.stop())
         if dataloader_iter is not self._given:
             self._follow(dataloader_iter)
@@ -238,6 +254,23 @@ class TrainPipeline(TrainPipelineSparseDist[Tree, Tree]):
         if self._steps is not None:
             self._fall_back("it calls hooks during backward", self._steps.stop())
         super().register_backward_hook(site, work)
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Tree]) -> None:
+        """Read the first batches; TorchRec's steps train from now on."""
+        super().fill_pipeline(self._left_to_torchrec(dataloader_iter))
+
+    def enqueue_batch(self, dataloader_iter: Iterator[Tree]) -> bool:
+        """Read a batch, and return False where there is none; TorchRec's steps train from now
+        on."""
+        return super().enqueue_batch(self._left_to_torchrec(dataloader_iter))
+
+    def _left_to_torchrec(self, batches: Iterator[Tree]) -> Iterator[Tree]:
+        """What TorchRec's steps read in place of ``batches``."""
+        if self._steps is not None:
+            self._fall_back("a script calls its stages", self._steps.stop())
+        if batches is not self._to_read and batches is not self._given:
+            self._follow(batches)
+        return self._to_read
 
     def close(self) -> None:
         """Wait for the steps so far and destroy graphs, as leaving a ``with`` does.

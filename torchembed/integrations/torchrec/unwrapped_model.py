@@ -35,6 +35,8 @@ class UnwrappedModel(NamedTuple):
     """The DDP module that wrapped it; None where none did."""
     collections: list[tuple[str, Collection]]
     """Names and modules of the collections over torchembed's tables."""
+    wrappers: list[nn.Module]
+    """The modules that it was taken out of, which steps do not call."""
 
     @property
     def wire(self) -> WirePrecision:
@@ -61,19 +63,21 @@ class UnwrappedModel(NamedTuple):
 
 def unwrap(model: nn.Module) -> UnwrappedModel:
     """Take ``model`` out of its wrappers, and find its collections over torchembed's tables."""
-    inner, ddp = model, None
+    inner, ddp, wrappers = model, None, list[nn.Module]()
     if isinstance(inner, DistributedModelParallel):
+        wrappers.append(inner)
         inner = inner._dmp_wrapped_module
     if isinstance(inner, DistributedDataParallel):
+        wrappers.append(inner)
         ddp, inner = inner, inner.module
     collections = [(name, m) for name, m in inner.named_modules() if isinstance(m, _COLLECTIONS)]
-    return UnwrappedModel(inner, ddp, collections)
+    return UnwrappedModel(inner, ddp, collections, wrappers)
 
 
 def unsupported_model(model: UnwrappedModel) -> str | None:
     """Reason why torchembed's pipeline cannot train ``model``, the same on every rank; None where
     it can."""
-    inner, ddp, collections = model
+    inner, ddp, collections, _ = model
     inside = [f"{name}." for name, _ in collections]
     for name, module in inner.named_modules():
         if isinstance(module, ShardedModule) and not isinstance(module, _COLLECTIONS):
@@ -92,10 +96,9 @@ def unsupported_model(model: UnwrappedModel) -> str | None:
         others = [hook for hook, _ in ddp._comm_hooks if hook is not bf16_compress_hook]
         if others:
             return f"its dense gradients are reduced by {others[0].__name__}"
-    for name, parameter in model.dense_parameters().items():
-        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
-        if any(getattr(parameter, hook, None) for hook in hooks):
-            return f"parameter {name} has hooks, or an optimizer, in backward"
+    reason = unsupported_hooks(model)
+    if reason is not None:
+        return reason
     wires = [wire_precision(sharded.qcomm_codecs_registry) for _, sharded in collections]
     for (name, sharded), wire in zip(collections, wires, strict=True):
         if isinstance(wire, str):
@@ -105,6 +108,20 @@ def unsupported_model(model: UnwrappedModel) -> str | None:
         reason = _unsupported_collection(sharded)
         if reason is not None:
             return f"{name} {reason}"
+    return None
+
+
+def unsupported_hooks(model: UnwrappedModel) -> str | None:
+    """A hook that torchembed's pipeline would not call, as it takes parameters' aliases and no
+    wrapper; None where there is none. Hooks may be registered between steps."""
+    of_modules = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for wrapper in model.wrappers:
+        if any(getattr(wrapper, hooks) for hooks in of_modules):
+            return f"its {type(wrapper).__name__} has hooks"
+    for name, parameter in model.dense_parameters().items():
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
+        if any(getattr(parameter, hook, None) for hook in hooks):
+            return f"parameter {name} has hooks, or an optimizer, in backward"
     return None
 
 
