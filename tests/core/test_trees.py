@@ -1,13 +1,15 @@
 """Trees of tensors: what is in them, what they become, and what their layout is."""
 
+import collections
 import dataclasses
+import types
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchembed.core.trees import layout_of, map_tensors, tensors_in
+from torchembed.core.trees import is_tensor, layout_of, map_tensors, nodes_by_path, tensors_in
 
 
 class Pair(NamedTuple):
@@ -85,3 +87,50 @@ def test_layouts_differ_in_all_but_contents() -> None:
 @pytest.mark.parametrize("opaque", [object(), torch.Generator(), {1, 2}])
 def test_what_is_opaque_has_no_layout(opaque: Any) -> None:
     assert layout_of((torch.ones(1), [opaque])) is None
+
+
+class Movable:
+    """An object of a class with a method ``to`` is a tree of its attributes."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.name = value, "a"
+
+    def to(self, device: torch.device) -> "Movable":
+        return self
+
+
+class Bare:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_objects_that_can_be_moved_are_trees_of_their_attributes() -> None:
+    given = Movable({"x": torch.ones(2)})
+    mapped = map_tensors(lambda tensor: tensor + 1, given)
+    assert type(mapped) is Movable
+    assert mapped.name == "a"
+    assert mapped.value["x"].tolist() == [2, 2]
+    assert given.value["x"].tolist() == [1, 1]
+    assert layout_of(mapped) == layout_of(given) is not None
+    assert layout_of(Movable(1)) != layout_of(Movable(2))
+    assert layout_of(Bare(1)) is None
+    assert tensors_in(Bare(torch.ones(1))) == []
+
+
+@pytest.mark.parametrize(
+    "kind", [collections.UserDict, collections.OrderedDict, types.MappingProxyType]
+)
+def test_mappings_keep_their_class(kind: Any) -> None:
+    given = kind({"x": torch.ones(2), "y": None})
+    mapped = map_tensors(lambda tensor: tensor + 1, given)
+    assert type(mapped) is kind
+    assert mapped["x"].tolist() == [2, 2]
+    assert given["x"].tolist() == [1, 1]
+    assert layout_of(mapped) == layout_of(given) != layout_of(dict(given))
+
+
+def test_paths_lead_to_what_holds_no_others() -> None:
+    given = {"a": Pair(1, [Movable(torch.ones(1)), Bare(2)]), "b": collections.UserDict(c=None)}
+    found = nodes_by_path(given, is_tensor)
+    paths = ["['a'].first", "['a'].second[0].value", "['a'].second[0].name", "['a'].second[1]"]
+    assert list(found) == [*paths, "['b']['c']"]

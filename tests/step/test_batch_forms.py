@@ -3,6 +3,7 @@ for bit; what cannot be is refused with what to write instead."""
 
 import collections
 import dataclasses
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
@@ -422,3 +423,81 @@ def test_what_is_no_optimizer_or_no_iterable_is_refused() -> None:
         pipeline.progress(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"function of \(output, batch\), got int"):
         BatchLoss(3)  # type: ignore[arg-type]
+
+
+class Moving:
+    """A batch of a class of the user's own."""
+
+    def __init__(self, ids: Tensor, labels: Tensor) -> None:
+        self.ids, self.labels, self.name = ids, labels, "clicks"
+
+    def to(self, device: torch.device) -> "Moving":
+        return type(self)(self.ids.to(device), self.labels.to(device))
+
+
+class MovingItself(Moving):
+    def to(self, device: torch.device, non_blocking: bool = False) -> None:  # type: ignore[override]
+        self.ids = self.ids.to(device, non_blocking=non_blocking)
+        self.labels = self.labels.to(device, non_blocking=non_blocking)
+
+
+class Smoothing(Moving):
+    """Changes its labels when it is moved."""
+
+    def to(self, device: torch.device, **_: bool) -> "Smoothing":
+        return Smoothing(self.ids.to(device), self.labels.to(device) * 0.75)
+
+
+class OfAttributes(OfIds):
+    def forward(self, batch: Any) -> Tensor:
+        return LOSS(super().forward(batch.ids), batch.labels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(Moving, "graph"), (MovingItself, "graph"), (Smoothing, "eager")],
+)
+def test_batches_of_own_classes_are_captured_unless_moving_them_does_more(
+    kind: type[Moving], form: StepForm
+) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        moved = batch.to(torch.device("cpu"))
+        return model(batch if moved is None else moved)
+
+    batches = [kind(*pair) for pair in pairs()]
+    assert_trains_as_by_hand(OfAttributes, None, batches, loss_of, form)
+
+
+def test_a_step_on_a_batch_whose_moving_does_more_says_so() -> None:
+    model = OfAttributes()
+    with TrainPipeline(model, None, make_optimizers(model), capture=True) as pipeline:
+        kind = pipeline.progress(iter([Smoothing(*pairs()[0])])).kind
+    assert str(kind).startswith("eager (batch: its method to does more than move tensors")
+
+
+@pytest.mark.parametrize(
+    "kind", [collections.UserDict, collections.OrderedDict, types.MappingProxyType]
+)
+def test_mappings_stay_of_their_class(kind: type) -> None:
+    class Model(OfIds):
+        def forward(self, batch: Any) -> Tensor:
+            assert type(batch) is kind
+            return LOSS(super().forward(batch["ids"]), batch["labels"])
+
+    batches = [kind({"ids": ids, "labels": labels}) for ids, labels in pairs()]
+    assert_trains_as_by_hand(Model, None, batches, lambda model, batch: model(batch))
+
+
+def test_a_number_that_changes_is_trained_eagerly_and_named() -> None:
+    class Model(OfIds):
+        def forward(self, batch: Any) -> Tensor:
+            return LOSS(super().forward(batch["ids"]), batch["labels"]) / (1 + batch["step"])
+
+    batches = [{"ids": x, "labels": y, "step": n} for n, (x, y) in enumerate(pairs())]
+    assert_trains_as_by_hand(Model, None, batches, lambda m, b: m(b), StepForm.EAGER)
+    model = Model()
+    with TrainPipeline(model, None, make_optimizers(model), capture=True) as pipeline:
+        iterator = iter(batches)
+        kinds = [pipeline.progress(iterator).kind for _ in batches]
+    assert str(kinds[1]).startswith("eager (batch['step']: has another value than in captured")
+    assert len(set(kinds[1:])) == 1

@@ -1,13 +1,15 @@
-"""Trees: nested tuples, lists, dicts and dataclasses. The only code that walks them.
+"""Trees: nested tuples, lists, mappings, dataclasses and other objects that can be moved between
+devices. The only code that walks them.
 
 A tree's leaves are its tensors, or whatever a predicate says: :mod:`torchembed.step.batch_layout`
 takes sparse features as leaves.
 """
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 from torch import Tensor
 
@@ -16,8 +18,9 @@ L = TypeVar("L")
 """The type of a tree's leaves."""
 
 Tree: TypeAlias = Any
-"""Tensors in nested tuples, named ones too, lists, dicts and dataclasses; anything else in it is
-kept as it is. Python's types cannot say that, and users bring trees of their own."""
+"""Tensors in nested tuples, named ones too, lists, mappings, dataclasses, and objects of classes of
+the user's own that have a method ``to``, as their attributes; anything else in it is kept as it is.
+Python's types cannot say that, and users bring trees of their own."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
@@ -35,10 +38,34 @@ def is_plain_value(node: object) -> bool:
 
 @functools.cache
 def _field_names(kind: type, *, init_only: bool = True) -> tuple[str, ...] | None:
-    """The names of a dataclass's fields; None for types that are no dataclass."""
-    if not dataclasses.is_dataclass(kind):
+    """The names of a dataclass's fields; None for types that are no dataclass, or are mappings."""
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, Mapping):
         return None
     return tuple(f.name for f in dataclasses.fields(kind) if f.init or not init_only)
+
+
+@functools.cache
+def _has_attributes(kind: type) -> bool:
+    """True for classes of the user's own whose objects are trees of their attributes: those with a
+    method ``to``. Libraries' keep in theirs what they have computed, too."""
+    library = kind.__module__.partition(".")[0] in ("torch", "torchrec", "tensordict")
+    return callable(getattr(kind, "to", None)) and kind.__dictoffset__ != 0 and not library
+
+
+def _parts_of(tree: Tree) -> Mapping[Any, Tree] | None:
+    """The parts of a mapping, or of an object by its attributes; None for what is no tree."""
+    if isinstance(tree, Mapping):
+        return tree
+    return vars(tree) if _has_attributes(type(tree)) else None
+
+
+def _with_parts(tree: Tree, parts: dict[Any, Tree]) -> Tree:
+    """A tree of the class of ``tree`` with other parts."""
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return cast("Callable[..., Tree]", type(tree))(parts)
+    other = copy.copy(tree)
+    (other if isinstance(tree, Mapping) else vars(other)).update(parts)
+    return other
 
 
 def is_tensor(node: object) -> TypeGuard[Tensor]:
@@ -53,8 +80,8 @@ def map_leaves(
 
     Args:
         function: may return anything.
-        tree: nested tuples, named ones too, lists, dicts and dataclasses. Anything else in it that
-            is no leaf is kept as it is.
+        tree: as :data:`Tree` says; an object of a class of the user's own is copied without a call
+            of its constructor. Anything else in it that is no leaf is kept as it is.
         is_leaf: whether a node is a leaf; a leaf may be a tree itself, which is not entered. Not
             asked about plain values.
     """
@@ -67,12 +94,18 @@ def map_leaves(
         if isinstance(tree, list):
             return parts
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if isinstance(tree, dict):
-        return {key: map_leaves(function, part, is_leaf) for key, part in tree.items()}
     kind = type(tree)
-    names = None if kind in _PLAIN else _field_names(kind)
-    if names is None:
+    if kind is dict:
+        return {key: map_leaves(function, part, is_leaf) for key, part in tree.items()}
+    if kind in _PLAIN:
         return tree
+    names = _field_names(kind)
+    if names is None:
+        found = _parts_of(tree)
+        if found is None:
+            return tree
+        mapped = {key: map_leaves(function, part, is_leaf) for key, part in found.items()}
+        return _with_parts(tree, mapped)
     parts = {name: map_leaves(function, getattr(tree, name), is_leaf) for name in names}
     return dataclasses.replace(tree, **parts)
 
@@ -91,12 +124,17 @@ def _collect(tree: Tree, is_leaf: Callable[[object], TypeGuard[L]], found: list[
         if not _is_plain(tree):
             for part in tree:
                 _collect(part, is_leaf, found)
-    elif isinstance(tree, dict):
+    elif type(tree) is dict:
         for part in tree.values():
             _collect(part, is_leaf, found)
     elif type(tree) not in _PLAIN:
-        for name in _field_names(type(tree)) or ():
-            _collect(getattr(tree, name), is_leaf, found)
+        names = _field_names(type(tree))
+        if names is not None:
+            for name in names:
+                _collect(getattr(tree, name), is_leaf, found)
+        else:
+            for part in (_parts_of(tree) or {}).values():
+                _collect(part, is_leaf, found)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
@@ -134,12 +172,14 @@ def _note_paths(
         found[path] = tree
         return
     names = _field_names(type(tree)) or getattr(tree, "_fields", None)
+    found_parts = None if is_plain_value(tree) else _parts_of(tree)
     if names is not None:
         parts = [(f".{name}", getattr(tree, name)) for name in names]
     elif isinstance(tree, (tuple, list)):
         parts = [(f"[{number}]", part) for number, part in enumerate(tree)]
-    elif isinstance(tree, dict):
-        parts = [(f"[{key!r}]", part) for key, part in tree.items()]
+    elif found_parts is not None:
+        form = "[{!r}]" if isinstance(tree, Mapping) else ".{}"
+        parts = [(form.format(key), part) for key, part in found_parts.items()]
     else:
         found[path] = tree
         return
@@ -159,9 +199,10 @@ def _layout(tree: Tree) -> Hashable:
         return tree
     if isinstance(tree, (tuple, list)):
         return kind, tuple(tree if _is_plain(tree) else [_layout(part) for part in tree])
-    if isinstance(tree, dict):
-        return dict, tuple((key, _layout(part)) for key, part in tree.items())
-    names = _field_names(kind, init_only=False)
+    names = None if kind is dict else _field_names(kind, init_only=False)
     if names is None:
-        raise _OpaqueError
+        parts = _parts_of(tree)
+        if parts is None:
+            raise _OpaqueError
+        return kind, tuple((key, _layout(part)) for key, part in parts.items())
     return kind, *[_layout(getattr(tree, name)) for name in names]

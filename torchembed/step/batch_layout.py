@@ -5,7 +5,9 @@ A batch is a tree of any kind. Its parts are sparse features, ``SparseFeatures``
 """
 
 import dataclasses
+import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -18,7 +20,7 @@ from torchembed.core.features import (
     as_sparse_features,
     torchrec_class,
 )
-from torchembed.core.trees import Tree, layout_of, leaves_in, map_leaves
+from torchembed.core.trees import Tree, is_tensor, layout_of, leaves_in, map_leaves
 
 S = TypeVar("S", bound="Tensor | Features")
 
@@ -196,8 +198,38 @@ def to_device(batch: Tree, device: torch.device) -> Tree:
     """``batch`` on ``device``, by its own ``to`` or as a tree of tensors and sparse features;
     copies from pinned memory do not block."""
     if callable(getattr(batch, "to", None)):
-        return batch.to(device, non_blocking=True)
+        does_not_block = {"non_blocking": True} if _takes_non_blocking(type(batch)) else {}
+        moved = batch.to(device, **does_not_block)
+        return batch if moved is None else moved  # one that moves itself
     return map_leaves(lambda part: part.to(device, non_blocking=True), batch, is_part)
+
+
+@functools.cache
+def _takes_non_blocking(kind: type) -> bool:
+    try:
+        parameters = inspect.signature(kind.to).parameters.values()  # type: ignore[attr-defined]
+    except ValueError:
+        return True  # of classes in C, tensors
+    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def only_moves(batch: Tree) -> bool:
+    """True where the batch's own ``to`` does nothing but move tensors, so that captured steps,
+    which copy these to memory of theirs, may go without it."""
+    if is_part(batch) or not callable(getattr(batch, "to", None)):
+        return True
+    # A copy, since a batch may move itself.
+    moved = to_device(map_leaves(_same, batch, is_part), torch.device("cpu"))
+    before, after = (leaves_in(with_sparse_features(b), is_tensor) for b in (batch, moved))
+    is_alike = type(moved) is type(batch) and len(before) == len(after)
+    return is_alike and all(map(_has_same_contents, before, after))
+
+
+def _has_same_contents(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.cpu(), other.cpu()
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _same(part: S) -> S:

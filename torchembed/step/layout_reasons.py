@@ -35,7 +35,8 @@ def reason_of_layout(batch: Tree, known: Mapping[str, Hashable] | None) -> Reaso
         if not (is_part(part) or is_plain_value(part)):
             return Reason(
                 f"is a {type(part).__name__}; captured steps take tensors, sparse features, "
-                "numbers and strings in tuples, lists, mappings and dataclasses",
+                "numbers and strings in tuples, lists, mappings, dataclasses and objects with a "
+                "method to",
                 f"batch{path}",
             )
     found = part_layouts(batch)

@@ -13,12 +13,16 @@ from torchembed.step.batch_layout import (
     jagged_layout,
     lengths_digest,
     num_ids_in,
+    only_moves,
 )
 from torchembed.step.layout_reasons import part_layouts, reason_of_layout
 from torchembed.step.stages import NO_KIND, Agreement, BatchKinds, Reason
 
 _FIRST_RUN = 2
 """So many batches of one other layout in a row show that the first batch was the odd one."""
+_DOES_MORE = Reason(
+    "its method to does more than move tensors, which captured steps would leave out", "batch"
+)
 _TAKES_OVER = Reason("this layout came several times in a row; steps are captured for it next")
 
 
@@ -82,6 +86,8 @@ class Layouts:
         self._all_wait = any(collection.always_waits_for_sizes for collection in collections)
         self._static, self._jagged = KindLayout(), KindLayout()
         self.since = self.begun = 0
+        self._moved: dict[type, bool] = {}
+        """Whether the own ``to`` of batches does nothing but move them, by their class."""
 
     def kinds_of(self, batch: Tree, number: int) -> BatchKinds:
         """The kinds of ``batch``, which may set the layout of its kind.
@@ -93,6 +99,7 @@ class Layouts:
         if layout is None or layout_of(batch) != layout:
             is_static = self._is_static(batch)
             layout = layout_of(batch) if is_static else jagged_layout(batch)
+            layout = layout if self._only_moves(batch) else None
         of_kind = self._static if is_static else self._jagged
         if of_kind.takes_over(layout, batch):
             self.since = number
@@ -100,12 +107,20 @@ class Layouts:
             return NO_KIND
         return BatchKinds(static=is_static, jagged=not is_static)
 
+    def _only_moves(self, batch: Tree) -> bool:
+        kind = type(batch)
+        if kind not in self._moved:
+            self._moved[kind] = only_moves(batch)
+        return self._moved[kind]
+
     def _is_static(self, batch: Tree) -> bool:
         return has_fixed_shape(batch) and not self._all_wait
 
     def why_eager(self, batch: Tree) -> Reason:
         """The reason why ``batch`` is of none of the kinds of captured steps."""
         of_kind = self._static if self._is_static(batch) else self._jagged
+        if not self._only_moves(batch):
+            return _DOES_MORE
         reason = reason_of_layout(batch, of_kind.parts)
         return _TAKES_OVER if reason is None else reason
 

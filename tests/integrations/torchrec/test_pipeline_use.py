@@ -222,6 +222,7 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
         def __init__(self, batch: Any) -> None:
             self.dense_features, self.labels = batch.dense_features, batch.labels
             self.sparse_features = batch.sparse_features
+            self.source = object()
 
         def to(self, device: torch.device, non_blocking: bool = False) -> "Opaque":
             return self
@@ -394,8 +395,8 @@ def test_errors_of_reading_come_in_their_turn(ranks: list[dict[str, Any]]) -> No
 def test_what_it_has_not_is_torchrecs_and_one_rank_says_why(ranks: list[dict[str, Any]]) -> None:
     head = "TorchRec's TrainPipelineSparseDist trains, since "
     opaque = (
-        "its batches are Opaque, and not tensors and KeyedJaggedTensors in tuples, lists, dicts "
-        "and dataclasses"
+        "its batches are Opaque, and not tensors and KeyedJaggedTensors in tuples, lists, "
+        "mappings, dataclasses and objects with a method to"
     )
     means = "sparse has means of row-wise tables among others, whose vectors TorchRec divides too"
     expected = {

@@ -42,7 +42,7 @@ def unsupported_batch(batch: Tree) -> str | None:
         return None
     return (
         f"its batches are {type(batch).__name__}, and not tensors and KeyedJaggedTensors in "
-        "tuples, lists, dicts and dataclasses"
+        "tuples, lists, mappings, dataclasses and objects with a method to"
     )
 
 
