@@ -1,0 +1,184 @@
+"""The zoo of models and habits of ``tests/zoo``, by a plain loop, by a compiled one, by a pipeline.
+
+``python -m bench.models`` prints a line for each entry: how the pipeline trained it, whether losses
+and weights are equal to the plain loop's bit for bit, the milliseconds of a step of each, and the
+share of the pipeline's step in which the GPU is busy. It runs in a checkout, where the zoo is.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from bench.report.result_file import Row, write_results
+from bench.step.profile import profile_steps
+from tests.zoo.entries import Case, Entry
+from tests.zoo.harness import NUM_STEPS, made, outcome_of, plain_step
+from tests.zoo.sizes import Sizes, large, tiny
+from tests.zoo.zoo import ENTRIES
+from torchembed.training import TrainPipeline
+
+SIZES: dict[str, Callable[[torch.device], Sizes]] = {"large": large, "tiny": tiny}
+_WARM_UP_STEPS, _PROFILED_STEPS = 12, 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the measurements."""
+
+    entries: str = "."
+    """A regular expression; entries are measured whose ``family/name`` it finds."""
+    device: str = "cuda"
+    size: str = "large"
+    """``large``: 2048 samples, 20 features, 1 M rows of 64 columns; ``tiny``: those of tests."""
+    systems: tuple[str, ...] = ("plain", "compiled", "pipeline")
+    """Times to measure."""
+    backend: str = "inductor"
+    """Of ``torch.compile``."""
+    seconds: float = 1.0
+    """Time to measure each loop for, in five parts."""
+    budget_seconds: float | None = None
+    """Leave out what has not begun by then."""
+    output: Path | None = None
+    """JSON to write the rows to."""
+
+
+def measured(entry: Entry, sizes: Sizes, config: Config) -> Row:
+    """The row of ``entry``."""
+    about: Row = {"bench": "models", "family": entry.family, "entry": entry.name}
+    try:
+        outcome = outcome_of(entry, sizes)
+    except Exception as error:  # noqa: BLE001 - said, and the other entries are measured
+        _free_memory()
+        return {**about, "not_printed_because": _problem(error)}
+    row = {**about, "outcome": outcome.kind.value, "said": outcome.words}
+    for system in config.systems:
+        _free_memory()
+        try:
+            with _stepping(system, entry, sizes, config) as step:
+                row[f"{system}_ms"] = _milliseconds(step, config.seconds, sizes.device)
+                if system == "pipeline" and sizes.device.type == "cuda":
+                    busy_ms = profile_steps(step, _PROFILED_STEPS).gpu_busy_ms
+                    row["gpu_busy"] = min(busy_ms / row["pipeline_ms"], 1.0)
+        except Exception as error:  # noqa: BLE001 - likewise
+            row[f"{system}_failed"] = _problem(error)
+    _free_memory()
+    return row
+
+
+@contextlib.contextmanager
+def _stepping(
+    system: str, entry: Entry, sizes: Sizes, config: Config
+) -> Iterator[Callable[[], object]]:
+    """A function that takes one step of the entry's loop, which repeats its batches."""
+    case, batches = made(entry, sizes), entry.batches(sizes, NUM_STEPS)
+    source, numbers = itertools.cycle(batches), itertools.count()
+
+    def around(take: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        def step() -> None:
+            number = next(numbers)
+            case.before_step(number)
+            case.after_step(number, take())
+
+        return step
+
+    if system == "pipeline":
+        with TrainPipeline(
+            case.model, case.loss_fn, case.optimizers, autocast=case.autocast, capture=True
+        ) as pipeline:
+            yield around(lambda: pipeline.progress(source).loss)
+        return
+    called = case if system == "plain" else _compiled(case, config.backend)
+    yield around(lambda: plain_step(called, next(source)))
+
+
+def _compiled(case: Case, backend: str) -> Case:
+    model: Any = torch.compile(case.model, backend=backend)
+    return dataclasses.replace(case, model=model)
+
+
+def _milliseconds(step: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """The median milliseconds of a step over five parts, once it is warm."""
+    for _ in range(_WARM_UP_STEPS):
+        step()
+    estimate = _seconds(step, 4, device) / 4
+    count = max(1, int(seconds / 5 / max(estimate, 1e-6)))
+    return statistics.median(_seconds(step, count, device) for _ in range(5)) / count * 1e3
+
+
+def _seconds(step: Callable[[], object], count: int, device: torch.device) -> float:
+    _wait_for(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _free_memory() -> None:
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _problem(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def line(row: Row) -> str:
+    """``row`` as a line of the table."""
+
+    def number(key: str, form: str) -> str:
+        return form.format(row[key]) if key in row else "-"
+
+    plain, ours = row.get("plain_ms"), row.get("pipeline_ms")
+    parts = (
+        f"{row['entry']:<60.60}",
+        f"{number('plain_ms', '{:.3f}'):>8}",
+        f"{number('compiled_ms', '{:.3f}'):>8}",
+        f"{number('pipeline_ms', '{:.3f}'):>8}",
+        f"{plain / ours:5.1f}x" if plain and ours else f"{'-':>6}",
+        f"{number('gpu_busy', '{:.0%}'):>5}",
+        row.get("outcome", row.get("not_printed_because", "")),
+        row.get("said", ""),
+    )
+    return "  ".join(parts).rstrip()
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    if config.size not in SIZES:
+        raise ValueError(f"size must be one of {sorted(SIZES)}, got {config.size!r}")
+    sizes = SIZES[config.size](torch.device(config.device))
+    end = time.perf_counter() + (config.budget_seconds or float("inf"))
+    rows: list[Row] = []
+    print(f"{'entry':<60}  {'plain':>8}  {'compiled':>8}  {'pipeline':>8}  faster   busy  outcome")
+    for entry in ENTRIES.values():
+        if not re.search(config.entries, f"{entry.family}/{entry.name}"):
+            continue
+        if time.perf_counter() > end:
+            print(f"{entry.name:<60}  left out, the budget is spent")
+            continue
+        rows.append(measured(entry, sizes, config))
+        print(line(rows[-1]), flush=True)
+        if config.output is not None:
+            write_results(config.output, rows)
+
+
+if __name__ == "__main__":
+    main()

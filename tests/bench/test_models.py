@@ -1,0 +1,51 @@
+"""The bench of the zoo measures its entries and goes on where one fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tyro", reason="the bench needs tyro")
+from bench import models
+from tests.support.tape import taped_captures
+from tests.zoo.entries import Case, Entry
+from tests.zoo.sizes import Sizes
+from tests.zoo.zoo import ENTRIES
+
+NAMES = ("DeepFM", "a branch on what tensors hold")
+
+
+def test_entries_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(sizes: Sizes) -> Case:
+        raise ValueError(f"no model for batches of {sizes.batch_size}\nand more")
+
+    entries = {name: ENTRIES[name] for name in NAMES}
+    entries["failing"] = Entry(family="made up", name="failing", make=fail)
+    monkeypatch.setattr(models, "ENTRIES", entries)
+    output = tmp_path / "models.json"
+    sizes = ["--device", "cpu", "--size", "tiny", "--seconds", "0", "--backend", "eager"]
+    monkeypatch.setattr("sys.argv", ["models", *sizes, "--output", str(output)])
+    with taped_captures(), pytest.warns(UserWarning, match="could not be captured"):
+        models.main()
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["entry"] for row in rows] == [*NAMES, "failing"]
+    outcomes = [row.get("outcome") for row in rows]
+    assert outcomes == ["equal, captured", "equal, eager, and said why", None]
+    for row in rows[:2]:
+        assert all(row[f"{system}_ms"] > 0 for system in ("plain", "compiled", "pipeline")), row
+    assert rows[2]["not_printed_because"] == "ValueError: no model for batches of 8"
+    printed = capsys.readouterr().out.splitlines()
+    assert [entry.split("  ")[0] for entry in printed[1:]] == [*NAMES, "failing"]
+
+
+def test_entries_are_chosen_by_family_and_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "measured", lambda entry, *_: {"entry": entry.name})
+    arguments = ["--device", "cpu", "--entries", "^pooled/DLRM$|^tasks/MMoE"]
+    monkeypatch.setattr("sys.argv", ["models", *arguments])
+    models.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert [entry.split("  ")[0] for entry in printed[1:]] == ["DLRM", "MMoE"]
