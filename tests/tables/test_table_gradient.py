@@ -282,7 +282,7 @@ class Separate(nn.Module):
         merged = joined.merged_pending()
         assert merged is not None
         joined.clear_pending()
-        joined.record(merged.rows, merged.gradients)
+        joined.record_of(joined.members, merged.rows, merged.gradients, None)
 
     def flat(self) -> Tensor:
         return torch.cat([bag.weight.detach().flatten() for bag in self.each])

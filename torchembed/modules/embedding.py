@@ -9,6 +9,8 @@ from torchembed.core import checks
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import check_offsets
+from torchembed.modules.calls_ahead import CallArguments
+from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
@@ -109,6 +111,9 @@ class EmbeddingBag(SingleTable):
         Returns:
             ``[B, D]``, dtype of ``weight``.
         """
+        answer = self._answered(CallArguments(input, offsets, per_sample_weights))
+        if answer is not None:
+            return answer
         features = self._bags(input, offsets, per_sample_weights)
         return self._result(features, is_trained=self.training)
 
@@ -128,6 +133,23 @@ class EmbeddingBag(SingleTable):
             ValueError, TypeError: for an input that does not fit.
         """
         return self._stateless(self._bags(input, offsets, per_sample_weights))
+
+    def joined_slot(self, arguments: CallArguments) -> tuple[LookupKind, JoinedSlot] | None:
+        ids, offsets, _ = arguments
+        # A mean that leaves out padding is divided by itself, and ids behind the last bag would
+        # come before the next call's.
+        is_mean_of_some = self.mode == "mean" and self.padding_idx is not None
+        if self.mode == "max" or is_mean_of_some:
+            return None
+        if offsets is not None and (self.include_last_offset or ids.dim() != 1):
+            return None
+        if offsets is None and ids.dim() != 2:
+            return None
+        kind = self._joined_kind(Pooling(self.mode), is_jagged=offsets is not None)
+        num_bags = len(ids if offsets is None else offsets)
+        shape = num_bags, self.embedding_dim
+        slot = JoinedSlot(self._table, ids.numel(), num_bags, shape, self.padding_idx)
+        return None if kind is None else (kind, slot)
 
     def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
         if self._is_traced():
@@ -276,6 +298,9 @@ class Embedding(SingleTable):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ``input [...]``, as ``[..., D]``, dtype of ``weight``."""
+        answer = self._answered(CallArguments(input))
+        if answer is not None:
+            return answer
         vectors = self._result(_one_bag_each(input), is_trained=self.training)
         return vectors.view(*input.shape, self.embedding_dim)
 
@@ -291,6 +316,12 @@ class Embedding(SingleTable):
         """
         found = self._stateless(_one_bag_each(input))
         return found._replace(vectors=found.vectors.view(*input.shape, self.embedding_dim))
+
+    def joined_slot(self, arguments: CallArguments) -> tuple[LookupKind, JoinedSlot] | None:
+        ids = arguments.input
+        kind, shape = self._joined_kind(None, is_jagged=False), (*ids.shape, self.embedding_dim)
+        slot = JoinedSlot(self._table, ids.numel(), ids.numel(), shape, self.padding_idx)
+        return None if kind is None else (kind, slot)
 
     def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
         rows, is_padding = self._rows(features, is_trained=is_trained)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchembed.tables import Table, TableGroup, table_of
+from torchembed.tables import Table, TableGroup, joined_where_whole, table_of
 
 
 @torch.no_grad()
@@ -68,11 +68,12 @@ def clip_gradients(
             groups[table.group.joined or table.group] = table
         elif parameter.grad is not None:
             (of_shards if _is_sharded(table) else dense).append(_elements(parameter))
+    updated = {group: group.tables[0] for group in joined_where_whole(groups)}
     # What every rank holds counts once, and shards on the rank that has them.
-    norms = _norms(dense) + [_norm(g) for g, table in groups.items() if not table.is_sharded]
+    norms = _norms(dense) + [_norm(g) for g, table in updated.items() if not table.is_sharded]
     square = _sum_of_squares(norms, device)
     if group is not None:
-        norms = _norms(of_shards) + [_norm(g) for g, table in groups.items() if table.is_sharded]
+        norms = _norms(of_shards) + [_norm(g) for g, table in updated.items() if table.is_sharded]
         over_ranks = _sum_of_squares(norms, device).float()
         dist.all_reduce(over_ranks, group=group)
         square = square + over_ranks
@@ -80,7 +81,7 @@ def clip_gradients(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradients in _by_dtype([*dense, *of_shards]):
         torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
-    for table_group in groups:
+    for table_group in updated:
         table_group.gathered_pending().scale(factor.float())
     return norm
 

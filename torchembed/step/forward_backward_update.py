@@ -135,7 +135,7 @@ class ForwardBackwardUpdate:
             if batch.calls and prepare_next is not None:
                 # On several ranks its exchange of ids would delay this step's vectors.
                 prepare_next(None if program.group is None else streams.vectors)
-            with reusing(batch.calls, batch.lookups):
+            with reusing(batch.calls, batch.lookups, batch.data):
                 loss, output = program.compute_loss(program.model, batch.data)
         # Of lookups that were not prepared ahead, the ids were checked in forward.
         flag = either(batch.flag, reduce_checks(checks, program.group))

@@ -2,14 +2,20 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import Tree, map_tensors, tensors_in
-from torchembed.modules.staged_collection import LookedUp, StagedCollection, is_same_batch
+from torchembed.modules.staged_collection import (
+    Bucketized,
+    LookedUp,
+    StagedCollection,
+    is_same_batch,
+)
 from torchembed.step.batch_layout import with_sparse_features
+from torchembed.step.joined_calls import JoinedCall, answered, observed_joined_calls
 
 
 class LookupCall(NamedTuple):
@@ -25,20 +31,40 @@ class LookupCall(NamedTuple):
         of_batch, numbers = tensors_in(with_sparse_features(batch)), iter(self.tensors)
         return map_tensors(lambda _: of_batch[next(numbers)], self.features)
 
+    def exchange_sizes(self, batch: Tree) -> Bucketized:
+        """The collection's stage of that name, for another batch of the layout."""
+        return self.collection.exchange_sizes(self.features_of(batch))
+
     def is_same(self, other: "LookupCall") -> bool:
         """True if both look up the same."""
         is_same = self.collection is other.collection
         return is_same and is_same_batch(self.features, other.features)
 
 
+Call: TypeAlias = LookupCall | JoinedCall
+"""A lookup that is done ahead of the model's forward."""
+
+
 @contextlib.contextmanager
-def observed_calls(model: nn.Module, batch: Tree) -> Iterator[list[LookupCall]]:
+def observed_fixed_calls(model: nn.Module, batch: Tree) -> Iterator[list[Call]]:
+    """:func:`observed_calls` for batches of one layout, whose views are the same parts of each, and
+    once it has ended also the joined calls of modules of one table."""
+    calls: list[Call] = []
+    with observed_calls(model, batch, calls), observed_joined_calls(model, batch) as joined:
+        yield calls
+    calls += joined
+
+
+@contextlib.contextmanager
+def observed_calls(
+    model: nn.Module, batch: Tree, into: "list[Any] | None" = None
+) -> Iterator[list[LookupCall]]:
     """The calls of collections within it, once each, whose features are made of the tensors of
     ``batch`` themselves, whatever holds them."""
     tensors_of_batch = tensors_in(with_sparse_features(batch))
     # By identity: a copy or a view of a batch's tensor may hold anything in the next batch.
     places = {id(tensor): number for number, tensor in enumerate(tensors_of_batch)}
-    calls: list[LookupCall] = []
+    calls: list[LookupCall] = [] if into is None else into
 
     def note(collection: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(collection, StagedCollection)
@@ -59,12 +85,17 @@ def observed_calls(model: nn.Module, batch: Tree) -> Iterator[list[LookupCall]]:
 
 
 @contextlib.contextmanager
-def reusing(calls: Sequence[LookupCall], looked_up: Sequence[LookedUp]) -> Iterator[None]:
-    """Within it, the collections of ``calls`` use what was looked up ahead for each call."""
+def reusing(calls: Sequence[Call], looked_up: Sequence[LookedUp], batch: Tree) -> Iterator[None]:
+    """Within it, modules use what was looked up ahead for each of ``calls`` with ``batch``."""
     by_collection: dict[StagedCollection, list[LookedUp]] = {}
+    joined: list[tuple[JoinedCall, LookedUp]] = []
     for call, of_call in zip(calls, looked_up, strict=True):
-        by_collection.setdefault(call.collection, []).append(of_call)
+        if isinstance(call, JoinedCall):
+            joined.append((call, of_call))
+        else:
+            by_collection.setdefault(call.collection, []).append(of_call)
     with contextlib.ExitStack() as stack:
         for collection, of_collection in by_collection.items():
             stack.enter_context(collection.reusing(of_collection))
+        stack.enter_context(answered([c for c, _ in joined], [found for _, found in joined], batch))
         yield

@@ -20,7 +20,7 @@ from torchembed.step.batch_layout import (
 from torchembed.step.bucketized_buffers import BucketizedBuffers, Capacity
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.input_buffers import InputBuffers
-from torchembed.step.lookup_calls import LookupCall
+from torchembed.step.lookup_calls import Call, LookupCall
 from torchembed.step.stages import AdmittedBatch, BucketizedBatch
 from torchembed.tables import Admission
 
@@ -67,13 +67,25 @@ class Prefetch:
                 for batch in self.buffers.batches
             ]
             self.bucketized = BucketizedBuffers(self.buffers, calls, program.device)
-        self.calls = None if calls is None else list(calls)
+        self.calls: list[Call] | None = None if calls is None else list(calls)
         self.admitted: list[AdmittedBatch | None] = [None, None]
 
     @property
     def is_complete(self) -> bool:
         """True if both buffers' batches were prepared as far as their ids allow."""
         return not self.calls or None not in self.admitted
+
+    def has_prepared(self, buffer: int) -> bool:
+        """True if nothing is left to prepare of what the buffer held last."""
+        return not self.calls or self.admitted[buffer] is not None
+
+    def drop_incomplete(self) -> None:
+        """Forget what was prepared for some of the calls only."""
+        num_calls = len(self.calls or ())
+        self.admitted = [
+            known if known is not None and len(known.lookups) == num_calls else None
+            for known in self.admitted
+        ]
 
     @torch.no_grad()
     def prepare(self, buffer: int, *, in_place: bool) -> None:
@@ -109,17 +121,17 @@ class Prefetch:
                 self.batches[buffer], lookups, flag, all_checks, epoch=admission.epoch
             )
 
-    def _bucketize(self, calls: Sequence[LookupCall], buffer: int) -> BucketizedBatch:
+    def _bucketize(self, calls: Sequence[Call], buffer: int) -> BucketizedBatch:
         if self.bucketized is not None:
             found = self.bucketized.batches[buffer]
             assert found is not None
             return found
         batch = self.batches[buffer]
         with deferred_id_checks() as checks:
-            lookups = [c.collection.exchange_sizes(c.features_of(batch)) for c in calls]
+            lookups = [call.exchange_sizes(batch) for call in calls]
         return BucketizedBatch(batch, lookups, checks)
 
-    def _route(self, calls: Sequence[LookupCall], bucketized: BucketizedBatch) -> list[Routed]:
+    def _route(self, calls: Sequence[Call], bucketized: BucketizedBatch) -> list[Routed]:
         capacities = [None] * len(calls) if self._capacity is None else self._capacity.per_call
         return [
             call.collection.route(of_call, capacity)
@@ -128,7 +140,7 @@ class Prefetch:
 
     def _admit(
         self,
-        calls: Sequence[LookupCall],
+        calls: Sequence[Call],
         routed: Sequence[Routed],
         buffer: int,
         admission: Admission,
@@ -139,6 +151,7 @@ class Prefetch:
         for call, of_call in zip(calls, routed, strict=True):
             admitted = call.collection.admit(of_call, admission)
             if self._capacity is not None:
+                assert isinstance(call, LookupCall)  # modules of one table take no spare ids
                 rows = admitted.rows
                 if not in_place:
                     # Nothing in the memory of bucketized ids, which the next batch takes.

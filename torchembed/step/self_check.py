@@ -185,7 +185,7 @@ class SelfCheck:
         with (
             deferred_id_checks(),
             _observed_outputs(program.model, summary),
-            reusing(batch.calls, batch.lookups),
+            reusing(batch.calls, batch.lookups, batch.data),
         ):
             loss, _ = program.compute_loss(program.model, batch.data)
         summary.add("the loss", loss)

@@ -16,7 +16,7 @@ from torchembed.core.trees import Tree
 from torchembed.modules.bad_ids import IdCheck
 from torchembed.modules.staged_collection import Admitted, Bucketized, LookedUp
 from torchembed.step.bad_id_flag import BadIdFlag
-from torchembed.step.lookup_calls import LookupCall
+from torchembed.step.lookup_calls import Call
 
 
 class Reason(NamedTuple):
@@ -139,7 +139,7 @@ class LookedUpBatch:
     """A batch whose vectors, for some lookup calls of the model, are there or under way."""
 
     data: Tree
-    calls: Sequence[LookupCall] = ()
+    calls: Sequence[Call] = ()
     lookups: Sequence[LookedUp] = ()
     """One for each of ``calls``."""
     flag: BadIdFlag | None = None

@@ -22,7 +22,7 @@ from torchembed.step.bucketized_buffers import Capacity
 from torchembed.step.collective_capture import failure_on_any_rank
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
-from torchembed.step.lookup_calls import LookupCall, observed_calls
+from torchembed.step.lookup_calls import LookupCall, observed_fixed_calls
 from torchembed.step.prefetch import Prefetch
 from torchembed.step.self_check import SelfCheck
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
@@ -271,7 +271,8 @@ class StaticStep:
         assert trained is not None
         update(self._optimizers.others, trained.skip)
         self._num_steps += 1
-        self._prepared = None if following is None else following.number
+        is_prepared = following is not None and self._prefetch.has_prepared(following.buffer)
+        self._prepared = following.number if following is not None and is_prepared else None
         # The batch is held, since its buffer may be filled anew while its copy is under way.
         return trained.held_until(self.buffers.note_use(1 - buffer), source=now.data)
 
@@ -295,8 +296,10 @@ class StaticStep:
         report_memory = None if before is None else before.report
         if self._prefetch.calls is None:
             model, batch = self._program.model, self._prefetch.batches[buffer]
-            with observed_calls(model, batch) as self._prefetch.calls:
+            with observed_fixed_calls(model, batch) as self._prefetch.calls:
                 trained = self._train(LookedUpBatch(batch), prepare_next, report_memory)
+            # Calls that are joined are known from now on, and nothing was prepared for them.
+            self._prefetch.drop_incomplete()
         else:
             batch = self._look_up(buffer, self._streams.vectors)
             trained = self._train(batch, prepare_next, report_memory)

@@ -19,7 +19,7 @@ from torchembed.tables.initializers import (
     Uniform,
     shifted_row_key,
 )
-from torchembed.tables.joined_group import JoinedGroup, join_groups
+from torchembed.tables.joined_group import JoinedGroup, join_groups, joined_where_whole
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import (
     Admission,
@@ -63,6 +63,7 @@ __all__ = [
     "WeightHolder",
     "group_weight",
     "join_groups",
+    "joined_where_whole",
     "read_rows",
     "row_chunks",
     "row_ranges",

@@ -1,7 +1,7 @@
 """Groups of separate modules whose rows lie one after the other, so that one pass updates all."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class JoinedGroup(TableGroup):
         self.members = list(members)
         self._first_rows_of = dict(zip(map(id, members), self.first_rows, strict=False))
         self._merge = GradientMerge(self.rows_dtype)
+        self._recorded_of: set[int] = set()
+        """The members whose gradients are among ``pending``."""
         for group in self.members:
             rows = self._rows_of(weight, group)
             rows.copy_(group.weight)
@@ -66,6 +68,9 @@ class JoinedGroup(TableGroup):
             RuntimeError: where gradients of a lookup of several tables are pending.
         """
         self.check_nothing_pending()
+        self._leave(group)
+
+    def _leave(self, group: TableGroup) -> None:
         self.members.remove(group)
         group.joined, group.step = None, group.step.clone()
 
@@ -77,10 +82,13 @@ class JoinedGroup(TableGroup):
             RuntimeError: as :meth:`leave`.
         """
         self.check_nothing_pending()
+        return self._split(members)
+
+    def _split(self, members: Sequence[TableGroup]) -> "JoinedGroup":
         made = JoinedGroup.__new__(JoinedGroup)
         vars(made).update(vars(self))
         made.members, made.step = list(members), self.step.clone()
-        made.pending = PendingGradients(made)
+        made.pending, made._recorded_of = PendingGradients(made), set()
         for group in members:
             self.members.remove(group)
             group.joined, group.step = made, made.step
@@ -103,15 +111,27 @@ class JoinedGroup(TableGroup):
             names = ", ".join(table.spec.name for table in self.tables)
             raise RuntimeError(
                 f"tables {names} have gradients that no optimizer step has applied; call step() or "
-                "zero_grad() before moving, reloading or regrouping one of them"
+                "zero_grad() before doing anything with some of them only"
             )
 
-    def record(self, rows: Tensor, gradients: RowGradients, runs: Runs | None = None) -> None:
-        """Keep the gradients of ``rows``, of all members, until the optimizer's step."""
-        self._append(rows, gradients, runs)
+    def record_of(
+        self,
+        groups: Sequence[TableGroup],
+        rows: Tensor,
+        gradients: RowGradients,
+        runs: Runs | None,
+    ) -> None:
+        """Keep the gradients of ``rows`` of this group, all of tables of ``groups``, until the
+        optimizer's step; the sink of a lookup of several tables."""
+        if not len(self.pending):
+            self._recorded_of.clear()
+        self._recorded_of.update(map(id, groups))
+        if groups:
+            self._append(rows, gradients, runs)
 
     def clear_pending(self) -> None:
         super().clear_pending()
+        self._recorded_of.clear()
         for group in self.members:
             group.clear_pending()
 
@@ -128,11 +148,13 @@ class JoinedGroup(TableGroup):
                 follow.
         """
         of_members = [group for group in self.members if group.pending]
-        if not self.pending:
-            if not of_members:
-                return None
-            if len(of_members) < len(self.members):
-                self._keep_only(of_members)
+        updated = set(map(id, of_members))
+        if len(self.pending):
+            updated |= {id(g) for g in self.members if self.pending.holds(g.tables[0])}
+        if not updated:
+            return None
+        if any(id(group) not in updated for group in self.members):
+            self._keep_only(updated)
         entries = [(0, entry) for entry in self.pending]
         for group in of_members:
             first = self._first_rows_of[id(group)]
@@ -145,27 +167,47 @@ class JoinedGroup(TableGroup):
         """The recorded gradients of all members, moved here."""
         if any(len(group.pending) for group in self.members):
             merged = self.merged_pending()
+            self._recorded_of.update(id(group) for group in self.members if len(group.pending))
             for group in self.members:
                 group.pending.replace([])
             self.pending.replace([] if merged is None else [merged])
         return self.pending
 
     def tables_of_pending(self) -> Sequence[Table]:
-        return [group.tables[0] for group in self.members]
+        return [group.tables[0] for group in self.members if id(group) in self._recorded_of]
 
-    def _keep_only(self, updated: Sequence[TableGroup]) -> None:
+    def _keep_only(self, updated: Container[int]) -> None:
+        """Part with the members that are not ``updated``, given by identity, in this step."""
         if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the tables that a step trains must be those of the step before while it is "
                 "captured; capture after a step that trains the same tables"
             )
-        kept = set(map(id, updated))
-        others = [group for group in self.members if id(group) not in kept]
+        others = [group for group in self.members if id(group) not in updated]
         for group in [group for group in others if group.tables[0].group is not group]:
-            self.leave(group)
+            self._leave(group)
             others.remove(group)
         if others:
-            self.split(others)
+            self._split(others)
+
+
+def joined_where_whole(groups: Collection[TableGroup]) -> list[TableGroup]:
+    """``groups`` with joined groups in place of their members, where all of these are among them.
+
+    Raises:
+        RuntimeError: where gradients of a lookup of several tables are pending, and only some of
+            these are among ``groups``.
+    """
+    found: dict[TableGroup, None] = {}
+    for group in groups:
+        joined = group.joined
+        if joined is not None and all(member in groups for member in joined.members):
+            found[joined] = None
+        else:
+            if joined is not None:
+                joined.check_nothing_pending()
+            found[group] = None
+    return list(found)
 
 
 def join_groups(groups: Iterable[TableGroup]) -> list[TableGroup]:
@@ -185,7 +227,7 @@ def join_groups(groups: Iterable[TableGroup]) -> list[TableGroup]:
         is_local = table.gradient_reduction is None and table.sum_over_columns is None
         if is_single and is_local and not group.index.changes_on_admission:
             weight = group.weight
-            key = weight.shape[1], weight.dtype, weight.device, table.spec.index
+            key = weight.shape[1], weight.dtype, weight.device, table.spec.index, table.is_sharded
             alike.setdefault((*key, table.parameter.requires_grad), []).append(group)
         else:
             found.append(group)

@@ -86,6 +86,10 @@ class PendingGradients:
     def _set(self, entries: list[RecordedGradients]) -> None:
         self._entries, self._sums = entries, None
 
+    def holds(self, table: "Table") -> bool:
+        """True if there are gradients that ``weight.grad`` of ``table`` stands for."""
+        return len(self) > 0 and any(shown.table is table for shown in self._shown)
+
     def append(self, entry: RecordedGradients) -> None:
         """Record ``entry``, and let the tables' parameters show it."""
         self.replace([*self._current(), entry])

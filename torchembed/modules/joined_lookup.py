@@ -1,0 +1,280 @@
+"""One lookup in place of those of several modules of one table, in the stages of a collection."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.function_context import FunctionContext
+from torchembed.core.stand_ins import KeptTensors
+from torchembed.core.types import OnBadId, Pooling
+from torchembed.modules.bad_ids import BadIdReport
+from torchembed.modules.slots import SlotName, submit_bad_id
+from torchembed.modules.staged_collection import Admitted, Bucketized, LookedUp, Routed
+from torchembed.modules.table_lookup import look_up, look_up_pooled
+from torchembed.ops.pooled_lookup import fixed_gradient_map
+from torchembed.ops.row_gradients import WeightGradient
+from torchembed.ops.rowwise_update import RowGradients
+from torchembed.ops.segments import Runs, find_runs
+from torchembed.tables import Admission, JoinedGroup, Table, TableGroup
+
+T = TypeVar("T")
+
+
+class JoinedSlot(NamedTuple):
+    """One call of a module in a joined lookup."""
+
+    table: Table
+    num_ids: int
+    num_bags: int
+    """Bags that the call pools; without pooling, as many as ids."""
+    shape: tuple[int, ...]
+    """Of the call's result."""
+    padding_idx: int | None
+
+
+class LookupKind(NamedTuple):
+    """What calls must have in common to be looked up in one."""
+
+    group: TableGroup
+    """The group that one update trains, and one lookup reads."""
+    pooling: Pooling | None
+    """None for a vector for each id."""
+    on_bad_id: OnBadId
+    is_jagged: bool
+    """True for bags between offsets."""
+
+
+class JoinedIds(NamedTuple):
+    """The ids of all calls, one after the other."""
+
+    features: SparseFeatures
+    """A feature for each call, of one bag."""
+    offsets: Tensor | None
+    """Where the bags of all calls begin and end, where their lengths are not fixed."""
+
+
+class JoinedRows(NamedTuple):
+    """Rows of a joined lookup's group, and what pools them."""
+
+    rows: Tensor
+    """``[L]``, as the lookup reads them."""
+    trained_rows: Tensor
+    """``[L]``: as the update takes them, -1 for padding."""
+    runs: Runs | None
+    """Of equal ``trained_rows``."""
+    offsets: Tensor | None
+    weights: Tensor | None
+
+
+class JoinedLookup:
+    """Looks up, in one call, what several modules of one table are called with.
+
+    It has the stages of a :class:`~torchembed.modules.staged_collection.StagedCollection`, on one
+    rank. Its vectors are one tensor for each call.
+
+    Args:
+        kind: of all calls.
+        slots: the calls; those of one table in the order in which its gradients are added.
+    """
+
+    def __init__(self, kind: LookupKind, slots: Sequence[JoinedSlot]) -> None:
+        self._kind, self._slots = kind, list(slots)
+        group = kind.group
+        tables = [group.tables.index(slot.table) for slot in slots]
+        self._index = group.index.for_tables(tables)
+        self._padding = [
+            -2 if slot.padding_idx is None else group.first_rows[number] + slot.padding_idx
+            for slot, number in zip(slots, tables, strict=True)
+        ]
+        """For each call the row of the group that is padding; -2 for none."""
+        self._names = [SlotName(s.table.spec.name, "input", s.table.num_rows) for s in slots]
+        self._bad_ids = BadIdReport()
+        self._constants: KeptTensors[str, Any] = KeptTensors()
+        """What follows from the calls' shapes; kept, since captured steps read it."""
+
+    def exchange_sizes(self, ids: JoinedIds) -> Bucketized[JoinedIds]:
+        """``ids`` as they are: on one rank nothing is exchanged."""
+        return Bucketized(_NO_FEATURES, ids)
+
+    def route(
+        self, bucketized: Bucketized[JoinedIds], capacity: int | None = None
+    ) -> Routed[JoinedRows]:
+        """The rows of the ids; pure.
+
+        Raises:
+            IndexError: for an id outside its table under ``OnBadId.RAISE``.
+        """
+        features, offsets = bucketized.ids
+        group, on_bad_id = self._kind.group, self._kind.on_bad_id
+        with torch.no_grad():
+            rows, first_bad = self._index.route(features, on_bad_id, group.rows_dtype)
+            if on_bad_id is OnBadId.RAISE:
+                submit_bad_id(features, first_bad, self._names, self._bad_ids)
+            trained = rows
+            if any(row >= 0 for row in self._padding):
+                padding = self._constant("padding", lambda: self._padding_rows(rows))
+                trained = rows.masked_fill(rows == padding, -1)
+        # The vector of padding is its row, but no part of what is pooled.
+        rows = rows if self._kind.pooling is None else trained
+        return Routed(_NO_FEATURES, JoinedRows(rows, trained, None, offsets, features.weights))
+
+    def admit(
+        self, routed: Routed[JoinedRows], admission: Admission | None = None
+    ) -> Admitted[JoinedRows]:
+        """``routed`` with the runs of equal rows that the update needs."""
+        with torch.no_grad():
+            runs = find_runs(routed.ids.trained_rows, self._kind.group.num_rows)
+        return Admitted(routed.features, routed.ids._replace(runs=runs))
+
+    def release(self, epoch: Tensor) -> None:
+        """Nothing is ever evicted."""
+
+    def look_up(self, admitted: Admitted[JoinedRows]) -> LookedUp[JoinedRows, list[Tensor]]:
+        """The result of each call, in the order of the slots.
+
+        Raises:
+            RuntimeError: where the tables have been regrouped since the rows were found.
+        """
+        rows, kind = admitted.rows, self._kind
+        sink = _Sink(kind.group, rows, self._slots)
+        if kind.pooling is None:
+            vectors = look_up(
+                kind.group,
+                rows.rows,
+                sink=sink,
+                output_dtype=None,
+                weight_form=WeightGradient.DENSE,
+            )
+        else:
+            vectors = self._pooled(rows, kind.pooling, sink)
+        results = list(_Split.apply(vectors, [slot.shape for slot in self._slots], sink))
+        ready = None
+        if vectors.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        return LookedUp(admitted.features, rows, results, ready)
+
+    def _pooled(self, rows: JoinedRows, pooling: Pooling, sink: "_Sink") -> Tensor:
+        """``[bags of all calls, D]``: as bags of one feature, so that those of a call follow one
+        another."""
+        num_bags = sum(slot.num_bags for slot in self._slots)
+        lengths = [slot.num_ids // slot.num_bags for slot in self._slots]
+        offsets, hotness, known_map = rows.offsets, None, None
+        if offsets is None and len(set(lengths)) == 1:
+            hotness = lengths[:1]
+            find = functools.partial(
+                fixed_gradient_map,
+                rows.rows,
+                hotness=lengths[:1],
+                batch_size=num_bags,
+                pooling=pooling,
+            )
+            known_map = self._constant("map", find) if rows.weights is None else None
+        elif offsets is None:
+            offsets = self._constant("offsets", lambda: self._bounds_of_bags(lengths, rows.rows))
+        return look_up_pooled(
+            self._kind.group,
+            rows.rows,
+            offsets=offsets,
+            hotness=hotness,
+            batch_size=num_bags,
+            num_features=1,
+            per_id_weights=rows.weights,
+            pooling=pooling,
+            sink=sink,
+            output_dtype=self._kind.group.weight.dtype,
+            weight_form=WeightGradient.DENSE,
+            known_map=known_map,
+        ).squeeze(1)
+
+    def _constant(self, name: str, make: Callable[[], T]) -> T:
+        is_cuda = self._kind.group.weight.is_cuda
+        if name not in self._constants and is_cuda and torch.cuda.is_current_stream_capturing():
+            return make()  # in the graph's memory, which a later step may not read
+        return self._constants.get(name, make)
+
+    def _padding_rows(self, rows: Tensor) -> Tensor:
+        """The padding row of each id's call."""
+        # Filled on the device: a copy from the host would wait for a GPU.
+        pairs = zip(self._padding, self._slots, strict=True)
+        return torch.cat([rows.new_full((slot.num_ids,), row) for row, slot in pairs])
+
+    def _bounds_of_bags(self, lengths: Sequence[int], rows: Tensor) -> Tensor:
+        """Offsets ``[bags of all calls + 1]`` of bags of ``lengths`` ids, one for each call."""
+        pairs = zip(lengths, self._slots, strict=True)
+        sizes = [rows.new_full((slot.num_bags,), length) for length, slot in pairs]
+        return torch.cat([rows.new_zeros(1), *sizes]).cumsum(0)
+
+
+_NO_FEATURES = SparseFeatures(
+    keys=(), values=torch.empty(0, dtype=torch.int64, device="cpu"), batch_size=0, hotness=()
+)
+"""In place of the batch that a collection recognizes."""
+
+
+class _Sink:
+    """Gives the gradients of a joined lookup's rows to the group that one update trains."""
+
+    def __init__(self, group: TableGroup, rows: JoinedRows, slots: Sequence[JoinedSlot]) -> None:
+        if any((slot.table.group.joined or slot.table.group) is not group for slot in slots):
+            raise RuntimeError(
+                "tables were regrouped between prepare and forward, by an optimizer, a load or "
+                "requires_grad_; prepare the batch again"
+            )
+        self._group, self._rows, self._slots = group, rows, slots
+        self.without_gradient: set[int] = set()
+        """The calls on whose results the loss does not depend, of this backward."""
+
+    def __call__(self, _: Tensor, gradients: RowGradients) -> None:
+        rows, runs, slots = self._rows.trained_rows, self._rows.runs, list(self._slots)
+        if self.without_gradient:
+            # As where each call is looked up by itself, they train nothing.
+            runs, pieces = None, list(rows.split([slot.num_ids for slot in slots]))
+            for number in self.without_gradient:
+                pieces[number] = torch.full_like(pieces[number], -1)
+            rows = torch.cat(pieces)
+            slots = [s for n, s in enumerate(slots) if n not in self.without_gradient]
+        if isinstance(self._group, JoinedGroup):
+            self._group.record_of([slot.table.group for slot in slots], rows, gradients, runs)
+        elif slots:
+            self._group.record(rows, gradients, runs)
+
+
+class _Split(torch.autograd.Function):
+    """The parts of ``[L, D]``, one after the other, as tensors of their own over its memory.
+
+    They are no views to autograd, which would refuse writing to them in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionContext, vectors: Tensor, shapes: Sequence[tuple[int, ...]], sink: _Sink
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shapes, ctx.sink = shapes, sink
+        results, first = [], int(vectors.storage_offset())
+        for shape in shapes:
+            strides = torch.empty(shape, device="meta").stride()
+            part = vectors.new_empty(0)
+            results.append(part.set_(vectors.untyped_storage(), first, shape, strides))
+            first += part.numel()
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionContext, *grads: Tensor | None) -> tuple[Any, ...]:
+        missing = {number for number, grad in enumerate(grads) if grad is None}
+        ctx.sink.without_gradient = missing
+        like = next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            return None, None, None
+        pieces = [
+            like.new_zeros(shape) if grad is None else grad
+            for grad, shape in zip(grads, ctx.shapes, strict=True)
+        ]
+        return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]), None, None

@@ -1,0 +1,216 @@
+"""Calls of modules of one table that are looked up together, ahead of the model's forward."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.stand_ins import KeptTensors
+from torchembed.core.trees import Tree, tensors_in
+from torchembed.modules.bad_ids import check_offsets
+from torchembed.modules.calls_ahead import (
+    CallArguments,
+    CallHandler,
+    CallPlaces,
+    KnownTensors,
+    TensorPlace,
+    places_of,
+)
+from torchembed.modules.joined_lookup import JoinedIds, JoinedLookup, JoinedSlot, LookupKind
+from torchembed.modules.single_table import SingleTable
+from torchembed.modules.staged_collection import Bucketized, LookedUp
+from torchembed.step.batch_layout import with_sparse_features
+
+
+class _ObservedCall(NamedTuple):
+    """A call of a module with views of a batch's tensors."""
+
+    module: SingleTable
+    places: CallPlaces
+    dtypes: tuple[torch.dtype | None, ...]
+    kind: LookupKind
+    slot: JoinedSlot
+
+
+class JoinedCall:
+    """Calls of several modules in the model's forward, with views of the batch's tensors, in place
+    of which one lookup is done.
+
+    Attributes:
+        collection: does the stages of the lookup.
+    """
+
+    def __init__(self, calls: Sequence[_ObservedCall]) -> None:
+        # Gradients of one table's calls are added as where each call records its own: backward
+        # comes to the last call first.
+        self._calls = list(reversed(calls))
+        self.collection = JoinedLookup(calls[0].kind, [call.slot for call in self._calls])
+        self._constants: KeptTensors[str, Tensor] = KeptTensors()
+
+    @property
+    def modules(self) -> list[SingleTable]:
+        """The modules, some perhaps more than once."""
+        return [call.module for call in self._calls]
+
+    def exchange_sizes(self, batch: Tree) -> Bucketized[JoinedIds]:
+        """The first stage of the lookup for a batch of the layout."""
+        return self.collection.exchange_sizes(self.ids_of(batch))
+
+    def ids_of(self, batch: Tree) -> JoinedIds:
+        """The ids of all calls for a batch of the layout.
+
+        Raises:
+            ValueError: on a CPU, for offsets outside the ids.
+        """
+        tensors = tensors_in(with_sparse_features(batch))
+        num_ids = [call.slot.num_ids for call in self._calls]
+        values = self._gathered("ids", tensors, [call.places.input for call in self._calls])
+        of_weights = [call.places.per_sample_weights for call in self._calls]
+        weighted = [place for place in of_weights if place is not None]
+        weights = self._gathered("weights", tensors, weighted) if weighted else None
+        features = SparseFeatures(
+            keys=tuple(map(str, range(len(num_ids)))),
+            values=values,
+            batch_size=1,
+            hotness=tuple(num_ids),
+            weights=weights,
+        )
+        return JoinedIds(features, self._offsets(tensors, num_ids))
+
+    def _gathered(
+        self, name: str, tensors: Sequence[Tensor], places: Sequence[TensorPlace]
+    ) -> Tensor:
+        """The elements at ``places``, one after the other."""
+        numbers = {place.number for place in places}
+        if len(numbers) > 1:
+            return torch.cat([place.of(tensors).reshape(-1) for place in places])
+        source = tensors[numbers.pop()]
+        size = source.untyped_storage().nbytes() // source.element_size()
+        flat = source.as_strided((size,), (1,), 0)
+
+        def index() -> Tensor:
+            elements = torch.arange(size, device=flat.device)
+            return torch.cat([p._replace(number=0).of([elements]).reshape(-1) for p in places])
+
+        # One gather, where torch.cat would copy each of many small strided views by itself.
+        return flat.index_select(0, self._constant(name, index))
+
+    def _offsets(self, tensors: Sequence[Tensor], num_ids: Sequence[int]) -> Tensor | None:
+        """Where the bags of all calls begin and end."""
+        places = [call.places.offsets for call in self._calls]
+        given = [place.of(tensors) for place in places if place is not None]
+        if not given:
+            return None
+        for offsets, count in zip(given, num_ids, strict=True):
+            check_offsets(torch.cat([offsets, offsets.new_full((1,), count)]), count)
+
+        def shifts() -> Tensor:
+            firsts = [sum(num_ids[:number]) for number in range(len(num_ids))]
+            filled = [o.new_full((o.numel(),), f) for o, f in zip(given, firsts, strict=True)]
+            return torch.cat([*filled, given[0].new_full((1,), sum(num_ids))])
+
+        ends = torch.cat([*given, given[0].new_zeros(1)])
+        return ends + self._constant("shifts", shifts)
+
+    def _constant(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        is_cuda = self._calls[0].module.weight.is_cuda
+        if name not in self._constants and is_cuda and torch.cuda.is_current_stream_capturing():
+            return make()  # in the graph's memory, which a later step may not read
+        return self._constants.get(name, make)
+
+    def results(self, looked_up: LookedUp) -> "Iterator[tuple[_Key, _Result]]":
+        """The result of each call, in the order of the calls."""
+        assert looked_up.vectors is not None
+        results = [_Result(vectors, looked_up.ready) for vectors in looked_up.vectors]
+        keys = [(id(call.module), call.places) for call in self._calls]
+        yield from reversed(list(zip(keys, results, strict=True)))
+
+
+_Key: TypeAlias = tuple[int, CallPlaces]
+"""A module, by identity, and its arguments."""
+
+
+class _Result(NamedTuple):
+    """The result of a call that was looked up before it."""
+
+    vectors: Tensor
+    ready: torch.cuda.Event | None
+
+    def take(self) -> Tensor:
+        """The vectors, for the current stream."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.ready)
+            self.vectors.record_stream(stream)
+        # They carry a gradient also where the model calls forward under ``no_grad``.
+        return self.vectors if torch.is_grad_enabled() else self.vectors.detach()
+
+
+@contextlib.contextmanager
+def observed_joined_calls(model: nn.Module, batch: Tree) -> Iterator[list[JoinedCall]]:
+    """The calls within it that can be looked up together, of modules whose arguments are views of
+    the tensors of ``batch``; in the list once it has ended.
+
+    A view is the same part of each batch in a step that is repeated. A copy may hold anything.
+    """
+    known = KnownTensors(tensors_in(with_sparse_features(batch)))
+    noted: list[_ObservedCall] = []
+
+    def note(module: SingleTable, arguments: CallArguments) -> None:
+        places, found = places_of(arguments, known), module.joined_slot(arguments)
+        if places is not None and found is not None:
+            dtypes = tuple(None if tensor is None else tensor.dtype for tensor in arguments)
+            noted.append(_ObservedCall(module, places, dtypes, *found))
+
+    joined: list[JoinedCall] = []
+    with _handled_by([m for m in model.modules() if isinstance(m, SingleTable)], note):
+        yield joined
+    # Only now: the step's update may have parted tables that are not trained together.
+    alike: dict[object, list[_ObservedCall]] = {}
+    for call in noted:
+        group = call.module.updated_group
+        now = call._replace(kind=call.kind._replace(group=group))
+        alike.setdefault((now.kind, now.dtypes), []).append(now)
+    joined += map(JoinedCall, alike.values())
+
+
+@contextlib.contextmanager
+def answered(
+    calls: Sequence[JoinedCall], looked_up: Sequence[LookedUp], batch: Tree
+) -> Iterator[None]:
+    """Within it, modules return what was looked up ahead for their calls with ``batch``."""
+    if not calls:
+        yield
+        return
+    known = KnownTensors(tensors_in(with_sparse_features(batch)))
+    results: dict[_Key, collections.deque[_Result]] = collections.defaultdict(collections.deque)
+    for call, of_call in zip(calls, looked_up, strict=True):
+        for key, result in call.results(of_call):
+            results[key].append(result)
+
+    def answer(module: SingleTable, arguments: CallArguments) -> Tensor | None:
+        places = places_of(arguments, known)
+        # A module that is called again with the same ids looks them up again.
+        left = None if places is None else results.get((id(module), places))
+        return left.popleft().take() if left else None
+
+    with _handled_by([module for call in calls for module in call.modules], answer):
+        yield
+
+
+@contextlib.contextmanager
+def _handled_by(
+    modules: Sequence[SingleTable],
+    handler: CallHandler,
+) -> Iterator[None]:
+    for module in modules:
+        module.calls_ahead = handler
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.calls_ahead = None
