@@ -184,7 +184,28 @@ def orders() -> dict[str, list[int]]:
     return {"replaced": replaced, "wrapped": wrapped, "reset": reset, "read": [num_read]}
 
 
-COMPARED: tuple[Callable[..., Any], ...] = (changed_optimizers, attached, hooked, by_stages)
+def two_pipelines(whose: str, **arguments: Any) -> list[float]:
+    """Losses of steps on several iterators, of which every other is another pipeline's of the same
+    model, evaluated the first time; of TorchRec's own, one pipeline does it all."""
+    run = make(whose, **arguments)
+    first = make_pipeline(whose, run)
+    second = first if whose == "theirs" else make_pipeline(whose, run)
+    found, begin = [], 0
+    for number, count in enumerate((3, 2, 3, 2, 2)):
+        run.model.train(number != 1)
+        stream = batches(run, count, is_fixed=True, first=begin)
+        found += losses_of(second if number % 2 else first, stream, count)
+        begin += count
+    return found
+
+
+COMPARED: tuple[Callable[..., Any], ...] = (
+    changed_optimizers,
+    attached,
+    hooked,
+    by_stages,
+    two_pipelines,
+)
 
 
 def everything_on_the_cpu() -> dict[str, Any]:
@@ -222,6 +243,13 @@ def test_models_and_optimizers_may_be_replaced(ranks: list[dict[str, Any]], kind
         (_, nudged), nudged_attached, *_ = rank["nudged"]
         assert_within_drift(ours, theirs, nudged, num_steps=NUM_STEPS)
         assert_within_drift(of_attached, their_attached, nudged_attached, num_steps=NUM_STEPS)
+
+
+@KINDS
+def test_a_model_may_have_two_pipelines(ranks: list[dict[str, Any]], kind: str) -> None:
+    for rank in ranks:
+        ours, theirs, nudged = rank[kind][0][4], rank["theirs"][4], rank["nudged"][4]
+        assert_within_drift(ours, theirs, nudged, num_steps=NUM_STEPS)
 
 
 @KINDS

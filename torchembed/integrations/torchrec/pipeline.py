@@ -136,9 +136,12 @@ class TrainPipeline(TrainPipelineSparseDist[Tree, Tree]):
         return self._model, self._optimizer, self._model_fwd
 
     def _has_changed(self) -> bool:
-        """True where the steps cannot go on as they are: what they are made of was replaced, or a
-        hook was registered that they would not call."""
+        """True where the steps cannot go on as they are: what they are made of was replaced,
+        another pipeline of the model has its tables, or a hook was registered that they would not
+        call."""
         if self._trains() != self._trained:
+            return True
+        if self._model.training and not (self._steps is None or self._steps.have_tables):
             return True
         # Every registration of a hook takes the next number.
         if RemovableHandle.next_id == self._num_handles:

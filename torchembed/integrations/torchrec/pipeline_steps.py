@@ -1,13 +1,14 @@
 """The steps of torchembed's pipeline on a TorchRec model."""
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from types import TracebackType
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core import ranks
@@ -28,9 +29,15 @@ R = TypeVar("R")
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 
+_last_made: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[PipelineSteps]]"
+_last_made = weakref.WeakKeyDictionary()
+"""By the user's model, the steps that were made of it last, on every rank."""
+
 
 class PipelineSteps:
     """Trains a TorchRec model that torchembed's pipeline supports; collective.
+
+    Takes the model's tables over from steps that were made of it before.
 
     Args:
         model: the user's model.
@@ -80,6 +87,12 @@ class PipelineSteps:
             reader = BatchReader(None if is_alone else borrow_cpu_group(group), device)
             stream = BatchStream(reader.read)
         self._batches = stream
+        _last_made[model.inner] = weakref.ref(self)
+
+    @property
+    def have_tables(self) -> bool:
+        """False once other steps were made of the model, which alone can train it then."""
+        return _last_made[self._model.inner]() is self
 
     def follow(self, batches: Iterator[Tree]) -> None:
         """Read from ``batches`` from now on."""
