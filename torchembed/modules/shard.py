@@ -22,6 +22,11 @@ from torchembed.modules.model_plan import (
     table_uses,
     with_topology,
 )
+from torchembed.modules.replicas import (
+    check_parameters,
+    copy_from_first,
+    with_sparse_gradients,
+)
 from torchembed.modules.shard_description import describe
 from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
 from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
@@ -102,10 +107,11 @@ def shard_embeddings(
     Raises:
         TypeError: where ``mesh`` is not a ``DeviceMesh``.
         RuntimeError: where there is no process group.
-        ValueError: for a mesh or plan that does not fit the model, or ranks that disagree, also
-            where planning fails on some of them only; where the tables do not fit into memory,
-            as far as it is known: without a planner, that of rows, the dense part and, given
-            ``optimizer``, its state; for ``PUSH`` where GPUs cannot store into each other's memory.
+        ValueError: for a mesh or plan that does not fit the model; a sparse or nested parameter; or
+            ranks that disagree, also where planning fails on some of them only; where the tables do
+            not fit into memory, as far as it is known: without a planner, that of rows, the dense
+            part and, given ``optimizer``, its state; for ``PUSH`` where GPUs cannot store into each
+            other's memory.
     """
     check_mesh(mesh)
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
@@ -119,6 +125,7 @@ def shard_embeddings(
     # An error on this rank alone must not leave the others in a collective: it goes into the lines
     # that the ranks compare, and is raised after them.
     try:
+        check_parameters(model)
         if planner is not None:
             plan = with_topology(planner, mesh, flat)
         checked, report = checked_plan(model, mesh, plan, wire, transport)
@@ -197,7 +204,6 @@ def _check_memory(
 
 def _train_data_parallel(model: nn.Module, ranks: TableRanks) -> None:
     """Make parameters that are not sharded equal on all ranks, and average their gradients."""
-    group = ranks.group
     sharded = set()
     for module in model.modules():
         if not isinstance(module, TableModule):
@@ -210,8 +216,6 @@ def _train_data_parallel(model: nn.Module, ranks: TableRanks) -> None:
                 table.max_over_holders = ranks.max_over_holders
     replicated = [parameter for parameter in model.parameters() if parameter not in sharded]
     # Ranks may have drawn their own initial values: the first rank's count, as in DDP.
-    first = dist.get_global_rank(group, 0)
-    for tensor in [*(p.data for p in replicated), *model.buffers()]:
-        dist.broadcast(tensor, src=first, group=group)
-    ranks.average(replicated)
+    copy_from_first([p.data for p in replicated], model, ranks.group)
+    ranks.average(replicated, sparse=with_sparse_gradients(model))
     ignore_tables(model)

@@ -18,6 +18,7 @@ from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.slots import SlotName, Slots, submit_bad_id
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.table_module import TableWeight
+from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import Placement, TablePlan
 from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_batch
 from torchembed.sharding.transport.data_parallel import sum_over_columns
@@ -218,6 +219,11 @@ class ShardedCollection(StagedCollection[B, R, V]):
         weights = self.get_submodule(self._container)
         named = zip(self._weight_names, self._table_set.tables, strict=True)
         return ((table, weights.get_submodule(name)) for name, table in named)
+
+    @property
+    def weight_form(self) -> WeightGradient:
+        """The form of gradients of tables that no fused optimizer updates."""
+        return self._weight_form
 
     @property
     def ranks(self) -> TableRanks:

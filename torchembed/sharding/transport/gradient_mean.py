@@ -21,6 +21,7 @@ from torchembed.autograd.weight_gradients import (
 from torchembed.core.left_behind import LeftBehind
 from torchembed.sharding.transport.finished_work import wait_for
 from torchembed.sharding.transport.pushed_mean import PushedMean
+from torchembed.sharding.transport.sparse_mean import average_sparse_gradient
 from torchembed.sharding.wire import BUCKET_BYTES
 from torchembed.tables import table_of
 
@@ -85,6 +86,8 @@ class GradientMean(LeftBehind):
         dtype: in which gradients are summed, their own where None; they keep their dtype.
         push: averages by push; the group's all-reduce is used where it is None.
         bucket_bytes: size from which on a bucket takes no further parameter.
+        sparse: those of the parameters whose gradients are sparse; they are averaged after the
+            others.
         borrowed: the loan of ``group``, kept as long as this object.
     """
 
@@ -96,9 +99,13 @@ class GradientMean(LeftBehind):
         dtype: torch.dtype | None = None,
         push: PushedMean | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        sparse: Iterable[nn.Parameter] = (),
         borrowed: object = None,
     ) -> None:
         self._borrowed = borrowed
+        self._sparse = list(sparse)
+        self._is_running = False
+        """True during a backward, and after one that failed."""
         self._parameters = list(parameters)
         self._places: dict[Tensor, int] = {p: place for place, p in enumerate(self._parameters)}
         self._order = self._parameters[::-1]
@@ -175,11 +182,10 @@ class GradientMean(LeftBehind):
         """Note that a backward runs, at whose end all other gradients will be reduced."""
         # The engine drops its callbacks where a backward fails, and the weak reference dies with
         # them: what that backward has left is discarded now.
-        is_running = self._buckets or self._numbers
-        if is_running and self._finishing() is None:
+        if self._is_running and self._finishing() is None:
             self._discard()
-            is_running = False
-        if not is_running:
+        if not self._is_running:
+            self._is_running = True
             # A new object for each backward. The engine holds the only strong reference, so that
             # the weak one tells if the engine still has it.
             finish = functools.partial(self._finish)
@@ -202,8 +208,11 @@ class GradientMean(LeftBehind):
         """Assign parameters to buckets, for each backward: ``requires_grad`` and flat buffers may
         have changed since the last."""
         open_buckets: dict[torch.dtype, _Bucket] = {}
+        sparse = set(self._sparse)
         for parameter in self._order:
             if not parameter.requires_grad or not self._is_averaged(parameter):
+                continue
+            if parameter in sparse:
                 continue
             bucket = open_buckets.get(parameter.dtype)
             if bucket is None or bucket.num_bytes >= self._bucket_bytes:
@@ -311,9 +320,16 @@ class GradientMean(LeftBehind):
             for bucket, reduction in itertools.zip_longest(self._buckets, self._reductions):
                 with completing([] if bucket is None else bucket.parameters):
                     self._wait_for(reduction)
+            self._average_sparse()
         finally:
             self._clear()
         self._agree_on_order()
+
+    def _average_sparse(self) -> None:
+        """Average the sparse gradients, in one order on all ranks."""
+        for parameter in self._sparse:
+            if parameter.requires_grad and self._is_averaged(parameter):
+                average_sparse_gradient(parameter, self._group)
 
     def _wait_for(self, reduction: _Reduction) -> None:
         """Let the current stream wait for ``reduction``, and copy its results to the gradients."""
@@ -360,6 +376,7 @@ class GradientMean(LeftBehind):
         self._clear()
 
     def _clear(self) -> None:
+        self._is_running = False
         self._reductions.clear()
         self._buckets.clear()
         self._bucket_of.clear()

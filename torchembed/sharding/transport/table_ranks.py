@@ -132,10 +132,14 @@ class TableRanks:
             self.max_over_holders = self._max_over(ranks)
 
     def average(
-        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        sparse: Iterable[nn.Parameter] = (),
     ) -> None:
         """Average the gradients of ``parameters``, and of tables that every rank holds, over ranks
-        in every backward from now on."""
+        in every backward from now on; ``sparse`` are those with sparse gradients."""
         push = None if self.push is None else PushedMean(self.push, "gradients")
         self.gradient_mean = GradientMean(
             parameters,
@@ -143,6 +147,7 @@ class TableRanks:
             dtype=self.wire.dense,
             push=push,
             bucket_bytes=bucket_bytes,
+            sparse=sparse,
             borrowed=self._groups,
         )
 
