@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchembed
 from tests.support.tolerance import assert_same_bits
 from tests.support.twins import TablesAndLayer
 from torchembed.checkpoints.training_run import TrainingRun
@@ -164,3 +165,17 @@ def test_a_scheduler_knows_that_the_parts_were_stepped(device: torch.device) -> 
         part.step()
     scheduler.step()
     assert {group["lr"] for group in optimizer.param_groups} == {0.05}
+
+
+def test_parameters_are_split_into_those_of_tables_and_dense_ones() -> None:
+    bag, dense = torchembed.EmbeddingBag(10, 4), torch.nn.Linear(4, 1)
+    model = torch.nn.Sequential(bag, dense)
+    tables, others = torchembed.optim.split_parameters(model.parameters())
+    assert [p is bag.weight for group in tables for p in group["params"]] == [True]
+    assert [id(p) for group in others for p in group["params"]] == list(map(id, dense.parameters()))
+    grouped = [{"params": model.parameters(), "lr": 0.5}, {"params": [], "lr": 1.0}]
+    split = torchembed.optim.split_parameters(grouped)
+    assert [group["lr"] for group in (*split.tables, *split.dense)] == [0.5, 0.5]
+    assert torchembed.optim.split_parameters(dense.parameters()).tables == []
+    with pytest.raises(TypeError, match=r"got Linear; pass model\.parameters\(\)"):
+        torchembed.optim.split_parameters(dense)  # type: ignore[arg-type]

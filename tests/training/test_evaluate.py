@@ -107,3 +107,10 @@ def test_logits_that_are_not_finite_are_named() -> None:
 def test_no_rows_are_an_error() -> None:
     with pytest.raises(ValueError, match="at least one held-out row, got none"):
         evaluate(TinyModel(), [])
+
+
+def test_labels_that_are_no_clicks_are_refused() -> None:
+    (batch,) = make_batches([4])
+    soft = batch._replace(labels=torch.tensor([0.0, 1.0, 0.5, 1.0]))
+    with pytest.raises(ValueError, match=r"labels must be 0 or 1, got 0\.5 for sample 2"):
+        evaluate(TinyModel(), [soft])

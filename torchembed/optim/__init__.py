@@ -5,7 +5,7 @@ from torchembed.optim.dense import DenseOptimizer
 from torchembed.optim.dense_optimizers import DenseAdagrad, DenseAdam, DenseSGD
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.optim.grad_scaler import GradScaler
-from torchembed.optim.joint import JointOptimizer
+from torchembed.optim.joint import JointOptimizer, SplitParameters, split_parameters
 from torchembed.optim.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
 
 __all__ = [
@@ -20,5 +20,7 @@ __all__ = [
     "GradScaler",
     "JointOptimizer",
     "RowwiseAdagrad",
+    "SplitParameters",
     "clip_grad_norm_",
+    "split_parameters",
 ]

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,15 +149,31 @@ def separate(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Op
     ]
 
 
-def split_parameters(
-    params: ParamsT, only_of_tables: Sequence[str]
-) -> tuple[list[ParamGroup], list[ParamGroup]]:
+class SplitParameters(NamedTuple):
+    """Parameter groups of tables, and of dense parameters; each may be empty."""
+
+    tables: list[ParamGroup]
+    dense: list[ParamGroup]
+
+
+def split_parameters(params: ParamsT, only_of_tables: Sequence[str] = ()) -> SplitParameters:
     """Parameter groups of the tables, and of the dense parameters, among ``params``.
 
+    Tables are the weights of torchembed's modules, sharded ones too, so call it after
+    ``shard_embeddings``.
+
     Args:
-        params: tensors, or parameter groups of them.
+        params: tensors, or parameter groups of them; a group with both kinds becomes two.
         only_of_tables: hyperparameters that dense groups go without.
+
+    Raises:
+        TypeError: for a module in place of its parameters.
     """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params must be parameters or groups of them, got {type(params).__name__}; "
+            "pass model.parameters()"
+        )
     given: list[Any] = list(params)
     has_groups = bool(given) and isinstance(given[0], Mapping)
     groups: list[ParamGroup] = given if has_groups else [{"params": given}]
@@ -173,4 +189,4 @@ def split_parameters(
         if dense:
             kept = {name: value for name, value in group.items() if name not in only_of_tables}
             of_dense.append({**kept, "params": dense})
-    return of_tables, of_dense
+    return SplitParameters(of_tables, of_dense)
