@@ -52,6 +52,20 @@ def test_batches_of_all_iterators_come_once_and_in_order(
             assert taken + len(list(iterator)) == sizes[number]
 
 
+def test_what_was_read_can_be_dropped() -> None:
+    thread, batches = ReadingThread(read, 2), iter(range(8))
+    thread.follow(batches)
+    assert next(thread) == 0
+    thread.drop()
+    with pytest.raises(StopIteration):
+        next(thread)
+    # The thread reads no more of it, so the rest may be read elsewhere, and by it again.
+    assert next(batches) == 3
+    thread.follow(batches)
+    assert list(thread) == [4, 5, 6, 7]
+    thread.close()
+
+
 def test_an_error_comes_in_its_turn_and_what_follows_is_read() -> None:
     def batches() -> Iterator[int]:
         yield from range(4)

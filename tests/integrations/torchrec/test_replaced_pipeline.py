@@ -108,7 +108,8 @@ def others() -> list[str]:
 
 
 def closed_in_time() -> list[str]:
-    """What happens in turn where a script destroys process groups and closes no pipeline."""
+    """What happens in turn where a script destroys process groups and ends, and closes no
+    pipeline."""
     from torch.distributed import distributed_c10d
     from torchrec.distributed import TrainPipelineSparseDist
 
@@ -127,6 +128,11 @@ def closed_in_time() -> list[str]:
             dist.destroy_process_group(other)
             dist.destroy_process_group()
             distributed_c10d.destroy_process_group(world)
+            # Of a process that ends, as after an error: without waiting for other ranks.
+            patch.setattr(
+                pipeline._steps, "exit", lambda *error: happened.append(error[0].__name__)
+            )
+            replaced_pipeline._leave()
     return happened
 
 
@@ -169,4 +175,4 @@ def test_pipelines_are_closed_before_the_process_group_is_destroyed(
     ranks: list[dict[str, Any]],
 ) -> None:
     for rank in ranks:
-        assert rank["closed"] == ["destroyed", *["closed", "destroyed"] * 2]
+        assert rank["closed"] == ["destroyed", *["closed", "destroyed"] * 2, "SystemExit"]
