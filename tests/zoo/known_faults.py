@@ -18,19 +18,6 @@ class KnownFault(NamedTuple):
 
 KNOWN_FAULTS = {
     # Of Python, which a graph does not run.
-    "running mean that forward binds anew": KnownFault(
-        Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
-    ),
-    "queue of negatives with a Python pointer": KnownFault(
-        Kind.DIFFERENT, "a graph writes to the place of its capture"
-    ),
-    "attribute that forward sets and the loop reads": KnownFault(
-        Kind.DIFFERENT,
-        "the attribute is the capture's, which the other buffer's replay does not write",
-    ),
-    "EMA with warm-up, in forward": KnownFault(
-        Kind.DIFFERENT, "a graph keeps the decay of its capture"
-    ),
     "layers wrapped to print their shapes": KnownFault(Kind.DIFFERENT, "a graph counts no calls"),
     "layers skipped by Python's random numbers": KnownFault(
         Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
@@ -41,42 +28,12 @@ KNOWN_FAULTS = {
     "a number of NumPy": KnownFault(
         Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
     ),
-    "annealing by a Python counter": KnownFault(
-        Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
-    ),
-    "annealing by a tensor made in forward": KnownFault(
-        Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
-    ),
-    "a loss that warms up after some steps": KnownFault(
-        Kind.DIFFERENT, "nothing differs yet when the self-check looks"
-    ),
     "noise of NumPy": KnownFault(
         Kind.DIFFERENT_SAID, "a capture that fails has drawn numbers of the host"
     ),
     # Of what the loop changes between steps.
-    "buffer replaced between steps": KnownFault(
-        Kind.DIFFERENT, "a graph reads the buffer of its capture"
-    ),
-    "number of a module changed between steps": KnownFault(
-        Kind.DIFFERENT, "a graph keeps the number of its capture"
-    ),
-    "dropout rate changed between steps": KnownFault(
-        Kind.DIFFERENT, "a graph keeps the rate of its capture"
-    ),
-    "layer replaced in the middle": KnownFault(
-        Kind.DIFFERENT, "a graph calls the layer of its capture"
-    ),
     "losses kept in a list": KnownFault(Kind.DIFFERENT, "the next step but one overwrites a loss"),
     # Of optimizers.
-    "OneCycleLR that cycles betas of fused Adams": KnownFault(
-        Kind.DIFFERENT, "a graph keeps hyperparameters other than lr"
-    ),
-    "weight decay that is raised": KnownFault(
-        Kind.DIFFERENT, "a graph keeps hyperparameters other than lr"
-    ),
-    "eps that is lowered once": KnownFault(
-        Kind.DIFFERENT, "a graph keeps hyperparameters other than lr"
-    ),
     "gradients accumulated over two steps by a fused optimizer": KnownFault(
         Kind.DIFFERENT_SAID, "a graph repeats the step of its capture; the self-check sees it late"
     ),

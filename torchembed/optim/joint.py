@@ -34,6 +34,8 @@ class JointOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__(groups, {})
+        # Schedulers look for names in them. Set last, since groups are given what they lack.
+        self.defaults = {n: value for o in optimizers for n, value in o.defaults.items()}
         self.optimizers = list(optimizers)
         # Whoever steps the parts one by one: torch's schedulers ask whether this one was stepped.
         note = functools.partial(_note_step, weakref.ref(self))

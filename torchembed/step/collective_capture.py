@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from torchembed.core import ranks
 from torchembed.step.stages import Reason
+from torchembed.step.watched_values import NotCapturable
 
 _ON_ANOTHER_RANK = "another rank failed, whose warning says why"
 
@@ -35,6 +36,8 @@ def failure_on_any_rank(capture: Callable[[], object]) -> Reason | None:
 
 def _reason(error: Exception) -> str:
     """The first of the errors that led to ``error``."""
+    if isinstance(error, NotCapturable):
+        return str(error)
     first: BaseException = error
     while first.__context__ is not None:
         first = first.__context__

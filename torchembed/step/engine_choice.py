@@ -45,6 +45,7 @@ class EngineChoice:
         last: the engine of the last step.
         last_kind: the kind of the last step.
         hooks: those that are there.
+        values: what captured steps hold of the model and the optimizers.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EngineChoice:
         self._program, self._wait_for_steps = program, wait_for_steps
         self.not_captured = not_captured
         self.hooks = PythonHooks(program.model, program.optimizers)
+        self.values = program.values
         self._eager = EagerEngine(program)
         self._static = StaticEngine(program)
         self._jagged: JaggedEngine | None = None
@@ -86,6 +88,7 @@ class EngineChoice:
 
     def release(self) -> None:
         """Destroy graphs, and end threads; further steps are first ones."""
+        self.values.are_held = False
         if self._padded is not None:
             self._padded.release()
             self._padded = None

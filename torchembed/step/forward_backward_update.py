@@ -24,6 +24,7 @@ from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers, update, update_early
 from torchembed.step.step_record import StepRecord
 from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
+from torchembed.step.watched_values import WatchedValues
 from torchembed.tables import Admission, RecordedGradients, table_of
 
 
@@ -80,6 +81,14 @@ class StepProgram:
     def record(self) -> StepRecord:
         """Counts steps and captures, of all engines."""
         return StepRecord()
+
+    @functools.cached_property
+    def values(self) -> WatchedValues:
+        """The values of the model and its optimizers that captured steps hold."""
+        optimizers = StepOptimizers(self.optimizers)
+        return WatchedValues(
+            self.model, [*optimizers.of_tables, *optimizers.captured], optimizers.others
+        )
 
     @functools.cached_property
     def epochs(self) -> AdmissionEpochs | None:

@@ -113,6 +113,10 @@ class Layouts:
             self._moved[kind] = only_moves(batch)
         return self._moved[kind]
 
+    def begin_anew(self, number: int) -> None:
+        """Have engines begin anew on all ranks, before the step on the batch of ``number``."""
+        self.since = number
+
     def _is_static(self, batch: Tree) -> bool:
         return has_fixed_shape(batch) and not self._all_wait
 

@@ -73,10 +73,17 @@ class TrainPipeline:
     in a ``with``, or :meth:`close` it, before the process group is destroyed.
 
     Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
-    ``lr`` on the GPU are captured, others step right after the graph. Hyperparameters but ``lr``
-    must stay as they are. Parameters may be frozen, moved or loaded between steps, and modules set
-    to training or evaluation: steps are captured anew. Where that concerns what some ranks only
-    hold, their tables, call :meth:`take_up_changes` on every rank then.
+    ``lr`` on the GPU are captured, others step right after the graph. Parameters may be frozen,
+    moved or loaded between steps, and modules set to training or evaluation: steps are captured
+    anew. Where that concerns what some ranks only hold, their tables, call :meth:`take_up_changes`
+    on every rank then.
+
+    Values of Python: a graph holds hyperparameters but ``lr``, parameters of optimizers, buffers
+    and attributes of modules as they were when it was captured. Where one is replaced between
+    steps, steps are captured anew; where one changes again and again, as what forward rebinds or
+    counts does, steps are eager from then on, and a warning names it. Of several ranks, all are
+    taken to change optimizers alike, and a change of a module begins with the next batch that is
+    read. What no module or optimizer holds, such as a global variable, is not looked at.
 
     Hooks: no graph can call Python, so steps are eager while a hook is registered on a module, a
     parameter or an optimizer, or globally, and a warning names it; torch's own, as of pruning,
@@ -171,7 +178,7 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._layouts = Layouts(model)
-        self._num_read = 0
+        self._num_read = self._local_version = 0
         if self._engines.captures:
             ranks.check_cpu_backend()
 
@@ -224,6 +231,8 @@ class TrainPipeline:
         # Bounds the host's lead: two steps are enough to hide launches, and a bad id or a dead rank
         # is noticed as many steps late.
         self._in_flight.wait_until(max(self._steps_ahead - 1, 0))
+        if self._engines.captures:
+            self._engines.values.look()
         if self._engines.is_stale:
             self.close()
         self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
@@ -260,6 +269,11 @@ class TrainPipeline:
         number, self._num_read = self._num_read, self._num_read + 1
         if not self._engines.captures:
             return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
+        values = self._engines.values
+        if values.local_version != self._local_version:
+            self._local_version = values.local_version
+            if values.are_held:
+                self._layouts.begin_anew(number)
         kinds = self._layouts.kinds_of(data, number)
         why = self._layouts.why_eager(data) if kinds == NO_KIND else None
         batch = self._agreed_on(data, number, kinds, why)

@@ -28,6 +28,7 @@ from torchembed.step.self_check import SelfCheck
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers, update
 from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
+from torchembed.step.watched_values import NotCapturable
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -108,6 +109,8 @@ class StaticStep:
         self._prefetch = Prefetch(example, program, calls, capacity)
         self.buffers, self.bucketized = self._prefetch.buffers, self._prefetch.bucketized
         self._optimizers = StepOptimizers(program.optimizers)
+        self._values_version: int | None = None
+        """That of the values which captures hold; None before the first capture."""
         self._assumptions = Assumptions(program.model, self._optimizers, program.device)
         self._sizes: list[GatheredSize] | None = None
         """The sizes that ranks exchanged in a step whose batch was prepared, and that prepared
@@ -142,7 +145,8 @@ class StaticStep:
     @property
     def is_stale(self) -> bool:
         """True if the model or an optimizer changed in a way that steps do not follow."""
-        return self._assumptions.are_stale
+        has_other_values = self._values_version not in (None, self._program.values.version)
+        return has_other_values or self._assumptions.are_stale
 
     @property
     def is_captured(self) -> bool:
@@ -192,6 +196,10 @@ class StaticStep:
         Waits for no other rank, whose capture may fail.
         """
         assert self._sizes is not None
+        why = self._program.values.unsteady
+        if why is not None:
+            raise NotCapturable(why)
+        self._values_version, self._program.values.are_held = self._program.values.version, True
         self._optimizers.prepare_replay()  # what a graph does itself, it does at each replay
         if self.bucketized is not None and self._streams.step is not None:
             self.bucketized.capture(self._streams.step)

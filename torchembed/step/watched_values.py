@@ -1,0 +1,216 @@
+"""Values of a model and its optimizers that Python may change, and that a CUDA graph holds as they
+were when it was captured."""
+
+import collections
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torchembed.core import ranks
+from torchembed.modules.table_module import TableModule
+from torchembed.step.stages import Reason
+
+_OWN = ("torchembed.", "torchrec.", "fbgemm_gpu.")
+"""Packages whose modules are left out: what they change, steps follow."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MAX_CHANGES = 3
+_WINDOW = 30
+"""A value that changes so often in so many steps is not worth a capture each time."""
+_MAX_ITEMS = 32
+"""Number of items that are looked at of each list, dict or set."""
+
+Values = Mapping[str, object]
+
+
+class NotCapturable(Exception):  # noqa: N818 - no error of the caller
+    """Raised in place of a capture where replays would not do what the step does."""
+
+    def __init__(self, why: Reason) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+class _Attributes(NamedTuple):
+    """Some attributes of a module."""
+
+    where: str
+    values: Values
+    names: Sequence[str]
+    containers: Sequence[str]
+    """Names of lists, dicts and sets whose items are looked at, too."""
+    can_grow: bool
+    """True where attributes that are added count."""
+
+
+class WatchedValues:
+    """Hyperparameters but ``lr``, parameters of optimizers, and attributes and buffers of modules.
+
+    :meth:`look` notes which were replaced, by identity, since the call before. A number or a string
+    is the same where it is equal. Of modules of torch only floats, as a dropout's ``p``, are looked
+    at, in addition to their parameters and buffers, and torchembed's own are left out.
+
+    Args:
+        model: the modules are those that it has when a change is noticed.
+        captured: optimizers whose steps graphs repeat.
+        others: optimizers that step after each replay.
+
+    Attributes:
+        version: counts changes that every rank is taken to make alike: those of optimizers, and of
+            one rank all.
+        local_version: counts the others, those of modules on one of several ranks.
+        are_held: True while a capture holds values; whoever captures or releases sets it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Iterable[torch.optim.Optimizer],
+        others: Iterable[torch.optim.Optimizer],
+    ) -> None:
+        self._model = model
+        of_optimizers = [(o, _hyperparameters_of(o)) for o in captured]
+        of_optimizers += [(o, []) for o in others]
+        self._optimizers = [(o, names, _getter(names)) for o, names in of_optimizers]
+        self.version = self.local_version = self._num_looks = 0
+        self.are_held = False
+        self._changes: dict[str, collections.deque[int]] = {}
+        """For each value that changed, the calls of :meth:`look` that noticed it last."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._held = list(_held_by(self._model))
+        self._dicts = [values for _, values in self._held]
+        self._attributes = list(_attributes_of(self._model))
+        self._growing = [values for _, values, *_, can_grow in self._attributes if can_grow]
+        self._gets = [(_getter(names), values) for _, values, names, *_ in self._attributes]
+        self._containers = [
+            (values, name) for _, values, _, names, _ in self._attributes for name in names
+        ]
+        self._before = self._now()
+        self._known = dict(self._named())
+
+    @property
+    def unsteady(self) -> Reason | None:
+        """The first value that changes so often that no graph should hold it; None without one."""
+        for name, looks in self._changes.items():
+            if len(looks) == _MAX_CHANGES and self._num_looks - looks[0] < _WINDOW:
+                return Reason("it changes from step to step, which no graph follows", name)
+        return None
+
+    def look(self) -> None:
+        """Note what has changed since the last call."""
+        self._num_looks += 1
+        try:
+            before, now = self._before, self._now()
+        except KeyError:  # of an attribute that is gone
+            before, now = self._before, list[object]()
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return
+        known = self._known
+        # Also where values are equal, so that further calls find the very objects.
+        self._begin()
+        names = known.keys() | self._known.keys()
+        changed = sorted(n for n in names if not _is_same(known.get(n), self._known.get(n)))
+        for name in changed:
+            looks = self._changes.setdefault(name, collections.deque(maxlen=_MAX_CHANGES))
+            looks.append(self._num_looks)
+        if not changed:
+            return
+        of_optimizers = dict(self._hyperparameters())
+        if ranks.world_size() == 1 or any(name in of_optimizers for name in changed):
+            self.version += 1
+        else:
+            self.local_version += 1
+
+    def _now(self) -> list[object]:
+        # Each step asks: what is long is done in C.
+        found = list(chain.from_iterable(map(dict.values, self._dicts)))
+        found += map(len, self._growing)
+        for get, values in self._gets:
+            found += get(values)
+        for optimizer, _, get in self._optimizers:
+            for group in optimizer.param_groups:
+                found += group["params"]
+                found += get(group)
+        for values, name in self._containers:
+            found += _items_of(values.get(name))
+        return found
+
+    def _named(self) -> Iterator[tuple[str, object]]:
+        """The same values by their names."""
+        yield from self._hyperparameters()
+        for where, values in self._held:
+            yield from ((f"{name} of {where}", value) for name, value in values.items())
+        for where, values, names, containers, _ in self._attributes:
+            yield from ((f"{name} of {where}", values.get(name)) for name in names)
+            for name in containers:
+                yield f"contents of {name} of {where}", _items_of(values.get(name))
+
+    def _hyperparameters(self) -> Iterator[tuple[str, object]]:
+        for number, (optimizer, names, _) in enumerate(self._optimizers):
+            of_optimizer = f"optimizer {number}, {type(optimizer).__name__}"
+            yield f"param_groups of {of_optimizer}", len(optimizer.param_groups)
+            for index, group in enumerate(optimizer.param_groups):
+                where = f"parameter group {index} of {of_optimizer}"
+                yield f"params of {where}", tuple(map(id, group["params"]))
+                yield from ((f"{name} of {where}", group.get(name)) for name in names)
+
+
+def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    # Schedulers put further entries into groups, which no step reads.
+    return [name for name in getattr(optimizer, "defaults", {}) if name != "lr"]
+
+
+def _getter(names: Sequence[str]) -> Callable[[Values], tuple[object, ...]]:
+    """Function from a mapping to its values of ``names``."""
+    # With one name alone it would give no tuple.
+    return operator.itemgetter(*names, *names[:1]) if names else lambda _: ()
+
+
+def _watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if not type(module).__module__.startswith(_OWN) and not isinstance(module, TableModule):
+            yield f"module {path}" if path else f"model {type(module).__name__}", module
+
+
+def _held_by(model: nn.Module) -> Iterator[tuple[str, dict[str, object]]]:
+    """Buffers, parameters and children of modules."""
+    for where, module in _watched_modules(model):
+        for values in (module._buffers, module._parameters, module._modules):
+            # An empty one may be filled later, but torch's own modules add nothing.
+            if values or not type(module).__module__.startswith("torch."):
+                yield where, values  # type: ignore[misc]
+
+
+def _attributes_of(model: nn.Module) -> Iterator[_Attributes]:
+    for where, module in _watched_modules(model):
+        attributes, is_users = vars(module), not type(module).__module__.startswith("torch.")
+        names = [name for name in attributes if name not in _OF_EVERY_MODULE]
+        if not is_users:
+            names = [name for name in names if isinstance(attributes[name], float)]
+        containers = [name for name in names if isinstance(attributes[name], _CONTAINERS)]
+        if names or is_users:
+            yield _Attributes(where, attributes, names, containers, is_users)
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+def _items_of(container: object) -> list[object]:
+    if not isinstance(container, _CONTAINERS):
+        return []
+    items = container.values() if isinstance(container, dict) else container
+    return [len(container), *islice(items, _MAX_ITEMS)]
+
+
+def _is_same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    plain = (int, float, complex, str, bytes, type(None))
+    return isinstance(one, plain) and isinstance(other, plain) and one == other
