@@ -6,12 +6,16 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchembed
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import made_mesh
 from tests.support.tape import taped_captures
 from tests.support.tolerance import assert_same_bits
 from torchembed.optim import SGD, Adagrad, Adam
@@ -292,3 +296,29 @@ def test_gradients_are_clipped_by_their_norm() -> None:
     (losses, model), (of_plain, expected) = found
     assert losses == of_plain
     assert_equal(model, expected)
+
+
+def trained_on_rank() -> list[tuple[list[float], list[Any]]]:
+    """The losses of this rank and its weights, after the plain loop and after captured steps."""
+    rank, found = dist.get_rank(), []
+
+    def batches() -> Iterator[Batch]:
+        return ({"ids": (b["ids"] * 3 + rank) % NUM_ROWS} for b in stacked())
+
+    for train in (plain, lambda *arguments: captured(*arguments)[0]):
+        model = Model(each, mode="sum")
+        torchembed.shard_embeddings(model, made_mesh("cpu", 1))
+        losses = train(model, Adagrad, batches())
+        found.append((losses, [p.detach().numpy().copy() for p in model.parameters()]))
+    return found
+
+
+def test_modules_that_every_rank_holds_train_as_in_the_plain_loop() -> None:
+    of_ranks = run_on_ranks(2, trained_on_rank)
+    for by_hand, by_pipeline in of_ranks:
+        assert by_pipeline[0] == by_hand[0]
+        for found, expected in zip(by_pipeline[1], by_hand[1], strict=True):
+            np.testing.assert_array_equal(found, expected)
+    weights = zip(of_ranks[0][0][1], of_ranks[1][0][1], strict=True)
+    for of_first, of_second in weights:
+        np.testing.assert_array_equal(of_first, of_second)
