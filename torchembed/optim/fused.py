@@ -25,6 +25,7 @@ from torchembed.tables import (
     TableGroup,
     join_groups,
     table_of,
+    why_refused,
 )
 
 
@@ -245,12 +246,8 @@ class FusedOptimizer(ReplayedOptimizer):
     def _apply_recorded(self) -> None:
         updates = []
         for index, group in enumerate(self.param_groups):
-            if any(map(_has_own_gradient, group["params"])):
-                raise RuntimeError(
-                    "weight.grad of a table is set, by a forward from before this optimizer took "
-                    "the table over, or through a parametrization or pruning of it, and would not "
-                    "be applied; call zero_grad() first, or give the table to an optimizer of torch"
-                )
+            for parameter in filter(_has_own_gradient, group["params"]):
+                raise RuntimeError(why_refused(_table(parameter)))
             for table_group in self._update_groups(index, group):
                 merged = table_group.merged_pending()
                 if merged is not None:

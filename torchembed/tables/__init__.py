@@ -31,7 +31,7 @@ from torchembed.tables.row_index import (
     SlotIndex,
 )
 from torchembed.tables.row_stream import RowChunk, read_rows, row_chunks, row_ranges, write_rows
-from torchembed.tables.table_gradient import TableGradient
+from torchembed.tables.table_gradient import TableGradient, why_refused
 from torchembed.tables.table_set import TableSet
 
 __all__ = [
@@ -69,5 +69,6 @@ __all__ = [
     "row_ranges",
     "shifted_row_key",
     "table_of",
+    "why_refused",
     "write_rows",
 ]

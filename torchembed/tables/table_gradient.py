@@ -1,5 +1,6 @@
 """``weight.grad`` of a table whose gradients are recorded: a tensor that stands for them."""
 
+import numbers
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +14,26 @@ if TYPE_CHECKING:
     from torchembed.tables.pending_gradients import PendingGradients
 
 _aten = torch.ops.aten
+
+
+def why_refused(table: "Table") -> str:
+    """The reason why a gradient of the weight of ``table`` itself cannot be applied beside recorded
+    ones, and what to do."""
+    name = table.spec.name
+    if table.is_sharded:
+        return (
+            f"weight.grad of table {name} is set, by a use of its weight that is no lookup, such "
+            "as a softmax over all rows. The table is sharded: this rank has a part of its rows "
+            "alone, so that results would lack the others'. Look up what the loss needs, such as "
+            "candidates or sampled negatives, through the collection; or place the table "
+            "data_parallel and give it to an optimizer of torch"
+        )
+    return (
+        f"weight.grad of a table is set, that of {name}, by a forward from before this optimizer "
+        "took the table over, or through a parametrization, pruning or another use of its weight "
+        "that is no lookup, and would not be applied; call zero_grad() first, or give the table to "
+        "an optimizer of torch"
+    )
 
 
 class TableGradient(Tensor):
@@ -101,6 +122,8 @@ class TableGradient(Tensor):
         if rule is not None:
             return rule(func, *args, **named)
         if func._schema.is_mutable and any(isinstance(a, cls) for a in _written(func, args, named)):
+            if func is _aten.add_.Tensor and not isinstance(args[1], numbers.Number):
+                raise RuntimeError(why_refused(args[0].table))  # autograd adds up
             raise RuntimeError(
                 f"weight.grad of a table with a fused optimizer cannot take {func}; it can be "
                 "scaled (mul_, div_), clamped (clamp_), cleared (zero_) and read"
