@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchembed.sharding.transport.collectives import GatheredSize
 from torchembed.step import static_engine
-from torchembed.step.static_engine import CapturedCall
+from torchembed.step.static_engine import CapturedCall, StaticStep
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -208,10 +208,22 @@ class TapedCall(CapturedCall):
             self._tape.clear()
 
 
+def _has_fixed_shapes(step: StaticStep) -> bool:
+    """True on one rank also for padded steps, which on a CPU have what several ranks exchange in
+    the sizes of each batch."""
+    return step._program.group is None or step.bucketized is None
+
+
 @contextlib.contextmanager
 def taped_captures() -> Iterator[None]:
-    """A context in which pipelines on a CPU with ``capture=True`` replay tapes of their steps."""
-    with mock.patch.object(static_engine, "CapturedCall", TapedCall):
+    """A context in which pipelines on a CPU with ``capture=True`` replay tapes of their steps.
+
+    Padded steps of several ranks are called again, as they are outside of it.
+    """
+    with (
+        mock.patch.object(static_engine, "CapturedCall", TapedCall),
+        mock.patch.object(StaticStep, "_has_fixed_shapes", property(_has_fixed_shapes)),
+    ):
         yield
 
 

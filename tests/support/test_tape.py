@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 import torchembed
 from tests.support.tape import Tape, taped_captures
-from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
+from tests.support.tiny_model import (
+    TinyModel,
+    fixed_batch,
+    fixed_batches,
+    make_batch,
+    make_optimizers,
+    step_by_hand,
+)
 from tests.support.tiny_training import LOSS, state_of
 from torchembed.data import Batch
 from torchembed.training import TrainPipeline
@@ -85,14 +92,20 @@ def test_replays_equal_the_plain_loop(change: str) -> None:
     assert are_equal(by_pipeline(make_model, batches), by_hand(make_model, batches))
 
 
-def test_a_replay_counts_nothing() -> None:
+def test_padded_steps_equal_the_plain_loop() -> None:
+    batches = [make_batch(8, seed) for seed in range(NUM_STEPS)]
+    assert are_equal(by_pipeline(Deep, batches), by_hand(Deep, batches))
+
+
+@pytest.mark.parametrize("make", [fixed_batch, make_batch])
+def test_a_replay_counts_nothing(make: Callable[[int, int], Batch]) -> None:
     """A factor that follows a number of Python stays that of the recording."""
 
     def make_model() -> nn.Module:
         calls = itertools.count(1)
         return Deep(lambda vectors: vectors / next(calls))
 
-    batches = fixed_batches(NUM_STEPS)
+    batches = [make(8, seed) for seed in range(NUM_STEPS)]
     assert not are_equal(by_pipeline(make_model, batches), by_hand(make_model, batches))
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.zoo.batches import jagged_clicks
 from tests.zoo.entries import Family
 from tests.zoo.ranker import Ranker
 from tests.zoo.sizes import Sizes
@@ -126,6 +127,11 @@ class Annealed(Counting):
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         self.num_steps += 1
         return super().forward(dense, sparse) / (1 + 1 / self.num_steps)
+
+
+@RANDOM.model("annealing by a Python counter, with jagged bags", jagged_clicks)
+class AnnealedJagged(Annealed):
+    """The same over bags of different lengths."""
 
 
 @RANDOM.model("annealing by a tensor made in forward")
