@@ -11,6 +11,7 @@ from torch import Tensor
 
 import torchembed
 from tests.support.tolerance import assert_same_bits
+from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.rowwise_update import rowwise_update
 from torchembed.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from torchembed.tables import table_of
@@ -111,6 +112,26 @@ def test_one_pass_updates_all(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = make()
     train(modules, [Adagrad(weights(modules), lr=0.1)])
     assert updates == [sum(NUM_ROWS) + 9] * 4
+
+
+def test_maps_of_gradients_are_found_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def noted(rows: Tensor, **form: Any) -> tuple[Tensor, Tensor]:
+        found.append((form["hotness"], form["batch_size"]))
+        return fixed_gradient_map(rows, **form)
+
+    monkeypatch.setattr("torchembed.modules.slots.fixed_gradient_map", noted)
+    modules: Modules = [torchembed.EmbeddingBag(5, 4, seed=seed) for seed in range(3)]
+    optimizer = Adagrad(weights(modules), lr=0.1)
+    for _ in range(4):
+        train(modules, [optimizer])
+    assert found == [((5,), 3)] * 3
+    with torch.no_grad():
+        modules[0](torch.zeros(2, 2, dtype=torch.long))
+    for num_samples in range(1, 9):
+        modules[0](torch.zeros(num_samples, 2, dtype=torch.long)).sum().backward()
+    assert found[3:] == [((2,), 1), ((2,), 2), ((2,), 3)]
 
 
 def test_tables_that_differ_are_updated_apart() -> None:

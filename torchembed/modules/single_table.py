@@ -225,6 +225,7 @@ class SingleTable(TableModule):
                 weight_form=self._weight_form,
             ).squeeze(1)
         group = self._table.group
+        is_compiled = torch.compiler.is_compiling()
         return look_up_pooled(
             group,
             rows,
@@ -237,4 +238,5 @@ class SingleTable(TableModule):
             sink=group.record,
             output_dtype=output_dtype,
             weight_form=self._weight_form,
+            known_map=None if is_compiled else self._slots.gradient_map(features, pooling),
         ).squeeze(1)

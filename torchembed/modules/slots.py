@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.piece_order import PieceOrder
-from torchembed.core.stand_ins import KeptTensors, makes_stand_ins
+from torchembed.core.stand_ins import KeptTensors, is_stand_in, makes_stand_ins
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.feature_selection import bounds_of_features, select_features
@@ -20,6 +20,9 @@ from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Admission, Table, TableGroup, TableSet
+
+_NUM_MAPS = 4
+"""The most gradient maps that are kept for lookups whose form may change with every batch."""
 
 
 class SlotName(NamedTuple):
@@ -47,6 +50,8 @@ class GroupSlots:
         self.reorder = PieceOrder()
         self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
         """By hotness, batch size and pooling; kept, since captured steps read them."""
+        self.maps_of_forward: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors(_NUM_MAPS)
+        """Likewise, of the first forms that were looked up in forward."""
 
 
 class Ids(NamedTuple):
@@ -218,6 +223,27 @@ class Slots:
                 group_rows = group_rows._replace(runs=runs)
             groups.append(group_rows)
         return routed._replace(groups=groups)
+
+    def gradient_map(
+        self, features: SparseFeatures, pooling: Pooling
+    ) -> tuple[Tensor, Tensor] | None:
+        """:meth:`GroupRows.gradient_map` for ``features`` that :meth:`rows` was called with, where
+        a fused optimizer updates their group; None where it is not worth keeping."""
+        if features.hotness is None or features.weights is not None:
+            return None
+        (entry,) = self.by_group()
+        maps, form = entry.maps_of_forward, (features.hotness, features.batch_size, pooling)
+        if form not in maps:
+            values = features.values
+            is_capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
+            is_trained = entry.group.rule is not None and torch.is_grad_enabled()
+            if not is_trained or maps.is_full or is_capturing or is_stand_in(values):
+                return None
+        hotness, batch_size, _ = form
+        find = functools.partial(
+            fixed_gradient_map, hotness=hotness, batch_size=batch_size, pooling=pooling
+        )
+        return maps.get(form, lambda: find(features.values))
 
     def rows(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
         """The rows ``[L]`` of ``features``, exactly one for each slot, all of one group.
