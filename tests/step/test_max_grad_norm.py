@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import made_mesh
+from tests.support.tape import taped_captures
 from tests.support.tolerance import assert_follows, assert_same_bits
 from torchembed.optim import clip_grad_norm_
 from torchembed.tables import table_of
@@ -173,6 +174,14 @@ def test_the_loop_with_torchs_clipping(
     is_captured = train(model, max_norm, jagged=jagged, capture=capture, fused=fused, device=device)
     assert is_captured == capture
     assert_trained(list(model.parameters()), max_norm, 1, jagged=jagged)
+
+
+@pytest.mark.parametrize("max_norm", [0.25, NEVER_CLIPS])
+def test_replays_of_what_the_dispatcher_was_called_for(max_norm: float) -> None:
+    model = Clicks("cpu")
+    with taped_captures():
+        assert train(model, max_norm, capture=True)
+    assert_trained(list(model.parameters()), max_norm, 1, jagged=False)
 
 
 def test_what_is_not_clipped_keeps_its_bits(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import made_mesh
+from tests.support.tape import taped_captures
 from tests.support.tolerance import assert_follows, assert_same_bits
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
@@ -115,6 +116,14 @@ def train_by_pipeline(model: nn.Module, *, capture: bool, rank: int = 0) -> None
 def test_one_rank(capture: bool) -> None:
     model = Model()
     train_by_pipeline(model, capture=capture)
+    for one, other in zip(model.parameters(), train_plainly(1).parameters(), strict=True):
+        assert_same_bits(one, other)
+
+
+def test_a_capture_that_sparse_tensors_do_not_permit_is_said() -> None:
+    model = Model()
+    with taped_captures(), pytest.warns(UserWarning, match="not permitted when stream is capt"):
+        train_by_pipeline(model, capture=True)
     for one, other in zip(model.parameters(), train_plainly(1).parameters(), strict=True):
         assert_same_bits(one, other)
 
