@@ -140,3 +140,33 @@ def test_an_exported_table_takes_other_sizes_and_weights(
     for sizes in (*SIZES, (1, 1)):
         batch = bags(*sizes, device, jagged=jagged)
         assert_same_bits(loaded(*batch), other(*batch))
+
+
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_a_fused_optimizer_trains_a_compiled_table(kind: str, device: torch.device) -> None:
+    weights = []
+    for compiles in (False, True):
+        module = MODULES[kind](device)
+        optimizer = torchembed.optim.RowwiseAdagrad(module.parameters(), lr=0.1)
+        call = compiled_once(module) if compiles else module
+        for step in range(3):
+            batch = bags(*SIZES[step % 2], device, jagged=kind == "bag")
+            out = call(*batch)
+            out.backward(normal(*out.shape, seed=step, device=device))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert module.weight.grad is None
+        weights.append(module.weight.detach())
+    assert_same_bits(*weights)
+
+
+def test_a_compiled_table_that_was_moved_is_not_trained_in_vain(device: torch.device) -> None:
+    module = MODULES["embedding"](device)
+    optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
+    compiled = compiled_once(module)
+    (ids,) = bags(*SIZES[0], device, jagged=False)
+    compiled(ids).sum().backward()
+    optimizer.step()
+    module.weight.data = module.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="and have other memory"):
+        compiled(ids).sum().backward()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchembed.core import checks
 from torchembed.core.features import Features, SparseFeatures, as_sparse_features
+from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
 from torchembed.modules.collection_description import CollectionDescription
@@ -17,6 +18,8 @@ from torchembed.modules.slots import Slots
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
 from torchembed.modules.table_module import TableWeight, as_on_bad_id
+from torchembed.modules.traced_rows import traced_bad_ids
+from torchembed.modules.traced_slots import TracedSlots
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Table
 
@@ -49,13 +52,16 @@ class FeatureSlots:
         batch = as_sparse_features(features)
         if batch.offsets is not None:
             check_offsets(batch.offsets, batch.values.numel())
-        indices = self._indices_of_keys.get(batch.keys)
+        # Dynamo compiles a function again where a dictionary that it reads has changed.
+        is_traced = torch.compiler.is_compiling()
+        indices = None if is_traced else self._indices_of_keys.get(batch.keys)
         if indices is None:
             missing = sorted(set(self.features) - set(batch.keys))
             if missing:
                 raise ValueError(f"features must have the keys {missing}, got {list(batch.keys)}")
             indices = [batch.keys.index(name) for name in self.features]
-            self._indices_of_keys[batch.keys] = indices
+            if not is_traced:
+                self._indices_of_keys[batch.keys] = indices
         return select_features(batch, indices)
 
 
@@ -129,6 +135,21 @@ class Collection(StagedCollection[B, R, V]):
         """The device of the tables."""
         return self._tables[0].parameter.device
 
+    def forward(self, features: Tree) -> Tree:
+        if not torch.compiler.is_compiling():
+            return super().forward(features)
+        return self._result(features, self._traced(as_sparse_features(features)))
+
+    def _traced(self, batch: SparseFeatures) -> V:
+        """The vectors of a batch, while a compiler traces the module."""
+        raise NotImplementedError
+
+    def _traced_slots(self) -> TracedSlots:
+        if torch.compiler.is_dynamo_compiling():
+            self._table_set.follow_parameters()
+        tables = [self._tables[table] for table in self._feature_slots.tables]
+        return TracedSlots(tables, self._feature_slots.features, self._on_bad_id, self._weight_form)
+
     def _stateless(self, features: Features) -> tuple[V, BadIds]:
         """The vectors and the bad ids of a batch; changes nothing, and threads may call it at once.
 
@@ -166,6 +187,7 @@ class Collection(StagedCollection[B, R, V]):
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""
         self._slots.bad_ids.check(wait=True)
+        traced_bad_ids.check(wait=True)
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         raise NotImplementedError

@@ -152,7 +152,7 @@ class EmbeddingBag(SingleTable):
         return None if kind is None else (kind, slot)
 
     def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
-        if self._is_traced():
+        if torch.compiler.is_compiling():
             # The number of ids of a bag may be a variable of the program.
             features = with_offsets(features)
         rows, is_padding = self._rows(features, is_trained=is_trained)

@@ -124,6 +124,12 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
             rows, poolings, self._output_dtype, self._weight_form, self.reserved_columns
         )
 
+    def _traced(self, batch: SparseFeatures) -> Tensor:
+        poolings = [self._configs[table].pooling for table in self._feature_slots.tables]
+        weighted = weighted_as_asked(self._feature_slots.batch(batch), self._is_weighted)
+        slots = self._traced_slots()
+        return slots.pooled(weighted, poolings, self._output_dtype, self.reserved_columns)
+
     def _result(self, features: Features, vectors: Tensor) -> KeyedTensor:
         widths = [self._configs[table].embedding_dim for table in self._feature_slots.tables]
         values = after_reserved(vectors, self.reserved_columns)

@@ -15,6 +15,7 @@ from torchembed.modules.feature_selection import num_ids_of_features
 from torchembed.modules.slots import SlotRows
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.modules.table_lookup import look_up
+from torchembed.modules.traced_slots import traced_num_ids
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Admission, Table
 
@@ -98,6 +99,16 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
     def _look_up(self, rows: "SizedRows", *, ahead: bool) -> "SequenceVectors":
         return sequence_slots(*rows, self._output_dtype, self._weight_form)
 
+    def _traced(self, batch: SparseFeatures) -> "SequenceVectors":
+        slots = self._traced_slots()
+        parts = slots.sequences(self._feature_slots.batch(batch), self._output_dtype)
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for part in parts:
+            num_ids = traced_num_ids(part.features)
+            split = split_slots(part.features, num_ids, part.vectors)
+            found.update(zip(part.slots, split, strict=True))
+        return [found[slot] for slot in range(len(found))]
+
     def _result(self, features: Features, vectors: "SequenceVectors") -> dict[str, JaggedTensor]:
         return jagged_result(features, self._feature_slots.names, vectors)
 
@@ -158,7 +169,7 @@ def split_slots(
     """``vectors [L, D]`` of all features, of ``num_ids`` ids each, one by one."""
     batch_size = features.batch_size
     # Ids after the last bag have vectors too, which belong to no feature.
-    parts = vectors.split([*num_ids, len(vectors) - sum(num_ids)])[:-1]
+    parts = vectors.split([*num_ids, vectors.shape[0] - sum(num_ids)])[:-1]
     if features.hotness is not None:
         bags = torch.arange(batch_size + 1, device=vectors.device)
         return [(part, bags * count) for part, count in zip(parts, features.hotness, strict=True)]

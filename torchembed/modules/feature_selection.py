@@ -82,8 +82,9 @@ def _capacity_for(features: SparseFeatures, indices: Sequence[int]) -> int:
     """The number of ids of jagged ``features`` at ``indices``; on a GPU, the most that it can
     be."""
     batch_size = features.batch_size
-    if features.values.is_cuda or is_stand_in(features.values):
-        return features.values.numel() * max(Counter(indices).values(), default=0)
+    is_traced = torch.compiler.is_compiling() or is_stand_in(features.values)
+    if features.values.is_cuda or is_traced:
+        return features.values.numel() * max([0, *Counter(indices).values()])
     if not batch_size:
         return 0
     assert features.offsets is not None

@@ -15,8 +15,9 @@ from torchembed.modules.calls_ahead import CallArguments, CallHandler
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
-from torchembed.modules.table_lookup import look_up, look_up_in, look_up_pooled, look_up_pooled_in
+from torchembed.modules.table_lookup import look_up, look_up_pooled
 from torchembed.modules.table_module import TableModule, as_on_bad_id
+from torchembed.modules.traced_lookup import traced_pooled, traced_vectors
 from torchembed.modules.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Normal, Table, TableGroup, TableSpec
@@ -137,13 +138,9 @@ class SingleTable(TableModule):
         self._slots.bad_ids.check(wait=True)
         traced_bad_ids.check(wait=True)
 
-    def _is_traced(self) -> bool:
-        """True while a compiler traces a lookup that no fused optimizer takes gradients from."""
-        return torch.compiler.is_compiling() and self._table.group.rule is None
-
     def _rows(self, features: SparseFeatures, *, is_trained: bool) -> tuple[Tensor, Tensor | None]:
         """Rows of the table, -1 for the padding row, and a mask of ids that are the padding row."""
-        if self._is_traced():
+        if torch.compiler.is_compiling():
             rows = traced_rows(features, [self._table], features.keys, self._on_bad_id)
         else:
             rows = self._slots.rows(features, is_trained=is_trained)
@@ -191,15 +188,8 @@ class SingleTable(TableModule):
 
     def _vectors(self, rows: Tensor) -> Tensor:
         """``[L, D]``, in the dtype of the weight; zeros for rows of -1."""
-        if self._is_traced():
-            return look_up_in(
-                self._table.held_weight(),
-                rows,
-                tables=[self._table],
-                sink=None,
-                output_dtype=None,
-                weight_form=self._weight_form,
-            )
+        if torch.compiler.is_compiling():
+            return traced_vectors([self._table], rows, None, self._weight_form)
         group = self._table.group
         return look_up(
             group, rows, sink=group.record, output_dtype=None, weight_form=self._weight_form
@@ -209,21 +199,11 @@ class SingleTable(TableModule):
         self, features: SparseFeatures, rows: Tensor, pooling: Pooling, output_dtype: torch.dtype
     ) -> Tensor:
         """The pooled vectors of the bags of ``features``, ``[B, D]``; ``rows [L]`` are its ids'."""
-        if self._is_traced():
-            return look_up_pooled_in(
-                self._table.held_weight(),
-                rows,
-                tables=[self._table],
-                offsets=features.offsets,
-                hotness=features.hotness,
-                batch_size=features.batch_size,
-                num_features=1,
-                per_id_weights=features.weights,
-                pooling=pooling,
-                sink=None,
-                output_dtype=output_dtype,
-                weight_form=self._weight_form,
-            ).squeeze(1)
+        if torch.compiler.is_compiling():
+            pooled = traced_pooled(
+                [self._table], features, rows, [1], pooling, output_dtype, self._weight_form
+            )
+            return pooled.squeeze(1)
         group = self._table.group
         is_compiled = torch.compiler.is_compiling()
         return look_up_pooled(

@@ -38,25 +38,34 @@ def _uses_kernels(
             f"tables {_names(tables)} are on the meta device and have no rows; call "
             "shard_embeddings, or to_empty(device=...) and then reset_parameters()"
         )
+    if is_recorded:
+        check_recordable(tables, weight)
+    # A compiler takes sparse gradients from PyTorch's own operations alone.
+    is_seen_through = in_transform() or (torch.compiler.is_compiling() and _is_sparse(form))
+    return weight.dtype in FLOAT_DTYPES and (is_recorded or not is_seen_through)
+
+
+def check_recordable(tables: Sequence[Table], weight: Tensor) -> None:
+    """Check that a fused optimizer may get the gradients of rows of ``weight``.
+
+    Raises:
+        RuntimeError: where ``DistributedDataParallel`` would not average them.
+        TypeError: where kernels cannot look up the rows.
+    """
     table = tables[0]
     is_averaged = table.is_sharded or table.gradient_reduction is not None
-    if is_recorded and not is_averaged and active_ddp() is not None:
+    if not is_averaged and active_ddp() is not None:
         raise RuntimeError(
             f"tables {_names(tables)} have a fused optimizer, whose gradients "
             "DistributedDataParallel does not average, so that the ranks' rows would differ; call "
             "shard_embeddings, with data_parallel for tables that every rank is to hold, or use an "
             "optimizer of torch.optim"
         )
-    # A compiler takes sparse gradients from PyTorch's own operations alone.
-    is_seen_through = in_transform() or (torch.compiler.is_compiling() and _is_sparse(form))
-    if weight.dtype in FLOAT_DTYPES and (is_recorded or not is_seen_through):
-        return True
-    if is_recorded:
+    if weight.dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"tables {_names(tables)} must be float32, float16 or bfloat16 for an optimizer of "
             f"torchembed's, got {weight.dtype}; use one of torch.optim"
         )
-    return False
 
 
 def look_up(

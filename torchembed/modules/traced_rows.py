@@ -20,7 +20,7 @@ from torchembed.tables import RangeFactory, Table
 traced_bad_ids = BadIdReport()
 """The bad ids of all programs: these know no module to report them by."""
 
-_num_rows_on: KeptTensors[tuple[tuple[int, ...], torch.device], Tensor] = KeptTensors()
+_numbers_on: KeptTensors[tuple[tuple[int, ...], torch.device], Tensor] = KeptTensors()
 
 
 def _checked_rows(
@@ -28,6 +28,7 @@ def _checked_rows(
     offsets: Tensor | None,
     hotness: Sequence[int],
     batch_size: int,
+    first_rows: Sequence[int],
     num_rows: Sequence[int],
     on_bad_id: int,
     rows_dtype: torch.dtype,
@@ -36,10 +37,11 @@ def _checked_rows(
 ) -> Tensor:
     if offsets is not None:
         check_offsets(offsets, values.numel())
-    counts = _num_rows_on.get((tuple(num_rows), values.device), lambda: _int64(num_rows, values))
+    first = _numbers_on.get((tuple(first_rows), values.device), lambda: _int64(first_rows, values))
+    counts = _numbers_on.get((tuple(num_rows), values.device), lambda: _int64(num_rows, values))
     rows, first_bad = linearize_ids(
         values,
-        torch.zeros_like(counts),
+        first,
         counts,
         offsets=offsets,
         hotness=list(hotness) if offsets is None else None,
@@ -70,6 +72,7 @@ def _fake(
     offsets: Tensor | None,
     hotness: Sequence[int],
     batch_size: int,
+    first_rows: Sequence[int],
     num_rows: Sequence[int],
     on_bad_id: int,
     rows_dtype: torch.dtype,
@@ -83,8 +86,9 @@ _checked_rows_op = torch.library.custom_op(
     "torchembed::checked_rows",
     _checked_rows,
     mutates_args=(),
-    schema="(Tensor values, Tensor? offsets, SymInt[] hotness, SymInt batch_size, int[] num_rows,"
-    " int on_bad_id, ScalarType rows_dtype, str[] tables, str[] features) -> Tensor",
+    schema="(Tensor values, Tensor? offsets, SymInt[] hotness, SymInt batch_size, int[] first_rows,"
+    " int[] num_rows, int on_bad_id, ScalarType rows_dtype, str[] tables, str[] features)"
+    " -> Tensor",
     # It raises, which the replay of a graph would not.
     tags=(torch.Tag.cudagraph_unsafe,),
 )
@@ -92,10 +96,14 @@ _checked_rows_op.register_fake(_fake)
 
 
 def traced_rows(
-    features: SparseFeatures, tables: Sequence[Table], names: Sequence[str], on_bad_id: OnBadId
+    features: SparseFeatures,
+    tables: Sequence[Table],
+    names: Sequence[str],
+    on_bad_id: OnBadId,
+    first_rows: Sequence[int] = (0,),
 ) -> Tensor:
-    """The row of each id of ``features [L]`` in its own table, -1 for none; int32 where all tables
-    have fewer than 2**31 rows, else int64.
+    """The row of each id of ``features [L]``, -1 for none; int32 where numbers of rows are less
+    than 2**31, else int64.
 
     The program raises, when it runs, an IndexError for a bad id under ``OnBadId.RAISE`` (on a GPU
     at a later call), and on the CPU a ValueError for offsets that mark no bags.
@@ -104,6 +112,7 @@ def traced_rows(
         features: one for each slot.
         tables: of each slot.
         names: of each slot's feature, for errors.
+        first_rows: number of the first row of each slot's table.
 
     Raises:
         TypeError: for tables whose ids are not the numbers of rows.
@@ -115,14 +124,16 @@ def traced_rows(
                 "in a program of torch.compile or torch.export; call it outside of it"
             )
     num_rows = [table.num_rows for table in tables]
+    end = max([0, *(first + count for first, count in zip(first_rows, num_rows, strict=True))])
     return _checked_rows_op(
         features.values.contiguous(),
         None if features.offsets is None else features.offsets.contiguous(),
         list(features.hotness or ()),
         features.batch_size,
+        list(first_rows),
         num_rows,
         int(on_bad_id),
-        torch.int32 if max(num_rows, default=0) < 2**31 else torch.int64,
+        torch.int32 if end < 2**31 else torch.int64,
         [table.spec.name for table in tables],
         list(names),
     )

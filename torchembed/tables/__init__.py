@@ -31,6 +31,7 @@ from torchembed.tables.row_index import (
     SlotIndex,
 )
 from torchembed.tables.row_stream import RowChunk, read_rows, row_chunks, row_ranges, write_rows
+from torchembed.tables.table_addresses import table_at
 from torchembed.tables.table_gradient import TableGradient, why_refused
 from torchembed.tables.table_set import TableSet
 
@@ -68,6 +69,7 @@ __all__ = [
     "row_chunks",
     "row_ranges",
     "shifted_row_key",
+    "table_at",
     "table_of",
     "why_refused",
     "write_rows",

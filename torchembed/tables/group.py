@@ -16,6 +16,7 @@ from torchembed.ops.segments import Runs
 from torchembed.tables.initializers import Initializer, RowIds, Uniform
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import IndexedTable, IndexFactory, RangeFactory, RowIndex
+from torchembed.tables.table_addresses import note_address
 
 if TYPE_CHECKING:
     from torchembed.tables.joined_group import JoinedGroup
@@ -189,6 +190,8 @@ class TableGroup:
             IndexedTable(t.spec.key, t.first_row, t.num_rows, t.first_column) for t in self.tables
         ]
         self._set_index(self.tables[0].spec.index(indexed, weight.device))
+        self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
+        """``[0]``; requires a gradient, so that programs of ``torch.compile`` have a backward."""
 
     def _set_index(self, index: RowIndex) -> None:
         self.index = index
@@ -232,6 +235,7 @@ class TableGroup:
             table.parameter.data = with_own_storage(rows)
             table.group = self
             mark_parameter(table)
+            note_address(table)
 
     def holds_parameters(self) -> bool:
         """True where every parameter still is the view of ``weight`` that it should be."""

@@ -119,6 +119,16 @@ class TableSet:
             (self._form_groups_untraced if is_compiled else self._form_real_groups)()
         return self.groups
 
+    def follow_parameters(self) -> int:
+        """:meth:`current_groups` for Dynamo, which calls it while it traces; the number of groups.
+
+        Dynamo traces again where a parameter is frozen, and finds other groups then.
+        """
+        return len(self.current_groups())
+
+    # What torch.compiler.assume_constant_result does, which would import Dynamo at once.
+    follow_parameters._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def current_form(self) -> tuple[list[TableGroup], list[tuple[int, bool]] | None, int]:
         """:meth:`current_groups`, of each table where its rows lie and whether it trains, and how
         often a group was given others to be updated with: another form after each change of these.

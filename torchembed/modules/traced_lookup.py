@@ -1,0 +1,131 @@
+"""Lookups of modules while ``torch.compile`` or ``torch.export`` traces them.
+
+The weights are the parameters that the modules hold, so that a program reads what they are when it
+runs, and an exported one what its state dict holds.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.checks import FLOAT_DTYPES
+from torchembed.core.features import SparseFeatures
+from torchembed.core.types import Pooling
+from torchembed.modules.lookup_of_tables import pooled_lookup_of_tables, sequence_lookup_of_tables
+from torchembed.modules.table_lookup import check_recordable, look_up_in, look_up_pooled_in
+from torchembed.ops.row_gradients import WeightGradient
+from torchembed.tables import Table
+
+
+def _is_recorded(tables: Sequence[Table]) -> bool:
+    """True if a fused optimizer takes the gradients of a lookup in ``tables``, of one group.
+
+    Raises:
+        RuntimeError, TypeError: where it cannot.
+    """
+    table = tables[0]
+    is_trained = torch.is_grad_enabled() and table.parameter.requires_grad
+    # An exported program is for inference: it has no optimizer. is_exporting() is always true for
+    # Dynamo of torch 2.11.
+    is_exported = torch.compiler._is_exporting_flag
+    if table.group.rule is None or not is_trained or is_exported:
+        return False
+    held = [table for table in tables if table.holds_parameter()]
+    if not held:
+        return False
+    check_recordable(tables, table.parameter)
+    if len(held) < len(tables):
+        raise RuntimeError(
+            f"weights of some of the tables {', '.join(t.spec.name for t in tables)} were given "
+            "for this call, while an optimizer of torchembed's updates all of them; give all, or "
+            "make the optimizer without these"
+        )
+    return True
+
+
+def _weights_and_anchor(tables: Sequence[Table]) -> tuple[list[Tensor], Tensor | None]:
+    """The weights of ``tables``, and where a fused optimizer takes the gradients, their group's
+    anchor."""
+    weights = [table.held_weight() for table in tables]
+    if not _is_recorded(tables):
+        return weights, None
+    return [weight.detach() for weight in weights], tables[0].group.anchor
+
+
+def are_looked_up_at_once(tables: Sequence[Table], form: WeightGradient) -> bool:
+    """True if one operation looks up several ``tables`` of a group with gradients of ``form``."""
+    is_sparse = form is WeightGradient.SPARSE and tables[0].group.rule is None
+    return tables[0].held_weight().dtype in FLOAT_DTYPES and not is_sparse
+
+
+def traced_vectors(
+    tables: Sequence[Table], rows: Tensor, output_dtype: torch.dtype | None, form: WeightGradient
+) -> Tensor:
+    """The vector of each of ``rows [L]``, ``[L, D]``.
+
+    Args:
+        tables: all those of a group, in its order, or one.
+        rows: numbered through all ``tables``, -1 for none.
+        output_dtype: of the vectors; the weights' where None.
+        form: form of the gradients of the weights where no fused optimizer updates them.
+    """
+    weights, anchor = _weights_and_anchor(tables)
+    if anchor is None and len(tables) == 1:
+        return look_up_in(
+            weights[0],
+            rows,
+            tables=tables,
+            sink=None,
+            output_dtype=output_dtype,
+            weight_form=form,
+        )
+    dtype = weights[0].dtype if output_dtype is None else output_dtype
+    return sequence_lookup_of_tables(weights, rows, output_dtype=dtype, anchor=anchor)
+
+
+def traced_pooled(
+    tables: Sequence[Table],
+    features: SparseFeatures,
+    rows: Tensor,
+    num_features: Sequence[int],
+    pooling: Pooling,
+    output_dtype: torch.dtype | None,
+    form: WeightGradient,
+) -> Tensor:
+    """The pooled vectors of the bags of ``features``, ``[B, F, D]``.
+
+    Args:
+        features: jagged; those of each table one after the other, in the order of ``tables``.
+        rows: ``[L]``, of the ids of ``features``; otherwise as for :func:`traced_vectors`.
+        num_features: of each table.
+        tables, output_dtype, form: as for that function.
+    """
+    weights, anchor = _weights_and_anchor(tables)
+    assert features.offsets is not None
+    if anchor is None and len(tables) == 1:
+        return look_up_pooled_in(
+            weights[0],
+            rows,
+            tables=tables,
+            offsets=features.offsets,
+            hotness=None,
+            batch_size=features.batch_size,
+            num_features=num_features[0],
+            per_id_weights=features.weights,
+            pooling=pooling,
+            sink=None,
+            output_dtype=output_dtype,
+            weight_form=form,
+        )
+    return pooled_lookup_of_tables(
+        weights,
+        rows,
+        offsets=features.offsets,
+        num_features=num_features,
+        batch_size=features.batch_size,
+        per_id_weights=features.weights,
+        mean=pooling is Pooling.MEAN,
+        output_dtype=weights[0].dtype if output_dtype is None else output_dtype,
+        anchor=anchor,
+    )
