@@ -285,3 +285,53 @@ def test_a_negative_bound_is_refused() -> None:
     model = Clicks("cpu")
     with pytest.raises(ValueError, match="max_grad_norm must not be negative, got -1"):
         TrainPipeline(model, None, make_optimizers(model, fused=True), max_grad_norm=-1.0)
+
+
+class SeparateModules(nn.Module):
+    """Four tables of modules of their own, which one pass updates where they are ours."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """``dtype``: of torch's modules; None for ours."""
+        super().__init__()
+        bags = [torchembed.EmbeddingBag(9, DIM, mode="sum", seed=seed) for seed in range(4)]
+        of_torch = [
+            nn.EmbeddingBag.from_pretrained(
+                bag.weight.detach().to(dtype or torch.float32, copy=True), freeze=False, mode="sum"
+            )
+            for bag in bags
+        ]
+        self.bags = nn.ModuleList(bags if dtype is None else of_torch)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        vectors = [bag(ids[:, number]) for number, bag in enumerate(self.bags)]
+        return torch.tanh(torch.stack(vectors).sum(0)).square().sum()
+
+
+def test_tables_of_separate_modules() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(9, (8, 4, 2), generator=generator) for _ in range(NUM_STEPS)]
+
+    def formula(dtype: torch.dtype) -> Tensor:
+        model = SeparateModules(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for ids in batches:
+            optimizer.zero_grad()
+            model(ids).backward()
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25) > 0.25
+            optimizer.step()
+        return torch.cat([parameter.detach() for parameter in model.parameters()])
+
+    for capture in (False, True):
+        model = SeparateModules()
+        optimizers = [torchembed.optim.SGD(model.parameters(), lr=LR)]
+        iterator = iter(batches)
+        with (
+            taped_captures(),
+            TrainPipeline(
+                model, None, optimizers, device="cpu", capture=capture, max_grad_norm=0.25
+            ) as pipeline,
+        ):
+            for _ in batches:
+                pipeline.progress(iterator)
+            assert pipeline.engine.is_captured == capture
+        assert_follows(torch.cat([p.detach() for p in model.parameters()]), formula)
