@@ -19,18 +19,6 @@ class KnownFault(NamedTuple):
 KNOWN_FAULTS = {
     # Of Python, which a graph does not run.
     "layers wrapped to print their shapes": KnownFault(Kind.DIFFERENT, "a graph counts no calls"),
-    "layers skipped by Python's random numbers": KnownFault(
-        Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
-    ),
-    "a factor of Python's random numbers": KnownFault(
-        Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
-    ),
-    "a number of NumPy": KnownFault(
-        Kind.DIFFERENT_SAID, "the self-check sees it after the first replays"
-    ),
-    "noise of NumPy": KnownFault(
-        Kind.DIFFERENT_SAID, "a capture that fails has drawn numbers of the host"
-    ),
     # Of what the loop changes between steps.
     "losses kept in a list": KnownFault(Kind.DIFFERENT, "the next step but one overwrites a loss"),
     # Of optimizers.

@@ -4,19 +4,21 @@ import warnings
 from collections.abc import Callable
 
 from torchembed.core import ranks
+from torchembed.step.host_state import HostState
 from torchembed.step.stages import Reason
 from torchembed.step.watched_values import NotCapturable
 
 _ON_ANOTHER_RANK = "another rank failed, whose warning says why"
 
 
-def failure_on_any_rank(capture: Callable[[], object]) -> Reason | None:
+def failure_on_any_rank(capture: Callable[[], object], host_state: HostState) -> Reason | None:
     """Call ``capture()`` on every rank, and return None if it succeeds on all of them.
 
     Where it does not, a warning gives the reason, which is returned: train steps run eagerly from
-    then on. Collective.
+    then on, and ``host_state`` is put back, since the batch of the capture is trained eagerly.
+    Collective.
     """
-    reason = None
+    reason, restore = None, host_state.saved()
     try:
         capture()
     except Exception as error:  # noqa: BLE001 - said in the warning, once all ranks know
@@ -26,6 +28,7 @@ def failure_on_any_rank(capture: Callable[[], object]) -> Reason | None:
     # rank.
     if not ranks.any_rank(reason is not None):
         return None
+    restore()
     warnings.warn(
         "the train step could not be captured as a CUDA graph, so it runs eagerly from now on: "
         f"{reason or _ON_ANOTHER_RANK}",

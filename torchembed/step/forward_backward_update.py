@@ -18,6 +18,7 @@ from torchembed.modules.staged_collection import StagedCollection
 from torchembed.optim.clipping import clip_gradients
 from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.dense_updates import DenseUpdates
+from torchembed.step.host_state import HostState
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.model_loss import ComputeLoss
 from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
@@ -89,6 +90,11 @@ class StepProgram:
         return WatchedValues(
             self.model, [*optimizers.of_tables, *optimizers.captured], optimizers.others
         )
+
+    @functools.cached_property
+    def host_state(self) -> HostState:
+        """The state of the host that the model changes, and no graph."""
+        return HostState(self.model, self.device)
 
     @functools.cached_property
     def epochs(self) -> AdmissionEpochs | None:

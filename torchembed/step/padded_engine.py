@@ -141,7 +141,7 @@ class PaddedEngine:
             if self._has_trained:
                 failure = train()
             else:
-                failure = failure_on_any_rank(train)
+                failure = failure_on_any_rank(train, self._program.host_state)
                 self._has_trained = failure is None
                 if failure is not None and step.has_begun_update:
                     raise RuntimeError(

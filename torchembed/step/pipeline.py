@@ -85,6 +85,10 @@ class TrainPipeline:
     taken to change optimizers alike, and a change of a module begins with the next batch that is
     read. What no module or optimizer holds, such as a global variable, is not looked at.
 
+    Random numbers of the host (Python's, NumPy's, torch's of the CPU, and generators that modules
+    hold) make steps eager where forward draws them, and a warning names the generator; numbers of
+    the GPU's generator are drawn in graphs as well.
+
     Hooks: no graph can call Python, so steps are eager while a hook is registered on a module, a
     parameter or an optimizer, or globally, and a warning names it; torch's own, as of pruning,
     are captured. On several ranks that begins with the next batch that is read, unless every rank

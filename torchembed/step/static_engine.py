@@ -188,7 +188,7 @@ class StaticStep:
         is_warm = self._num_steps >= _WARM_UP_STEPS and self._sizes is not None
         if not is_warm or self._captured[buffer] is not None:
             return None
-        return failure_on_any_rank(lambda: self._capture(buffer))
+        return failure_on_any_rank(lambda: self._capture(buffer), self._program.host_state)
 
     def _capture(self, buffer: int) -> None:
         """Capture the step that trains the buffer's batch, once one that it can repeat has run.
@@ -196,7 +196,7 @@ class StaticStep:
         Waits for no other rank, whose capture may fail.
         """
         assert self._sizes is not None
-        why = self._program.values.unsteady
+        why = self._program.values.unsteady or self._program.host_state.drawn
         if why is not None:
             raise NotCapturable(why)
         self._values_version, self._program.values.are_held = self._program.values.version, True
@@ -269,7 +269,11 @@ class StaticStep:
             for parameter, grad in self._gradients[buffer]:
                 parameter.grad = grad
         else:
-            with fork_and_join(self._streams.step), recorded_sizes() as sizes:
+            with (
+                fork_and_join(self._streams.step),
+                recorded_sizes() as sizes,
+                self._program.host_state.observed(),
+            ):
                 self._step(buffer)
             # A capture may ask no rank for sizes, so it takes those of a step that did the same
             # work.

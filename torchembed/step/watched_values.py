@@ -16,7 +16,10 @@ from torchembed.step.stages import Reason
 
 _OWN = ("torchembed.", "torchrec.", "fbgemm_gpu.")
 """Packages whose modules are left out: what they change, steps follow."""
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has."""
+CONTAINERS = (list, dict, set, collections.deque)
+"""Types of attributes whose items are looked at."""
 _MAX_CHANGES = 3
 _WINDOW = 30
 """A value that changes so often in so many steps is not worth a capture each time."""
@@ -171,7 +174,8 @@ def _getter(names: Sequence[str]) -> Callable[[Values], tuple[object, ...]]:
     return operator.itemgetter(*names, *names[:1]) if names else lambda _: ()
 
 
-def _watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of ``model`` but torchembed's own, each after its name in warnings."""
     for path, module in model.named_modules():
         if not type(module).__module__.startswith(_OWN) and not isinstance(module, TableModule):
             yield f"module {path}" if path else f"model {type(module).__name__}", module
@@ -179,7 +183,7 @@ def _watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _held_by(model: nn.Module) -> Iterator[tuple[str, dict[str, object]]]:
     """Buffers, parameters and children of modules."""
-    for where, module in _watched_modules(model):
+    for where, module in watched_modules(model):
         for values in (module._buffers, module._parameters, module._modules):
             # An empty one may be filled later, but torch's own modules add nothing.
             if values or not type(module).__module__.startswith("torch."):
@@ -187,21 +191,18 @@ def _held_by(model: nn.Module) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _attributes_of(model: nn.Module) -> Iterator[_Attributes]:
-    for where, module in _watched_modules(model):
+    for where, module in watched_modules(model):
         attributes, is_users = vars(module), not type(module).__module__.startswith("torch.")
-        names = [name for name in attributes if name not in _OF_EVERY_MODULE]
+        names = [name for name in attributes if name not in OF_EVERY_MODULE]
         if not is_users:
             names = [name for name in names if isinstance(attributes[name], float)]
-        containers = [name for name in names if isinstance(attributes[name], _CONTAINERS)]
+        containers = [name for name in names if isinstance(attributes[name], CONTAINERS)]
         if names or is_users:
             yield _Attributes(where, attributes, names, containers, is_users)
 
 
-_CONTAINERS = (list, dict, set, collections.deque)
-
-
 def _items_of(container: object) -> list[object]:
-    if not isinstance(container, _CONTAINERS):
+    if not isinstance(container, CONTAINERS):
         return []
     items = container.values() if isinstance(container, dict) else container
     return [len(container), *islice(items, _MAX_ITEMS)]
