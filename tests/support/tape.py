@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchembed.sharding.transport.collectives import GatheredSize
 from torchembed.step import static_engine
-from torchembed.step.static_engine import CapturedCall, StaticStep
+from torchembed.step.captured_call import CapturedCall
+from torchembed.step.static_engine import StaticStep
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -10,15 +10,15 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.core.trees import Tree
-from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes, replayed_sizes
+from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.bucketized_buffers import Capacity
+from torchembed.step.captured_call import CapturedCall
 from torchembed.step.collective_capture import failure_on_any_rank
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
@@ -29,9 +29,6 @@ from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatc
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers, update
 from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
 from torchembed.step.watched_values import NotCapturable
-
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
 
 _WARM_UP_STEPS = 3
 """Before the first capture: the first finds out what is prepared ahead, the next two do it once for
@@ -336,60 +333,3 @@ class StaticStep:
         return LookedUpBatch(
             admitted.data, calls, lookups, admitted.flag, admitted.checks, admitted.epoch
         )
-
-
-class CapturedCall:
-    """Captures ``call`` on construction, and repeats it by :meth:`replay`.
-
-    On a CPU, which has no graphs, nothing runs on construction, and a replay calls again with what
-    a captured call may rely on: the sizes that the ranks exchanged before.
-
-    Args:
-        call: a step. On a GPU it must not wait for the device, and allocates in ``pool``.
-        sizes: what the ranks tell each other within it, in order, so that no rank is asked again;
-            None, on a CPU alone, where they differ from step to step.
-        stream: where the capture runs; None on a CPU.
-        pool: of the memory of all captures that never run at once; None on a CPU.
-
-    Raises:
-        Exception: what ``call`` raises, or CUDA for what cannot be captured.
-    """
-
-    def __init__(
-        self,
-        call: Callable[[], None],
-        sizes: Sequence[GatheredSize] | None,
-        stream: torch.cuda.Stream | None,
-        pool: "_POOL_HANDLE | None",
-    ) -> None:
-        self._call, self._sizes = call, sizes
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if stream is not None:
-            self._graph = torch.cuda.CUDAGraph()
-            # In the mode "global" calls of other threads, such as the one that sorts ids, would
-            # break the capture.
-            with torch.cuda.graph(
-                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                self._run()
-
-    def _run(self) -> None:
-        with contextlib.nullcontext() if self._sizes is None else replayed_sizes(self._sizes):
-            self._call()
-
-    @property
-    def calls_again(self) -> bool:
-        """True where a replay runs the call's Python again: on a CPU."""
-        return self._graph is None
-
-    def replay(self) -> None:
-        """Do what the captured call did, on what its memory holds now."""
-        if self._graph is None:
-            self._run()
-        else:
-            self._graph.replay()
-
-    def release(self) -> None:
-        """Destroy the graph; no replay comes after it."""
-        if self._graph is not None:
-            self._graph.reset()
