@@ -198,3 +198,14 @@ def test_ranks_change_the_layout_at_the_same_step() -> None:
     first, second = run_on_ranks(2, ranks_kinds)
     assert first == second
     assert first[-2:] == ["graph"] * 2
+
+
+def test_groups_of_a_loaded_state_may_lack_hyperparameters() -> None:
+    batches = fixed_batches(6)
+    losses, _ = by_hand(batches, CPU)
+    model = make_model(CPU)
+    optimizers = make_optimizers(model)
+    optimizers[0].defaults["of a later release"] = 1
+    with TrainPipeline(model, LOSS, optimizers, capture=True) as pipeline:
+        iterator = iter(batches)
+        assert [pipeline.progress(iterator).loss.item() for _ in batches] == losses

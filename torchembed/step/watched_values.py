@@ -85,6 +85,9 @@ class WatchedValues:
         self._begin()
 
     def _begin(self) -> None:
+        self._optimizers = [
+            (o, names, _getter(_in_all_groups(o, names))) for o, names, _ in self._optimizers
+        ]
         self._held = list(_held_by(self._model))
         self._dicts = [values for _, values in self._held]
         self._attributes = list(_attributes_of(self._model))
@@ -166,6 +169,12 @@ class WatchedValues:
 def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[str]:
     # Schedulers put further entries into groups, which no step reads.
     return [name for name in getattr(optimizer, "defaults", {}) if name != "lr"]
+
+
+def _in_all_groups(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that every parameter group has: groups of a state that was saved by
+    another release, or in another form, may lack some."""
+    return [name for name in names if all(name in group for group in optimizer.param_groups)]
 
 
 def _getter(names: Sequence[str]) -> Callable[[Values], tuple[object, ...]]:
