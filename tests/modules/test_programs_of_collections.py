@@ -143,3 +143,20 @@ def test_an_exported_collection_takes_other_sizes_and_weights(
     if device.type == "cpu":
         with pytest.raises(IndexError, match="value 100; ids of this table"):
             loaded(*batch)
+
+
+def test_a_compiled_collection_takes_torchrecs_batches() -> None:
+    jagged_tensor = pytest.importorskip("torchrec.sparse.jagged_tensor", reason="needs TorchRec")
+    device = torch.device("cpu")
+    collection = Model(device, pooled=True, jagged=True).tables
+    compiled = compiled_once(collection)
+    for num_samples in SIZES:
+        values, offsets = batch_of(num_samples, device, jagged=True)
+        # Dynamo compiles again for a view of another part of its memory.
+        values, lengths = values[: int(offsets[-1])].clone(), offsets.diff()
+        batch = jagged_tensor.KeyedJaggedTensor.from_lengths_sync(
+            keys=list(KEYS), values=values, lengths=lengths
+        )
+        found, expected = compiled(batch), collection(batch)
+        assert type(found) is type(expected)
+        assert_same_bits(found.values(), expected.values())
