@@ -28,10 +28,24 @@ def _record(
             "a program of torch.compile records their gradients, and have other memory; call the "
             "module once outside of torch.compile after replacing .data of a parameter"
         )
+    rows = _without_frozen(rows, weights)
     # Operations may keep neither their arguments' memory nor give it away: a program may reuse it.
     kept = (None if tensor is None else tensor.clone() for tensor in (gradient_rows, scales))
     group.record(rows.clone(), RowGradients(grad.clone(), *kept))
     return torch.zeros(0, device="cpu")
+
+
+def _without_frozen(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``rows``, numbered through ``weights``, with -1 for those of frozen tables: a program of
+    torch 2.11 is not compiled anew where a parameter is frozen."""
+    first = 0
+    for weight in weights:
+        table = table_at(weight)
+        end = first + len(weight)
+        if table is not None and not table.parameter.requires_grad:
+            rows = torch.where((rows >= first) & (rows < end), -1, rows)
+        first = end
+    return rows
 
 
 def _fake(
