@@ -29,7 +29,7 @@ class TensorPlace(NamedTuple):
     """A tensor as part of the memory of one of a batch's tensors, whichever batch."""
 
     number: int
-    """Of the tensor among the batch's."""
+    """Position among the tensors of the batch."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int

@@ -33,12 +33,12 @@ class JoinedSlot(NamedTuple):
     num_bags: int
     """Bags that the call pools; without pooling, as many as ids."""
     shape: tuple[int, ...]
-    """Of the call's result."""
+    """Shape of the result."""
     padding_idx: int | None
 
 
 class LookupKind(NamedTuple):
-    """What calls must have in common to be looked up in one."""
+    """The properties that calls must share to be looked up in one."""
 
     group: TableGroup
     """The group that one update trains, and one lookup reads."""
@@ -55,7 +55,7 @@ class JoinedIds(NamedTuple):
     features: SparseFeatures
     """A feature for each call, of one bag."""
     offsets: Tensor | None
-    """Where the bags of all calls begin and end, where their lengths are not fixed."""
+    """Bounds of the bags of all calls; None where lengths are fixed."""
 
 
 class JoinedRows(NamedTuple):

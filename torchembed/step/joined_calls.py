@@ -100,7 +100,7 @@ class JoinedCall:
         return flat.index_select(0, self._constant(name, index))
 
     def _offsets(self, tensors: Sequence[Tensor], num_ids: Sequence[int]) -> Tensor | None:
-        """Where the bags of all calls begin and end."""
+        """Bounds of the bags of all calls; None where no call has offsets."""
         places = [call.places.offsets for call in self._calls]
         given = [place.of(tensors) for place in places if place is not None]
         if not given:

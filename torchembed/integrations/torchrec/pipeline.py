@@ -113,9 +113,9 @@ class TrainPipeline(TrainPipelineSparseDist[Tree, Tree]):
         """Ours; None where TorchRec's train."""
         self._given: Iterator[Tree] | None = None
         self._to_read: Iterator[Tree] = iter(())
-        """What the steps read in place of the iterator that was given."""
+        """The iterator that the steps read in place of the one that was given."""
         self._unread: BatchStream | None = None
-        """Where TorchRec's steps took over from ours: what they read."""
+        """The batches that TorchRec's steps read, once they have taken over from ours."""
         self._set_up(None)
 
     def _set_up(self, stream: BatchStream | None) -> None:
@@ -132,7 +132,7 @@ class TrainPipeline(TrainPipelineSparseDist[Tree, Tree]):
         self._trained, self._num_handles = self._trains(), RemovableHandle.next_id
 
     def _trains(self) -> tuple[object, ...]:
-        """What the steps are made of, which users and TorchRec's wrappers may replace."""
+        """The parts of the steps that users and TorchRec's wrappers may replace."""
         return self._model, self._optimizer, self._model_fwd
 
     def _has_changed(self) -> bool:
@@ -268,7 +268,7 @@ class TrainPipeline(TrainPipelineSparseDist[Tree, Tree]):
         return super().enqueue_batch(self._left_to_torchrec(dataloader_iter))
 
     def _left_to_torchrec(self, batches: Iterator[Tree]) -> Iterator[Tree]:
-        """What TorchRec's steps read in place of ``batches``."""
+        """The iterator that TorchRec's steps read in place of ``batches``."""
         if self._steps is not None:
             self._fall_back("a script calls its stages", self._steps.stop())
         if batches is not self._to_read and batches is not self._given:
