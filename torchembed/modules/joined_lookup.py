@@ -66,7 +66,7 @@ class JoinedRows(NamedTuple):
     trained_rows: Tensor
     """``[L]``: as the update takes them, -1 for padding."""
     runs: Runs | None
-    """Of equal ``trained_rows``."""
+    """Runs of equal ``trained_rows``."""
     offsets: Tensor | None
     weights: Tensor | None
 
@@ -95,7 +95,7 @@ class JoinedLookup:
         self._names = [SlotName(s.table.spec.name, "input", s.table.num_rows) for s in slots]
         self._bad_ids = BadIdReport()
         self._constants: KeptTensors[str, Any] = KeptTensors()
-        """What follows from the calls' shapes; kept, since captured steps read it."""
+        """Constants that follow from the calls' shapes; kept, since captured steps read them."""
 
     def exchange_sizes(self, ids: JoinedIds) -> Bucketized[JoinedIds]:
         """``ids`` as they are: on one rank nothing is exchanged."""

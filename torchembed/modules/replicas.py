@@ -1,4 +1,4 @@
-"""What every rank holds whole: made equal on all of them, and which gradients of it are sparse."""
+"""Parameters and buffers that every rank holds whole, made equal on all; finds sparse gradients."""
 
 from typing import Any
 

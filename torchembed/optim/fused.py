@@ -153,7 +153,7 @@ class FusedOptimizer(ReplayedOptimizer):
         return list(found.values())
 
     def _update_groups(self, index: int, group: ParamGroup) -> list[TableGroup]:
-        """What is updated of parameter group ``index``, in one pass each."""
+        """The parts of parameter group ``index`` that are updated in one pass each."""
         found = self._table_groups(index, group)
         return list(dict.fromkeys(of_tables.joined or of_tables for of_tables in found))
 

@@ -87,7 +87,7 @@ class Layouts:
         self._static, self._jagged = KindLayout(), KindLayout()
         self.since = self.begun = 0
         self._moved: dict[type, bool] = {}
-        """Whether the own ``to`` of batches does nothing but move them, by their class."""
+        """For each class of batches, True if its own ``to`` does nothing but move them."""
 
     def kinds_of(self, batch: Tree, number: int) -> BatchKinds:
         """The kinds of ``batch``, which may set the layout of its kind.

@@ -74,7 +74,7 @@ class _Summary:
 
 
 class _Comparison(NamedTuple):
-    """What the graph and the model computed for one batch, on its way to the host."""
+    """Numbers of the graph and of the model for one batch, on their way to the host."""
 
     numbers: list[_Number]
     by_graph: Tensor
@@ -102,7 +102,7 @@ class SelfCheck:
         self._of_graph: list[_Summary] = [_Summary(), _Summary()]
         self._num_replays = 0
         self._next = 0
-        """The number of replays at which the next comparison begins."""
+        """The number of replays before the next comparison."""
         self._comparison: _Comparison | None = None
         self._is_suspected = False
 
@@ -114,11 +114,18 @@ class SelfCheck:
         """Note how to replay :meth:`forward` of a buffer."""
         self._replays[buffer] = replay
 
+    def begins_replay(self, buffer: int) -> bool:
+        """Count a replay of a step, and return True where it is time to compare it."""
+        self._num_replays += 1
+        if self._comparison is not None or self._num_replays <= self._next:
+            return False
+        return self._replays[buffer] is not None
+
     @contextlib.contextmanager
     def around_replay(
         self, buffer: int, look_up: Callable[[], LookedUpBatch], loss: Tensor
     ) -> Iterator[None]:
-        """A context for the replay of a step, which is compared with the model where it is time.
+        """A context for the replay of a step that :meth:`begins_replay` wants compared.
 
         The model, its gradients and random numbers are the same when the replay begins as before.
         Where ranks train together, all of them compare the same steps.
@@ -128,11 +135,6 @@ class SelfCheck:
             loss: holds the loss of the step once it was replayed.
         """
         replay = self._replays[buffer]
-        is_due = replay is not None and self._comparison is None and self._num_replays >= self._next
-        self._num_replays += 1
-        if not is_due:
-            yield
-            return
         assert replay is not None
         model, device = self._program.model, self._program.device
         with _unchanged(model, device):
@@ -161,7 +163,7 @@ class SelfCheck:
         )
 
     def found_difference(self) -> str | None:
-        """What differs on some rank, where two comparisons found a difference; else None.
+        """Say what differs on some rank, where two comparisons found a difference; else None.
 
         Collective in the steps in which a comparison is read, which are the same on all ranks.
         """

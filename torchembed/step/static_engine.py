@@ -107,7 +107,7 @@ class StaticStep:
         self.buffers, self.bucketized = self._prefetch.buffers, self._prefetch.bucketized
         self._optimizers = StepOptimizers(program.optimizers)
         self._values_version: int | None = None
-        """That of the values which captures hold; None before the first capture."""
+        """Version of the values that captures hold; None before the first capture."""
         self._assumptions = Assumptions(program.model, self._optimizers, program.device)
         self._sizes: list[GatheredSize] | None = None
         """The sizes that ranks exchanged in a step whose batch was prepared, and that prepared
@@ -287,11 +287,11 @@ class StaticStep:
 
     def _compared(self, buffer: int) -> contextlib.AbstractContextManager[object]:
         """A context for a replay, which may compare it with the model."""
-        trained = self._trained[buffer]
-        if self._self_check is None or trained is None:
+        check, trained = self._self_check, self._trained[buffer]
+        if check is None or not check.begins_replay(buffer):
             return contextlib.nullcontext()
-        loss = trained.result.loss
-        return self._self_check.around_replay(buffer, self._lookup(buffer), loss)
+        assert trained is not None
+        return check.around_replay(buffer, self._lookup(buffer), trained.result.loss)
 
     def _step(self, buffer: int) -> None:
         def prepare_next(after: torch.cuda.Stream | None) -> None:
