@@ -7,7 +7,7 @@ import torch
 from bench.data import dlrm_dcnv2 as workload
 from bench.report.result_file import Row
 from torchembed import optim, plan_embeddings
-from torchembed.modules.model_plan import table_uses
+from torchembed.modules.sharded.model_plan import table_uses
 from torchembed.sharding import Planner, PlanReport, TableConstraint, Topology, WirePrecision
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, place_table
 from torchembed.sharding.planning.topology import GPUS

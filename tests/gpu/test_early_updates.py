@@ -14,7 +14,7 @@ from torchembed.data import Batch
 from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseAdam
 from torchembed.step.dense_updates import EarlyUpdates
-from torchembed.step.static_engine import StaticEngine
+from torchembed.step.engines.static_engine import StaticEngine
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 

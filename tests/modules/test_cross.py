@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.tolerance import assert_follows
 from tests.support.values import normal
-from torchembed.modules.cross import Cross, LowRankCross
+from torchembed.modules.dense.cross import Cross, LowRankCross
 
 
 def with_gradients(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.support.tolerance import assert_follows
 from tests.support.values import normal
-from torchembed.modules.interaction import DotInteraction
+from torchembed.modules.dense.interaction import DotInteraction
 
 
 def test_by_hand(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.tolerance import assert_follows, assert_same_bits
 from tests.support.values import normal
-from torchembed.modules.mlp import MLP
+from torchembed.modules.dense.mlp import MLP
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:

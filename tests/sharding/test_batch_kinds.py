@@ -13,7 +13,7 @@ import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import FEATURES, SMALLEST, Case, make_model, vectors_of
 from torchembed.core.features import with_offsets
-from torchembed.modules.model_plan import table_specs
+from torchembed.modules.sharded.model_plan import table_specs
 
 PLACEMENTS = (
     "table_wise",

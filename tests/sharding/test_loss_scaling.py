@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, held_rows, make_batch, make_model, vectors_of
-from torchembed.modules.model_plan import table_specs
+from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Placement, ShardingPlan
 from torchembed.sharding.planning.plan import place_table
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import run_on_ranks
 from torchembed import SparseFeatures
 from torchembed.core.types import OnBadId
-from torchembed.modules.checked_ids import checked_ids
+from torchembed.modules.sharded.checked_ids import checked_ids
 from torchembed.sharding import Placement
 from torchembed.sharding.planning.partition import RangePartition
 from torchembed.sharding.planning.plan import place_table

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
-from torchembed.modules.model_plan import table_specs
+from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import ShardingPlan, WirePrecision, make_plan
 
 MIXED = Case(

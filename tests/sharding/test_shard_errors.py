@@ -14,7 +14,7 @@ import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, exact_loss, make_batch, make_model, vectors_of
 from torchembed.checkpoints.training_run import TrainingRun
-from torchembed.modules.model_plan import table_specs
+from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Planner, ShardingPlan, make_plan
 from torchembed.training import TrainPipeline
 

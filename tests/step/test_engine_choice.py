@@ -8,9 +8,9 @@ import torch
 from tests.support.tiny_model import fixed_batches, make_batch, make_optimizers
 from tests.support.tiny_training import LOSS, assert_same_state, by_hand, make_model
 from torchembed.data import Batch
-from torchembed.step.jagged_engine import JaggedEngine
+from torchembed.step.engines.jagged_engine import JaggedEngine
+from torchembed.step.engines.static_engine import StaticEngine
 from torchembed.step.stages import ReadBatch
-from torchembed.step.static_engine import StaticEngine
 from torchembed.training import TrainPipeline
 
 CPU = torch.device("cpu")

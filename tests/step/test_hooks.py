@@ -35,10 +35,10 @@ from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
-from torchembed.modules.mlp import MLP
+from torchembed.modules.dense.mlp import MLP
 from torchembed.optim.joint import separate
-from torchembed.step.eager_engine import EagerEngine
-from torchembed.step.static_engine import StaticEngine
+from torchembed.step.engines.eager_engine import EagerEngine
+from torchembed.step.engines.static_engine import StaticEngine
 from torchembed.training import TrainPipeline
 
 Optimizers = Sequence[torch.optim.Optimizer]

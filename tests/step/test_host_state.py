@@ -14,8 +14,8 @@ import torchembed
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
-from torchembed.step.collective_capture import failure_on_any_rank
-from torchembed.step.host_state import HostState
+from torchembed.step.engines.collective_capture import failure_on_any_rank
+from torchembed.step.watches.host_state import HostState
 from torchembed.training import TrainPipeline
 
 NUM_STEPS = 8

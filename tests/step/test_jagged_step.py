@@ -34,8 +34,8 @@ from tests.support.tiny_training import (
     state_of,
 )
 from torchembed.data import Batch
-from torchembed.step.jagged_engine import JaggedEngine
-from torchembed.step.padded_engine import PaddedEngine
+from torchembed.step.engines.jagged_engine import JaggedEngine
+from torchembed.step.engines.padded_engine import PaddedEngine
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
 

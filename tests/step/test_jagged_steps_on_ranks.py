@@ -32,8 +32,8 @@ from tests.support.steps_on_ranks import (
     static_batch,
     train_plainly,
 )
-from torchembed.step.bucketized_buffers import Capacity
-from torchembed.step.padded_engine import PaddedEngine
+from torchembed.step.batches.bucketized_buffers import Capacity
+from torchembed.step.engines.padded_engine import PaddedEngine
 from torchembed.training import TrainPipeline
 
 CASES = [

@@ -38,9 +38,9 @@ from tests.support.tiny_training import (
 from tests.support.tolerance import relative_error
 from torchembed.data import Batch
 from torchembed.modules.staged_collection import LookedUp
-from torchembed.step.eager_engine import EagerEngine
-from torchembed.step.jagged_engine import JaggedEngine
-from torchembed.step.static_engine import StaticEngine
+from torchembed.step.engines.eager_engine import EagerEngine
+from torchembed.step.engines.jagged_engine import JaggedEngine
+from torchembed.step.engines.static_engine import StaticEngine
 from torchembed.step.step_optimizers import StepOptimizers
 from torchembed.tables import table_of
 from torchembed.training import History, TrainPipeline, train
@@ -599,7 +599,7 @@ def test_waits_for_batches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 0.25 if number in (1, 2) else 1e-5
             yield batch
 
-    monkeypatch.setattr("torchembed.step.read_ahead.time.perf_counter", lambda: now)
+    monkeypatch.setattr("torchembed.step.batches.read_ahead.time.perf_counter", lambda: now)
     model = make_model(CPU)
     pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
     assert pipeline.input_stalls == (0, 0.0)

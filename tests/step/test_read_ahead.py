@@ -10,8 +10,8 @@ from torch import nn
 
 import torchembed
 from tests.support.ranks import run_on_ranks
-from torchembed.step.layouts import Layouts
-from torchembed.step.read_ahead import ReadAhead
+from torchembed.step.batches.layouts import Layouts
+from torchembed.step.batches.read_ahead import ReadAhead
 from torchembed.step.stages import NO_KIND, Agreement, ReadBatch
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchembed.step.reading_thread import ReadingThread
+from torchembed.step.batches.reading_thread import ReadingThread
 
 
 def read(batches: Iterator[Any]) -> Any:
@@ -132,7 +132,7 @@ def test_closing_loses_no_batch() -> None:
 
 
 def test_a_thread_that_was_left_behind_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchembed.step.reading_thread._CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr("torchembed.step.batches.reading_thread._CLOSE_SECONDS", 0.0)
     may_go_on, two_read, reading = threading.Event(), threading.Event(), threading.Lock()
 
     def batches() -> Iterator[int]:

@@ -14,7 +14,7 @@ import torchembed
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, state_of
-from torchembed.step.self_check import _Comparison, _difference, _Number
+from torchembed.step.watches.self_check import _Comparison, _difference, _Number
 from torchembed.training import TrainPipeline
 
 NUM_STEPS = 16

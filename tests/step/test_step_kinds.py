@@ -20,7 +20,7 @@ from tests.support.tiny_model import (
     make_optimizers,
 )
 from tests.support.tiny_training import LOSS, assert_same_state, by_hand, make_model
-from torchembed.step.layout_reasons import part_layouts, reason_of_layout
+from torchembed.step.batches.layout_reasons import part_layouts, reason_of_layout
 from torchembed.training import Reason, StepForm, StepKind, TrainPipeline
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_a_failed_capture_is_the_reason_of_all_steps_after_it(
     def fails(*_: object) -> None:
         raise ValueError("no graph of this")
 
-    monkeypatch.setattr("torchembed.step.static_engine.CapturedCall", fails)
+    monkeypatch.setattr("torchembed.step.engines.static_engine.CapturedCall", fails)
     model = make_model(CPU)
     with (
         pytest.warns(UserWarning, match="no graph of this"),

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from torchembed.step.worker import Worker
+from torchembed.step.batches.worker import Worker
 
 
 def test_tasks_run_in_order_on_one_other_thread() -> None:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
-from torchembed.step.batch_layout import num_ids_in
-from torchembed.step.engine import StepEngine
+from torchembed.step.batches.batch_layout import num_ids_in
+from torchembed.step.engines.engine import StepEngine
+from torchembed.step.engines.jagged_engine import JaggedEngine
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.model_loss import LossFunction, loss_and_output
 from torchembed.step.stages import Agreement, BatchKinds, ReadBatch, Reason, TrainedBatch
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
 from tests.support.row_indices import RecordingBagConfig
-from torchembed.modules.model_plan import table_specs
+from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
 from torchembed.sharding.planning.plan import place_table
 from torchembed.tables import Table

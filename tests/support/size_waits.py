@@ -7,7 +7,7 @@ from typing import Any
 
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.sharding.transport import routes
-from torchembed.step.bucketized_buffers import BucketizedBuffers
+from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
 
 NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchembed.sharding.transport.collectives import GatheredSize
-from torchembed.step import static_engine
-from torchembed.step.captured_call import CapturedCall
-from torchembed.step.static_engine import StaticStep
+from torchembed.step.engines import static_engine
+from torchembed.step.engines.captured_call import CapturedCall
+from torchembed.step.engines.static_engine import StaticStep
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -1,8 +1,8 @@
 """Trees: nested tuples, lists, mappings, dataclasses and other objects that can be moved between
 devices. The only code that walks them.
 
-A tree's leaves are its tensors, or whatever a predicate says: :mod:`torchembed.step.batch_layout`
-takes sparse features as leaves.
+A tree's leaves are its tensors, or whatever a predicate says:
+:mod:`torchembed.step.batches.batch_layout` takes sparse features as leaves.
 """
 
 import copy

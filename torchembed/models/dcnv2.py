@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from torchembed.core.features import Features
 from torchembed.models.pooled import pooled_dims
-from torchembed.modules.cross import Cross, LowRankCross
-from torchembed.modules.mlp import MLP
+from torchembed.modules.dense.cross import Cross, LowRankCross
+from torchembed.modules.dense.mlp import MLP
 
 
 class DCNv2Structure(enum.Enum):

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from torchembed.core.features import Features
 from torchembed.models.pooled import pooled_dims
-from torchembed.modules.cross import LowRankCross
+from torchembed.modules.dense.cross import LowRankCross
+from torchembed.modules.dense.interaction import DotInteraction
+from torchembed.modules.dense.mlp import MLP
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
-from torchembed.modules.interaction import DotInteraction
-from torchembed.modules.mlp import MLP
 
 
 class DLRM(nn.Module):

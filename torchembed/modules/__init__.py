@@ -1,14 +1,14 @@
 """The ``nn.Module``s that people import."""
 
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
-from torchembed.modules.cross import Cross, LowRankCross
+from torchembed.modules.dense.cross import Cross, LowRankCross
+from torchembed.modules.dense.interaction import DotInteraction
+from torchembed.modules.dense.mlp import MLP
 from torchembed.modules.embedding import Embedding, EmbeddingBag
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
-from torchembed.modules.interaction import DotInteraction
-from torchembed.modules.mlp import MLP
-from torchembed.modules.model_plan import plan_embeddings, table_uses
-from torchembed.modules.shard import shard_embeddings
+from torchembed.modules.sharded.model_plan import plan_embeddings, table_uses
+from torchembed.modules.sharded.shard import shard_embeddings
 
 __all__ = [
     "MLP",

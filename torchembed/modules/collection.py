@@ -18,8 +18,8 @@ from torchembed.modules.slots import Slots
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
 from torchembed.modules.table_module import TableWeight, as_on_bad_id
-from torchembed.modules.traced_rows import traced_bad_ids
-from torchembed.modules.traced_slots import TracedSlots
+from torchembed.modules.traced.traced_rows import traced_bad_ids
+from torchembed.modules.traced.traced_slots import TracedSlots
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Table
 

@@ -15,7 +15,7 @@ from torchembed.modules.feature_selection import num_ids_of_features
 from torchembed.modules.slots import SlotRows
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.modules.table_lookup import look_up
-from torchembed.modules.traced_slots import traced_num_ids
+from torchembed.modules.traced.traced_slots import traced_num_ids
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Admission, Table
 

@@ -17,8 +17,8 @@ from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
 from torchembed.modules.table_lookup import look_up, look_up_pooled
 from torchembed.modules.table_module import TableModule, as_on_bad_id
-from torchembed.modules.traced_lookup import traced_pooled, traced_vectors
-from torchembed.modules.traced_rows import traced_bad_ids, traced_rows
+from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
+from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Normal, Table, TableGroup, TableSpec
 

@@ -18,14 +18,14 @@ from torchembed.modules.staged_collection import StagedCollection
 from torchembed.optim.clipping import clip_gradients
 from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.dense_updates import DenseUpdates
-from torchembed.step.host_state import HostState
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.model_loss import ComputeLoss
 from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers, update, update_early
 from torchembed.step.step_record import StepRecord
 from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
-from torchembed.step.watched_values import WatchedValues
+from torchembed.step.watches.host_state import HostState
+from torchembed.step.watches.watched_values import WatchedValues
 from torchembed.tables import Admission, RecordedGradients, table_of
 
 

@@ -23,7 +23,7 @@ from torchembed.modules.calls_ahead import (
 from torchembed.modules.joined_lookup import JoinedIds, JoinedLookup, JoinedSlot, LookupKind
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.staged_collection import Bucketized, LookedUp
-from torchembed.step.batch_layout import with_sparse_features
+from torchembed.step.batches.batch_layout import with_sparse_features
 
 
 class _ObservedCall(NamedTuple):

@@ -14,7 +14,7 @@ from torchembed.modules.staged_collection import (
     StagedCollection,
     is_same_batch,
 )
-from torchembed.step.batch_layout import with_sparse_features
+from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls import JoinedCall, answered, observed_joined_calls
 
 

@@ -18,7 +18,7 @@ from torchembed.data.batch import (
     as_probabilities,
 )
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
-from torchembed.step.batch_layout import num_samples
+from torchembed.step.batches.batch_layout import num_samples
 
 LabelLoss: TypeAlias = Callable[..., Tensor]
 """``(output, labels)`` to their mean loss ``[]``, or ``(output, labels, weights)`` where batches

@@ -12,15 +12,16 @@ from torch import nn
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
-from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.optim.joint import separate
 from torchembed.optim.trained_parameters import check_optimizers_train
 from torchembed.sharding.transport.channel import PushDomain
-from torchembed.step.batch_layout import to_device
-from torchembed.step.engine import StepEngine
-from torchembed.step.engine_choice import EngineChoice
+from torchembed.step.batches.batch_layout import to_device
+from torchembed.step.batches.layouts import Layouts
+from torchembed.step.batches.read_ahead import InputStalls, ReadAhead
+from torchembed.step.engines.engine import StepEngine
+from torchembed.step.engines.engine_choice import EngineChoice
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.layouts import Layouts
 from torchembed.step.model_loss import (
     ComputeLoss,
     LossFunction,
@@ -28,7 +29,6 @@ from torchembed.step.model_loss import (
     convert_batch,
     loss_and_output,
 )
-from torchembed.step.read_ahead import InputStalls, ReadAhead
 from torchembed.step.stages import (
     NO_KIND,
     Agreement,

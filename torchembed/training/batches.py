@@ -10,7 +10,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.ranks import any_rank_each, check_cpu_backend, gather_objects
 from torchembed.core.trees import Tree, map_tensors
 from torchembed.data.batch import Batch, WeightedBatch, as_batch
-from torchembed.step.batch_layout import to_device
+from torchembed.step.batches.batch_layout import to_device
 from torchembed.training.epochs import Epochs
 from torchembed.training.stop import StopSignal
 

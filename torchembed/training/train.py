@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchembed.step.batch_layout import num_samples
+from torchembed.step.batches.batch_layout import num_samples
 from torchembed.step.pipeline import TrainPipeline
 from torchembed.training.batches import in_step
 from torchembed.training.history import History

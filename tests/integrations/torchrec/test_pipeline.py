@@ -83,8 +83,8 @@ def train(
 def _kind_of_steps(pipeline: Any) -> str:
     if pipeline._steps is None:
         return "theirs"
-    from torchembed.step.padded_engine import PaddedEngine
-    from torchembed.step.static_engine import StaticEngine
+    from torchembed.step.engines.padded_engine import PaddedEngine
+    from torchembed.step.engines.static_engine import StaticEngine
 
     captured = {type(e) for e in pipeline._steps._pipeline.engines if e.is_captured}
     if StaticEngine in captured:

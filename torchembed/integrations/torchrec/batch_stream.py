@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torchembed.core.trees import Tree
 from torchembed.integrations.torchrec.batches import ReadItem, TorchrecBatchForm
-from torchembed.step.reading_thread import ReadingThread
+from torchembed.step.batches.reading_thread import ReadingThread
 
 _NUM_READ_AHEAD = 2
 """Batches read ahead, more than the two that steps on a GPU are ahead."""

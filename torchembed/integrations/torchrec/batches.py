@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import T, Tree, layout_of, map_tensors
 from torchembed.sharding.transport.process_groups import BorrowedGroup
-from torchembed.step.batch_layout import map_parts, sparse_features, with_sparse_features
+from torchembed.step.batches.batch_layout import map_parts, sparse_features, with_sparse_features
 
 Hotness: TypeAlias = tuple[int, ...]
 """Number of ids in every bag of each key."""

@@ -26,9 +26,11 @@ from torchembed.modules.collection import FeatureSlots
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig, as_config
 from torchembed.modules.embedding_collection import SequenceVectors
-from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
-from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
-from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
+from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
+from torchembed.modules.sharded.sharded_embedding_bag_collection import (
+    ShardedEmbeddingBagCollection,
+)
+from torchembed.modules.sharded.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import TableSet

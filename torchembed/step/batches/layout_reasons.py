@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping
 from torch import Tensor
 
 from torchembed.core.trees import Tree, is_plain_value, nodes_by_path
-from torchembed.step.batch_layout import is_features, is_part, shape_of, sparse_features
+from torchembed.step.batches.batch_layout import is_features, is_part, shape_of, sparse_features
 from torchembed.step.stages import Reason
 
 

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core.agreement import check_agreement
 from torchembed.modules.collection import Collection
-from torchembed.modules.dense_use import dense_parameters
 from torchembed.modules.inside_ddp import ignore_tables
-from torchembed.modules.model_plan import (
+from torchembed.modules.sharded.dense_use import dense_parameters
+from torchembed.modules.sharded.model_plan import (
     check_mesh,
     checked_plan,
     device_of,
@@ -22,14 +22,16 @@ from torchembed.modules.model_plan import (
     table_uses,
     with_topology,
 )
-from torchembed.modules.replicas import (
+from torchembed.modules.sharded.replicas import (
     check_parameters,
     copy_from_first,
     with_sparse_gradients,
 )
-from torchembed.modules.shard_description import describe
-from torchembed.modules.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
-from torchembed.modules.sharded_embedding_collection import ShardedEmbeddingCollection
+from torchembed.modules.sharded.shard_description import describe
+from torchembed.modules.sharded.sharded_embedding_bag_collection import (
+    ShardedEmbeddingBagCollection,
+)
+from torchembed.modules.sharded.sharded_embedding_collection import ShardedEmbeddingCollection
 from torchembed.modules.table_module import TableModule
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer

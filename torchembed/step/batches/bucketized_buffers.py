@@ -10,7 +10,7 @@ import torch
 
 from torchembed.core.trees import Tree
 from torchembed.modules.bad_ids import deferred_id_checks
-from torchembed.step.input_buffers import InputBuffers
+from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import BucketizedBatch
 from torchembed.step.streams import wait_for

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from torchembed.step.worker import Worker
+from torchembed.step.batches.worker import Worker
 
 _CLOSE_SECONDS = 2.0
 """Longest that closing waits for the batch being read; then the thread is abandoned."""

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from torchembed.core import ranks
-from torchembed.step.eager_engine import EagerEngine
-from torchembed.step.engine import StepEngine
+from torchembed.step.engines.eager_engine import EagerEngine
+from torchembed.step.engines.engine import StepEngine
+from torchembed.step.engines.jagged_engine import JaggedEngine
+from torchembed.step.engines.padded_engine import PaddedEngine
+from torchembed.step.engines.static_engine import StaticEngine
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.hooks import PythonHooks
-from torchembed.step.jagged_engine import JaggedEngine
-from torchembed.step.padded_engine import PaddedEngine
 from torchembed.step.stages import (
     NO_KIND,
     BatchKinds,
@@ -18,7 +18,7 @@ from torchembed.step.stages import (
     StepKind,
     TrainedBatch,
 )
-from torchembed.step.static_engine import StaticEngine
+from torchembed.step.watches.hooks import PythonHooks
 
 _GRAPH, _PADDED = StepKind(StepForm.GRAPH), StepKind(StepForm.PADDED)
 _WARMS_UP = StepKind(StepForm.EAGER, Reason("the first steps before a capture warm up"))

@@ -10,8 +10,12 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.feature_selection import bounds_of_features, select_features
-from torchembed.modules.traced_lookup import are_looked_up_at_once, traced_pooled, traced_vectors
-from torchembed.modules.traced_rows import traced_rows
+from torchembed.modules.traced.traced_lookup import (
+    are_looked_up_at_once,
+    traced_pooled,
+    traced_vectors,
+)
+from torchembed.modules.traced.traced_rows import traced_rows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Table
 

@@ -19,7 +19,7 @@ from torchembed.modules.embedding_bag_collection import (
 )
 from torchembed.modules.feature_selection import num_ids_of_features, select_features
 from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
-from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
+from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved

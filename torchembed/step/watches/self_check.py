@@ -85,7 +85,7 @@ class _Comparison(NamedTuple):
 
 
 class SelfCheck:
-    """The comparison of one :class:`~torchembed.step.static_engine.StaticStep` with its model.
+    """The comparison of one captured step with its model.
 
     A difference counts where two comparisons in succession find one, so that a rounding which turns
     over what the model selects does not end the captured steps.

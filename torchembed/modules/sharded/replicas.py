@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.modules.sharded_collection import ShardedCollection
+from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.modules.single_table import SingleTable
 from torchembed.ops.row_gradients import WeightGradient
 

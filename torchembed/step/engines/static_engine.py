@@ -17,18 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.core.trees import Tree
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
-from torchembed.step.bucketized_buffers import Capacity
-from torchembed.step.captured_call import CapturedCall
-from torchembed.step.collective_capture import failure_on_any_rank
+from torchembed.step.batches.bucketized_buffers import Capacity
+from torchembed.step.batches.prefetch import Prefetch
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
+from torchembed.step.engines.captured_call import CapturedCall
+from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.lookup_calls import LookupCall, observed_fixed_calls
-from torchembed.step.prefetch import Prefetch
-from torchembed.step.self_check import SelfCheck
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers, update
 from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
-from torchembed.step.watched_values import NotCapturable
+from torchembed.step.watches.self_check import SelfCheck
+from torchembed.step.watches.watched_values import NotCapturable
 
 _WARM_UP_STEPS = 3
 """Before the first capture: the first finds out what is prepared ahead, the next two do it once for

@@ -12,8 +12,11 @@ from torch import Tensor
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
-from torchembed.modules.lookup_of_tables import pooled_lookup_of_tables, sequence_lookup_of_tables
 from torchembed.modules.table_lookup import check_recordable, look_up_in, look_up_pooled_in
+from torchembed.modules.traced.lookup_of_tables import (
+    pooled_lookup_of_tables,
+    sequence_lookup_of_tables,
+)
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Table
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.modules.collection import Collection
-from torchembed.modules.dense_use import dense_use
-from torchembed.modules.earlier_optimizers import check_no_optimizer_has
+from torchembed.modules.sharded.dense_use import dense_use
+from torchembed.modules.sharded.earlier_optimizers import check_no_optimizer_has
 from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, make_plan, place_table
 from torchembed.sharding.planning.plan_report import PlanReport

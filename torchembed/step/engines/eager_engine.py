@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchembed.step.batch_layout import to_device
+from torchembed.step.batches.batch_layout import to_device
 from torchembed.step.dense_updates import PlainUpdates
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch

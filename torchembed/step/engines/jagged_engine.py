@@ -17,8 +17,9 @@ from torchembed.core.trees import Tree, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.table_module import TableModule
 from torchembed.step.bad_id_flag import reduce_checks
-from torchembed.step.batch_layout import is_on_gpu, to_device, with_sparse_features
-from torchembed.step.eager_engine import EagerEngine
+from torchembed.step.batches.batch_layout import is_on_gpu, to_device, with_sparse_features
+from torchembed.step.batches.worker import Worker
+from torchembed.step.engines.eager_engine import EagerEngine
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import LookupCall, observed_calls
 from torchembed.step.stages import (
@@ -30,7 +31,6 @@ from torchembed.step.stages import (
 )
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers
 from torchembed.step.streams import event_on, fork_and_join, named_range, on_stream, wait_for
-from torchembed.step.worker import Worker
 from torchembed.tables import Admission
 
 _CLOSE_SECONDS = 10.0

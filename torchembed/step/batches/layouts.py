@@ -8,14 +8,14 @@ from torch import nn
 from torchembed.core import ranks
 from torchembed.core.trees import Tree, layout_of
 from torchembed.modules.staged_collection import StagedCollection
-from torchembed.step.batch_layout import (
+from torchembed.step.batches.batch_layout import (
     has_fixed_shape,
     jagged_layout,
     lengths_digest,
     num_ids_in,
     only_moves,
 )
-from torchembed.step.layout_reasons import part_layouts, reason_of_layout
+from torchembed.step.batches.layout_reasons import part_layouts, reason_of_layout
 from torchembed.step.stages import NO_KIND, Agreement, BatchKinds, Reason
 
 _FIRST_RUN = 2
@@ -35,7 +35,8 @@ class KindLayout:
 
     Attributes:
         layout: None before the first batch.
-        digest: :func:`~torchembed.step.batch_layout.lengths_digest` of batches of the layout.
+        digest: what :func:`~torchembed.step.batches.batch_layout.lengths_digest` gives for batches
+            of the layout.
         parts: the layout of each part of the batch, by its path; for reasons.
     """
 

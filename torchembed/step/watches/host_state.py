@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchembed.step.stages import Reason
-from torchembed.step.watched_values import CONTAINERS, OF_EVERY_MODULE, watched_modules
+from torchembed.step.watches.watched_values import CONTAINERS, OF_EVERY_MODULE, watched_modules
 
 _NUM_OBSERVED = 2
 """The last steps before a capture that count: the first one may initialize what is drawn once."""

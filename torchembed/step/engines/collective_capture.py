@@ -4,9 +4,9 @@ import warnings
 from collections.abc import Callable
 
 from torchembed.core import ranks
-from torchembed.step.host_state import HostState
 from torchembed.step.stages import Reason
-from torchembed.step.watched_values import NotCapturable
+from torchembed.step.watches.host_state import HostState
+from torchembed.step.watches.watched_values import NotCapturable
 
 _ON_ANOTHER_RANK = "another rank failed, whose warning says why"
 

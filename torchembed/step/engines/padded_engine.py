@@ -16,20 +16,20 @@ import torch
 
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.core.trees import Tree
-from torchembed.step.batch_layout import (
+from torchembed.step.batches.batch_layout import (
     dense_tensors,
     is_on_gpu,
     to_device,
     with_dense_tensors,
     with_sparse_features,
 )
-from torchembed.step.bucketized_buffers import Capacity, bucketize
-from torchembed.step.collective_capture import failure_on_any_rank
+from torchembed.step.batches.bucketized_buffers import Capacity, bucketize
+from torchembed.step.engines.collective_capture import failure_on_any_rank
+from torchembed.step.engines.jagged_engine import JaggedEngine
+from torchembed.step.engines.static_engine import StaticStep
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.jagged_engine import JaggedEngine
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import ReadBatch, Reason, TrainedBatch
-from torchembed.step.static_engine import StaticStep
 from torchembed.step.streams import event_on, named_range, on_stream, wait_for
 
 _HEADROOM = 1.25

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport
-from torchembed.modules.checked_ids import checked_ids
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.inside_ddp import DenseOwner
+from torchembed.modules.sharded.checked_ids import checked_ids
 from torchembed.modules.slots import SlotName, Slots, submit_bad_id
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.table_module import TableWeight

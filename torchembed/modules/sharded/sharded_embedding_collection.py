@@ -20,7 +20,7 @@ from torchembed.modules.embedding_collection import (
     split_slots,
 )
 from torchembed.modules.feature_selection import num_ids_of_features, select_features
-from torchembed.modules.sharded_collection import HeldTables, ShardedCollection
+from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan

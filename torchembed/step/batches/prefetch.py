@@ -11,15 +11,15 @@ from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import Admitted, Routed
 from torchembed.step.bad_id_flag import BadIdFlag, either, reduce_checks
-from torchembed.step.batch_layout import (
+from torchembed.step.batches.batch_layout import (
     dense_tensors,
     with_capacity,
     with_dense_tensors,
     without_ids,
 )
-from torchembed.step.bucketized_buffers import BucketizedBuffers, Capacity
+from torchembed.step.batches.bucketized_buffers import BucketizedBuffers, Capacity
+from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.input_buffers import InputBuffers
 from torchembed.step.lookup_calls import Call, LookupCall
 from torchembed.step.stages import AdmittedBatch, BucketizedBatch
 from torchembed.tables import Admission

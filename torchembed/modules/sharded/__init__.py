@@ -1,0 +1,1 @@
+"""Sharded collections, and what shards and plans the tables of a model."""

@@ -1,0 +1,1 @@
+"""Lookups while ``torch.compile`` or ``torch.export`` traces them."""

@@ -1,0 +1,1 @@
+"""The engines that train batches, and the choice among them."""

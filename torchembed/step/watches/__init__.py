@@ -1,0 +1,1 @@
+"""Watches for what captured steps would miss: Python values, hooks, random numbers, results."""
