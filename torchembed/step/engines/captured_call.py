@@ -42,10 +42,14 @@ class CapturedCall:
             self._graph = torch.cuda.CUDAGraph()
             # In the mode "global" calls of other threads, such as the one that sorts ids, would
             # break the capture.
-            with torch.cuda.graph(
-                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                self._run()
+            try:
+                with torch.cuda.graph(
+                    self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    self._run()
+            except BaseException:
+                _end_capture_of_generator(stream)
+                raise
 
     def _run(self) -> None:
         with contextlib.nullcontext() if self._sizes is None else replayed_sizes(self._sizes):
@@ -67,3 +71,13 @@ class CapturedCall:
         """Destroy the graph; no replay comes after it."""
         if self._graph is not None:
             self._graph.reset()
+
+
+def _end_capture_of_generator(stream: torch.cuda.Stream) -> None:
+    """Make random numbers be drawn as usual after a capture that failed.
+
+    Only a capture that succeeds tells the device's generator that it has ended. Without one, each
+    later draw raises.
+    """
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=stream.device)  # torch warns of graphs without any work
