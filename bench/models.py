@@ -56,7 +56,8 @@ def measured(entry: Entry, sizes: Sizes, config: Config) -> Row:
     """The row of ``entry``."""
     about: Row = {"bench": "models", "family": entry.family, "entry": entry.name}
     try:
-        outcome = outcome_of(entry, sizes)
+        with _repeatable():
+            outcome = outcome_of(entry, sizes)
     except Exception as error:  # noqa: BLE001 - said, and the other entries are measured
         _free_memory()
         return {**about, "not_printed_because": _problem(error)}
@@ -73,6 +74,16 @@ def measured(entry: Entry, sizes: Sizes, config: Config) -> Row:
             row[f"{system}_failed"] = _problem(error)
     _free_memory()
     return row
+
+
+@contextlib.contextmanager
+def _repeatable() -> Iterator[None]:
+    """A context in which operations give the same bits at each call, where torch can do that."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager
