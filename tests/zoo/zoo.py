@@ -1,5 +1,6 @@
 """All entries of the zoo."""
 
+from tests.zoo.batch_habits import BATCHES
 from tests.zoo.gradient_habits import GRADIENTS
 from tests.zoo.hook_habits import HOOKS
 from tests.zoo.layer_habits import LAYERS
@@ -10,5 +11,5 @@ from tests.zoo.sequence_models import SEQUENCES
 from tests.zoo.state_habits import STATE
 from tests.zoo.task_models import TASKS
 
-FAMILIES = (POOLED, SEQUENCES, TASKS, LAYERS, STATE, HOOKS, SCHEDULES, RANDOM, GRADIENTS)
+FAMILIES = (POOLED, SEQUENCES, TASKS, BATCHES, LAYERS, STATE, HOOKS, SCHEDULES, RANDOM, GRADIENTS)
 ENTRIES = {entry.name: entry for family in FAMILIES for entry in family.entries}

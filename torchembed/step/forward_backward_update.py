@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.core.trees import map_tensors
+from torchembed.core.features import Features
+from torchembed.core.trees import map_leaves, map_tensors
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.optim.clipping import clip_gradients
 from torchembed.step.bad_id_flag import either, reduce_checks
+from torchembed.step.batches.batch_layout import is_part, with_own_containers
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.model_loss import ComputeLoss
@@ -151,7 +153,9 @@ class ForwardBackwardUpdate:
                 # On several ranks its exchange of ids would delay this step's vectors.
                 prepare_next(None if program.group is None else streams.vectors)
             with reusing(batch.calls, batch.lookups, batch.data):
-                loss, output = program.compute_loss(program.model, batch.data)
+                # Further steps take the batch's containers as they are now.
+                data = with_own_containers(batch.data)
+                loss, output = program.compute_loss(program.model, data)
         # Of lookups that were not prepared ahead, the ids were checked in forward.
         flag = either(batch.flag, reduce_checks(checks, program.group))
         # On a stream that nothing waits for soon: the copy to the host need not delay backward.
@@ -190,7 +194,8 @@ class ForwardBackwardUpdate:
         if batch.epoch is not None:
             for call in batch.calls:
                 call.collection.release(batch.epoch)
-        result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), batch.data)
+        trained = map_leaves(_detached, data, is_part)
+        result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), trained)
         return TrainedBatch(result, skip, report, [*batch.checks, *checks])
 
     @property
@@ -242,3 +247,8 @@ class ForwardBackwardUpdate:
             with on_stream(stream), named_range("torchembed: rows"):
                 (update_early if early else update)(optimizers, skip)
         return recorded
+
+
+def _detached(part: Tensor | Features) -> Tensor | Features:
+    """``part`` itself where it has no gradient, as all of a batch but what a model adds to it."""
+    return part.detach() if isinstance(part, Tensor) and part.requires_grad else part

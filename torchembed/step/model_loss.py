@@ -122,8 +122,9 @@ def loss_and_output(
     with autocast:
         if loss_fn is None:
             return _loss_of(model(batch))
+        is_empty = num_samples(batch) == 0  # before the model, which may take parts out
         output = _output_of(model, batch, loss_fn)
-        if num_samples(batch) == 0:
+        if is_empty:
             return _zero_of(output), output
         if isinstance(loss_fn, BatchLoss):
             loss = loss_fn.loss_fn(output, batch)

@@ -157,7 +157,8 @@ class StepResult(NamedTuple):
     output: Tree
     """The model's, a tree of tensors: logits, where there is a loss function."""
     batch: Tree
-    """The batch that was trained; jagged sparse features are the caller's own, on his device."""
+    """The batch that was trained, as the model left it; jagged features are the caller's own,
+    on his device."""
     kind: StepKind = StepKind(StepForm.EAGER)
     """The form of the step: captured and how, or eager and why."""
 

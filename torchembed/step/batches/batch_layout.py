@@ -219,7 +219,7 @@ def only_moves(batch: Tree) -> bool:
     if is_part(batch) or not callable(getattr(batch, "to", None)):
         return True
     # A copy, since a batch may move itself.
-    moved = to_device(map_leaves(_same, batch, is_part), torch.device("cpu"))
+    moved = to_device(with_own_containers(batch), torch.device("cpu"))
     before, after = (leaves_in(with_sparse_features(b), is_tensor) for b in (batch, moved))
     is_alike = type(moved) is type(batch) and len(before) == len(after)
     return is_alike and all(map(_has_same_contents, before, after))
@@ -230,6 +230,12 @@ def _has_same_contents(one: Tensor, other: Tensor) -> bool:
         return False
     one, other = one.cpu(), other.cpu()
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def with_own_containers(batch: Tree) -> Tree:
+    """``batch`` with the same tensors in containers of its own: what a model adds to them, or takes
+    out, is not changed in ``batch``."""
+    return map_leaves(_same, batch, is_part)
 
 
 def _same(part: S) -> S:

@@ -22,6 +22,7 @@ from torchembed.autograd.gradient_slots import GradientSlot, slot_of
 from torchembed.core import ranks
 from torchembed.core.trees import Tree, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.step.batches.batch_layout import with_own_containers
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.stages import LookedUpBatch
@@ -189,7 +190,7 @@ class SelfCheck:
             _observed_outputs(program.model, summary),
             reusing(batch.calls, batch.lookups, batch.data),
         ):
-            loss, _ = program.compute_loss(program.model, batch.data)
+            loss, _ = program.compute_loss(program.model, with_own_containers(batch.data))
         summary.add("the loss", loss)
         return summary, loss
 
