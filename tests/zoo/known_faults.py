@@ -17,17 +17,8 @@ class KnownFault(NamedTuple):
 
 
 KNOWN_FAULTS = {
-    # Of Python, which a graph does not run.
-    "layers wrapped to print their shapes": KnownFault(Kind.DIFFERENT, "a graph counts no calls"),
     # Of what the loop changes between steps.
     "losses kept in a list": KnownFault(Kind.DIFFERENT, "the next step but one overwrites a loss"),
-    # Of optimizers.
-    "gradients accumulated over two steps by a fused optimizer": KnownFault(
-        Kind.DIFFERENT_SAID, "a graph repeats the step of its capture; the self-check sees it late"
-    ),
-    "gradients accumulated over two steps by torch's Adam": KnownFault(
-        Kind.DIFFERENT, "a graph writes over gradients that the optimizer keeps"
-    ),
     # Of rounding.
     "tables called twice": KnownFault(
         Kind.DIFFERENT,

@@ -91,8 +91,11 @@ class TrainPipeline:
 
     Hooks: no graph can call Python, so steps are eager while a hook is registered on a module, a
     parameter or an optimizer, or globally, and a warning names it; torch's own, as of pruning,
-    are captured. On several ranks that begins with the next batch that is read, unless every rank
-    calls :meth:`take_up_changes` after a hook was registered on one of them.
+    are captured. The same holds while a ``forward`` that was assigned to a module, or put in the
+    place of a class's, or an optimizer's ``step`` or ``zero_grad`` that others have written is
+    there; an optimizer that steps after each replay may have a ``step`` of its own. On several
+    ranks that begins with the next batch that is read, unless every rank calls
+    :meth:`take_up_changes` after a hook was registered on one of them.
 
     A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
     as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at

@@ -57,8 +57,8 @@ class EngineChoice:
     ) -> None:
         self._program, self._wait_for_steps = program, wait_for_steps
         self.not_captured = not_captured
-        self.hooks = PythonHooks(program.model, program.optimizers)
         self.values = program.values
+        self.hooks = PythonHooks(program.model, program.optimizers, self.values)
         self._eager = EagerEngine(program)
         self._static = StaticEngine(program)
         self._jagged: JaggedEngine | None = None

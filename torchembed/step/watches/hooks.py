@@ -1,4 +1,4 @@
-"""Hooks of Python functions, which a replay of a captured step would not call."""
+"""Hooks and replaced methods of Python, which a replay of a captured step would not call."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from torchembed.step.stages import Reason
+from torchembed.step.watches.replaced_methods import ReplacedMethod, ReplacedMethods
+from torchembed.step.watches.watched_values import WatchedValues
 
 _OF_OPTIMIZERS = {
     "_optimizer_step_pre_hooks": "step pre-hook",
@@ -44,7 +46,7 @@ _GRAPH_SAFE = ("torchembed.", "torch.nn.")
 """Packages whose hooks a graph may hold: torchembed's belong to steps, and torch's own, as those of
 pruning and of the normalization of weights, compute with tensors alone."""
 _MAX_NAMED = 3
-"""Number of hooks that a warning names."""
+"""Number of hooks and methods that a warning names."""
 
 Hooks = Mapping[int, Callable[..., object]]
 """Registered hooks by the number of their handles, as torch keeps them."""
@@ -67,17 +69,27 @@ class _Hook(NamedTuple):
 
 
 class PythonHooks:
-    """The hooks on a model, its parameters and optimizers, and torch's global ones, that only a
-    step without a graph calls.
+    """The hooks on a model, its parameters and optimizers, and torch's global ones, and the methods
+    that replace others, that only a step without a graph calls.
 
     Args:
         model: whose modules and parameters are looked at.
         optimizers: as the caller gave them.
+        values: notices replaced methods.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._model, self._optimizers = model, list(optimizers)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        values: WatchedValues,
+    ) -> None:
+        self._model, self._optimizers, self._values = model, list(optimizers), values
+        self._replaced = ReplacedMethods(model, optimizers)
         self._known: list[_Hook] = []
+        self._methods: list[ReplacedMethod] = []
+        self._last_refresh = -1
+        """The number of refreshes of ``values`` when methods were last looked for."""
         self._last_number = -1
         """The number of handles that had been made when hooks were last looked for."""
         self._has_warned = False
@@ -85,7 +97,7 @@ class PythonHooks:
 
     @property
     def are_there(self) -> bool:
-        """True while such a hook is registered.
+        """True while such a hook is registered, or such a method there.
 
         Every registration takes the next number of a counter in torch, so that nothing is looked
         at while that stays the same.
@@ -95,25 +107,35 @@ class PythonHooks:
             self._last_number = RemovableHandle.next_id
         elif self._known:
             self._known = [hook for hook in self._known if hook.is_there]
-        if not self._known:
-            self._has_warned = False
-        return bool(self._known)
+        if self._values.num_refreshes != self._last_refresh:
+            self._methods = list(self._replaced.find())
+            self._last_refresh = self._values.num_refreshes
+        if self._known or self._methods:
+            return True
+        self._has_warned = False
+        return False
 
     @property
     def reason(self) -> Reason | None:
-        """The first hook that was there when last asked; None without one."""
-        return Reason("no graph can call it", str(self._known[0])) if self._known else None
+        """The first that was there when last asked; None without one."""
+        found = next(iter((*self._known, *self._methods)), None)
+        return None if found is None else Reason("no graph can call it", str(found))
 
     def warn_once(self, consequence: str) -> None:
-        """Warn that the hooks that are there have ``consequence``, unless that was said before."""
+        """Warn that those that are there have ``consequence``, unless that was said before."""
         if self._has_warned:
             return
         self._has_warned = True
-        named = [str(hook) for hook in self._known[:_MAX_NAMED]]
-        if len(self._known) > _MAX_NAMED:
-            named.append(f"{len(self._known) - _MAX_NAMED} more")
+        found = [str(one) for one in (*self._known, *self._methods)]
+        named = found[:_MAX_NAMED]
+        if len(found) > _MAX_NAMED:
+            named.append(f"{len(found) - _MAX_NAMED} more")
+        kinds = [
+            *(["hooks"] if self._known else []),
+            *(["replaced methods"] if self._methods else []),
+        ]
         warnings.warn(
-            f"no CUDA graph can call hooks, so {consequence}: {', '.join(named)}",
+            f"no CUDA graph can call {' and '.join(kinds)}, so {consequence}: {', '.join(named)}",
             stacklevel=5,  # whoever called the pipeline
         )
 

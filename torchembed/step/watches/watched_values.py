@@ -5,6 +5,7 @@ import collections
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torchembed.core import ranks
 from torchembed.modules.table_module import TableModule
 from torchembed.step.stages import Reason
+from torchembed.step.watches.replaced_methods import forward_of
 
 _OWN = ("torchembed.", "torchrec.", "fbgemm_gpu.")
 """Packages whose modules are left out: what they change, steps follow."""
@@ -20,6 +22,9 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has."""
 CONTAINERS = (list, dict, set, collections.deque)
 """Types of attributes whose items are looked at."""
+_OF_OPTIMIZERS = ("step", "zero_grad")
+"""Methods that may be assigned to optimizers."""
+_forward = operator.attrgetter("forward")
 _MAX_CHANGES = 3
 _WINDOW = 30
 """A value that changes so often in so many steps is not worth a capture each time."""
@@ -45,8 +50,6 @@ class _Attributes(NamedTuple):
     names: Sequence[str]
     containers: Sequence[str]
     """Names of lists, dicts and sets whose items are looked at, too."""
-    can_grow: bool
-    """True where attributes that are added count."""
 
 
 class WatchedValues:
@@ -65,6 +68,8 @@ class WatchedValues:
         version: counts changes that every rank is taken to make alike: those of optimizers, and of
             one rank all.
         local_version: counts the others, those of modules on one of several ranks.
+        num_refreshes: counts the looks that found anything replaced, added or removed, changes or
+            not.
         are_held: True while a capture holds values; whoever captures or releases sets it.
     """
 
@@ -78,7 +83,7 @@ class WatchedValues:
         of_optimizers = [(o, _hyperparameters_of(o)) for o in captured]
         of_optimizers += [(o, []) for o in others]
         self._optimizers = [(o, names, _getter(names)) for o, names in of_optimizers]
-        self.version = self.local_version = self._num_looks = 0
+        self.version = self.local_version = self._num_looks = self.num_refreshes = 0
         self.are_held = False
         self._changes: dict[str, collections.deque[int]] = {}
         """For each value that changed, the calls of :meth:`look` that noticed it last."""
@@ -91,10 +96,13 @@ class WatchedValues:
         self._held = list(_held_by(self._model))
         self._dicts = [values for _, values in self._held]
         self._attributes = list(_attributes_of(self._model))
-        self._growing = [values for _, values, *_, can_grow in self._attributes if can_grow]
-        self._gets = [(_getter(names), values) for _, values, names, *_ in self._attributes]
+        # Also of modules whose values are not looked at, which may be given methods.
+        self._growing = [vars(module) for module in self._model.modules()]
+        kinds = dict.fromkeys(type(module) for module in self._model.modules())
+        self._kinds = [kind for kind in kinds if isinstance(forward_of(kind), FunctionType)]
+        self._gets = [(_getter(names), values) for _, values, names, _ in self._attributes]
         self._containers = [
-            (values, name) for _, values, _, names, _ in self._attributes for name in names
+            (values, name) for _, values, _, names in self._attributes for name in names
         ]
         self._before = self._now()
         self._known = dict(self._named())
@@ -117,6 +125,7 @@ class WatchedValues:
         if len(now) == len(before) and all(map(operator.is_, now, before)):
             return
         known = self._known
+        self.num_refreshes += 1
         # Also where values are equal, so that further calls find the very objects.
         self._begin()
         names = known.keys() | self._known.keys()
@@ -136,9 +145,11 @@ class WatchedValues:
         # Each step asks: what is long is done in C.
         found = list(chain.from_iterable(map(dict.values, self._dicts)))
         found += map(len, self._growing)
+        found += map(_forward, self._kinds)
         for get, values in self._gets:
             found += get(values)
         for optimizer, _, get in self._optimizers:
+            found += map(vars(optimizer).get, _OF_OPTIMIZERS)
             for group in optimizer.param_groups:
                 found += group["params"]
                 found += get(group)
@@ -151,7 +162,7 @@ class WatchedValues:
         yield from self._hyperparameters()
         for where, values in self._held:
             yield from ((f"{name} of {where}", value) for name, value in values.items())
-        for where, values, names, containers, _ in self._attributes:
+        for where, values, names, containers in self._attributes:
             yield from ((f"{name} of {where}", values.get(name)) for name in names)
             for name in containers:
                 yield f"contents of {name} of {where}", _items_of(values.get(name))
@@ -207,7 +218,7 @@ def _attributes_of(model: nn.Module) -> Iterator[_Attributes]:
             names = [name for name in names if isinstance(attributes[name], float)]
         containers = [name for name in names if isinstance(attributes[name], CONTAINERS)]
         if names or is_users:
-            yield _Attributes(where, attributes, names, containers, is_users)
+            yield _Attributes(where, attributes, names, containers)
 
 
 def _items_of(container: object) -> list[object]:
