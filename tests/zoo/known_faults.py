@@ -19,9 +19,4 @@ class KnownFault(NamedTuple):
 KNOWN_FAULTS = {
     # Of what the loop changes between steps.
     "losses kept in a list": KnownFault(Kind.DIFFERENT, "the next step but one overwrites a loss"),
-    # Of rounding.
-    "tables called twice": KnownFault(
-        Kind.DIFFERENT,
-        "one lookup serves both calls, so a row's gradients are summed in another order",
-    ),
 }

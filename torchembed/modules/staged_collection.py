@@ -70,7 +70,7 @@ class LookedUp(Generic[R, V]):
 
 
 class _Reusable(Generic[R, V]):
-    """Vectors that forward is to return for a batch, and whether it has done so once."""
+    """Vectors that forward is to return for a batch, and whether it has done so."""
 
     def __init__(self, looked_up: LookedUp[R, V]) -> None:
         self.looked_up = looked_up
@@ -220,7 +220,8 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         """Within it, ``forward`` uses what was found of a batch ahead.
 
         A batch is recognized where its tensors are the same objects, and keys, batch size and
-        hotness are equal. Others are looked up as ever.
+        hotness are equal. Others are looked up as ever, and so are the rows of one that is given a
+        second time.
         """
         before, self._reusable = self._reusable, [_Reusable(one) for one in looked_up]
         try:
@@ -240,7 +241,9 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     def _vectors_of(self, reusable: _Reusable[R, V]) -> V:
         looked_up = reusable.looked_up
-        if looked_up.vectors is None:
+        if looked_up.vectors is None or reusable.was_returned:
+            # Each call gives the tables gradients of its own, which are added up in the order of a
+            # model that looks nothing up ahead.
             return self._look_up(looked_up.rows, ahead=False)
         if looked_up.ready is not None:
             stream = torch.cuda.current_stream()
@@ -248,9 +251,6 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             for tensor in tensors_in(looked_up.vectors):
                 tensor.record_stream(stream)
         vectors = looked_up.vectors
-        if reusable.was_returned and self.reserved_columns:
-            # The reserved columns before these vectors are the first caller's by now.
-            vectors = map_tensors(torch.clone, vectors)
         reusable.was_returned = True
         # The vectors carry a gradient also where the model calls forward under ``no_grad``.
         return vectors if torch.is_grad_enabled() else map_tensors(Tensor.detach, vectors)
