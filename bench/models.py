@@ -3,31 +3,38 @@
 ``python -m bench.models`` prints a line for each entry: how the pipeline trained it, whether losses
 and weights are equal to the plain loop's bit for bit, the milliseconds of a step of each, and the
 share of the pipeline's step in which the GPU is busy. It runs in a checkout, where the zoo is.
+
+``torchrun --standalone --nproc-per-node 2 -m bench.models`` does so on two ranks: models are
+sharded by ``shard_embeddings``, each rank trains batches of its own, and rank 0 prints the worst
+outcome and the longest times. An entry that fails on a rank is said, and the others are measured.
 """
 
 import contextlib
 import dataclasses
 import gc
+import importlib
 import itertools
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 
+from bench.models_on_ranks import is_first, is_one_of_several, rows_of_ranks
 from bench.report.result_file import Row, write_results
 from bench.step.profile import profile_steps
 from tests.zoo.entries import Case, Entry
-from tests.zoo.harness import NUM_STEPS, made, outcome_of, plain_step
+from tests.zoo.harness import NUM_STEPS, Kind, batches_of, made, outcome_of, plain_step
 from tests.zoo.sizes import Sizes, large, tiny
-from tests.zoo.zoo import ENTRIES
+from torchembed.core import ranks
 from torchembed.training import TrainPipeline
 
 SIZES: dict[str, Callable[[torch.device], Sizes]] = {"large": large, "tiny": tiny}
+SYSTEMS = ("plain", "compiled", "pipeline")
 _WARM_UP_STEPS, _PROFILED_STEPS = 12, 10
 
 
@@ -37,31 +44,46 @@ class Config:
 
     entries: str = "."
     """A regular expression; entries are measured whose ``family/name`` it finds."""
+    part: str = "1/1"
+    """``2/3``: the second of three parts of these entries, which are dealt out in turn."""
+    zoo: str = "tests.zoo.zoo"
+    """The module that has the ``ENTRIES``."""
     device: str = "cuda"
     size: str = "large"
     """``large``: 2048 samples, 20 features, 1 M rows of 64 columns; ``tiny``: those of tests."""
-    systems: tuple[str, ...] = ("plain", "compiled", "pipeline")
-    """Times to measure."""
+    systems: tuple[str, ...] = ()
+    """Times to measure: ``plain``, ``compiled`` and ``pipeline`` where none is given, on several
+    ranks without ``compiled``."""
     backend: str = "inductor"
     """Of ``torch.compile``."""
     seconds: float = 1.0
     """Time to measure each loop for, in five parts."""
+    entry_seconds: float = 180.0
+    """Limit on an entry, on several ranks."""
+    grace_seconds: float = 20.0
+    """How long a rank may still take for an entry that has failed on another one."""
     budget_seconds: float | None = None
     """Leave out what has not begun by then."""
     output: Path | None = None
     """JSON to write the rows to."""
 
 
-def measured(entry: Entry, sizes: Sizes, config: Config) -> Row:
-    """The row of ``entry``."""
-    about: Row = {"bench": "models", "family": entry.family, "entry": entry.name}
+def measured(
+    entry: Entry, sizes: Sizes, config: Config, note: Callable[[Row], object] = lambda row: None
+) -> Row:
+    """The row of ``entry``; ``note`` is given what there is of it. On several ranks one that cannot
+    go on as the others do returns."""
+    row: Row = {"bench": "models", "family": entry.family, "entry": entry.name}
     try:
         with _repeatable():
             outcome = outcome_of(entry, sizes)
     except Exception as error:  # noqa: BLE001 - said, and the other entries are measured
         _free_memory()
-        return {**about, "not_printed_because": _problem(error)}
-    row = {**about, "outcome": outcome.kind.value, "said": outcome.words}
+        return {**row, "not_printed_because": _problem(error)}
+    row |= {"outcome": outcome.kind.value, "said": outcome.words}
+    note(row)
+    if outcome.kind is Kind.RAISES and is_one_of_several():
+        return row
     for system in config.systems:
         _free_memory()
         try:
@@ -72,8 +94,16 @@ def measured(entry: Entry, sizes: Sizes, config: Config) -> Row:
                     row["gpu_busy"] = min(busy_ms / row["pipeline_ms"], 1.0)
         except Exception as error:  # noqa: BLE001 - likewise
             row[f"{system}_failed"] = _problem(error)
+            if is_one_of_several():
+                break
+        note(row)
     _free_memory()
     return row
+
+
+def _measured_on_a_rank(config: Config, name: str, note: Callable[[Row], object]) -> Row:
+    """:func:`measured` in a process of its own."""
+    return measured(_entries(config)[name], _sizes(config), config, note)
 
 
 @contextlib.contextmanager
@@ -91,7 +121,7 @@ def _stepping(
     system: str, entry: Entry, sizes: Sizes, config: Config
 ) -> Iterator[Callable[[], object]]:
     """A function that takes one step of the entry's loop, which repeats its batches."""
-    case, batches = made(entry, sizes), entry.batches(sizes, NUM_STEPS)
+    case, batches = made(entry, sizes), batches_of(entry, sizes, NUM_STEPS)
     source, numbers = itertools.cycle(batches), itertools.count()
 
     def around(take: Callable[[], torch.Tensor]) -> Callable[[], None]:
@@ -118,11 +148,12 @@ def _compiled(case: Case, backend: str) -> Case:
 
 
 def _milliseconds(step: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """The median milliseconds of a step over five parts, once it is warm."""
+    """The median milliseconds of a step over five parts, once it is warm; every rank calls it."""
     for _ in range(_WARM_UP_STEPS):
         step()
     estimate = _seconds(step, 4, device) / 4
-    count = max(1, int(seconds / 5 / max(estimate, 1e-6)))
+    # Ranks take equally many steps.
+    count = ranks.from_first_rank(max(1, int(seconds / 5 / max(estimate, 1e-6))))
     return statistics.median(_seconds(step, count, device) for _ in range(5)) / count * 1e3
 
 
@@ -167,28 +198,72 @@ def line(row: Row) -> str:
         f"{number('gpu_busy', '{:.0%}'):>5}",
         row.get("outcome", row.get("not_printed_because", "")),
         row.get("said", ""),
+        *(f"{key}: {row[key]}" for key in row if key.endswith("_failed")),
     )
-    return "  ".join(parts).rstrip()
+    return "  ".join(filter(None, parts))
+
+
+def _sizes(config: Config) -> Sizes:
+    return SIZES[config.size](torch.device(config.device))
+
+
+def _entries(config: Config) -> dict[str, Entry]:
+    """The entries to measure, by name."""
+    number, num_parts = (int(text) for text in config.part.split("/"))
+    if not 1 <= number <= num_parts:
+        raise ValueError(f"part must be one of several, as 2/3, got {config.part!r}")
+    chosen = [
+        entry
+        for entry in importlib.import_module(config.zoo).ENTRIES.values()
+        if re.search(config.entries, f"{entry.family}/{entry.name}")
+    ]
+    return {entry.name: entry for entry in chosen[number - 1 :: num_parts]}
+
+
+def _within_budget(names: Iterable[str], budget_seconds: float | None) -> Iterator[str]:
+    """The names whose entries begin in time; says which do not."""
+    end = time.perf_counter() + (budget_seconds or float("inf"))
+    for name in names:
+        if time.perf_counter() <= end:
+            yield name
+        elif is_first():
+            print(f"{name:<60}  left out, the budget is spent")
+
+
+def _rows(config: Config) -> Iterator[Row]:
+    entries = _entries(config)
+    names = _within_budget(entries, config.budget_seconds)
+    if is_one_of_several():
+        yield from rows_of_ranks(
+            _measured_on_a_rank,
+            config,
+            names,
+            entry_seconds=config.entry_seconds,
+            grace_seconds=config.grace_seconds,
+        )
+    else:
+        sizes = _sizes(config)
+        yield from (measured(entries[name], sizes, config) for name in names)
 
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     if config.size not in SIZES:
         raise ValueError(f"size must be one of {sorted(SIZES)}, got {config.size!r}")
-    sizes = SIZES[config.size](torch.device(config.device))
-    end = time.perf_counter() + (config.budget_seconds or float("inf"))
+    if not config.systems:
+        systems = ("plain", "pipeline") if is_one_of_several() else SYSTEMS
+        config = dataclasses.replace(config, systems=systems)
+    if is_first():
+        print(
+            f"{'entry':<60}  {'plain':>8}  {'compiled':>8}  {'pipeline':>8}  faster   busy  outcome"
+        )
     rows: list[Row] = []
-    print(f"{'entry':<60}  {'plain':>8}  {'compiled':>8}  {'pipeline':>8}  faster   busy  outcome")
-    for entry in ENTRIES.values():
-        if not re.search(config.entries, f"{entry.family}/{entry.name}"):
-            continue
-        if time.perf_counter() > end:
-            print(f"{entry.name:<60}  left out, the budget is spent")
-            continue
-        rows.append(measured(entry, sizes, config))
-        print(line(rows[-1]), flush=True)
-        if config.output is not None:
-            write_results(config.output, rows)
+    for row in _rows(config):
+        rows.append(row)
+        if is_first():
+            print(line(row), flush=True)
+            if config.output is not None:
+                write_results(config.output, rows)
 
 
 if __name__ == "__main__":

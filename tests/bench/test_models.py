@@ -1,17 +1,23 @@
 """The bench of the zoo measures its entries and goes on where one fails."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tyro", reason="the bench needs tyro")
 from bench import models
+from tests.support.failing_zoo import ENTRIES as ENTRIES_THAT_FAIL
 from tests.support.tape import taped_captures
+from tests.zoo import zoo
 from tests.zoo.entries import Case, Entry
 from tests.zoo.sizes import Sizes
 from tests.zoo.zoo import ENTRIES
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("DeepFM", "a branch on what tensors hold")
 
 
@@ -23,7 +29,7 @@ def test_entries_are_measured(
 
     entries = {name: ENTRIES[name] for name in NAMES}
     entries["failing"] = Entry(family="made up", name="failing", make=fail)
-    monkeypatch.setattr(models, "ENTRIES", entries)
+    monkeypatch.setattr(zoo, "ENTRIES", entries)
     output = tmp_path / "models.json"
     sizes = ["--device", "cpu", "--size", "tiny", "--seconds", "0", "--backend", "eager"]
     monkeypatch.setattr("sys.argv", ["models", *sizes, "--output", str(output)])
@@ -49,3 +55,36 @@ def test_entries_are_chosen_by_family_and_name(
     models.main()
     printed = capsys.readouterr().out.splitlines()
     assert [entry.split("  ")[0] for entry in printed[1:]] == ["DLRM", "MMoE"]
+    monkeypatch.setattr("sys.argv", ["models", *arguments, "--part", "2/2"])
+    models.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert [entry.split("  ")[0] for entry in printed[1:]] == ["MMoE"]
+
+
+def test_ranks_go_on_where_one_fails(tmp_path: Path) -> None:
+    output = tmp_path / "models.json"
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    settings = ("--device", "cpu", "--size", "tiny", "--seconds", "0", "--grace-seconds", "1")
+    run = subprocess.run(
+        [
+            *(sys.executable, *start, "-m", "bench.models", *settings),
+            *("--zoo", "tests.support.failing_zoo", "--output", str(output)),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    raising, fine, ending = json.loads(output.read_text())["rows"]
+    raised = raising["not_printed_because"]
+    assert "rank 1: ValueError: no model for rank 1" in raised
+    assert "rank 0: it failed on another rank" in raised or "rank 0: RuntimeError" in raised
+    assert fine["outcome"] == "equal, captured"
+    assert fine["plain_ms"] > 0
+    assert fine["pipeline_ms"] > 0
+    assert "rank 1: it ended with status 3" in ending["not_printed_because"]
+    names = [name.split("  ")[0] for name in run.stdout.splitlines()]
+    assert names == ["entry", *ENTRIES_THAT_FAIL], "rank 0 alone prints"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -110,14 +111,15 @@ class Tape(TorchDispatchMode):
             self._note_before(tensor)
         # Before the call, which may change what a tensor is a view of.
         call = _aliases((args, kwargs))
-        outcome = func(*args, **kwargs)
+        outcome = _completed(func, func(*args, **kwargs))
         storages = {id_ for tensor in given for id_ in map(_identity, _storages_of(tensor))}
         results = list(enumerate(_tensors_in(outcome)))
         new = [(n, r) for n, r in results if storages.isdisjoint(map(_identity, _storages_of(r)))]
         for _, result in new:
             for storage in _storages_of(result):
                 self._made[_identity(storage)] = storage
-        if new or func._schema.is_mutable:
+        # The schemas of collectives do not say what they write to.
+        if new or func._schema.is_mutable or func.namespace == "c10d":
             written = [(n, _alias(result)) for n, result in new]
             self._calls.append(_Call(func, *call, written, torch.is_grad_enabled()))
         return outcome
@@ -149,7 +151,7 @@ class Tape(TorchDispatchMode):
         for call in self._calls:
             # Recorded tensors need no gradients, but what some operations return depends on it.
             with torch.set_grad_enabled(call.is_grad_enabled):
-                outcome = call.func(*call.args, **call.kwargs)
+                outcome = _completed(call.func, call.func(*call.args, **call.kwargs))
             if call.results:
                 found = _tensors_in(outcome)
                 for number, result in call.results:
@@ -226,6 +228,16 @@ def taped_captures() -> Iterator[None]:
         mock.patch.object(StaticStep, "_has_fixed_shapes", property(_has_fixed_shapes)),
     ):
         yield
+
+
+def _completed(func: "OpOverload", outcome: Any) -> Any:
+    """``outcome`` of ``func``, once it is complete: in a graph what follows a collective waits for
+    it, and on a CPU Python does, which no replay runs."""
+    if func.namespace == "c10d":
+        for leaf in tree_leaves(outcome):
+            if isinstance(leaf, torch.ScriptObject):
+                dist.Work.unbox(leaf).wait()
+    return outcome
 
 
 def _check_permitted(func: "OpOverload", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,12 +1,15 @@
 """What an entry of the zoo is: a model or a habit, as users write it, at sizes of choice."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import torchembed
 from tests.zoo.batches import clicks
@@ -44,13 +47,17 @@ class Case:
     kept: Callable[[], dict[str, Tensor]] = dict
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all that training changes: parameters, buffers, what the loop keeps."""
+        """Copies of all that training changes: parameters, buffers, what the loop keeps; of a
+        table that is divided over ranks what this one holds."""
         found = {**self.model.state_dict(), **self.kept()}
-        return {
-            name: tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().clone()
-            for name, tensor in found.items()
-            if isinstance(tensor, Tensor)
-        }
+        return {name: _copy(tensor) for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    held = tensor.detach()
+    if isinstance(held, DTensor):
+        held = held.to_local()
+    return held.to_dense() if held.is_sparse else held.clone()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +117,33 @@ class Family:
         return add
 
 
+Place = Callable[[nn.Module], object]
+_placing: list[tuple[Place, "weakref.WeakSet[nn.Module]"]] = []
+"""What places models now, and those that it has placed."""
+
+
+@contextlib.contextmanager
+def placing(place: Place) -> Iterator[None]:
+    """A context in which ``place`` is called with each model before its optimizers are made."""
+    _placing.append((place, weakref.WeakSet()))
+    try:
+        yield
+    finally:
+        _placing.pop()
+
+
+def placed(model: nn.Module) -> nn.Module:
+    """``model``, whose optimizers are made next: sharded where ranks train it."""
+    for place, done in _placing:
+        if model not in done:
+            place(model)
+            done.add(model)
+    return model
+
+
 def parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The weights of tables, and the dense parameters."""
+    """The weights of tables, and the dense parameters, of a model that is trained as it is now."""
+    placed(model)
     parameters = list(model.parameters())
     tables = [p for p in parameters if table_of(p) is not None]
     return tables, [p for p in parameters if table_of(p) is None]
@@ -119,7 +151,7 @@ def parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def adagrad(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     """One optimizer of tables and dense parameters."""
-    return torchembed.optim.Adagrad.with_dense(model.parameters(), lr=lr)
+    return torchembed.optim.Adagrad.with_dense(placed(model).parameters(), lr=lr)
 
 
 def beside_tables(

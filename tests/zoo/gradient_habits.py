@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.zoo.entries import Case, Family, adagrad, beside_tables, parts
+from tests.zoo.entries import Case, Family, adagrad, beside_tables, parts, placed
 from tests.zoo.ranker import Ranker, with_adam
 from tests.zoo.sizes import Sizes
 from torchembed import SparseFeatures
@@ -80,7 +80,7 @@ def each_part(sizes: Sizes) -> Case:
 @GRADIENTS.habit("tables trained by torch's optimizer")
 def torch_tables(sizes: Sizes) -> Case:
     model = Ranker(sizes)
-    return Case(model=model, optimizers=[torch.optim.Adam(model.parameters(), lr=0.01)])
+    return Case(model=model, optimizers=[torch.optim.Adam(placed(model).parameters(), lr=0.01)])
 
 
 @GRADIENTS.habit("sparse nn.Embedding with SparseAdam")

@@ -1,5 +1,9 @@
-"""A plain loop and a pipeline from the same weights over the same batches, and how they compare."""
+"""A plain loop and a pipeline from the same weights over the same batches, and how they compare.
 
+On several ranks both train one sharded model, and each rank takes its own part of the batches.
+"""
+
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -8,10 +12,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.zoo.entries import Case, Entry
+import torchembed
+from tests.zoo.entries import Case, Entry, placing
 from tests.zoo.sizes import Sizes
+from torchembed.core import ranks
 from torchembed.step.stages import StepForm, StepKind
 from torchembed.training import TrainPipeline
 
@@ -19,14 +26,14 @@ NUM_STEPS = 12
 
 
 class Kind(enum.Enum):
-    """How a pipeline trained an entry, against the plain loop."""
+    """How a pipeline trained an entry, against the plain loop; from the best to the worst."""
 
     CAPTURED = "equal, captured"
     SAID = "equal, eager, and said why"
     UNSAID = "equal, eager, without a word"
-    DIFFERENT = "different, without a word"
-    DIFFERENT_SAID = "different, though it said something"
     UNREPEATABLE = "different, as two plain loops are"
+    DIFFERENT_SAID = "different, though it said something"
+    DIFFERENT = "different, without a word"
     RAISES = "raises"
 
 
@@ -49,12 +56,28 @@ class Outcome:
 
 
 def made(entry: Entry, sizes: Sizes) -> Case:
-    """The case of ``entry``; the same at each call."""
+    """The case of ``entry``, its model sharded where there are several ranks; the same at each
+    call."""
     torch.manual_seed(0)
-    with sizes.device:
+    with contextlib.ExitStack() as stack:
+        if ranks.world_size() > 1:
+            stack.enter_context(placing(_sharded))
+        stack.enter_context(sizes.device)
         case = entry.make(sizes)
-    torch.manual_seed(1)
+    torch.manual_seed(1 + ranks.rank())
     return case
+
+
+def _sharded(model: nn.Module) -> None:
+    device = next(model.parameters()).device.type
+    with torch.device("cpu"):  # and not the one that cases are made on
+        mesh = init_device_mesh(device, (ranks.world_size(),))
+        torchembed.shard_embeddings(model, mesh)
+
+
+def batches_of(entry: Entry, sizes: Sizes, num_steps: int = NUM_STEPS) -> list[Any]:
+    """This rank's batches, one for each step."""
+    return entry.batches(sizes, num_steps * ranks.world_size())[ranks.rank() :: ranks.world_size()]
 
 
 def plain_step(case: Case, batch: Any) -> Tensor:
@@ -133,12 +156,12 @@ def outcome_of(entry: Entry, sizes: Sizes, num_steps: int = NUM_STEPS) -> Outcom
     before = [parameter.detach().clone() for parameter in case.model.parameters()]
     with warnings.catch_warnings(record=True) as of_plain_loop:
         warnings.simplefilter("always")
-        expected = by_hand(case, entry.batches(sizes, num_steps))
+        expected = by_hand(case, batches_of(entry, sizes, num_steps))
     assert not all(map(torch.equal, before, case.model.parameters())), f"{entry.name} is constant"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found, kind = by_pipeline(made(entry, sizes), entry.batches(sizes, num_steps))
+            found, kind = by_pipeline(made(entry, sizes), batches_of(entry, sizes, num_steps))
         except Exception as error:  # noqa: BLE001 - it is the outcome
             return Outcome(Kind.RAISES, f"{type(error).__name__}: {_first_line(error)}")
     known = {_first_line(warning.message) for warning in of_plain_loop}
@@ -148,15 +171,32 @@ def outcome_of(entry: Entry, sizes: Sizes, num_steps: int = NUM_STEPS) -> Outcom
         said = [str(kind)]  # which the pipeline logs
     words = "; ".join(dict.fromkeys(said))
     differs = difference(found, expected)
-    if differs is not None:
-        again = by_hand(made(entry, sizes), entry.batches(sizes, num_steps))
-        if (of_plain := difference(again, expected)) is not None:
+    if ranks.any_rank(differs is not None):
+        again = by_hand(made(entry, sizes), batches_of(entry, sizes, num_steps))
+        of_plain = difference(again, expected)
+        if differs is not None and of_plain is not None:
             return Outcome(Kind.UNREPEATABLE, f"{differs}; between plain loops, {of_plain}")
+    if differs is not None:
         kind_of_difference = Kind.DIFFERENT_SAID if words else Kind.DIFFERENT
         return Outcome(kind_of_difference, "; ".join(filter(None, (differs, words))))
     if kind.form in (StepForm.GRAPH, StepForm.PADDED):
         return Outcome(Kind.CAPTURED, words)
     return Outcome(Kind.SAID if words else Kind.UNSAID, words)
+
+
+def joint(outcomes: Sequence[Outcome]) -> Outcome:
+    """The worst of the ranks' outcomes, with what the ranks say, each once."""
+    kind = max((outcome.kind for outcome in outcomes), key=list(Kind).index)
+    return Outcome(kind, words_of_ranks([outcome.words for outcome in outcomes]))
+
+
+def words_of_ranks(words: Sequence[str]) -> str:
+    """What each rank says, with the numbers of the ranks where not all say it."""
+    said = {text: [rank for rank, of in enumerate(words) if of == text] for text in words if text}
+    return " | ".join(
+        text if len(of) == len(words) else f"rank {', '.join(map(str, of))}: {text}"
+        for text, of in said.items()
+    )
 
 
 def _first_line(message: Warning | str | Exception) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchembed
@@ -131,7 +132,7 @@ def clipping_hook_of_tables(sizes: Sizes) -> Case:
     of_tables = case.optimizers[0]
 
     def clip(*_: object) -> None:
-        torchembed.optim.clip_grad_norm_(model.parameters(), 0.1)
+        torchembed.optim.clip_grad_norm_(model.parameters(), 0.1, group=dist.group.WORLD)
 
     of_tables.register_step_pre_hook(clip)
     return case
