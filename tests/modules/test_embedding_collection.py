@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchembed
 from tests.support.clicks import Clicks, import_torchrec, random_clicks
@@ -177,3 +178,34 @@ def test_errors() -> None:
         EmbeddingCollection([TABLES[0], TABLES[0]])
     with pytest.raises(TypeError, match="tables must hold EmbeddingConfig or TorchRec's config"):
         EmbeddingCollection([{"name": "users"}])
+
+
+class _Arithmetic(TorchDispatchMode):
+    """Counts calls that compute with integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_offsets_of_many_features_take_few_calls(fixed: bool) -> None:
+    keys = tuple(f"f{n}" for n in range(8))
+    config = EmbeddingConfig(name="t", num_embeddings=5, embedding_dim=4, feature_names=keys)
+    collection = EmbeddingCollection([config])
+    lengths = torch.full((8, 3), 2)
+    features = torchembed.SparseFeatures(
+        keys=keys,
+        values=torch.arange(48) % 5,
+        batch_size=3,
+        hotness=(2,) * 8 if fixed else None,
+        offsets=None if fixed else torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)),
+    )
+    with _Arithmetic() as calls:
+        found = collection(features)
+    assert calls.count <= 2  # one more for the numbers of ids
+    assert all(found[key].offsets().tolist() == [0, 2, 4, 6] for key in keys)

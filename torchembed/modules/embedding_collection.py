@@ -1,5 +1,6 @@
 """``EmbeddingCollection``: a vector for each id of many features."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from torchembed.core.features import Features, SparseFeatures, torchrec_class
 from torchembed.core.lookup_results import JaggedTensor
+from torchembed.core.stand_ins import is_stand_in
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig
@@ -167,16 +169,39 @@ def split_slots(
     features: SparseFeatures, num_ids: Sequence[int], vectors: Tensor
 ) -> SequenceVectors:
     """``vectors [L, D]`` of all features, of ``num_ids`` ids each, one by one."""
-    batch_size = features.batch_size
     # Ids after the last bag have vectors too, which belong to no feature.
     parts = vectors.split([*num_ids, vectors.shape[0] - sum(num_ids)])[:-1]
+    return list(zip(parts, _offsets_of_slots(features, num_ids), strict=True))
+
+
+def _offsets_of_slots(features: SparseFeatures, num_ids: Sequence[int]) -> Iterable[Tensor]:
+    """``[B + 1]`` for each feature: where its bags begin and end among its own ids."""
+    batch_size, device = features.batch_size, features.values.device
+    if torch.compiler.is_compiling() or is_stand_in(features.values) or not batch_size:
+        return _traced_offsets_of_slots(features, num_ids)
+    # Few launches, since each takes a GPU as long as it takes for a thousand offsets.
     if features.hotness is not None:
-        bags = torch.arange(batch_size + 1, device=vectors.device)
-        return [(part, bags * count) for part, count in zip(parts, features.hotness, strict=True)]
+        bags = torch.arange(batch_size + 1, device=device)
+        uses = Counter(features.hotness)
+        of_count = {n: (bags.expand(uses[n], -1) * n).unbind() for n in uses}
+        rows = {n: iter(found) for n, found in of_count.items()}
+        return [next(rows[n]) for n in features.hotness]
+    assert features.offsets is not None
+    of_slots = features.offsets.unfold(0, batch_size + 1, batch_size)
+    return (of_slots - of_slots[:, :1]).unbind()
+
+
+def _traced_offsets_of_slots(features: SparseFeatures, num_ids: Sequence[int]) -> Iterable[Tensor]:
+    """:func:`_offsets_of_slots` one by one: numbers may be variables of the program, and there may
+    be no bag."""
+    batch_size = features.batch_size
+    if features.hotness is not None:
+        bags = torch.arange(batch_size + 1, device=features.values.device)
+        return [bags * count for count in features.hotness]
     assert features.offsets is not None
     result, first = [], 0
-    for slot, part in enumerate(parts):
+    for slot, count in enumerate(num_ids):
         offsets = features.offsets[slot * batch_size : (slot + 1) * batch_size + 1]
-        result.append((part, offsets - first))
-        first += num_ids[slot]
+        result.append(offsets - first)
+        first += count
     return result
