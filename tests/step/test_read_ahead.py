@@ -93,7 +93,7 @@ def features(
 
 def agreed() -> list[tuple[bool, bool, int]]:
     """For pairs of batches, one of each rank, what the ranks agree on."""
-    both = Layouts(nn.Module())
+    both = Layouts(nn.Module(), 1)
     pairs = [
         (features((1, 2)), features((1, 2))),
         (features((1, 2)), features((1, 2), reverse=True)),
@@ -103,14 +103,14 @@ def agreed() -> list[tuple[bool, bool, int]]:
         (features(None), features(None, weighted=True)),
         (features((1, 2)), features(None)),
     ]
-    asked = [(Layouts(nn.Module()), pair[dist.get_rank()]) for pair in pairs]
+    asked = [(Layouts(nn.Module(), 1), pair[dist.get_rank()]) for pair in pairs]
     # The second batch of a layout counts as the first one.
     asked += [(both, features((1, 2))), (both, features((1, 2)))]
     found = []
     for layouts, batch in asked:
         kinds = layouts.kinds_of(batch, 0)
         assert kinds.static or kinds.jagged
-        (static, jagged), num_ids, _ = layouts.start_agreement(batch, kinds)()
+        (static, jagged, _), num_ids, *_ = layouts.start_agreement(batch, kinds)()
         found.append((static, jagged, num_ids))
     return found
 

@@ -1,5 +1,6 @@
 """Batches of made clicks and histories."""
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,12 @@ def histories(sizes: Sizes, count: int) -> list[History]:
 def histories_of_any_length(sizes: Sizes, count: int) -> list[History]:
     """Histories padded to the longest of each batch."""
     return [_history(sizes, seed, sizes.history - seed % 3) for seed in range(count)]
+
+
+def clicks_of_two_sizes(sizes: Sizes, count: int) -> list[Batch]:
+    """Clicks of large and of small batches in turns."""
+    small = dataclasses.replace(sizes, batch_size=sizes.batch_size // 2)
+    return [clicks(small if seed % 2 else sizes, seed + 1)[-1] for seed in range(count)]
 
 
 def _history(sizes: Sizes, seed: int, length: int) -> History:

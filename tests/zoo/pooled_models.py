@@ -7,7 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.zoo.batches import bags, jagged_clicks, keys, tuples_of_ids, weighted_bags
+from tests.zoo.batches import (
+    bags,
+    clicks_of_two_sizes,
+    jagged_clicks,
+    keys,
+    tuples_of_ids,
+    weighted_bags,
+)
 from tests.zoo.entries import Family
 from tests.zoo.sizes import Sizes
 from torchembed import SparseFeatures
@@ -108,6 +115,11 @@ class DeepFM(Pooled):
         vectors = self.vectors(sparse)
         pairs = 0.5 * (vectors.sum(1) ** 2 - (vectors**2).sum(1)).sum(1)
         return pairs + self.deep(torch.cat([dense, vectors.flatten(1)], dim=1)).squeeze(1)
+
+
+@POOLED.model("batches of two sizes in turns", clicks_of_two_sizes)
+class DeepFMOfTwoSizes(DeepFM):
+    """Whose batches are large or small."""
 
 
 @POOLED.model("NFM")

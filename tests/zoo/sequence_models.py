@@ -51,6 +51,11 @@ class DIN(OfHistories):
         return F.binary_cross_entropy_with_logits(logits, batch.label)
 
 
+@SEQUENCES.model("DIN, padded to each batch", histories_of_any_length, computes_loss=True)
+class DINOfAnyLength(DIN):
+    """Histories as long as the longest of the batch."""
+
+
 @SEQUENCES.model("DIN over a collection", sessions, computes_loss=True)
 class DINOfCollection(nn.Module):
     """The history and the target as features of one table of a collection."""

@@ -36,6 +36,15 @@ def test_an_entry_is_equal_and_captured_or_said(name: str) -> None:
     pytest.xfail(f"{outcome}; {known.reason}")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["SASRec, padded to each batch", "DIN, padded to each batch", "batches of two sizes in turns"],
+)
+def test_entries_whose_layouts_recur_are_captured(name: str) -> None:
+    outcome = outcome_of(ENTRIES[name], SIZES, num_steps=24)
+    assert (outcome.kind, outcome.words) == (Kind.CAPTURED, "")
+
+
 def test_known_faults_are_entries_and_names_are_single() -> None:
     assert KNOWN_FAULTS.keys() <= ENTRIES.keys()
     assert len(ENTRIES) == sum(len(family.entries) for family in FAMILIES)

@@ -196,9 +196,11 @@ def _layout(tree: Tree) -> Hashable:
         return Tensor, tree.shape, tree.dtype
     kind = type(tree)
     if kind in _PLAIN:
-        return tree
+        return kind, tree  # 1, 1.0 and True are equal, and give results of other dtypes
     if isinstance(tree, (tuple, list)):
-        return kind, tuple(tree if _is_plain(tree) else [_layout(part) for part in tree])
+        if _is_plain(tree):
+            return kind, tuple(map(type, tree)), tuple(tree)
+        return kind, tuple([_layout(part) for part in tree])
     names = None if kind is dict else _field_names(kind, init_only=False)
     if names is None:
         parts = _parts_of(tree)

@@ -65,6 +65,7 @@ class StepProgram:
         max_grad_norm: bound of the norm of all gradients; None where they are not clipped.
         self_check_every: how many replays of a graph lie between comparisons with the model; None
             for no comparison.
+        max_layouts: the most layouts of batches for which steps are captured.
     """
 
     model: nn.Module
@@ -74,6 +75,7 @@ class StepProgram:
     group: dist.ProcessGroup | None
     max_grad_norm: float | None = None
     self_check_every: int | None = None
+    max_layouts: int = 16
 
     @property
     def is_cuda(self) -> bool:

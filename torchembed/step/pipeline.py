@@ -59,8 +59,8 @@ class TrainPipeline:
     A captured step must not wait for the GPU nor depend on values on the host. Four engines train
     what that leaves:
 
-    - static: batches of fixed hotness and of one layout, that of the first of them or one that
-      comes several times in a row later, in a graph;
+    - static: batches of fixed hotness, in a graph for each layout (shapes, dtypes, numbers and
+      strings) that recurs: the first one's, and each that comes twice, up to ``max_layouts``;
     - padded: batches whose lengths vary (jagged ``SparseFeatures``, a ``KeyedJaggedTensor``), of a
       model that needs pooled vectors only, in a graph with a capacity for a quarter more ids than
       the first batch has. A thread finds out ahead whether a batch fits, and a step with a larger
@@ -128,10 +128,14 @@ class TrainPipeline:
             with the model, called on the same batch and weights. Where outputs, loss or dense
             gradients differ by more than rounding explains, a warning names the first module whose
             output does, and steps run eagerly from then on. None for no comparison.
+        max_layouts: the most layouts of batches for which steps are captured at a time, such as
+            histories padded to each batch's longest have; their graphs share one memory pool.
+            Batches of others are trained eagerly. Where many of them come in succession, steps are
+            captured anew, beginning with a layout of these.
 
     Raises:
         ValueError: where a parameter that requires a gradient has no optimizer, or an optimizer one
-            that is not the model's; for a negative ``max_grad_norm``.
+            that is not the model's; for a negative ``max_grad_norm``, or no ``max_layouts``.
     """
 
     def __init__(
@@ -146,11 +150,14 @@ class TrainPipeline:
         capture: bool | None = None,
         timeout_seconds: float = 600.0,
         self_check_every: int | None = 2000,
+        max_layouts: int = 16,
     ) -> None:
         if self_check_every is not None and self_check_every < 1:
             raise ValueError(
                 f"self_check_every must be at least 1, or None, got {self_check_every}"
             )
+        if max_layouts < 1:
+            raise ValueError(f"max_layouts must be at least 1, got {max_layouts}")
         given = _listed(optimizers)
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(given)
         check_loss_fn(loss_fn)
@@ -174,6 +181,7 @@ class TrainPipeline:
             group=_group_of(model),
             max_grad_norm=max_grad_norm,
             self_check_every=self_check_every,
+            max_layouts=max_layouts,
         )
         self._record = program.record
         self._upcoming = ReadAhead()
@@ -184,7 +192,7 @@ class TrainPipeline:
             wait_for_steps=self._in_flight.wait_for_all,
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
-        self._layouts = Layouts(model)
+        self._layouts = Layouts(model, max_layouts)
         self._num_read = self._local_version = 0
         if self._engines.captures:
             ranks.check_cpu_backend()

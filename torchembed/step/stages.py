@@ -64,9 +64,11 @@ class BatchKinds(NamedTuple):
     """The kinds of step that can train a batch; where there is none, an eager step does."""
 
     static: bool
-    """The batch has fixed hotness, and the layout of captured steps."""
+    """The batch has fixed hotness, and a layout of captured steps."""
     jagged: bool
     """The batch has the layout of captured jagged steps, but for the lengths of its bags."""
+    layout: int = 0
+    """Number of the layout, which each rank gives to its own; 0 for none."""
 
 
 NO_KIND = BatchKinds(static=False, jagged=False)
@@ -81,7 +83,9 @@ class Agreement(NamedTuple):
     num_ids: int
     """The most ids that the sparse features of one rank's batch hold."""
     layouts_since: int = 0
-    """Number of the last batch whose layout took over that of captured steps, on any rank."""
+    """Number of the last batch whose layout took over those of captured steps, on any rank."""
+    layouts: tuple[int, ...] = ()
+    """For each rank the number of its batch's layout."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

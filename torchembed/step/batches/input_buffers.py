@@ -17,13 +17,26 @@ class InputBuffers:
     behind them in the buffer stays as it is. From pinned host memory, and from a GPU, tensors are
     copied as they are; pageable ones go through pinned memory of the buffer's own.
 
+    Args:
+        example: a batch.
+        device: of the buffers.
+        tracks_fresh: keep :attr:`is_fresh`.
+        stream: where copies are made, a new one by default; None on a CPU.
+
     Attributes:
         batches: the contents of each buffer, zeros at first.
         is_fresh: of each buffer, bool ``[1]`` on the device: whether it holds a batch that no
             table has admitted yet. Kept where ``tracks_fresh`` says so, else None.
     """
 
-    def __init__(self, example: Tree, device: torch.device, *, tracks_fresh: bool = False) -> None:
+    def __init__(
+        self,
+        example: Tree,
+        device: torch.device,
+        *,
+        tracks_fresh: bool = False,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         self.batches = [
             # Zeros, since steps prepare also a buffer that nothing was copied to.
             map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), example)
@@ -36,7 +49,7 @@ class InputBuffers:
         self._is_cuda = device.type == "cuda"
         self._stream = None
         if self._is_cuda:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device) if stream is None else stream
             # The current stream may still use what was in this memory before.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._filled: list[torch.cuda.Event | None] = [None, None]

@@ -20,7 +20,7 @@ def _layout_of_part(part: object) -> Hashable:
         return "shape or dtype", part.shape, part.dtype
     if is_features(part):
         return "features, hotness or number of samples", shape_of(part)
-    return ("value", part) if is_plain_value(part) else ("class", type(part))
+    return ("value", type(part), part) if is_plain_value(part) else ("class", type(part))
 
 
 def reason_of_layout(batch: Tree, known: Mapping[str, Hashable] | None) -> Reason | None:

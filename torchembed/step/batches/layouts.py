@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,63 +19,113 @@ from torchembed.step.batches.batch_layout import (
 from torchembed.step.batches.layout_reasons import part_layouts, reason_of_layout
 from torchembed.step.stages import NO_KIND, Agreement, BatchKinds, Reason
 
-_FIRST_RUN = 2
-"""So many batches of one other layout in a row show that the first batch was the odd one."""
+_MAX_SEEN = 256
+"""The most layouts without a place whose batches are counted."""
+_LARGER = 2**62
+"""More than any number of a layout."""
 _DOES_MORE = Reason(
     "its method to does more than move tensors, which captured steps would leave out", "batch"
 )
 _TAKES_OVER = Reason("this layout came several times in a row; steps are captured for it next")
 
 
-class KindLayout:
-    """The layout of captured steps of one kind: that of the first batch, until another layout comes
-    several times in a row and takes over.
-
-    The number of batches that it takes is 2 the first time, and twice as many each time after that:
-    captures, which take seconds, stay rare however layouts change.
+class KnownLayout(NamedTuple):
+    """A layout that has a place.
 
     Attributes:
-        layout: None before the first batch.
+        number: counts the layouts that had places so far, from 1.
         digest: what :func:`~torchembed.step.batches.batch_layout.lengths_digest` gives for batches
             of the layout.
         parts: the layout of each part of the batch, by its path; for reasons.
     """
 
-    def __init__(self) -> None:
-        self.layout: Hashable = None
-        self.digest = 0
-        self.parts: Mapping[str, Hashable] | None = None
-        self._rival: Hashable = None
-        self._num_in_a_row = 0
-        self._needed = _FIRST_RUN
+    number: int
+    digest: int
+    parts: Mapping[str, Hashable]
+
+
+class KindLayouts:
+    """The layouts of captured steps of one kind: the first batch's, and each that has come twice
+    while there are places.
+
+    Where all places are taken, and twice as many batches as there are places come in succession
+    without one, the layout that came twice takes over: all others lose their places. That takes
+    twice as many batches each time after the first: captures, which take seconds, stay rare however
+    layouts change.
+
+    Attributes:
+        most: number of places.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self._needed = most, 2 * most
+        self._known: dict[Hashable, KnownLayout] = {}
+        self._num_known = self._num_others = 0
+        """Layouts that had places so far; batches in succession that had none."""
+        self._seen: dict[Hashable, int] = {}
+        """Number of batches of each layout that has no place."""
+
+    @property
+    def are_full(self) -> bool:
+        """True if all places are taken."""
+        return len(self._known) == self.most
+
+    def known(self, layout: Hashable) -> KnownLayout | None:
+        """The place of ``layout``, None where it has none."""
+        return self._known.get(layout)
+
+    def numbered(self, number: int) -> KnownLayout | None:
+        """The layout of ``number``, None where it has no place any more."""
+        return next((known for known in self._known.values() if known.number == number), None)
+
+    def last(self) -> KnownLayout | None:
+        """The layout that was given a place last."""
+        return next(reversed(self._known.values()), None)
 
     def takes_over(self, layout: Hashable, batch: Tree) -> bool:
-        """Note the layout of ``batch``; True where it becomes that of captured steps in place of
-        another one."""
-        if layout is None or layout == self.layout:
-            self._rival = None
+        """Note the layout of ``batch``, None for one that no step takes, which may give it a place;
+        True where it takes over those of all others."""
+        if layout in self._known:
+            self._num_others = 0
             return False
-        if self.layout is None:
-            self._set(layout, batch)
+        self._num_others += 1
+        if layout is None:
             return False
-        self._num_in_a_row = self._num_in_a_row + 1 if layout == self._rival else 1
-        self._rival = layout
-        if self._num_in_a_row < self._needed:
+        if not self._known:
+            self._add(layout, batch)
             return False
-        self._needed *= 2
-        self._set(layout, batch)
-        return True
+        num_seen = self._seen.pop(layout, 0) + 1
+        self._seen[layout] = num_seen
+        if len(self._seen) > _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        if num_seen == 1 or (self.are_full and self._num_others < self._needed):
+            return False
+        took_over = self.are_full
+        if took_over:
+            self._needed *= 2
+            self._known.clear()
+            self._seen.clear()
+        self._add(layout, batch)
+        return took_over
 
-    def _set(self, layout: Hashable, batch: Tree) -> None:
-        self.layout, self.digest, self.parts = layout, lengths_digest(batch), part_layouts(batch)
+    def _add(self, layout: Hashable, batch: Tree) -> None:
+        self._seen.pop(layout, None)
+        self._num_known, self._num_others = self._num_known + 1, 0
+        self._known[layout] = KnownLayout(
+            self._num_known, lengths_digest(batch), part_layouts(batch)
+        )
 
 
 class Layouts:
-    """The layouts of captured steps, of one rank.
+    """The layouts of captured steps, of one rank: several of fixed hotness, one of jagged batches.
 
     Where a layout takes over on one rank, all ranks have their engines begin anew, before the same
     step: :attr:`since` travels with the agreement on each batch. Until that is done no kind of step
-    can train this rank's batches, since engines still have the old layout.
+    can train this rank's batches, since engines still have the old layouts.
+
+    Args:
+        model: what the steps train.
+        most: the most layouts of fixed hotness that have steps at a time.
 
     Attributes:
         since: the number of the batch whose layout took over last; the same batch has it on all
@@ -82,10 +133,10 @@ class Layouts:
         begun: ``since`` of all ranks when engines last began anew; whoever has them do it sets it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, most: int) -> None:
         collections = [m for m in model.modules() if isinstance(m, StagedCollection)]
         self._all_wait = any(collection.always_waits_for_sizes for collection in collections)
-        self._static, self._jagged = KindLayout(), KindLayout()
+        self._static, self._jagged = KindLayouts(most), KindLayouts(1)
         self.since = self.begun = 0
         self._moved: dict[type, bool] = {}
         """For each class of batches, True if its own ``to`` does nothing but move them."""
@@ -96,17 +147,18 @@ class Layouts:
         Args:
             number: number of batches that were read before it, the same on all ranks.
         """
-        layout, is_static = self._static.layout, True
-        if layout is None or layout_of(batch) != layout:
+        layout, is_static = layout_of(batch), True
+        if self._static.known(layout) is None:
             is_static = self._is_static(batch)
-            layout = layout_of(batch) if is_static else jagged_layout(batch)
+            layout = layout if is_static else jagged_layout(batch)
             layout = layout if self._only_moves(batch) else None
         of_kind = self._static if is_static else self._jagged
         if of_kind.takes_over(layout, batch):
             self.since = number
-        if layout is None or layout != of_kind.layout or self.begun < self.since:
+        known = of_kind.known(layout)
+        if known is None or self.begun < self.since:
             return NO_KIND
-        return BatchKinds(static=is_static, jagged=not is_static)
+        return BatchKinds(static=is_static, jagged=not is_static, layout=known.number)
 
     def _only_moves(self, batch: Tree) -> bool:
         kind = type(batch)
@@ -126,8 +178,18 @@ class Layouts:
         of_kind = self._static if self._is_static(batch) else self._jagged
         if not self._only_moves(batch):
             return _DOES_MORE
-        reason = reason_of_layout(batch, of_kind.parts)
-        return _TAKES_OVER if reason is None else reason
+        known = of_kind.last()
+        reason = reason_of_layout(batch, None if known is None else known.parts)
+        if reason is None or (self.begun < self.since and self._has_place(batch, of_kind)):
+            return _TAKES_OVER
+        if reason.where and of_kind is self._static and of_kind.are_full and of_kind.most > 1:
+            there = f"there are steps for {of_kind.most} layouts, as many as max_layouts says"
+            return reason._replace(what=f"{reason.what}; {there}")
+        return reason
+
+    def _has_place(self, batch: Tree, of_kind: KindLayouts) -> bool:
+        layout = layout_of(batch) if of_kind is self._static else jagged_layout(batch)
+        return of_kind.known(layout) is not None
 
     def start_agreement(self, batch: Tree, kinds: BatchKinds) -> Callable[[], Agreement]:
         """Start to find out whether every rank's batch, of which ``batch`` is this rank's, is of
@@ -138,19 +200,23 @@ class Layouts:
         """
         num_ids = num_ids_in(batch) if kinds.jagged else 0
         if ranks.world_size() == 1:
-            agreement = Agreement(kinds, num_ids, self.since)
+            agreement = Agreement(kinds, num_ids, self.since, (kinds.layout,))
             return lambda: agreement
-        digest = (self._static if kinds.static else self._jagged).digest
-        # One collective for all six numbers. The maximum of a number is the minimum of its
-        # negative, and digests are all equal where minimum and maximum are.
-        numbers = *kinds, -num_ids, digest, -digest, -self.since
+        known = (self._static if kinds.static else self._jagged).numbered(kinds.layout)
+        digest = 0 if known is None else known.digest
+        # One collective for all numbers. The maximum of a number is the minimum of its negative,
+        # and digests are all equal where minimum and maximum are. Each rank has a place for the
+        # number of its layout, in which the others' are larger.
+        layouts = [_LARGER] * ranks.world_size()
+        layouts[ranks.rank()] = kinds.layout
+        numbers = *kinds[:2], -num_ids, digest, -digest, -self.since, *layouts
         return functools.partial(_agreement, ranks.start_minimum(*numbers))
 
 
 def _agreement(least: Callable[[], tuple[int, ...]]) -> Agreement:
     """The agreement of all ranks, from the minimum over ranks of each of their numbers."""
-    static, jagged, negated_num_ids, digest, negated_digest, negated_since = least()
+    static, jagged, negated_num_ids, digest, negated_digest, negated_since, *layouts = least()
     # Captured steps exchange ids as if every rank's features had one hotness and kind of weights.
     is_alike = digest == -negated_digest
     kinds = BatchKinds(static=bool(static) and is_alike, jagged=bool(jagged) and is_alike)
-    return Agreement(kinds, -negated_num_ids, -negated_since)
+    return Agreement(kinds, -negated_num_ids, -negated_since, tuple(layouts))

@@ -33,6 +33,7 @@ class Prefetch:
         program: what steps do.
         calls: all lookup calls of the model; needed where there is a ``capacity``.
         capacity: for jagged batches; None for fixed hotness.
+        buffers: for batches of the layout; new ones by default.
 
     Attributes:
         buffers: where batches are copied to.
@@ -48,10 +49,14 @@ class Prefetch:
         program: StepProgram,
         calls: Sequence[LookupCall] | None = None,
         capacity: Capacity | None = None,
+        buffers: InputBuffers | None = None,
     ) -> None:
         self._capacity, self._group = capacity, program.group
         layout = example if capacity is None else with_capacity(example, capacity.num_ids)
-        self.buffers = InputBuffers(layout, program.device, tracks_fresh=program.epochs is not None)
+        if buffers is None:
+            tracks_fresh = program.epochs is not None
+            buffers = InputBuffers(layout, program.device, tracks_fresh=tracks_fresh)
+        self.buffers = buffers
         self._epochs = program.epochs
         self.bucketized: BucketizedBuffers | None = None
         self._ids_per_call: Tensor | None = None

@@ -23,6 +23,10 @@ from torchembed.step.watches.hooks import PythonHooks
 _GRAPH, _PADDED = StepKind(StepForm.GRAPH), StepKind(StepForm.PADDED)
 _WARMS_UP = StepKind(StepForm.EAGER, Reason("the first steps before a capture warm up"))
 _OTHER_RANK = Reason("another rank's batch is of another kind")
+_OTHER_LAYOUTS = Reason(
+    "the ranks' batches have other layouts together than in captured steps; as many captured steps "
+    "as max_layouts says are for layouts that came together twice"
+)
 _FIRST_JAGGED = Reason("the first jagged step shows which ids the model looks up")
 _NOT_PADDED = Reason("the model looks up more than pooled vectors of the batch's own features")
 
@@ -110,6 +114,9 @@ class EngineChoice:
         kinds = now.agree().kinds if self.captures else NO_KIND
         if self.captures and self.hooks.are_there:
             kinds = self._kinds_with_hooks(kinds)
+        has_place = not kinds.static or self._static.has_place_for(now)
+        if not has_place:
+            kinds = NO_KIND
         for engine in self._candidates(kinds):
             trained = engine.run(now, upcoming)
             if not isinstance(trained, Reason):
@@ -118,7 +125,7 @@ class EngineChoice:
             self._give_up(engine, trained)
         else:
             self.last, trained = self._eager, self._eager.run(now)
-        self.last_kind = self._kind_of_last(now)
+        self.last_kind = self._kind_of_last(now, None if has_place else _OTHER_LAYOUTS)
         self._program.record.note_step(self.last_kind)
         if self._jagged is not None and self.last is self._jagged:
             if self._padded is None and self._not_padded is None:
@@ -128,10 +135,10 @@ class EngineChoice:
                 self.prefetch(batch)
         return trained
 
-    def _kind_of_last(self, now: ReadBatch) -> StepKind:
+    def _kind_of_last(self, now: ReadBatch, why_no_place: Reason | None) -> StepKind:
         """The kind of the step that has trained ``now``."""
         if self.last is self._eager:
-            why = self.not_captured or self.hooks.reason or now.why or _OTHER_RANK
+            why = self.not_captured or self.hooks.reason or now.why or why_no_place or _OTHER_RANK
             return StepKind(StepForm.EAGER, why)
         if self.last is self._jagged:
             return StepKind(StepForm.JAGGED, self._not_padded or _FIRST_JAGGED)

@@ -4,6 +4,9 @@ A step looks up, trains and updates one batch and prepares the next one. Two cap
 alternate, one for each buffer index: what is prepared of a batch must stay where it is until the
 batch is trained, while the next one is prepared. Each copy reads where the other one writes, so
 nothing is copied between steps, and both share one memory pool, since they never run at once.
+
+Each layout of batches that recurs has such a step of its own. Where the next batch has another
+layout than this one, it is prepared by the step of its layout, right before that.
 """
 
 import contextlib
@@ -18,59 +21,121 @@ from torch.nn.parallel import DistributedDataParallel
 from torchembed.core.trees import Tree
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.batches.bucketized_buffers import Capacity
+from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.batches.prefetch import Prefetch
-from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
 from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.collective_capture import failure_on_any_rank
+from torchembed.step.engines.step_resources import StepResources
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.lookup_calls import LookupCall, observed_fixed_calls
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
-from torchembed.step.step_optimizers import Assumptions, StepOptimizers, update
-from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
+from torchembed.step.step_optimizers import update
+from torchembed.step.streams import fork, fork_and_join, join, named_range
 from torchembed.step.watches.self_check import SelfCheck
 from torchembed.step.watches.watched_values import NotCapturable
 
 _WARM_UP_STEPS = 3
 """Before the first capture: the first finds out what is prepared ahead, the next two do it once for
-each buffer; kernels are compiled and communicators made on the way."""
+each buffer; kernels are compiled and communicators made on the way. Steps on further layouts take
+one less."""
+_MAX_SEEN = 256
+"""The most combinations of layouts without a step that are remembered."""
 
 
 class StaticEngine:
-    """Trains batches of one layout, and prepares each while the one before is trained."""
+    """Trains batches of fixed hotness, each by the step of its layout, and prepares each while the
+    one before is trained where both have one layout.
+
+    On several ranks a step is one of the layouts that the ranks' batches have together: what ranks
+    exchange has the shapes of all of them.
+
+    Attributes:
+        step: of the last batch; None before the first one.
+    """
 
     def __init__(self, program: StepProgram) -> None:
         self._program = program
         self.step: StaticStep | None = None
-        """The step that is repeated; None before the first batch."""
+        self._steps: dict[tuple[int, ...], StaticStep] = {}
+        """By the number of each rank's layout."""
+        self._buffers: dict[int, InputBuffers] = {}
+        """By the number of this rank's layout."""
+        self._seen: dict[tuple[int, ...], None] = {}
+        """Layouts of the ranks that came once; in order."""
+        self._resources: StepResources | None = None
 
     @property
     def is_stale(self) -> bool:
-        return self.step is not None and self.step.is_stale
+        return self._resources is not None and self._resources.are_stale
 
     @property
     def is_captured(self) -> bool:
-        return self.step is not None and self.step.is_captured
+        if self.step is None:
+            return False
+        # Of one of several layouts, batches may come in one of the two buffers alone.
+        return self.step.is_captured or (len(self._steps) > 1 and self.step.has_replayed)
 
     def release(self) -> None:
-        if self.step is not None:
-            self.step.release()
-            self.step = None
+        for step in self._steps.values():
+            step.release()
+        for buffers in self._buffers.values():
+            # Before their memory is used for something else.
+            for buffer in (0, 1):
+                buffers.wait_until_filled(buffer)
+        self._steps.clear()
+        self._buffers.clear()
+        self._seen.clear()
+        self.step = self._resources = None
+
+    def has_place_for(self, batch: ReadBatch) -> bool:
+        """True if there is a step for the layouts that the ranks' batches have, or is to be one;
+        the same on all ranks. Called once for each batch; waits for the ranks to have read theirs.
+        """
+        layouts = batch.agree().layouts
+        if layouts in self._steps or not self._steps:
+            return True
+        # One rank has found out before that its layout recurs.
+        recurs = len(layouts) == 1 or layouts in self._seen
+        if len(self._seen) < _MAX_SEEN:
+            self._seen[layouts] = None
+        return recurs and len(self._steps) < self._program.max_layouts
 
     def prefetch(self, batch: ReadBatch) -> None:
-        self._step_with(batch)
+        self._buffers_of(batch).fill(batch)
 
-    def _step_with(self, batch: ReadBatch) -> "StaticStep":
-        """The step, with the copy of ``batch`` to its buffer begun."""
-        if self.step is None:
-            self.step = StaticStep(self._program, batch.data)
-        self.step.buffers.fill(batch)
-        return self.step
+    def _shared(self) -> StepResources:
+        if self._resources is None:
+            self._resources = StepResources(self._program)
+        return self._resources
+
+    def _buffers_of(self, batch: ReadBatch) -> InputBuffers:
+        number = batch.kinds.layout
+        if number not in self._buffers:
+            self._buffers[number] = InputBuffers(
+                batch.data,
+                self._program.device,
+                tracks_fresh=self._program.epochs is not None,
+                stream=self._shared().copies,
+            )
+        return self._buffers[number]
 
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | Reason:
-        step = self._step_with(now)
+        self.prefetch(now)
+        layouts = now.agree().layouts
+        step = self._steps.get(layouts)
+        if step is None:
+            step = self._steps[layouts] = StaticStep(
+                self._program,
+                now.data,
+                resources=self._shared(),
+                buffers=self._buffers_of(now),
+            )
+        self.step = step
         following = next((batch for batch in upcoming[:1] if batch.kinds.static), None)
         if following is not None:
-            self._step_with(following)
+            self.prefetch(following)
+            if following.kinds.layout != now.kinds.layout:
+                following = None
         failure = step.make_ready(now)
         if failure is not None:
             return failure
@@ -93,6 +158,11 @@ class StaticStep:
         capacity: for jagged batches, whose layout is that of ``example`` but for the lengths of
             bags. Buffers take them as :func:`with_sparse_features` gives them; the model's are on
             the meta device.
+        resources: shared with steps on other layouts; its own by default.
+        buffers: for batches of the layout; its own by default.
+
+    Attributes:
+        has_replayed: whether the last step was a replay.
     """
 
     def __init__(
@@ -101,21 +171,25 @@ class StaticStep:
         example: Tree,
         calls: Sequence[LookupCall] | None = None,
         capacity: Capacity | None = None,
+        *,
+        resources: StepResources | None = None,
+        buffers: InputBuffers | None = None,
     ) -> None:
         self._program = program
-        self._prefetch = Prefetch(example, program, calls, capacity)
+        self._resources = StepResources(program) if resources is None else resources
+        self._prefetch = Prefetch(example, program, calls, capacity, buffers)
         self.buffers, self.bucketized = self._prefetch.buffers, self._prefetch.bucketized
-        self._optimizers = StepOptimizers(program.optimizers)
-        self._values_version: int | None = None
-        """Version of the values that captures hold; None before the first capture."""
-        self._assumptions = Assumptions(program.model, self._optimizers, program.device)
+        self._optimizers, self._streams = self._resources.optimizers, self._resources.streams
         self._sizes: list[GatheredSize] | None = None
         """The sizes that ranks exchanged in a step whose batch was prepared, and that prepared
         one."""
         self._num_steps = 0
+        # Others have compiled kernels and made communicators.
+        self._num_warm_ups = _WARM_UP_STEPS - self._resources.has_captured
         self._prepared: int | None = None
         """The number of the batch that the step before has prepared."""
         self._captured: list[CapturedCall | None] = [None, None]
+        self.has_replayed = False
         self._captured_forwards: list[CapturedCall] = []
         self._self_check: SelfCheck | None = None
         # DDP takes no forward without a backward.
@@ -124,26 +198,15 @@ class StaticStep:
             self._self_check = SelfCheck(program, self._optimizers, program.self_check_every)
         self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
         self._trained: list[TrainedBatch | None] = [None, None]
-        self._streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
-        captured = self._optimizers.captured
-        dense_updates: DenseUpdates = LateUpdates(captured)
-        self._pool = None
-        if program.is_cuda:
-            self._pool = torch.cuda.graph_pool_handle()
-        # No weight may change before all gradients are there where their norm decides.
-        if program.is_cuda and program.max_grad_norm is None:
-            if self._streams.dense is None:
-                dense_updates = EarlyUpdates(captured, program.device)
-            else:
-                dense_updates = UpdatesOfMeans(captured, self._streams.dense)
-        self.dense_updates = dense_updates
-        self._train = ForwardBackwardUpdate(program, self._optimizers, self._streams, dense_updates)
+        self.dense_updates = self._resources.dense_updates
+        self._train = ForwardBackwardUpdate(
+            program, self._optimizers, self._streams, self.dense_updates
+        )
 
     @property
     def is_stale(self) -> bool:
         """True if the model or an optimizer changed in a way that steps do not follow."""
-        has_other_values = self._values_version not in (None, self._program.values.version)
-        return has_other_values or self._assumptions.are_stale
+        return self._resources.are_stale
 
     @property
     def is_captured(self) -> bool:
@@ -182,7 +245,7 @@ class StaticStep:
             self.buffers.wait_until_filled(buffer)
             self._prefetch.prepare(buffer, in_place=self._has_captured)
             self.buffers.note_use(buffer)
-        is_warm = self._num_steps >= _WARM_UP_STEPS and self._sizes is not None
+        is_warm = self._num_steps >= self._num_warm_ups and self._sizes is not None
         if not is_warm or self._captured[buffer] is not None:
             return None
         return failure_on_any_rank(lambda: self._capture(buffer), self._program.host_state)
@@ -196,14 +259,15 @@ class StaticStep:
         why = self._program.values.unsteady or self._program.host_state.drawn
         if why is not None:
             raise NotCapturable(why)
-        self._values_version, self._program.values.are_held = self._program.values.version, True
+        self._resources.values_version = self._program.values.version
+        self._program.values.are_held = True
         self._optimizers.prepare_replay()  # what a graph does itself, it does at each replay
         if self.bucketized is not None and self._streams.step is not None:
             self.bucketized.capture(self._streams.step)
-        self._assumptions.note_capture()
+        self._resources.assumptions.note_capture()
         sizes = self._sizes if self._has_fixed_shapes else None
         step = functools.partial(self._step, buffer)
-        captured = CapturedCall(step, sizes, self._streams.step, self._pool)
+        captured = CapturedCall(step, sizes, self._streams.step, self._resources.pool)
         self._captured[buffer] = captured
         if not captured.calls_again:
             self._gradients[buffer] = self._optimizers.take_gradients_of_others()
@@ -216,7 +280,7 @@ class StaticStep:
             return
         forward = functools.partial(self._self_check.forward, buffer, self._lookup(buffer))
         try:
-            call = CapturedCall(forward, [], self._streams.step, self._pool)
+            call = CapturedCall(forward, [], self._streams.step, self._resources.pool)
         except RuntimeError:
             if self._program.group is None:
                 raise
@@ -257,6 +321,7 @@ class StaticStep:
         """
         buffer = now.buffer
         captured = self._captured[buffer]
+        self.has_replayed = captured is not None
         if captured is not None:
             self._optimizers.prepare_replay()
             with self._compared(buffer):

@@ -1,0 +1,54 @@
+"""What the steps of an engine have in common: they never run at once, and train one model."""
+
+import torch
+
+from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
+from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.step_optimizers import Assumptions, StepOptimizers
+from torchembed.step.streams import StepStreams
+
+
+class StepResources:
+    """Streams, memory pool and optimizers of the steps on several layouts, and what all their
+    captures hold of the model.
+
+    Args:
+        program: what a step does.
+
+    Attributes:
+        optimizers: the program's.
+        assumptions: the state of the model and the optimizers that steps rely on.
+        streams: where the parts of a step run.
+        copies: where batches are copied to input buffers; None on a CPU.
+        pool: of the memory of all captures; None on a CPU.
+        dense_updates: when dense weights are updated.
+        values_version: version of the values that captures hold; None before the first capture.
+    """
+
+    def __init__(self, program: StepProgram) -> None:
+        self._program = program
+        self.optimizers = StepOptimizers(program.optimizers)
+        self.assumptions = Assumptions(program.model, self.optimizers, program.device)
+        self.streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
+        self.copies = torch.cuda.Stream(program.device) if program.is_cuda else None
+        self.pool = torch.cuda.graph_pool_handle() if program.is_cuda else None
+        self.values_version: int | None = None
+        captured = self.optimizers.captured
+        self.dense_updates: DenseUpdates = LateUpdates(captured)
+        # No weight may change before all gradients are there where their norm decides.
+        if program.is_cuda and program.max_grad_norm is None:
+            if self.streams.dense is None:
+                self.dense_updates = EarlyUpdates(captured, program.device)
+            else:
+                self.dense_updates = UpdatesOfMeans(captured, self.streams.dense)
+
+    @property
+    def has_captured(self) -> bool:
+        """True if a step was captured."""
+        return self.values_version is not None
+
+    @property
+    def are_stale(self) -> bool:
+        """True if the model or an optimizer changed in a way that steps do not follow."""
+        has_other_values = self.values_version not in (None, self._program.values.version)
+        return has_other_values or self.assumptions.are_stale
