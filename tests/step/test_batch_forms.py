@@ -387,6 +387,12 @@ IDS, CLICKS = pairs()[0]
         (LOSS, {**ONE._asdict(), "x": 1}, TypeError, "got dict of dense, labels, sparse, x"),
         (LOSS, (IDS,) * 5, TypeError, r"must be \(inputs, labels\), .* got 5 parts"),
         (LOSS, 3, TypeError, "got int"),
+        (
+            LOSS,
+            (IDS, IDS[:, 0], CLICKS),
+            ValueError,
+            r"got \[8\]\. A batch of 3 parts is .*BatchLoss",
+        ),
         (LOSS, (ONE.dense, ONE.sparse, 2 * CLICKS - 1), ValueError, "from 0 to 1 .* got -1 for"),
         (LOSS, (IDS, {"a": CLICKS}), TypeError, "one tensor of labels, got dict; give a loss_fn"),
         (F.cross_entropy, (*ONE, CLICKS), TypeError, "weight of each class, and not of samples"),

@@ -95,7 +95,18 @@ def as_labeled_batch(item: Any) -> Batch | WeightedBatch | LabeledInputs:
             "that is called with the whole batch give torchembed.training.BatchLoss(loss_fn), "
             "whose loss_fn is called as loss_fn(output, batch)"
         )
-    converted = _converted(parts, None)
+    try:
+        converted = _converted(parts, None)
+    except (TypeError, ValueError) as error:
+        if _names_in(item):
+            raise
+        # Such as a user's ids, an item's ids and labels.
+        names = ", ".join(_NAMES[: len(parts)])
+        raise type(error)(
+            f"{error}. A batch of {len(parts)} parts is ({names}) for model(dense, sparse); "
+            "a model of other arguments takes (inputs, labels), or the whole batch with "
+            "torchembed.training.BatchLoss(loss_fn) or, where it gives its loss, loss_fn=None"
+        ) from error
     return Batch(*converted[:3]) if len(parts) == 3 else WeightedBatch(*converted)
 
 

@@ -30,7 +30,8 @@ def check_optimizers_train(model: nn.Module, optimizers: Sequence[torch.optim.Op
     if foreign:
         raise ValueError(
             f"optimizers must have parameters of the model alone, but {_listed(foreign)} is not in "
-            "it; make optimizers after shard_embeddings, or whatever else replaces parameters"
+            "it; make optimizers after shard_embeddings, or whatever else replaces parameters, and "
+            "let the model hold a loss function with parameters, as in model.loss = loss_fn"
         )
     held = {id(_identity(p)) for p in _parameters_of(optimizers)}
     missing = [

@@ -29,10 +29,11 @@ def why_refused(table: "Table") -> str:
             "data_parallel and give it to an optimizer of torch"
         )
     return (
-        f"weight.grad of a table is set, that of {name}, by a forward from before this optimizer "
-        "took the table over, or through a parametrization, pruning or another use of its weight "
-        "that is no lookup, and would not be applied; call zero_grad() first, or give the table to "
-        "an optimizer of torch"
+        f"weight.grad of a table is set, that of {name}, by a use of its weight that is no "
+        "lookup, such as a softmax over all rows, a penalty on the weight, a parametrization or "
+        "pruning, or by a forward from before this optimizer took the table over, and would not be "
+        "applied; give the table to an optimizer of torch, which trains all of its rows, or have "
+        "the loss use looked-up rows alone; after a forward from before, call zero_grad() first"
     )
 
 

@@ -1,5 +1,7 @@
 """Captures that succeed on all ranks, or are given up by all."""
 
+import os
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -8,6 +10,8 @@ from torchembed.step.stages import Reason
 from torchembed.step.watches.host_state import HostState
 from torchembed.step.watches.watched_values import NotCapturable
 
+_LIBRARIES = frozenset(("torch", "torchembed", "torchrec", "fbgemm_gpu", "contextlib", "functools"))
+"""Packages whose code is not where a user would look."""
 _ON_ANOTHER_RANK = "another rank failed, whose warning says why"
 
 
@@ -38,11 +42,24 @@ def failure_on_any_rank(capture: Callable[[], object], host_state: HostState) ->
 
 
 def _reason(error: Exception) -> str:
-    """The first of the errors that led to ``error``."""
+    """The first of the errors that led to ``error``, and where it arose."""
     if isinstance(error, NotCapturable):
         return str(error)
     first: BaseException = error
     while first.__context__ is not None:
         first = first.__context__
     lines = str(first).splitlines()
-    return f"{type(first).__name__}: {lines[0] if lines else ''}"
+    return f"{type(first).__name__}: {lines[0] if lines else ''}{_place(first)}"
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's own code on the way to ``error``; empty where there is none, as
+    in backward."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "__torch_dispatch__":
+            break  # of a mode around the step, which the model knows nothing of
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            place = f" ({os.path.basename(code.co_filename)}:{line}, in {code.co_qualname})"
+    return place
