@@ -220,8 +220,8 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         """Within it, ``forward`` uses what was found of a batch ahead.
 
         A batch is recognized where its tensors are the same objects, and keys, batch size and
-        hotness are equal. Others are looked up as ever, and so are the rows of one that is given a
-        second time.
+        hotness are equal. Others are looked up as ever, and so are the rows of one that is given
+        more often than it was looked up.
         """
         before, self._reusable = self._reusable, [_Reusable(one) for one in looked_up]
         try:
@@ -231,9 +231,10 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     def forward(self, features: Tree) -> Tree:
         batch = as_sparse_features(features)
-        for reusable in self._reusable:
-            if is_same_batch(reusable.looked_up.features, batch):
-                return self._result(features, self._vectors_of(reusable))
+        known = [r for r in self._reusable if is_same_batch(r.looked_up.features, batch)]
+        if known:
+            reusable = next((r for r in known if not r.was_returned), known[0])
+            return self._result(features, self._vectors_of(reusable))
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         # As running statistics: what is only evaluated changes no table.
         rows = self._admit(ids, None, finds_runs=False) if self.training else ids
@@ -242,8 +243,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     def _vectors_of(self, reusable: _Reusable[R, V]) -> V:
         looked_up = reusable.looked_up
         if looked_up.vectors is None or reusable.was_returned:
-            # Each call gives the tables gradients of its own, which are added up in the order of a
-            # model that looks nothing up ahead.
+            # Each call gives the tables gradients of its own, as without a lookup ahead.
             return self._look_up(looked_up.rows, ahead=False)
         if looked_up.ready is not None:
             stream = torch.cuda.current_stream()

@@ -1,14 +1,19 @@
 """The calls by which a model's collections look up tensors of its batches."""
 
 import contextlib
+import itertools
+import operator
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.staged_collection import (
+    Admitted,
     Bucketized,
     LookedUp,
     StagedCollection,
@@ -25,6 +30,8 @@ class LookupCall(NamedTuple):
     features: SparseFeatures
     tensors: list[int]
     """For each tensor of ``features`` its number among the batch's."""
+    turns: list[int]
+    """Positions among all calls of a forward; several where the model repeats the call."""
 
     def features_of(self, batch: Tree) -> SparseFeatures:
         """The features that the collection is called with for another batch of the layout."""
@@ -59,21 +66,29 @@ def observed_fixed_calls(model: nn.Module, batch: Tree) -> Iterator[list[Call]]:
 def observed_calls(
     model: nn.Module, batch: Tree, into: "list[Any] | None" = None
 ) -> Iterator[list[LookupCall]]:
-    """The calls of collections within it, once each, whose features are made of the tensors of
-    ``batch`` themselves, whatever holds them."""
+    """The calls of collections in forwards within it, once each, whose features are made of the
+    tensors of ``batch`` themselves, whatever holds them."""
     tensors_of_batch = tensors_in(with_sparse_features(batch))
     # By identity: a copy or a view of a batch's tensor may hold anything in the next batch.
     places = {id(tensor): number for number, tensor in enumerate(tensors_of_batch)}
     calls: list[LookupCall] = [] if into is None else into
+    turns = itertools.count()
 
     def note(collection: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(collection, StagedCollection)
+        if torch._C._current_graph_task_id() != -1:
+            return  # of a backward, which computes a part of forward again
         features = as_sparse_features(arguments[0])
         tensors = tensors_in(features)
         known = [places[id(tensor)] for tensor in tensors if id(tensor) in places]
-        call = LookupCall(collection, features, known)
-        if len(known) == len(tensors) and not any(map(call.is_same, calls)):
+        if len(known) < len(tensors):
+            return
+        call = LookupCall(collection, features, known, [next(turns)])
+        same = next(filter(call.is_same, calls), None)
+        if same is None:
             calls.append(call)
+        else:
+            same.turns.extend(call.turns)
 
     collections = [module for module in model.modules() if isinstance(module, StagedCollection)]
     hooks = [module.register_forward_pre_hook(note) for module in collections]
@@ -82,6 +97,26 @@ def observed_calls(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def looked_up_in_turns(
+    calls: Sequence[Call], admitted: Sequence[Admitted]
+) -> tuple[list[Call], list[LookedUp]]:
+    """Look up what was admitted of a batch for each of ``calls``, in the order of forward.
+
+    A call that the model repeats is looked up as often. Gradients of rows are added up in the order
+    of a model that looks nothing up ahead then.
+
+    Returns:
+        A call for each lookup, and the lookups.
+    """
+    ordered: list[tuple[int, Call, Admitted]] = []
+    for call, of_call in zip(calls, admitted, strict=True):
+        turns = call.turns if isinstance(call, LookupCall) else [sys.maxsize]
+        ordered += [(turn, call, of_call) for turn in turns]
+    ordered.sort(key=operator.itemgetter(0))
+    lookups = [call.collection.look_up(of_call) for _, call, of_call in ordered]
+    return [call for _, call, _ in ordered], lookups
 
 
 @contextlib.contextmanager

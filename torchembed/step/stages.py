@@ -145,7 +145,7 @@ class LookedUpBatch:
     data: Tree
     calls: Sequence[Call] = ()
     lookups: Sequence[LookedUp] = ()
-    """One for each of ``calls``."""
+    """One for each of ``calls``, of which some may be there more than once."""
     flag: BadIdFlag | None = None
     """Set where an id of ``calls`` is bad."""
     checks: list[IdCheck] = dataclasses.field(default_factory=list)

@@ -21,7 +21,7 @@ from torchembed.step.batches.batch_layout import is_on_gpu, to_device, with_spar
 from torchembed.step.batches.worker import Worker
 from torchembed.step.engines.eager_engine import EagerEngine
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.lookup_calls import LookupCall, observed_calls
+from torchembed.step.lookup_calls import LookupCall, looked_up_in_turns, observed_calls
 from torchembed.step.stages import (
     AdmittedBatch,
     BucketizedBatch,
@@ -201,12 +201,9 @@ class JaggedEngine:
 
     def _look_up(self, admitted: AdmittedBatch) -> LookedUpBatch:
         wait_for(admitted.ready)
-        lookups = [
-            call.collection.look_up(of_call)
-            for call, of_call in zip(self.calls, admitted.lookups, strict=True)
-        ]
+        calls, lookups = looked_up_in_turns(self.calls, admitted.lookups)
         return LookedUpBatch(
-            admitted.data, self.calls, lookups, admitted.flag, admitted.checks, admitted.epoch
+            admitted.data, calls, lookups, admitted.flag, admitted.checks, admitted.epoch
         )
 
 

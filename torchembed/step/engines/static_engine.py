@@ -27,7 +27,7 @@ from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.engines.step_resources import StepResources
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
-from torchembed.step.lookup_calls import LookupCall, observed_fixed_calls
+from torchembed.step.lookup_calls import LookupCall, looked_up_in_turns, observed_fixed_calls
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import update
 from torchembed.step.streams import fork, fork_and_join, join, named_range
@@ -391,10 +391,7 @@ class StaticStep:
             return LookedUpBatch(self._prefetch.batches[buffer])
         # Forward goes on until the model calls the collection, which waits for the vectors.
         with fork(stream), named_range("torchembed: look up"):
-            lookups = [
-                call.collection.look_up(of_call)
-                for call, of_call in zip(calls, admitted.lookups, strict=True)
-            ]
+            calls, lookups = looked_up_in_turns(calls, admitted.lookups)
         return LookedUpBatch(
             admitted.data, calls, lookups, admitted.flag, admitted.checks, admitted.epoch
         )
