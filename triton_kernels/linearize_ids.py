@@ -13,7 +13,7 @@ from torchembed.core.types import OnBadId
 from torchembed.triton_kernels.bags import bag_bounds
 from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.row_blocks import index_type
-from torchembed.triton_kernels.searching import count_not_above_each
+from torchembed.triton_kernels.searching import count_not_above_each, most_entries
 
 _BLOCK = 1024
 
@@ -32,6 +32,7 @@ def _linearize_ids_kernel(
     bounds_scale,
     CLAMP: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOST_FEATURES: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """``rows[p] = first_rows[f] + values[p]`` for position p of feature f; -1 for a bad id and for
@@ -44,16 +45,17 @@ def _linearize_ids_kernel(
     first = tl.program_id(0).to(INDEX) * BLOCK
     position = first + tl.arange(0, BLOCK)
     inside = position < num_ids
+    # Loaded first, so that the search and the ids are waited for at once.
+    value = tl.load(values_ptr + position, mask=inside, other=0).to(tl.int64)
     # One search for most blocks, since few blocks hold the end of a feature.
     ends_ptr = bounds_ptr + bounds_stride
     feature = count_not_above_each(
-        ends_ptr, num_features, first, bounds_stride, bounds_scale, BLOCK
+        ends_ptr, num_features, first, bounds_stride, bounds_scale, BLOCK, MOST_FEATURES
     )
     in_bag = inside & (feature < num_features)
     first_row = tl.load(first_rows_ptr + feature, mask=in_bag, other=0)
     limit = tl.load(num_rows_ptr + feature, mask=in_bag, other=0)
 
-    value = tl.load(values_ptr + position, mask=in_bag, other=0).to(tl.int64)
     bad = in_bag & ((value < 0) | (value >= limit))
     if CLAMP:
         # A table without rows has no nearest id, so its ids become row -1.
@@ -102,6 +104,7 @@ def launch_linearize_ids(
             scale,
             CLAMP=on_bad_id == OnBadId.CLAMP,
             BLOCK=_BLOCK,
+            MOST_FEATURES=most_entries(num_features),
             INDEX=index_type(values),
         )
     return rows, first_bad

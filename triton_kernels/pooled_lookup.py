@@ -24,7 +24,11 @@ from torchembed.triton_kernels.row_blocks import (
     row_block,
     store_rows,
 )
-from torchembed.triton_kernels.searching import count_not_above, count_not_above_each
+from torchembed.triton_kernels.searching import (
+    count_not_above,
+    count_not_above_each,
+    most_entries,
+)
 
 _COPY_FIELDS = tl.constexpr(COPY_FIELDS)
 _BLOCK = 1024
@@ -292,6 +296,7 @@ def _pooled_lookup_gradient_map_kernel(
     FIXED: tl.constexpr,
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOST_FEATURES: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """``gradient_rows[p] = b * F + f`` for position p of bag (f, b), and what scales its gradient.
@@ -305,7 +310,7 @@ def _pooled_lookup_gradient_map_kernel(
     inside = position < num_ids
     if FIXED:
         feature = count_not_above_each(
-            bounds_ptr + 1, num_features, first_position, 1, batch_size, BLOCK
+            bounds_ptr + 1, num_features, first_position, 1, batch_size, BLOCK, MOST_FEATURES
         )
         in_bag = feature < num_features
         first = tl.load(bounds_ptr + feature, mask=in_bag, other=0).to(INDEX)
@@ -362,6 +367,7 @@ def launch_pooled_lookup_gradient_map(
             FIXED=bounds.fixed,
             MEAN=mean,
             BLOCK=_BLOCK,
+            MOST_FEATURES=most_entries(num_features),
             INDEX=index_type(ids_like),
         )
     return gradient_rows, scales

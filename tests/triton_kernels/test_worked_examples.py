@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -199,15 +200,16 @@ def test_count_not_above(device: torch.device) -> None:
 
 
 @triton.jit
-def _count_each_kernel(entries_ptr, counts_ptr, BLOCK: tl.constexpr):
+def _count_each_kernel(entries_ptr, counts_ptr, BLOCK: tl.constexpr, MOST: tl.constexpr):
     first = tl.program_id(0) * BLOCK - 2
-    counts = searching.count_not_above_each(entries_ptr, 4, first, 1, 1, BLOCK)
+    counts = searching.count_not_above_each(entries_ptr, 4, first, 1, 1, BLOCK, MOST)
     tl.store(counts_ptr + first + 2 + tl.arange(0, BLOCK), counts)
 
 
-def test_count_not_above_each(device: torch.device) -> None:
+@pytest.mark.parametrize("most", [0, searching.most_entries(4), 8])
+def test_count_not_above_each(most: int, device: torch.device) -> None:
     counts = integers(device, *[-9] * 12)
-    _count_each_kernel[(3,)](integers(device, 0, 2, 2, 7), counts, BLOCK=4)
+    _count_each_kernel[(3,)](integers(device, 0, 2, 2, 7), counts, BLOCK=4, MOST=most)
     # Of -2 to 1, where an entry lies between; of 2 to 5, where none does; of 6 to 9.
     assert counts.tolist() == [0, 0, 1, 1, 3, 3, 3, 3, 3, 4, 4, 4]
 
