@@ -130,6 +130,30 @@ def test_the_mean_after_a_failed_backward_and_of_what_was_frozen() -> None:
         assert found == [[1.5, 1.5], [1.5, 1.5], [1.5]]
 
 
+def clamped_gradients() -> list[float]:
+    """On one rank: gradients that hooks clamp, one registered before the mean's and one after."""
+    found = []
+    for is_before in (True, False):
+        weight = nn.Parameter(torch.ones(()))
+
+        def clamp(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.clamp_(max=2.0)
+
+        means = [] if is_before else [GradientMean([weight], dist.group.WORLD)]
+        weight.register_post_accumulate_grad_hook(clamp)
+        means += [GradientMean([weight], dist.group.WORLD)] if is_before else []
+        means[0].come_last()
+        (weight * (1.0 + 3 * dist.get_rank())).backward()
+        assert weight.grad is not None
+        found.append(weight.grad.item())
+    return found
+
+
+def test_what_hooks_of_others_leave_is_averaged() -> None:
+    assert run_on_ranks(2, clamped_gradients) == [[1.5, 1.5]] * 2
+
+
 def orders(_: None) -> list[list[int]]:
     """On one rank, before and after a backward in which ranks use parameters in other orders."""
     parameters = [nn.Parameter(torch.ones(())) for _ in range(3)]

@@ -1,5 +1,6 @@
 """Entries of the zoo that a pipeline does not train as it should yet, with their outcome and why.
 
+``KNOWN_FAULTS`` are those of any number of ranks, ``KNOWN_FAULTS_ON_RANKS`` those of several alone.
 An entry that is not here is captured and equal to the plain loop, or trained eagerly with a word
 why and equal. Whoever mends an entry takes it out: a test fails where one of them is mended.
 """
@@ -19,4 +20,13 @@ class KnownFault(NamedTuple):
 KNOWN_FAULTS = {
     # Of what the loop changes between steps.
     "losses kept in a list": KnownFault(Kind.DIFFERENT, "the next step but one overwrites a loss"),
+}
+
+_TWO_STEPS_LATE = "the ranks agree on a batch two steps ahead, and a change concerns the next one"
+
+KNOWN_FAULTS_ON_RANKS = {
+    "number of a module changed between steps": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
+    "dropout rate changed between steps": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
+    "layer replaced in the middle": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
+    "hook that is registered in the middle": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
 }

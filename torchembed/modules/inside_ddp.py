@@ -46,11 +46,13 @@ class DenseOwner:
 
     def note_forward(self, module: nn.Module, mean: GradientMean | None) -> None:
         """Note a forward of a sharded ``module``: ``mean`` leaves out the parameters that a
-        ``DistributedDataParallel`` around the module averages.
+        ``DistributedDataParallel`` around the module averages, and comes after other hooks.
 
         Raises:
             RuntimeError: where that wrapper treats the module's tables as dense parameters.
         """
+        if mean is not None:
+            mean.come_last()
         ddp, last = active_ddp(), None if self._last is None else self._last()
         # Nothing to do in every forward but the first, and those after the model was wrapped anew.
         if ddp is last:

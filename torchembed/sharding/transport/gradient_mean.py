@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchembed.autograd.gradient_slots import FlatSpans, gather_gradients, joint_spans, slot_of
 from torchembed.autograd.weight_gradients import (
@@ -129,10 +130,14 @@ class GradientMean(LeftBehind):
         # The hook holds this object weakly: garbage collection does not see references from hooks,
         # so a strong one would keep the model for ever. The parameter's attribute keeps it instead.
         hook = functools.partial(_call, weakref.WeakMethod(self._on_gradient))
+        self._hooks: list[tuple[nn.Parameter, RemovableHandle]] = []
+        self._last_number = 0
+        """The number of handles that had been made when hooks were last put in order."""
         for parameter in filter(torch.is_floating_point, self._parameters):
             # Torch refuses hooks on a frozen parameter, but it may train later.
             is_trained = parameter.requires_grad
-            parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+            parameter.requires_grad_(True)
+            self._hooks.append((parameter, parameter.register_post_accumulate_grad_hook(hook)))
             parameter.requires_grad_(is_trained)
             parameter.torchembed_gradient_mean = self  # type: ignore[attr-defined]
 
@@ -140,6 +145,18 @@ class GradientMean(LeftBehind):
         """Stop averaging the gradients of ``parameters`` from the next backward on; the same ones
         on all ranks."""
         self._left_out = set(parameters)
+
+    def come_last(self) -> None:
+        """Have gradients averaged after the hooks that were registered on parameters since, as in
+        DDP: what these change is averaged. Called before a forward."""
+        # Every registration takes the next number of a counter in torch.
+        if RemovableHandle.next_id == self._last_number:
+            return
+        self._last_number = RemovableHandle.next_id
+        for parameter, handle in self._hooks:
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def _is_averaged(self, parameter: Tensor) -> bool:
         return parameter not in self._left_out and _is_averaged(parameter)

@@ -1,0 +1,67 @@
+"""Models and habits are trained by the pipeline as by a plain loop on two ranks, too.
+
+Their tables are sharded over the ranks, and each rank trains batches of its own. Captured steps are
+replayed from a tape, but padded ones, which several ranks call again.
+"""
+
+import functools
+import itertools
+import traceback
+
+import pytest
+import torch
+
+from tests.support.ranks import run_on_ranks
+from tests.support.tape import taped_captures
+from tests.zoo.harness import Kind, Outcome, joint, outcome_of
+from tests.zoo.known_faults import KNOWN_FAULTS, KNOWN_FAULTS_ON_RANKS
+from tests.zoo.sizes import tiny
+from tests.zoo.zoo import ENTRIES, FAMILIES
+
+NUM_RANKS = 2
+MODELS = ("pooled", "sequences", "tasks", "layers")
+"""Families whose entries differ little in what ranks do: one in four is trained here, and all of
+them by ``torchrun -m bench.models``."""
+CHOSEN = {
+    family.name: [entry.name for entry in family.entries[:: 4 if family.name in MODELS else 1]]
+    for family in FAMILIES
+}
+MENDED = (Kind.CAPTURED, Kind.SAID)
+LIMIT_SECONDS = 240.0
+"""Of a family, one rank of which may wait for the other where that failed alone."""
+
+
+def outcomes_on_a_rank(family: str) -> list[Outcome]:
+    """The outcome of each chosen entry; a traceback for its words where the plain loop fails."""
+    found = []
+    for name in CHOSEN[family]:
+        try:
+            with taped_captures():
+                found.append(outcome_of(ENTRIES[name], tiny(torch.device("cpu"))))
+        except Exception:  # noqa: BLE001 - it is reported as the outcome of this entry
+            found.append(Outcome(Kind.RAISES, traceback.format_exc()))
+    return found
+
+
+@functools.cache
+def outcomes(family: str) -> dict[str, Outcome]:
+    """Those of both ranks; one launch trains a family."""
+    by_rank = run_on_ranks(NUM_RANKS, outcomes_on_a_rank, family, limit_seconds=LIMIT_SECONDS)
+    return dict(zip(CHOSEN[family], map(joint, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("name", [*itertools.chain.from_iterable(CHOSEN.values())])
+def test_an_entry_is_equal_and_captured_or_said_on_two_ranks(name: str) -> None:
+    outcome = outcomes(ENTRIES[name].family)[name]
+    known = KNOWN_FAULTS_ON_RANKS.get(name, KNOWN_FAULTS.get(name))
+    if known is None:
+        assert outcome.kind in MENDED, str(outcome)
+        return
+    assert outcome.kind not in MENDED, f"{name} is {outcome}: take it out of the known faults"
+    assert outcome.kind is known.kind, str(outcome)
+    pytest.xfail(f"{outcome}; {known.reason}")
+
+
+def test_known_faults_are_entries() -> None:
+    assert KNOWN_FAULTS_ON_RANKS.keys() <= ENTRIES.keys()
+    assert CHOSEN.keys() >= set(MODELS)
