@@ -1,5 +1,6 @@
 """Which weights a backward reads after it has deferred their gradients."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,3 +33,14 @@ def test_what_is_read_later_is_found(device: torch.device) -> None:
     # Where layers are used twice, their second use reads what the first one's gradient was for.
     twice = cross(first(x))
     assert late_reads(last(twice + cross(twice))) == {id(p) for p in (*cross.u, *cross.v)}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("to_sparse", ["to_sparse_coo", "to_sparse_csr", "to_sparse_csc"])
+def test_reads_of_sparse_tensors_are_found(to_sparse: str, device: torch.device) -> None:
+    matrix = getattr(torch.eye(3, device=device), to_sparse)()
+    values = matrix._values() if to_sparse == "to_sparse_coo" else matrix.values()
+    x, other = torch.ones(3, 2, device=device), torch.ones(3, 2, device=device)
+    with ReadsOf([values, other]) as reads:
+        torch.sparse.mm(matrix, x)
+    assert reads.found == {id(values)}

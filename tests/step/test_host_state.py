@@ -14,7 +14,6 @@ import torchembed
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
-from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.watches.host_state import HostState
 from torchembed.training import TrainPipeline
@@ -139,31 +138,3 @@ def test_a_capture_that_succeeds_changes_nothing_back() -> None:
 
     assert failure_on_any_rank(capture, state) is None
     assert model.count == 1
-
-
-@pytest.mark.gpu
-def test_random_numbers_of_the_device_after_a_capture_that_fails(device: torch.device) -> None:
-    stream = torch.cuda.Stream()
-    numbers = torch.zeros(3, device=device)
-
-    def draw() -> None:
-        numbers.copy_(torch.rand_like(numbers))
-
-    captured = CapturedCall(draw, None, stream, None)
-
-    def drawn() -> list[float]:
-        captured.replay()
-        return [*numbers.tolist(), *torch.rand(2, device=device).tolist()]
-
-    def fail() -> None:
-        draw()
-        numbers[0].item()
-
-    torch.manual_seed(3)
-    expected = [drawn(), drawn()]
-    torch.manual_seed(3)
-    assert drawn() == expected[0]
-    state = HostState(nn.Linear(2, 2), device)
-    with pytest.warns(UserWarning, match="could not be captured"):
-        failure_on_any_rank(lambda: CapturedCall(fail, None, stream, None), state)
-    assert drawn() == expected[1]

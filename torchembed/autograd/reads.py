@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,12 +31,23 @@ class ReadsOf(TorchDispatchMode):
     ) -> Tree:
         # Subclasses, such as the fake tensors of a compilation, have no memory to compare.
         given = [t for t in tensors_in((args, kwargs)) if type(t) in (Tensor, nn.Parameter)]
-        extents = list(map(_extent, given))
+        extents = [_extent(part) for tensor in given for part in _parts(tensor)]
         for tensor in self._tensors:
             first, last = _extent(tensor)
             if any(start < last and first < stop for start, stop in extents):
                 self.found.add(id(tensor))
         return func(*args, **(kwargs or {}))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that ``tensor`` consists of: itself, or those of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

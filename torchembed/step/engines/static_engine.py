@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.core.trees import Tree
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
@@ -192,9 +191,7 @@ class StaticStep:
         self.has_replayed = False
         self._captured_forwards: list[CapturedCall] = []
         self._self_check: SelfCheck | None = None
-        # DDP takes no forward without a backward.
-        is_wrapped = any(isinstance(m, DistributedDataParallel) for m in program.model.modules())
-        if program.self_check_every is not None and not is_wrapped:
+        if program.self_check_every is not None and SelfCheck.can_check(program.model):
             self._self_check = SelfCheck(program, self._optimizers, program.self_check_every)
         self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
         self._trained: list[TrainedBatch | None] = [None, None]

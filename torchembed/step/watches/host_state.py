@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.step.stages import Reason
 from torchembed.step.watches.watched_values import CONTAINERS, OF_EVERY_MODULE, watched_modules
 
@@ -72,17 +73,14 @@ class HostState:
         generators = self._generators()
         states = [(generator, generator.get()) for generator in generators]
         attributes = [_saved_attributes(module) for _, module in watched_modules(self._model)]
-        of_device = torch.random.get_rng_state()
-        of_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        restore_random_numbers = saved_random_numbers(self._device)
 
         def restore() -> None:
             for generator, state in states:
                 generator.set(state)
             for restore_attributes in attributes:
                 restore_attributes()
-            torch.random.set_rng_state(of_device)
-            if of_gpu is not None:
-                torch.cuda.set_rng_state(of_gpu, self._device)
+            restore_random_numbers()
 
         return restore
 

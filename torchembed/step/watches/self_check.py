@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.autograd.gradient_slots import GradientSlot, slot_of
 from torchembed.core import ranks
+from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.core.trees import Tree, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.step.batches.batch_layout import with_own_containers
@@ -96,6 +98,17 @@ class SelfCheck:
         optimizers: the program's.
         every: how many replays lie between comparisons; the first replay of all is compared.
     """
+
+    @staticmethod
+    def can_check(model: nn.Module) -> bool:
+        """False for models whose forward may not be called once more for a comparison: under DDP,
+        which takes no forward without a backward, and with recurrent layers whose dropout cuDNN
+        draws from a state of its own, which cannot be put back."""
+        return not any(
+            isinstance(module, DistributedDataParallel)
+            or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+            for module in model.modules()
+        )
 
     def __init__(self, program: StepProgram, optimizers: StepOptimizers, every: int) -> None:
         self._program, self._optimizers, self._every = program, optimizers, every
@@ -282,8 +295,9 @@ def _called_from_python(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """A context that leaves the buffers of ``model`` and torch's random numbers as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
+    restore_random_numbers = saved_random_numbers(device)
+    yield
+    restore_random_numbers()
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)

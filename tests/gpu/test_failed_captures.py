@@ -1,0 +1,127 @@
+"""After a capture that fails, the process goes on as if there had been none."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchembed
+from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
+from tests.support.tiny_training import LOSS, assert_same_state, state_of
+from torchembed.core.random_numbers import saved_random_numbers
+from torchembed.step.engines.captured_call import CapturedCall
+from torchembed.step.engines.collective_capture import failure_on_any_rank
+from torchembed.step.watches.host_state import HostState
+from torchembed.training import TrainPipeline
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def fail(device: torch.device) -> Callable[[], None]:
+    """Fails to capture a draw of random numbers, after which the host waits for the device."""
+    stream, numbers = torch.cuda.Stream(), torch.zeros(3, device=device)
+
+    def wait() -> None:
+        numbers.copy_(torch.rand_like(numbers))
+        numbers[0].item()
+
+    def fail() -> None:
+        state = HostState(nn.Linear(2, 2), device)
+        with pytest.warns(UserWarning, match="could not be captured"):
+            failure_on_any_rank(lambda: CapturedCall(wait, None, stream, None), state)
+
+    return fail
+
+
+def test_random_numbers_are_those_of_no_capture(
+    device: torch.device, fail: Callable[[], None]
+) -> None:
+    numbers = torch.zeros(3, device=device)
+
+    def draw() -> None:
+        numbers.copy_(torch.rand_like(numbers))
+
+    captured = CapturedCall(draw, None, torch.cuda.Stream(), None)
+
+    def drawn() -> list[float]:
+        captured.replay()
+        return [*numbers.tolist(), *torch.rand(2, device=device).tolist()]
+
+    torch.manual_seed(3)
+    expected = [drawn(), drawn()]
+    torch.manual_seed(3)
+    assert drawn() == expected[0]
+    fail()
+    assert drawn() == expected[1]
+
+
+def test_memory_is_freed_and_the_stream_is_the_same(
+    device: torch.device, fail: Callable[[], None]
+) -> None:
+    def reserved_after_use() -> int:
+        block, stream = torch.empty(1 << 28, device=device), torch.cuda.Stream()
+        block.record_stream(stream)
+        del block
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    before, stream = reserved_after_use(), torch.cuda.current_stream()
+    fail()
+    assert torch.cuda.current_stream() == stream
+    assert reserved_after_use() < before + (1 << 28)
+
+
+class Recurrent(TinyModel):
+    """An LSTM with dropout, whose masks cuDNN draws from a state that seeds reset."""
+
+    def __init__(self) -> None:
+        super().__init__(is_deep=True)
+        self.lstm = nn.LSTM(1, 4, num_layers=2, batch_first=True, dropout=0.5)
+
+    def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
+        states, _ = self.lstm(self.tables(sparse).values()[:, :, None])
+        return super().forward(dense, sparse) + states[:, -1, :1].sum(1)
+
+
+def test_dropout_of_cudnn_is_that_of_a_plain_loop(device: torch.device) -> None:
+    batches = [batch.to(device) for batch in fixed_batches(10)]
+
+    def trained(is_captured: bool) -> tuple[list[float], nn.Module]:
+        torch.manual_seed(0)
+        model = Recurrent().to(device)
+        optimizers = make_optimizers(model)
+        torch.manual_seed(1)
+        if not is_captured:
+            return [step_by_hand(model, LOSS, optimizers, b).item() for b in batches], model
+        with TrainPipeline(model, LOSS, optimizers, self_check_every=3) as pipeline:
+            iterator = iter(batches)
+            losses = [pipeline.progress(iterator).loss.item() for _ in batches]
+            assert pipeline.num_captures > 0
+        return losses, model
+
+    expected, by_hand = trained(is_captured=False)
+    found, model = trained(is_captured=True)
+    assert found == expected
+    assert_same_state(model, state_of(by_hand))
+
+
+def test_random_numbers_put_back_reset_no_dropout_of_cudnn(device: torch.device) -> None:
+    lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5, device=device)
+    x = torch.ones(5, 3, 4, device=device)
+    numbers = itertools.count()
+
+    def outputs(put_back: bool) -> list[Tensor]:
+        torch.manual_seed(next(numbers) * 0)
+        first = lstm(x)[0]
+        if put_back:
+            saved_random_numbers(device)()
+        return [first, lstm(x)[0]]
+
+    with warnings.catch_warnings():
+        for found, expected in zip(outputs(True), outputs(False), strict=True):
+            assert torch.equal(found, expected)
