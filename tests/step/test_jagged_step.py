@@ -214,14 +214,14 @@ def test_jagged_steps_of_a_model_equal_its_plain_ones(kind: type[nn.Module]) -> 
         assert_same_state(model, state_of(models[0]))
 
 
-def test_a_model_with_a_vector_for_each_id_is_trained_in_jagged_steps() -> None:
+def test_a_model_with_a_vector_for_each_id_is_trained_in_padded_steps() -> None:
     batches = jagged_batches(5)
     plain, model = Sequences(), Sequences()
     optimizers = make_optimizers(plain)
     expected = [step_by_hand(plain, linear_loss, optimizers, batch).item() for batch in batches]
     with TrainPipeline(model, linear_loss, make_optimizers(model), capture=True) as pipeline:
         assert results_of(pipeline, batches) == expected
-        assert isinstance(pipeline.engine, JaggedEngine)
+        assert isinstance(pipeline.engine, PaddedEngine)
     assert_same_state(model, state_of(plain))
 
 
@@ -369,7 +369,7 @@ class TestOnGpu:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert threads == NOT_THE_MAIN_ONE
-            assert pipeline.engine.is_captured == (kind is TinyModel)
+            assert pipeline.engine.is_captured
 
     def test_batches_that_outgrow_the_capacity_get_more(self, device: torch.device) -> None:
         batches, found = jagged_batches(24), []

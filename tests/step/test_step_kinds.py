@@ -154,7 +154,7 @@ def test_a_model_that_looks_up_single_ids_is_not_padded() -> None:
     with TrainPipeline(model, linear_loss, make_optimizers(model), capture=True) as pipeline:
         kinds = kinds_of(pipeline, [make_batch(4, n) for n in range(3)])
     assert kinds[-1].form == "jagged"
-    assert "more than pooled vectors" in str(kinds[-1].why)
+    assert "no features of the batch as they came" in str(kinds[-1].why)
 
 
 def sizes_trained(sizes: list[int], **settings: Any) -> tuple[list[StepKind], int]:

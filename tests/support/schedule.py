@@ -21,6 +21,7 @@ LONGEST_FIRST = (
     "tests/bench/step/",
     "tests/ops/test_pooled_lookup.py",
     "tests/zoo/",
+    "tests/step/test_padded_sequences.py",
 )
 """Those that take over ten seconds: begun late, one would leave the other processes idle."""
 

@@ -18,7 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchembed.core import ranks
+from torchembed.core.trees import tensors_in
+from torchembed.ops.jagged import function as jagged_function
 from torchembed.sharding.transport.collectives import GatheredSize
+from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
 from torchembed.step.engines import static_engine
 from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.static_engine import StaticStep
@@ -217,13 +221,35 @@ def _has_fixed_shapes(step: StaticStep) -> bool:
     return step._program.group is None or step.bucketized is None
 
 
+def _bucketize_in_place(buffers: BucketizedBuffers, buffer: int) -> None:
+    """Bucketize a buffer's batch in the memory that the one before it has, as a graph does."""
+    before = buffers.batches[buffer]
+    _bucketize(buffers, buffer)
+    now = buffers.batches[buffer]
+    if before is None or now is None:
+        return
+    found, memory = (tensors_in((b.lookups, b.checks, b.needed)) for b in (now, before))
+    for tensor, old in zip(found, memory, strict=True):
+        if tensor is not old:
+            _write(tensor, old)
+    buffers.batches[buffer] = before
+
+
+_bucketize = BucketizedBuffers._bucketize
+
+
 @contextlib.contextmanager
 def taped_captures() -> Iterator[None]:
     """A context in which pipelines on a CPU with ``capture=True`` replay tapes of their steps.
 
     Padded steps of several ranks are called again, as they are outside of it.
     """
+    is_alone = ranks.world_size() == 1
+    bucketize = _bucketize_in_place if is_alone else _bucketize
     with (
+        # A check of contents, which the CPU alone does.
+        mock.patch.object(jagged_function, "_check_room"),
+        mock.patch.object(BucketizedBuffers, "_bucketize", bucketize),
         mock.patch.object(static_engine, "CapturedCall", TapedCall),
         mock.patch.object(StaticStep, "_has_fixed_shapes", property(_has_fixed_shapes)),
     ):

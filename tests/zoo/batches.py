@@ -134,6 +134,27 @@ def sessions(sizes: Sizes, count: int) -> list[dict[str, object]]:
     return found
 
 
+def jagged_sessions(sizes: Sizes, count: int) -> list[dict[str, object]]:
+    """Histories and categories of any length, and a target, with the label of each sample."""
+    found: list[dict[str, object]] = []
+    for seed, history in enumerate(histories(sizes, count)):
+        generator = torch.Generator().manual_seed(seed)
+        of_categories = torch.randint(4, (sizes.batch_size,), generator=generator)
+        shown = history.items.cpu()
+        ones = torch.ones_like(of_categories)
+        lengths = torch.cat([of_categories, ones, (shown > 0).sum(1)])
+        num_categories = int(of_categories.sum())
+        categories = torch.randint(sizes.num_rows, (num_categories,), generator=generator)
+        features = torchembed.SparseFeatures(
+            keys=("categories", "target", "history"),
+            values=torch.cat([categories, history.target.cpu(), shown[shown > 0]]),
+            offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            batch_size=sizes.batch_size,
+        )
+        found.append({"features": features.to(sizes.device), "label": history.label})
+    return found
+
+
 def pairs(sizes: Sizes, count: int) -> list[dict[str, Tensor]]:
     """A user and an item of each sample, with its label."""
     batches = []

@@ -3,6 +3,7 @@
 from tests.zoo.batch_habits import BATCHES
 from tests.zoo.gradient_habits import GRADIENTS
 from tests.zoo.hook_habits import HOOKS
+from tests.zoo.jagged_sequence_models import JAGGED_SEQUENCES
 from tests.zoo.layer_habits import LAYERS
 from tests.zoo.pooled_models import POOLED
 from tests.zoo.random_habits import RANDOM
@@ -11,5 +12,17 @@ from tests.zoo.sequence_models import SEQUENCES
 from tests.zoo.state_habits import STATE
 from tests.zoo.task_models import TASKS
 
-FAMILIES = (POOLED, SEQUENCES, TASKS, BATCHES, LAYERS, STATE, HOOKS, SCHEDULES, RANDOM, GRADIENTS)
+FAMILIES = (
+    POOLED,
+    SEQUENCES,
+    JAGGED_SEQUENCES,
+    TASKS,
+    BATCHES,
+    LAYERS,
+    STATE,
+    HOOKS,
+    SCHEDULES,
+    RANDOM,
+    GRADIENTS,
+)
 ENTRIES = {entry.name: entry for family in FAMILIES for entry in family.entries}

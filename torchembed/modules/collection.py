@@ -13,7 +13,7 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig, as_config
-from torchembed.modules.feature_selection import select_features
+from torchembed.modules.feature_selection import capacity_for, select_features
 from torchembed.modules.slots import Slots
 from torchembed.modules.staged_collection import B, R, StagedCollection, V
 from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
@@ -43,8 +43,12 @@ class FeatureSlots:
         """For each slot the key of its result: ``feature@table`` where several tables use it."""
         self._indices_of_keys: dict[tuple[str, ...], list[int]] = {}
 
-    def batch(self, features: Features) -> SparseFeatures:
+    def batch(self, features: Features, *, has_capacity: bool = False) -> SparseFeatures:
         """``features`` (ours or a ``KeyedJaggedTensor``) with exactly one feature for each slot.
+
+        Args:
+            has_capacity: take room for as many ids as the shape of ``features`` allows, on a CPU
+                too, in place of asking how many there are.
 
         Raises:
             ValueError: where a feature is missing; on the CPU also for offsets outside the ids.
@@ -62,7 +66,9 @@ class FeatureSlots:
             indices = [batch.keys.index(name) for name in self.features]
             if not is_traced:
                 self._indices_of_keys[batch.keys] = indices
-        return select_features(batch, indices)
+        return select_features(
+            batch, indices, capacity_for(batch, indices) if has_capacity else None
+        )
 
 
 class Collection(StagedCollection[B, R, V]):

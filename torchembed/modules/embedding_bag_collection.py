@@ -112,8 +112,12 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     def _exchange_sizes(self, features: SparseFeatures, *, ahead: bool) -> SparseFeatures:
         return weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
 
-    def _route(self, ids: SparseFeatures, capacity: int | None) -> SlotRows:
-        return self._slots.route(ids)
+    def _bucketize(self, features: SparseFeatures) -> SparseFeatures:
+        batch = self._feature_slots.batch(features, has_capacity=True)
+        return weighted_as_asked(batch, self._is_weighted)
+
+    def _route(self, ids: SparseFeatures, capacity: Sequence[int] | None) -> SlotRows:
+        return self._slots.route(ids, has_capacity=capacity is not None)
 
     def _admit(self, ids: SlotRows, admission: Admission | None, *, finds_runs: bool) -> SlotRows:
         return self._slots.admit(ids, admission, finds_runs=finds_runs)

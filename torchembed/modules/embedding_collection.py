@@ -13,8 +13,9 @@ from torchembed.core.stand_ins import is_stand_in
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig
-from torchembed.modules.feature_selection import num_ids_of_features
-from torchembed.modules.slots import SlotRows
+from torchembed.modules.feature_selection import lengths_of_features, num_ids_of_features
+from torchembed.modules.slots import SlotRows, Slots
+from torchembed.modules.spread_ids import IdSpreader
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.modules.table_lookup import look_up
 from torchembed.modules.traced.traced_slots import traced_num_ids
@@ -58,6 +59,7 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
         super().__init__(tables, device, on_bad_id, seed, output_dtype)
         self.embeddings = self._table_weights()
         self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
+        self._spread_ids = IdSpreader()
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((table, self.embeddings[table.spec.name]) for table in self._tables)
@@ -88,15 +90,22 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
         batch = self._feature_slots.batch(features)
         return SizedFeatures(batch, num_ids_of_features(batch).tolist())
 
-    def _route(self, ids: "SizedFeatures", capacity: int | None) -> "SizedRows":
-        features, num_ids = ids
-        return SizedRows(self._slots.route(features, num_ids), num_ids)
+    def _bucketize(self, features: SparseFeatures) -> "SizedFeatures":
+        batch = self._feature_slots.batch(features, has_capacity=True)
+        is_known = batch.hotness is not None
+        return SizedFeatures(batch, num_ids_of_features(batch).tolist() if is_known else None)
+
+    def _needed_capacity(self, ids: "SizedFeatures") -> Tensor | None:
+        return None if ids.num_ids is not None else lengths_of_features(ids.features)
+
+    def _route(self, ids: "SizedFeatures", capacity: Sequence[int] | None) -> "SizedRows":
+        return routed_sequences(self._slots, ids, self._spread_ids, capacity)
 
     def _admit(
         self, ids: "SizedRows", admission: Admission | None, *, finds_runs: bool
     ) -> "SizedRows":
         rows = self._slots.admit(ids.rows, admission, finds_runs=finds_runs)
-        return SizedRows(rows, ids.num_ids)
+        return ids._replace(rows=rows)
 
     def _look_up(self, rows: "SizedRows", *, ahead: bool) -> "SequenceVectors":
         return sequence_slots(*rows, self._output_dtype, self._weight_form)
@@ -119,8 +128,8 @@ class SizedFeatures(NamedTuple):
     """A batch, with the number of ids of each feature on the host."""
 
     features: SparseFeatures
-    num_ids: list[int]
-    """Number of ids of each feature."""
+    num_ids: list[int] | None
+    """Number of ids of each feature; None for jagged ones whose capacity the host knows alone."""
 
 
 class SizedRows(NamedTuple):
@@ -128,7 +137,22 @@ class SizedRows(NamedTuple):
 
     rows: SlotRows
     num_ids: list[int]
-    """Number of ids of each slot."""
+    """Number of ids of each slot, or of places for them."""
+    offsets: Tensor | None = None
+    """``[slots, B + 1]``, where slots have places for more ids than their bags hold."""
+
+
+def routed_sequences(
+    slots: Slots, ids: SizedFeatures, spread_ids: IdSpreader, places: Sequence[int] | None
+) -> SizedRows:
+    """The rows of ``ids``, which has a feature for each of the ``slots``; in so many ``places`` for
+    each where the host does not know how many ids they have."""
+    if ids.num_ids is not None:
+        return SizedRows(slots.route(ids.features, ids.num_ids), ids.num_ids)
+    assert places is not None
+    spread = spread_ids(ids.features, places)
+    rows = slots.route(spread.features, is_valid=spread.is_id)
+    return SizedRows(rows, list(places), spread.offsets)
 
 
 SequenceVectors = list[tuple[Tensor, Tensor]]
@@ -147,9 +171,14 @@ def jagged_result(
 
 
 def sequence_slots(
-    rows: SlotRows, num_ids: Sequence[int], output_dtype: torch.dtype, weight_form: WeightGradient
+    rows: SlotRows,
+    num_ids: Sequence[int],
+    offsets: Tensor | None,
+    output_dtype: torch.dtype,
+    weight_form: WeightGradient,
 ) -> SequenceVectors:
-    """The vectors of each slot, of ``num_ids`` ids; one call for each group."""
+    """The vectors of each slot, of ``num_ids`` ids, with ``offsets`` where these are not those of
+    ``rows``; one call for each group."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for group_rows in rows.groups:
         entry, features = group_rows.entry, group_rows.features
@@ -160,7 +189,13 @@ def sequence_slots(
             output_dtype=output_dtype,
             weight_form=weight_form,
         )
-        split = split_slots(features, [num_ids[slot] for slot in entry.slots], vectors)
+        of_slots = [num_ids[slot] for slot in entry.slots]
+        if offsets is None:
+            split = split_slots(features, of_slots, vectors)
+        else:
+            bags = offsets.unbind()
+            pairs = zip(vectors.split(of_slots), entry.slots, strict=True)
+            split = [(part, bags[slot]) for part, slot in pairs]
         found.update(zip(entry.slots, split, strict=True))
     return [found[slot] for slot in range(len(found))]
 

@@ -21,7 +21,13 @@ def num_ids_of_features(features: SparseFeatures) -> HostNumbers:
         return HostNumbers(hotness * batch_size)
     if not batch_size:
         return HostNumbers(torch.zeros(num_features, dtype=torch.int64, device="cpu"))
-    return HostNumbers(bounds_of_features(features).diff())
+    return HostNumbers(lengths_of_features(features))
+
+
+def lengths_of_features(features: SparseFeatures) -> Tensor:
+    """``[F]``: the number of ids of each feature of jagged ``features`` with samples, on their
+    device."""
+    return bounds_of_features(features).diff()
 
 
 def bounds_of_features(features: SparseFeatures) -> Tensor:
@@ -59,7 +65,7 @@ def select_features(
         )
     assert features.offsets is not None
     if num_ids is None:
-        num_ids = _capacity_for(features, indices)
+        num_ids = _num_ids_for(features, indices)
     permuted = permute_features(
         features.values,
         features.offsets,
@@ -78,13 +84,18 @@ def select_features(
     )
 
 
-def _capacity_for(features: SparseFeatures, indices: Sequence[int]) -> int:
+def capacity_for(features: SparseFeatures, indices: Sequence[int]) -> int:
+    """The most ids that ``features`` can have at ``indices``, by their shape alone."""
+    return features.values.numel() * max([0, *Counter(indices).values()])
+
+
+def _num_ids_for(features: SparseFeatures, indices: Sequence[int]) -> int:
     """The number of ids of jagged ``features`` at ``indices``; on a GPU, the most that it can
     be."""
     batch_size = features.batch_size
     is_traced = torch.compiler.is_compiling() or is_stand_in(features.values)
     if features.values.is_cuda or is_traced:
-        return features.values.numel() * max([0, *Counter(indices).values()])
+        return capacity_for(features, indices)
     if not batch_size:
         return 0
     assert features.offsets is not None

@@ -102,7 +102,7 @@ class JoinedLookup:
         return Bucketized(_NO_FEATURES, ids)
 
     def route(
-        self, bucketized: Bucketized[JoinedIds], capacity: int | None = None
+        self, bucketized: Bucketized[JoinedIds], capacity: Sequence[int] | None = None
     ) -> Routed[JoinedRows]:
         """The rows of the ids; pure.
 

@@ -15,7 +15,7 @@ from torchembed.core.piece_order import PieceOrder
 from torchembed.core.stand_ins import KeptTensors, is_stand_in, makes_stand_ins
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
-from torchembed.modules.feature_selection import bounds_of_features, select_features
+from torchembed.modules.feature_selection import bounds_of_features, capacity_for, select_features
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.segments import Runs, find_runs
@@ -165,20 +165,26 @@ class Slots:
         batch: SparseFeatures,
         num_ids: Sequence[int] | None = None,
         is_valid: Tensor | None = None,
+        *,
+        has_capacity: bool = False,
     ) -> SlotRows:
         """The rows of every slot's ids, without a change of any table.
 
         Args:
             batch: exactly one feature for each slot, in their order.
             num_ids: of each feature, where the host knows.
-            is_valid: as of :class:`Ids`; for fixed hotness.
+            is_valid: as of :class:`Ids`; for fixed hotness. What is no id may be any number of
+                its table's ids; unless bad ids are looked up as zeros, it must be one of them.
+            has_capacity: as of :meth:`~torchembed.modules.collection.FeatureSlots.batch`.
 
         Raises:
             IndexError: for an id outside its table under ``OnBadId.RAISE``.
         """
         groups = []
         for entry in self.by_group():
-            known = None if num_ids is None else sum(num_ids[slot] for slot in entry.slots)
+            known = capacity_for(batch, entry.slots) if has_capacity else None
+            if num_ids is not None:
+                known = sum(num_ids[slot] for slot in entry.slots)
             features = select_features(batch, entry.slots, known, entry.reorder)
             ids = Ids(features, _selected_mask(is_valid, batch, entry))
             rows = self._routed(entry, ids)
@@ -195,7 +201,8 @@ class Slots:
         )
         if self._on_bad_id is OnBadId.RAISE:
             submit_bad_id(features, first_bad, entry.names, self.bad_ids)
-        return rows
+        # An index of ranges gives a row to what is no id but a number of one of its rows.
+        return rows if ids.is_valid is None else rows.masked_fill(~ids.is_valid, -1)
 
     def admit(
         self, routed: SlotRows, admission: Admission | None = None, *, finds_runs: bool

@@ -117,8 +117,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     def bucketize(self, features: Tree) -> Bucketized[B]:
         """Check the ids of ``features`` and sort them by the rank that holds their rows.
 
-        Waits for nothing and is of this rank alone. All shapes follow from those of ``features``;
-        pooled collections only.
+        Waits for nothing and is of this rank alone. All shapes follow from those of ``features``.
 
         Raises:
             IndexError, ValueError, TypeError: as ``forward`` would.
@@ -142,24 +141,27 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             return Bucketized(batch, self._exchange_sizes(batch, ahead=True))
 
     def needed_capacity(self, bucketized: Bucketized[B]) -> Tensor | None:
-        """The most ids that this rank sends to one, int64 ``[]``; None where none are sent."""
+        """The capacity that :meth:`route` must be given for what was bucketized, an integer tensor
+        ``[n]`` on the device; None where it needs none."""
         with torch.no_grad():
             return self._needed_capacity(bucketized.ids)
 
-    def agreed_capacity(self, needed: int) -> int:
-        """The largest ``needed`` of all ranks; for the thread of :meth:`exchange_sizes`, in the
-        same order on every rank."""
-        return needed
+    def agreed_capacity(self, needed: Sequence[int]) -> list[int]:
+        """The largest of each number of ``needed`` over all ranks; for the thread of
+        :meth:`exchange_sizes`, in the same order on every rank."""
+        return list(needed)
 
-    def route(self, bucketized: Bucketized[B], capacity: int | None = None) -> Routed[R]:
+    def route(self, bucketized: Bucketized[B], capacity: Sequence[int] | None = None) -> Routed[R]:
         """Exchange the ids; pure: no table changes, and stale ids may be routed again.
 
         Never waits for a GPU. Collective where the tables are sharded: every rank routes its
         batches in the same order, between the same forwards.
 
         Args:
-            capacity: for what was bucketized without an exchange of sizes: how many ids each rank
-                sends to each, no fewer than any rank needs, the same on all ranks.
+            capacity: for what was bucketized without an exchange of sizes: the numbers of ids that
+                there is room for, no fewer than :meth:`needed_capacity` says on any rank, the same
+                on all. How many ids each rank sends to each and, where a vector is looked up for
+                each id, how many each feature has.
         """
         with torch.no_grad():
             return Routed(bucketized.features, self._route(bucketized.ids, capacity))
@@ -272,7 +274,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         """:meth:`needed_capacity` of this collection."""
         return None
 
-    def _route(self, ids: B, capacity: int | None) -> R:
+    def _route(self, ids: B, capacity: Sequence[int] | None) -> R:
         """:meth:`route` of this collection."""
         raise NotImplementedError
 

@@ -61,12 +61,13 @@ class TrainPipeline:
 
     - static: batches of fixed hotness, in a graph for each layout (shapes, dtypes, numbers and
       strings) that recurs: the first one's, and each that comes twice, up to ``max_layouts``;
-    - padded: batches whose lengths vary (jagged ``SparseFeatures``, a ``KeyedJaggedTensor``), of a
-      model that needs pooled vectors only, in a graph with a capacity for a quarter more ids than
-      the first batch has. A thread finds out ahead whether a batch fits, and a step with a larger
-      capacity is captured for one that does not;
-    - jagged: such batches of a model that needs a vector for each id, without a graph. The thread
-      finds out sizes, and the main thread waits for no GPU;
+    - padded: batches whose lengths vary (jagged ``SparseFeatures``, a ``KeyedJaggedTensor``), in a
+      graph with a capacity for a quarter more ids than the first batch has. A thread finds out
+      ahead whether a batch fits, and a step with a larger capacity is captured for one that does
+      not. Of a feature with a vector for each id the values are zeros behind its last bag, and a
+      model that computes something else then is found out before it trains;
+    - jagged: such batches of a model that is found out, or computes with ids, without a graph. The
+      thread finds out sizes, and the main thread waits for no GPU;
     - eager: other batches (a smaller last one), on all ranks where it is so on one.
 
     Where capture fails, a warning says why, and such steps are eager from then on. Use the pipeline

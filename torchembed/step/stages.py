@@ -119,7 +119,10 @@ class BucketizedBatch:
     ready: torch.cuda.Event | None = None
     """Recorded on a GPU once another stream may use it."""
     needed: Tensor | None = None
-    """int64 ``[calls]``: the most ids that this rank sends to one; of padded steps."""
+    """int64 ``[n]``: the capacity that the lookup calls need, one after the other; of padded
+    steps."""
+    num_needed: tuple[int, ...] = ()
+    """How many of these numbers are each call's."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

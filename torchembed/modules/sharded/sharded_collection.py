@@ -314,10 +314,12 @@ class ShardedCollection(StagedCollection[B, R, V]):
         or in it: collectives of two threads in one group may be paired wrongly."""
         return self._ranks.sizes_group if ahead else self._ranks.group
 
-    def agreed_capacity(self, needed: int) -> int:
-        number = torch.tensor(needed, device="cpu")
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._ranks.sizes_group)
-        return int(number)
+    def agreed_capacity(self, needed: Sequence[int]) -> list[int]:
+        if not needed:
+            return []
+        numbers = torch.tensor(needed, dtype=torch.int64, device="cpu")
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._ranks.sizes_group)
+        return numbers.tolist()
 
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""

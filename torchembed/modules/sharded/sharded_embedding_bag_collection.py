@@ -121,7 +121,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return _BucketizedBags(batch, route, of_replicated)
 
     def _needed_capacity(self, ids: "_BucketizedBags") -> Tensor | None:
-        return None if ids.route is None else ids.route.needed_capacity()
+        return None if ids.route is None else ids.route.needed_capacity().reshape(1)
 
     def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
         batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
@@ -141,7 +141,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
             return None
         return select_features(batch, self._replicated_slots, num_ids)
 
-    def _route(self, ids: "_BucketizedBags", capacity: int | None) -> "_RoutedBags":
+    def _route(self, ids: "_BucketizedBags", capacity: Sequence[int] | None) -> "_RoutedBags":
         batch, jagged_route, of_replicated, batch_sizes = ids
         route = sharded = replicated = num_ids = None
         if self._sharded_slots:
@@ -150,7 +150,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
                 of_parts = [part.slot for part in parts]
                 route = FixedRoute(batch, of_parts, layout, self._ranks, batch_sizes)
             else:
-                jagged_route.exchange_ids(capacity)
+                jagged_route.exchange_ids(None if capacity is None else capacity[0])
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
             sharded = local.route(route.features, num_ids, route.is_valid)
         if of_replicated is not None:

@@ -16,12 +16,14 @@ from torchembed.modules.embedding_collection import (
     SizedFeatures,
     SizedRows,
     jagged_result,
+    routed_sequences,
     sequence_slots,
     split_slots,
 )
 from torchembed.modules.feature_selection import num_ids_of_features, select_features
 from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.slots import SlotRows
+from torchembed.modules.spread_ids import IdSpreader
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.layout import SlotPart
@@ -53,6 +55,7 @@ class ShardedEmbeddingCollection(
         device: torch.device,
     ) -> None:
         super().__init__(description, plans, ranks, held, device)
+        self._spread_ids = IdSpreader()
         by_width: dict[int, list[SlotPart]] = {}
         for part in self._sharded_parts():
             by_width.setdefault(part.num_columns, []).append(part)
@@ -81,7 +84,9 @@ class ShardedEmbeddingCollection(
         batch = dataclasses.replace(self._feature_slots.batch(features), weights=None)
         return self._checked(with_offsets(batch))
 
-    def _route(self, ids: "_BucketizedSequences", capacity: int | None) -> "_RoutedSequences":
+    def _route(
+        self, ids: "_BucketizedSequences", capacity: Sequence[int] | None
+    ) -> "_RoutedSequences":
         by_width = {}
         for width, (of_parts, route) in ids.routes.items():
             route.exchange_ids()
@@ -90,8 +95,9 @@ class ShardedEmbeddingCollection(
             by_width[width] = _WidthLookups(of_parts, route, rows)
         replicated = None
         if ids.replicated is not None:
-            features, num_ids = ids.replicated
-            replicated = SizedRows(self._replicated.route(features, num_ids), num_ids)
+            replicated = routed_sequences(
+                self._replicated, ids.replicated, self._spread_ids, capacity
+            )
         return _RoutedSequences(by_width, replicated)
 
     def _admit(
@@ -126,7 +132,7 @@ class ShardedEmbeddingCollection(
         for width, (of_parts, route, rows) in lookups.by_width.items():
             num_ids = route.num_ids_of_blocks
             assert num_ids is not None
-            looked_up = sequence_slots(rows, num_ids, self._output_dtype, self._weight_form)
+            looked_up = sequence_slots(rows, num_ids, None, self._output_dtype, self._weight_form)
             like = torch.empty(0, width, dtype=self._output_dtype, device=rows.device)
             vectors = torch.cat([like, *(values for values, _ in looked_up)])
             returned = route.return_sequences(vectors)

@@ -155,13 +155,17 @@ def permute_features(
         num_ids,
     )
     if values.device.type == "cpu" and not torch.compiler.is_compiling() and not makes_stand_ins():
-        needed = int(new_offsets[-1])
-        if num_ids < needed:
-            raise ValueError(
-                f"num_ids must be {needed} or more, the ids of features {permutation}, "
-                f"got {num_ids}"
-            )
+        _check_room(num_ids, new_offsets, permutation)
     return PermutedFeatures(new_values, new_offsets, None if weights is None else new_weights)
+
+
+def _check_room(num_ids: int, offsets: Tensor, permutation: list[int]) -> None:
+    """Raise ``ValueError`` where ``offsets`` end behind ``num_ids``; a GPU is not waited for."""
+    needed = int(offsets[-1])
+    if num_ids < needed:
+        raise ValueError(
+            f"num_ids must be {needed} or more, the ids of features {permutation}, got {num_ids}"
+        )
 
 
 def bucketize_rows(

@@ -1,6 +1,7 @@
 """Batches of varying lengths in input buffers, their ids sorted by destination before any is sent.
 
-What that needs to know of the other ranks, how many ids each sends at most, is found here too.
+What that needs to know of the other ranks, how many ids each sends at most, is found here too, and
+how many ids features have for which a vector each is looked up.
 """
 
 from collections.abc import Sequence
@@ -21,36 +22,55 @@ class Capacity(NamedTuple):
 
     num_ids: int
     """The most ids of one ``SparseFeatures`` of a batch."""
-    per_call: tuple[int, ...]
-    """For each lookup call of the model, the most ids that one rank sends to another."""
+    per_call: tuple[tuple[int, ...], ...]
+    """For each lookup call of the model, the numbers that its collection's ``route`` takes."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those of all lookup calls, one after the other."""
+        return tuple(number for of_call in self.per_call for number in of_call)
 
 
 def bucketize(calls: Sequence[LookupCall], batch: Tree, device: torch.device) -> BucketizedBatch:
     """Sort the ids of a batch on ``device`` by their rank, without waiting for it."""
     with torch.no_grad(), deferred_id_checks() as checks:
         lookups = [call.collection.bucketize(call.features_of(batch)) for call in calls]
-        none = torch.zeros((), dtype=torch.int64, device=device)
-        needed = [
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        of_calls = [
             call.collection.needed_capacity(bucketized)
             for call, bucketized in zip(calls, lookups, strict=True)
         ]
-        numbers = torch.stack([none if number is None else number.long() for number in needed])
-        return BucketizedBatch(batch, lookups, checks, needed=numbers)
+        needed = [none if numbers is None else numbers.long() for numbers in of_calls]
+        num_needed = tuple(numbers.numel() for numbers in needed)
+        return BucketizedBatch(
+            batch, lookups, checks, needed=torch.cat([none, *needed]), num_needed=num_needed
+        )
 
 
 class BucketizedBuffers:
     """The bucketized batch of each of two input buffers, in memory that the buffer's next batch
-    then takes; bucketized by CUDA graphs once they are captured."""
+    then takes; bucketized by CUDA graphs once they are captured.
+
+    Args:
+        buffers: where batches are copied to.
+        calls: all lookup calls of the model.
+        device: of the buffers.
+        num_needed: how many numbers a :class:`Capacity` holds for all calls.
+    """
 
     def __init__(
-        self, buffers: InputBuffers, calls: Sequence[LookupCall], device: torch.device
+        self,
+        buffers: InputBuffers,
+        calls: Sequence[LookupCall],
+        device: torch.device,
+        num_needed: int,
     ) -> None:
         self._buffers, self._calls, self._device = buffers, calls, device
         self.batches: list[BucketizedBatch | None] = [None, None]
         self._graphs: list[torch.cuda.CUDAGraph | None] = [None, None]
         is_cuda = device.type == "cuda"
         self._needed = [
-            torch.zeros(len(calls), dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)
+            torch.zeros(num_needed, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)
         ]
         # An event that blocks leaves the processor to the thread that launches steps.
         self._done = [torch.cuda.Event(blocking=True) if is_cuda else None for _ in range(2)]
@@ -70,7 +90,7 @@ class BucketizedBuffers:
         self._buffers.note_use(buffer)
 
     def needed(self, buffer: int) -> list[int]:
-        """For each lookup call the most ids that go to one rank; waits for the last
+        """The :attr:`Capacity.numbers` that the buffer's batch needs; waits for the last
         :meth:`bucketize`."""
         done = self._done[buffer]
         if done is not None:

@@ -59,19 +59,22 @@ class Prefetch:
         self.buffers = buffers
         self._epochs = program.epochs
         self.bucketized: BucketizedBuffers | None = None
-        self._ids_per_call: Tensor | None = None
-        """The capacity for each lookup call, int64 ``[calls]`` on the device."""
+        self._numbers: Tensor | None = None
+        """All numbers of the capacity but the buffers', int64 on the device."""
         if capacity is None:
             self.batches = [map_tensors(torch.empty_like, b) for b in self.buffers.batches]
         else:
             assert calls is not None
-            self._ids_per_call = torch.tensor(capacity.per_call, device=program.device)
+            numbers = torch.tensor(capacity.numbers, dtype=torch.int64)
+            self._numbers = numbers.to(program.device)
             bare = without_ids(example)
             self.batches = [
                 with_dense_tensors(bare, map(torch.empty_like, dense_tensors(batch)))
                 for batch in self.buffers.batches
             ]
-            self.bucketized = BucketizedBuffers(self.buffers, calls, program.device)
+            self.bucketized = BucketizedBuffers(
+                self.buffers, calls, program.device, len(capacity.numbers)
+            )
         self.calls: list[Call] | None = None if calls is None else list(calls)
         self.admitted: list[AdmittedBatch | None] = [None, None]
 
@@ -184,8 +187,8 @@ class Prefetch:
 
     def _fits(self, needed: Tensor) -> Tensor:
         """bool ``[1]``: True where no rank needs more than the capacity; collective."""
-        assert self._ids_per_call is not None
-        outgrown = (needed > self._ids_per_call).any().float().reshape(1)
+        assert self._numbers is not None
+        outgrown = (needed > self._numbers).any().float().reshape(1)
         if self._group is not None:
             dist.all_reduce(outgrown, dist.ReduceOp.MAX, group=self._group)
         return outgrown == 0

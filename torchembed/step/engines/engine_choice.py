@@ -28,7 +28,7 @@ _OTHER_LAYOUTS = Reason(
     "as max_layouts says are for layouts that came together twice"
 )
 _FIRST_JAGGED = Reason("the first jagged step shows which ids the model looks up")
-_NOT_PADDED = Reason("the model looks up more than pooled vectors of the batch's own features")
+_NOT_PADDED = Reason("the model looks ids up that are no features of the batch as they came")
 
 
 class EngineChoice:

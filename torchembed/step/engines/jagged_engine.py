@@ -82,15 +82,16 @@ class JaggedEngine:
 
     @property
     def can_be_padded(self) -> bool:
-        """True if shapes follow from those of batches: all collections pool, and are called with
-        the batch's own features."""
+        """True if all that looks ids up are collections, which are called with the batch's own
+        features, and ranks agree on the room for a vector for each id."""
         called = {call.collection for call in self.calls}
         modules = self._program.model.modules()
         tables = [module for module in modules if isinstance(module, TableModule)]
+        is_alone = self._program.group is None
         return (
             bool(called)
             and all(module in called for module in tables)
-            and all(collection.is_pooled for collection in called)
+            and all(collection.is_pooled or is_alone for collection in called)
         )
 
     @property

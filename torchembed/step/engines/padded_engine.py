@@ -8,6 +8,7 @@ the batch is prepared again in steps with a larger one.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,10 @@ from torchembed.step.engines.static_engine import StaticStep
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import ReadBatch, Reason, TrainedBatch
+from torchembed.step.step_optimizers import StepOptimizers
 from torchembed.step.streams import event_on, named_range, on_stream, wait_for
+from torchembed.step.watches.spare_places import difference_of_spare_places
+from torchembed.step.watches.watched_values import NotCapturable
 
 _HEADROOM = 1.25
 """The capacity is so many times what a batch needs that outgrows it, so that few captures serve
@@ -46,16 +50,15 @@ class _Prefetched:
     """Result: True if the batch is in its buffer and its ids are bucketized; False where it is not
     of this kind on every rank, or exceeds the capacity."""
     needs: "Future[list[int] | None]"
-    """Result: the capacity that the batch needs for each lookup call; None where it is not in its
-    buffer."""
+    """Result: :attr:`Capacity.numbers` that the batch needs; None where it is not in its buffer."""
 
 
 class PaddedEngine:
-    """Static steps on batches that differ in the lengths of bags, of a model whose collections all
-    pool.
+    """Static steps on batches that differ in the lengths of bags.
 
     The model is given its sparse features on the meta device, so that one that computes with ids
-    itself, of which there are spare ones, fails instead.
+    itself, of which there are spare ones, fails instead. Where it looks up a vector for each id,
+    zeros are behind the vectors of a feature's bags, and it is compared with itself without these.
 
     Args:
         program: what a step does.
@@ -70,11 +73,13 @@ class PaddedEngine:
         self._calls = observer.calls
         self._wait_for_steps = wait_for_steps
         self._stream = torch.cuda.Stream(program.device) if program.is_cuda else None
-        self._capacity = Capacity(num_ids=0, per_call=(0,) * len(observer.calls))
+        self._capacity = Capacity(num_ids=0, per_call=())
         self._step: StaticStep | None = None
         self._prefetched: dict[int, _Prefetched] = {}
         self._has_trained = False
         """True if the model has trained in such a step."""
+        self._is_compared = False
+        """True if the model computes the same where vectors have spare places, or sees none."""
 
     @property
     def capacity(self) -> Capacity:
@@ -135,6 +140,12 @@ class PaddedEngine:
                 trained.append(step.run(now, following))
             return failure
 
+        if not self._is_compared:
+            compare = functools.partial(self._compare, step, now)
+            failure = failure_on_any_rank(compare, self._program.host_state)
+            if failure is not None:
+                return failure
+            self._is_compared = True
         with named_range("torchembed: step"):
             # The first step may fail on a rank, as where the model computes with ids. All ranks
             # hear of it, and go on by another engine unless weights have changed.
@@ -156,6 +167,22 @@ class PaddedEngine:
         batch = with_dense_tensors(now.data, dense_tensors(outcome.result.batch))
         return dataclasses.replace(outcome, result=outcome.result._replace(batch=batch))
 
+    def _compare(self, step: StaticStep, now: ReadBatch) -> None:
+        """Compare what the model computes of ``now`` with what it computes without spare places.
+
+        Raises:
+            NotCapturable: where that is something else.
+        """
+        step.make_ready(now)
+        difference = difference_of_spare_places(
+            self._program,
+            StepOptimizers(self._program.optimizers),
+            to_device(now.data, self._program.device),
+            step.lookup(now.buffer),
+        )
+        if difference is not None:
+            raise NotCapturable(Reason(difference))
+
     def _fits(self, batch: ReadBatch) -> bool:
         """True if steps can take the batch, the same on all ranks; waits until that is known."""
         prefetched = self._prefetched.get(batch.number)
@@ -165,7 +192,7 @@ class PaddedEngine:
         needs = prefetched.needs.result()
         if needs is None:
             return False
-        pairs = zip(needs, self._capacity.per_call, strict=True)
+        pairs = zip(needs, self._capacity.numbers, strict=True)
         return all(needed <= there for needed, there in pairs)
 
     def _enlarge(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> None:
@@ -177,12 +204,17 @@ class PaddedEngine:
         task = functools.partial(_measure, self._calls, now.data, device, self._stream)
         # In the thread, whose collectives then stay in one order on all ranks.
         before, needs = self._capacity, self._observer.worker.submit(task).result()
+        known = before.per_call or tuple((0,) * len(of_call) for of_call in needs)
         self._capacity = Capacity(
             _with_headroom(now.agree().num_ids, before.num_ids),
-            tuple(map(_with_headroom, needs, before.per_call)),
+            tuple(
+                tuple(map(_with_headroom, *of_call)) for of_call in zip(needs, known, strict=True)
+            ),
         )
         self.release()
         self._step = StaticStep(self._program, now.data, self._calls, self._capacity)
+        # More places than ever, so the model is compared again.
+        self._is_compared = all(call.collection.is_pooled for call in self._calls)
         for batch in (now, *upcoming):
             if batch.kinds.jagged:
                 self.prefetch(batch)
@@ -237,11 +269,14 @@ def _bucketize(
 def _needs(
     step: StaticStep, calls: Sequence[LookupCall], batch: ReadBatch, num_ids: int
 ) -> list[int] | None:
-    """The capacity that a batch in its buffer needs for each call; None where it is not there."""
+    """The numbers that a batch in its buffer needs; None where it is not there."""
     if not _fits_buffer(batch, num_ids):
         return None
     assert step.bucketized is not None
-    return _agreed(calls, step.bucketized.needed(batch.buffer))
+    needed, capacity = step.bucketized.needed(batch.buffer), step.capacity
+    assert capacity is not None
+    agreed = _agreed(calls, needed, [len(of_call) for of_call in capacity.per_call])
+    return [number for of_call in agreed for number in of_call]
 
 
 def _fits_buffer(batch: ReadBatch, num_ids: int) -> bool:
@@ -255,14 +290,20 @@ def _measure(
     source: Tree,
     device: torch.device,
     stream: torch.cuda.Stream | None,
-) -> list[int]:
+) -> list[list[int]]:
     """The capacity that a batch in memory of its own needs for each call."""
     with on_stream(stream):
         found = bucketize(calls, to_device(source, device), device)
         assert found.needed is not None
-        return _agreed(calls, HostNumbers(found.needed).tolist())
+        return _agreed(calls, HostNumbers(found.needed).tolist(), found.num_needed)
 
 
-def _agreed(calls: Sequence[LookupCall], needed: Sequence[int]) -> list[int]:
-    """For each call, the most that a rank needs."""
-    return [c.collection.agreed_capacity(n) for c, n in zip(calls, needed, strict=True)]
+def _agreed(
+    calls: Sequence[LookupCall], needed: Sequence[int], num_needed: Sequence[int]
+) -> list[list[int]]:
+    """For each call, so many numbers of those ``needed``; each the most that a rank needs."""
+    numbers = iter(needed)
+    return [
+        call.collection.agreed_capacity(list(itertools.islice(numbers, count)))
+        for call, count in zip(calls, num_needed, strict=True)
+    ]

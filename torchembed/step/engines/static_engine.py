@@ -161,6 +161,7 @@ class StaticStep:
         buffers: for batches of the layout; its own by default.
 
     Attributes:
+        capacity: as given.
         has_replayed: whether the last step was a replay.
     """
 
@@ -174,7 +175,7 @@ class StaticStep:
         resources: StepResources | None = None,
         buffers: InputBuffers | None = None,
     ) -> None:
-        self._program = program
+        self._program, self.capacity = program, capacity
         self._resources = StepResources(program) if resources is None else resources
         self._prefetch = Prefetch(example, program, calls, capacity, buffers)
         self.buffers, self.bucketized = self._prefetch.buffers, self._prefetch.bucketized
@@ -242,6 +243,7 @@ class StaticStep:
             self.buffers.wait_until_filled(buffer)
             self._prefetch.prepare(buffer, in_place=self._has_captured)
             self.buffers.note_use(buffer)
+            self._prepared = now.number
         is_warm = self._num_steps >= self._num_warm_ups and self._sizes is not None
         if not is_warm or self._captured[buffer] is not None:
             return None
@@ -275,7 +277,7 @@ class StaticStep:
         """Capture what the self-check compares with the model."""
         if self._self_check is None:
             return
-        forward = functools.partial(self._self_check.forward, buffer, self._lookup(buffer))
+        forward = functools.partial(self._self_check.forward, buffer, self.lookup(buffer))
         try:
             call = CapturedCall(forward, [], self._streams.step, self._resources.pool)
         except RuntimeError:
@@ -353,7 +355,7 @@ class StaticStep:
         if check is None or not check.begins_replay(buffer):
             return contextlib.nullcontext()
         assert trained is not None
-        return check.around_replay(buffer, self._lookup(buffer), trained.result.loss)
+        return check.around_replay(buffer, self.lookup(buffer), trained.result.loss)
 
     def _step(self, buffer: int) -> None:
         def prepare_next(after: torch.cuda.Stream | None) -> None:
@@ -376,8 +378,8 @@ class StaticStep:
             trained = self._train(batch, prepare_next, report_memory)
         self._trained[buffer] = trained
 
-    def _lookup(self, buffer: int) -> Callable[[], LookedUpBatch]:
-        """A function that looks up the buffer's batch on the current stream."""
+    def lookup(self, buffer: int) -> Callable[[], LookedUpBatch]:
+        """A function that looks up the buffer's batch, which is prepared, on the current stream."""
         return functools.partial(self._look_up, buffer, None)
 
     def _look_up(self, buffer: int, stream: torch.cuda.Stream | None) -> LookedUpBatch:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,8 +41,8 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
-class _Number(NamedTuple):
-    """A tensor that the graph and the model both compute."""
+class Number(NamedTuple):
+    """A tensor that is computed in two ways."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,14 +50,14 @@ class _Number(NamedTuple):
     """The distance from 1 to the next number of its dtype."""
 
 
-class _Summary:
+class Summary:
     """The norm and the sum of each of several tensors, which stand for their elements.
 
     Both are computed in float64, so that they add no rounding of their own.
     """
 
     def __init__(self) -> None:
-        self.numbers: list[_Number] = []
+        self.numbers: list[Number] = []
         self._values: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -67,7 +67,7 @@ class _Summary:
             return
         tensor = tensor.detach()
         epsilon = torch.finfo(tensor.dtype).eps
-        self.numbers.append(_Number(name, tuple(tensor.shape), epsilon))
+        self.numbers.append(Number(name, tuple(tensor.shape), epsilon))
         norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
         self._values.append(torch.stack([norm, tensor.sum(dtype=torch.float64)]))
 
@@ -79,7 +79,7 @@ class _Summary:
 class _Comparison(NamedTuple):
     """Numbers of the graph and of the model for one batch, on their way to the host."""
 
-    numbers: list[_Number]
+    numbers: list[Number]
     by_graph: Tensor
     """float64 ``[numbers, 2]``, norms and sums; no rows where the graph has other numbers."""
     by_model: Tensor
@@ -113,7 +113,7 @@ class SelfCheck:
     def __init__(self, program: StepProgram, optimizers: StepOptimizers, every: int) -> None:
         self._program, self._optimizers, self._every = program, optimizers, every
         self._replays: list[Callable[[], None] | None] = [None, None]
-        self._of_graph: list[_Summary] = [_Summary(), _Summary()]
+        self._of_graph: list[Summary] = [Summary(), Summary()]
         self._num_replays = 0
         self._next = 0
         """The number of replays before the next comparison."""
@@ -165,7 +165,7 @@ class SelfCheck:
             of_model.add(name, grad)
         self._optimizers.zero_grad()
         yield
-        of_step = _Summary()
+        of_step = Summary()
         of_step.add("the loss of the step", loss)
         for name, slot, _ in slots:
             of_step.add(name, slot.memory)
@@ -195,12 +195,12 @@ class SelfCheck:
             return None
         return difference or "another rank found a difference, which its warning names"
 
-    def _forward(self, batch: LookedUpBatch) -> tuple[_Summary, Tensor]:
+    def _forward(self, batch: LookedUpBatch) -> tuple[Summary, Tensor]:
         """Run forward. Returns the outputs of all modules and, last, the loss; and the loss."""
-        program, summary = self._program, _Summary()
+        program, summary = self._program, Summary()
         with (
             deferred_id_checks(),
-            _observed_outputs(program.model, summary),
+            observed_outputs(program.model, summary),
             reusing(batch.calls, batch.lookups, batch.data),
         ):
             loss, _ = program.compute_loss(program.model, with_own_containers(batch.data))
@@ -221,32 +221,47 @@ class SelfCheck:
 
 
 def _difference(comparison: _Comparison) -> str | None:
+    """The first difference in words; None for none."""
+    if len(comparison.by_graph) < len(comparison.numbers):
+        return OTHER_NUMBERS
+    by_both = comparison.by_graph.tolist(), comparison.by_model.tolist()
+    return first_difference(comparison.numbers, *by_both, ("in the graph", "without it"))
+
+
+OTHER_NUMBERS = "forward calls other modules than it did, or with tensors of other shapes"
+
+
+def first_difference(
+    numbers: Sequence[Number],
+    by_one: Sequence[Sequence[float]],
+    by_other: Sequence[Sequence[float]],
+    ways: tuple[str, str],
+) -> str | None:
     """The first number that differs by more than rounding explains, in words; None for none.
 
     The error of a norm, as a part of it, has a deviation of one rounding over the root of the
     number of elements, whose own roundings are independent. Errors of the numbers before it are
     independent too, but shared by all that is computed of one sample: they add one rounding each,
     over the root of the number of samples.
+
+    Args:
+        numbers: in the order in which they are computed.
+        by_one, by_other: for each of them its norm and sum, computed in one of two ways.
+        ways: in words.
     """
-    numbers = comparison.numbers
-    by_graph, by_model = comparison.by_graph.tolist(), comparison.by_model.tolist()
-    if len(by_model) < len(numbers):
-        return "forward calls other modules than it did, or with tensors of other shapes"
     num_samples = max((shape[0] for _, shape, _ in numbers if shape), default=1)
     largest = 0.0
-    for position, (number, graph, model) in enumerate(
-        zip(numbers, by_graph, by_model, strict=True)
-    ):
+    for position, (number, one, other) in enumerate(zip(numbers, by_one, by_other, strict=True)):
         num_elements = max(math.prod(number.shape), 1)
         largest = max(largest, number.epsilon)
         inherited = largest * math.sqrt((position + 1) / max(num_samples, 1))
-        norm = model[0] * _DEVIATIONS * (number.epsilon / math.sqrt(num_elements) + inherited)
+        norm = other[0] * _DEVIATIONS * (number.epsilon / math.sqrt(num_elements) + inherited)
         # A sum of n errors is at most the root of n times their norm.
         limits = norm, norm * math.sqrt(num_elements)
-        for what, a, b, limit in zip(("norm", "sum"), graph, model, limits, strict=True):
+        for what, a, b, limit in zip(("norm", "sum"), one, other, limits, strict=True):
             is_same = a == b or (math.isnan(a) and math.isnan(b))
             if not is_same and not abs(a - b) <= limit:
-                return f"{number.name} has the {what} {a:.9g} in the graph, and {b:.9g} without it"
+                return f"{number.name} has the {what} {a:.9g} {ways[0]}, and {b:.9g} {ways[1]}"
     return None
 
 
@@ -257,7 +272,7 @@ def _to_host(values: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _observed_outputs(model: nn.Module, summary: _Summary) -> Iterator[None]:
+def observed_outputs(model: nn.Module, summary: Summary) -> Iterator[None]:
     """Within it, what modules of ``model`` return is added to ``summary``, call by call."""
 
     def note(name: str, module: nn.Module, arguments: Tree, output: Tree) -> None:
