@@ -1,6 +1,7 @@
 """Models of clicks over pooled vectors, as their papers have them."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -361,6 +362,23 @@ class FinalMLP(Pooled):
         return self.fusion(one, other)
 
 
+class DotProducts(nn.Module):
+    """The dense part of a DLRM whose products are all squared, and its loss."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.bottom = layers(sizes.num_dense, sizes.hidden, sizes.dim)
+        count = sizes.num_features + 1
+        self.top = layers(sizes.dim + count * count, sizes.hidden, 1)
+
+    def forward(self, dense: Tensor, found: Sequence[Tensor]) -> Tensor:
+        """The logits ``[B]`` for dense features and a vector ``[B, D]`` of each sparse feature."""
+        dense = self.bottom(dense)
+        stacked = torch.stack([dense, *found], dim=1)
+        products = (stacked @ stacked.mT).flatten(1)
+        return self.top(torch.cat([dense, products], dim=1))[:, 0]
+
+
 @POOLED.model("DLRM of separate modules", tuples_of_ids, computes_loss=True)
 class SeparateModules(nn.Module):
     """An ``EmbeddingBag`` for each feature, as the original DLRM has them."""
@@ -373,17 +391,24 @@ class SeparateModules(nn.Module):
             )
             for number in range(sizes.num_features)
         )
-        self.bottom = layers(sizes.num_dense, sizes.hidden, sizes.dim)
-        count = sizes.num_features + 1
-        self.top = layers(sizes.dim + count * count, sizes.hidden, 1)
+        self.products = DotProducts(sizes)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        dense = self.bottom(batch["dense"])
         found = [bag(ids.unsqueeze(1)) for bag, ids in zip(self.bags, batch["ids"], strict=True)]
-        stacked = torch.stack([dense, *found], dim=1)
-        products = (stacked @ stacked.mT).flatten(1)
-        logits = self.top(torch.cat([dense, products], dim=1))[:, 0]
+        logits = self.products(batch["dense"], found)
         return F.binary_cross_entropy_with_logits(logits, batch["label"])
+
+
+@POOLED.model("DLRM of one collection")
+class OneCollection(Pooled):
+    """The same model with one collection for all features."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.products = DotProducts(sizes)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return self.products(dense, self.vectors(sparse).unbind(1))
 
 
 @POOLED.model("weighted bags", weighted_bags)
