@@ -307,7 +307,8 @@ def trained_on_rank() -> list[tuple[list[float], list[Any]]]:
 
     for train in (plain, lambda *arguments: captured(*arguments)[0]):
         model = Model(each, mode="sum")
-        torchembed.shard_embeddings(model, made_mesh("cpu", 1))
+        placements = {f"tables.{number}": "data_parallel" for number in range(NUM_MODULES)}
+        torchembed.shard_embeddings(model, made_mesh("cpu", 1), placements)
         losses = train(model, Adagrad, batches())
         found.append((losses, [p.detach().numpy().copy() for p in model.parameters()]))
     return found

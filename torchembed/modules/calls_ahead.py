@@ -1,12 +1,13 @@
 """Calls of modules of one table that are noted, or answered by what was looked up before them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torchembed.modules.single_table import SingleTable
+from torchembed.core.stand_ins import is_stand_in
+from torchembed.modules.table_module import TableModule
 
 
 class CallArguments(NamedTuple):
@@ -20,9 +21,54 @@ class CallArguments(NamedTuple):
 class CallHandler(Protocol):
     """Sees each call of the modules that it was given to, as their ``calls_ahead``."""
 
-    def __call__(self, module: "SingleTable", arguments: CallArguments, /) -> Tensor | None:
-        """The result of the call; None where the module is to look it up."""
+    def __call__(self, module: "ModuleOfOneTable", arguments: CallArguments, /) -> Tensor | None:
+        """What was looked up for the call; None where the module is to look it up."""
         ...
+
+
+class CallSlot(Protocol):
+    """One call of a module as a part of a joined lookup."""
+
+    @property
+    def num_ids(self) -> int: ...
+
+
+class CallKind(Protocol):
+    """The properties that calls must share to be looked up in one; can be hashed."""
+
+    @property
+    def is_jagged(self) -> bool:
+        """True for bags between offsets."""
+        ...
+
+    def joined_lookup(self, slots: Sequence[Any], /) -> Any:
+        """The lookup of several calls of this kind, with the stages of a
+        :class:`~torchembed.modules.joined_lookup.JoinedLookup`."""
+        ...
+
+
+class ModuleOfOneTable(TableModule):
+    """A module of one table under the parameter ``weight``, whose calls can be joined."""
+
+    calls_ahead: CallHandler | None = None
+    """Sees each call before it is looked up, and may answer it; set by captured steps."""
+
+    def joined_slot(self, arguments: CallArguments) -> tuple[CallKind, CallSlot] | None:
+        """A call of ``forward`` with ``arguments`` as part of a joined lookup; None where it cannot
+        be one."""
+        raise NotImplementedError
+
+    def current_kind(self, kind: Any) -> CallKind:
+        """A ``kind`` that :meth:`joined_slot` gave, for the groups that are updated together
+        now."""
+        raise NotImplementedError
+
+    def _answered(self, arguments: CallArguments) -> Tensor | None:
+        """What :attr:`calls_ahead` has for a call of ``forward``, if anything."""
+        handler = self.calls_ahead
+        if handler is None or torch.compiler.is_compiling() or is_stand_in(arguments.input):
+            return None
+        return handler(self, arguments)
 
 
 class TensorPlace(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.bad_ids import check_offsets
+from torchembed.modules.call_features import bags_as_feature, ids_as_feature
 from torchembed.modules.calls_ahead import CallArguments
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.single_table import SingleTable
@@ -190,42 +190,8 @@ class EmbeddingBag(SingleTable):
         self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> SparseFeatures:
         """The arguments of :meth:`forward`, checked, as one feature."""
-        checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
-        if per_sample_weights is not None:
-            if self.mode != "sum":
-                raise ValueError(f'per_sample_weights needs mode="sum", got mode={self.mode!r}')
-            if per_sample_weights.shape != ids.shape:
-                raise ValueError(
-                    f"per_sample_weights must have the shape of input, {tuple(ids.shape)}, "
-                    f"got {tuple(per_sample_weights.shape)}"
-                )
-            per_sample_weights = per_sample_weights.reshape(-1)
-        if ids.dim() == 2:
-            if offsets is not None:
-                raise ValueError("offsets must be None where input is two-dimensional")
-            return SparseFeatures(
-                keys=("input",),
-                values=ids.reshape(-1),
-                batch_size=ids.shape[0],
-                hotness=(ids.shape[1],),
-                weights=per_sample_weights,
-            )
-        if ids.dim() != 1:
-            raise ValueError(f"input must have 1 or 2 dimensions, got shape {tuple(ids.shape)}")
-        if offsets is None:
-            raise ValueError("offsets must be given where input is one-dimensional, got None")
-        checks.check_dim("offsets", offsets, 1)
-        if not self.include_last_offset:
-            offsets = torch.cat([offsets, offsets.new_full((1,), ids.numel())])
-        elif offsets.numel() == 0:
-            raise ValueError("offsets must hold at least one element under include_last_offset")
-        check_offsets(offsets, ids.numel())
-        return SparseFeatures(
-            keys=("input",),
-            values=ids,
-            batch_size=offsets.numel() - 1,
-            offsets=offsets,
-            weights=per_sample_weights,
+        return bags_as_feature(
+            CallArguments(ids, offsets, per_sample_weights), self.mode, self.include_last_offset
         )
 
 
@@ -301,7 +267,7 @@ class Embedding(SingleTable):
         answer = self._answered(CallArguments(input))
         if answer is not None:
             return answer
-        vectors = self._result(_one_bag_each(input), is_trained=self.training)
+        vectors = self._result(ids_as_feature(input), is_trained=self.training)
         return vectors.view(*input.shape, self.embedding_dim)
 
     def lookup(self, input: Tensor) -> Lookup[Tensor]:
@@ -314,7 +280,7 @@ class Embedding(SingleTable):
         Raises:
             ValueError, TypeError: for an input that does not fit.
         """
-        found = self._stateless(_one_bag_each(input))
+        found = self._stateless(ids_as_feature(input))
         return found._replace(vectors=found.vectors.view(*input.shape, self.embedding_dim))
 
     def joined_slot(self, arguments: CallArguments) -> tuple[LookupKind, JoinedSlot] | None:
@@ -332,11 +298,3 @@ class Embedding(SingleTable):
             padding = self.weight.detach()[self.padding_idx]
             vectors = torch.where(is_padding.unsqueeze(1), padding, vectors)
         return vectors
-
-
-def _one_bag_each(input: Tensor) -> SparseFeatures:
-    """A bag for each id of ``input``."""
-    checks.check_dtype("input", input, checks.ID_DTYPES, "call .long()")
-    return SparseFeatures(
-        keys=("input",), values=input.reshape(-1), batch_size=input.numel(), hotness=(1,)
-    )

@@ -48,6 +48,10 @@ class LookupKind(NamedTuple):
     is_jagged: bool
     """True for bags between offsets."""
 
+    def joined_lookup(self, slots: "Sequence[JoinedSlot]") -> "JoinedLookup":
+        """The lookup of several calls of this kind."""
+        return JoinedLookup(self, slots)
+
 
 class JoinedIds(NamedTuple):
     """The ids of all calls, one after the other."""
@@ -99,7 +103,7 @@ class JoinedLookup:
 
     def exchange_sizes(self, ids: JoinedIds) -> Bucketized[JoinedIds]:
         """``ids`` as they are: on one rank nothing is exchanged."""
-        return Bucketized(_NO_FEATURES, ids)
+        return Bucketized(NO_FEATURES, ids)
 
     def route(
         self, bucketized: Bucketized[JoinedIds], capacity: Sequence[int] | None = None
@@ -121,7 +125,7 @@ class JoinedLookup:
                 trained = rows.masked_fill(rows == padding, -1)
         # The vector of padding is its row, but no part of what is pooled.
         rows = rows if self._kind.pooling is None else trained
-        return Routed(_NO_FEATURES, JoinedRows(rows, trained, None, offsets, features.weights))
+        return Routed(NO_FEATURES, JoinedRows(rows, trained, None, offsets, features.weights))
 
     def admit(
         self, routed: Routed[JoinedRows], admission: Admission | None = None
@@ -211,7 +215,7 @@ class JoinedLookup:
         return torch.cat([rows.new_zeros(1), *sizes]).cumsum(0)
 
 
-_NO_FEATURES = SparseFeatures(
+NO_FEATURES = SparseFeatures(
     keys=(), values=torch.empty(0, dtype=torch.int64, device="cpu"), batch_size=0, hotness=()
 )
 """In place of the batch that a collection recognizes."""

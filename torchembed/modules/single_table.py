@@ -8,15 +8,14 @@ from torch import Tensor, nn
 
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
-from torchembed.core.stand_ins import is_stand_in
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import deferred_id_checks
-from torchembed.modules.calls_ahead import CallArguments, CallHandler
+from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
 from torchembed.modules.table_lookup import look_up, look_up_pooled
-from torchembed.modules.table_module import TableModule, as_on_bad_id
+from torchembed.modules.table_module import as_on_bad_id
 from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
 from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
@@ -25,12 +24,10 @@ from torchembed.tables import Normal, Table, TableGroup, TableSpec
 M = TypeVar("M", nn.EmbeddingBag, nn.Embedding)
 
 
-class SingleTable(TableModule):
+class SingleTable(ModuleOfOneTable):
     """One table under the parameter ``weight``, looked up by the feature ``input``."""
 
     weight: nn.Parameter
-    calls_ahead: CallHandler | None = None
-    """Sees each call before it is looked up, and may answer it; set by captured steps."""
 
     def __init__(
         self,
@@ -155,9 +152,15 @@ class SingleTable(TableModule):
         return self._table.group.joined or self._table.group
 
     def joined_slot(self, arguments: CallArguments) -> tuple[LookupKind, JoinedSlot] | None:
-        """A call of ``forward`` with ``arguments`` as part of a joined lookup; None where it cannot
-        be one."""
         raise NotImplementedError
+
+    def current_kind(self, kind: LookupKind) -> LookupKind:
+        return kind._replace(group=self.updated_group)
+
+    @property
+    def on_bad_id(self) -> OnBadId:
+        """What becomes of ids outside the table."""
+        return self._on_bad_id
 
     def _joined_kind(self, pooling: Pooling | None, *, is_jagged: bool) -> LookupKind | None:
         """The kind of joined lookup of a call; None where no fused optimizer updates the table by
@@ -167,13 +170,6 @@ class SingleTable(TableModule):
         if group.rule is None or not trains or self._table.gradient_reduction is not None:
             return None
         return LookupKind(group, pooling, self._on_bad_id, is_jagged)
-
-    def _answered(self, arguments: CallArguments) -> Tensor | None:
-        """The result of a call of ``forward`` from :attr:`calls_ahead`, if it has one."""
-        handler = self.calls_ahead
-        if handler is None or torch.compiler.is_compiling() or is_stand_in(arguments.input):
-            return None
-        return handler(self, arguments)
 
     def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
         """The result of ``forward`` for ``features``; ``is_trained`` where it admits their rows."""

@@ -19,7 +19,7 @@ from torchembed.modules.feature_selection import bounds_of_features, capacity_fo
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables import Admission, Table, TableGroup, TableSet
+from torchembed.tables import Admission, JoinedGroup, Table, TableGroup, TableSet
 
 _NUM_MAPS = 4
 """The most gradient maps that are kept for lookups whose form may change with every batch."""
@@ -41,6 +41,7 @@ class GroupSlots:
     ) -> None:
         self.group = group
         self.slots = slots
+        self.tables = tables
         self.names = [
             SlotName(table.spec.name, feature, table.num_rows)
             for table, feature in zip(tables, features, strict=True)
@@ -97,13 +98,16 @@ class GroupRows(NamedTuple):
         Raises:
             RuntimeError: where the tables have been regrouped since the rows were found.
         """
-        group = self.entry.group
-        if group.tables[0].group is not group:
+        group, tables = self.entry.group, self.entry.tables
+        if any(group not in (table.group, table.group.joined) for table in tables):
             names = ", ".join(name.table for name in self.entry.names)
             raise RuntimeError(
                 f"tables {names} were regrouped between prepare and forward, by an optimizer, a "
                 "load or requires_grad_; prepare the batch again"
             )
+        if isinstance(group, JoinedGroup):
+            own_groups = [table.group for table in tables]
+            return functools.partial(group.record_of, own_groups, runs=self.runs)
         return (
             group.record if self.runs is None else functools.partial(group.record, runs=self.runs)
         )
@@ -149,7 +153,7 @@ class Slots:
     def _entries(self, groups: list[TableGroup]) -> list[GroupSlots]:
         entries = []
         for group in groups:
-            slots = [s for s, table in enumerate(self._tables) if table.group is group]
+            slots = [s for s, t in enumerate(self._tables) if group in (t.group, t.group.joined)]
             if slots:
                 tables = [self._tables[s] for s in slots]
                 features = [self._feature_names[s] for s in slots]
@@ -225,7 +229,7 @@ class Slots:
                 )
                 features = dataclasses.replace(features, values=rows)
                 group_rows = group_rows._replace(features=features, ids=None)
-            if finds_runs and group.rule is not None and group.tables[0].parameter.requires_grad:
+            if finds_runs and group.rule is not None and entry.tables[0].parameter.requires_grad:
                 runs = find_runs(features.values, group.num_rows)
                 group_rows = group_rows._replace(runs=runs)
             groups.append(group_rows)

@@ -15,25 +15,29 @@ from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.calls_ahead import (
     CallArguments,
     CallHandler,
+    CallKind,
     CallPlaces,
+    CallSlot,
     KnownTensors,
+    ModuleOfOneTable,
     TensorPlace,
     places_of,
 )
-from torchembed.modules.joined_lookup import JoinedIds, JoinedLookup, JoinedSlot, LookupKind
-from torchembed.modules.single_table import SingleTable
+from torchembed.modules.joined_lookup import JoinedIds
+from torchembed.modules.sharded.joined_exchange import JoinedExchange
 from torchembed.modules.staged_collection import Bucketized, LookedUp
 from torchembed.step.batches.batch_layout import with_sparse_features
+from torchembed.step.joined_calls_on_ranks import agreed_calls
 
 
-class _ObservedCall(NamedTuple):
+class ObservedCall(NamedTuple):
     """A call of a module with views of a batch's tensors."""
 
-    module: SingleTable
+    module: ModuleOfOneTable
     places: CallPlaces
     dtypes: tuple[torch.dtype | None, ...]
-    kind: LookupKind
-    slot: JoinedSlot
+    kind: CallKind
+    slot: CallSlot
 
 
 class JoinedCall:
@@ -44,17 +48,24 @@ class JoinedCall:
         collection: does the stages of the lookup.
     """
 
-    def __init__(self, calls: Sequence[_ObservedCall]) -> None:
+    def __init__(self, calls: Sequence[ObservedCall]) -> None:
         # Gradients of one table's calls are added as where each call records its own: backward
         # comes to the last call first.
         self._calls = list(reversed(calls))
-        self.collection = JoinedLookup(calls[0].kind, [call.slot for call in self._calls])
+        kind = calls[0].kind
+        self.collection = kind.joined_lookup([call.slot for call in self._calls])
+        self._is_jagged = kind.is_jagged
         self._constants: KeptTensors[str, Tensor] = KeptTensors()
 
     @property
-    def modules(self) -> list[SingleTable]:
+    def modules(self) -> list[ModuleOfOneTable]:
         """The modules, some perhaps more than once."""
         return [call.module for call in self._calls]
+
+    @property
+    def sends_spare_ids(self) -> bool:
+        """True if ids are exchanged whose number varies, among as many as shapes allow."""
+        return self._is_jagged and isinstance(self.collection, JoinedExchange)
 
     def exchange_sizes(self, batch: Tree) -> Bucketized[JoinedIds]:
         """The first stage of the lookup for a batch of the layout."""
@@ -97,14 +108,14 @@ class JoinedCall:
             return torch.cat([p._replace(number=0).of([elements]).reshape(-1) for p in places])
 
         # One gather, where torch.cat would copy each of many small strided views by itself.
-        return flat.index_select(0, self._constant(name, index))
+        return flat.index_select(0, self._constant(name, index, is_cuda=flat.is_cuda))
 
     def _offsets(self, tensors: Sequence[Tensor], num_ids: Sequence[int]) -> Tensor | None:
-        """Bounds of the bags of all calls; None where no call has offsets."""
+        """Bounds of the bags of all calls; None where lengths are fixed."""
+        if not self._is_jagged:
+            return None
         places = [call.places.offsets for call in self._calls]
         given = [place.of(tensors) for place in places if place is not None]
-        if not given:
-            return None
         for offsets, count in zip(given, num_ids, strict=True):
             check_offsets(torch.cat([offsets, offsets.new_full((1,), count)]), count)
 
@@ -114,10 +125,9 @@ class JoinedCall:
             return torch.cat([*filled, given[0].new_full((1,), sum(num_ids))])
 
         ends = torch.cat([*given, given[0].new_zeros(1)])
-        return ends + self._constant("shifts", shifts)
+        return ends + self._constant("shifts", shifts, is_cuda=ends.is_cuda)
 
-    def _constant(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        is_cuda = self._calls[0].module.weight.is_cuda
+    def _constant(self, name: str, make: Callable[[], Tensor], *, is_cuda: bool) -> Tensor:
         if name not in self._constants and is_cuda and torch.cuda.is_current_stream_capturing():
             return make()  # in the graph's memory, which a later step may not read
         return self._constants.get(name, make)
@@ -156,24 +166,25 @@ def observed_joined_calls(model: nn.Module, batch: Tree) -> Iterator[list[Joined
     the tensors of ``batch``; in the list once it has ended.
 
     A view is the same part of each batch in a step that is repeated. A copy may hold anything.
+    Collective where modules are sharded: their calls are joined as all ranks can.
     """
     known = KnownTensors(tensors_in(with_sparse_features(batch)))
-    noted: list[_ObservedCall] = []
+    noted: list[ObservedCall] = []
+    modules = [module for module in model.modules() if isinstance(module, ModuleOfOneTable)]
 
-    def note(module: SingleTable, arguments: CallArguments) -> None:
+    def note(module: ModuleOfOneTable, arguments: CallArguments) -> None:
         places, found = places_of(arguments, known), module.joined_slot(arguments)
         if places is not None and found is not None:
             dtypes = tuple(None if tensor is None else tensor.dtype for tensor in arguments)
-            noted.append(_ObservedCall(module, places, dtypes, *found))
+            noted.append(ObservedCall(module, places, dtypes, *found))
 
     joined: list[JoinedCall] = []
-    with _handled_by([m for m in model.modules() if isinstance(m, SingleTable)], note):
+    with _handled_by(modules, note):
         yield joined
     # Only now: the step's update may have parted tables that are not trained together.
-    alike: dict[object, list[_ObservedCall]] = {}
-    for call in noted:
-        group = call.module.updated_group
-        now = call._replace(kind=call.kind._replace(group=group))
+    alike: dict[object, list[ObservedCall]] = {}
+    for call in agreed_calls(noted, modules):
+        now = call._replace(kind=call.module.current_kind(call.kind))
         alike.setdefault((now.kind, now.dtypes), []).append(now)
     joined += map(JoinedCall, alike.values())
 
@@ -192,7 +203,7 @@ def answered(
         for key, result in call.results(of_call):
             results[key].append(result)
 
-    def answer(module: SingleTable, arguments: CallArguments) -> Tensor | None:
+    def answer(module: ModuleOfOneTable, arguments: CallArguments) -> Tensor | None:
         places = places_of(arguments, known)
         # A module that is called again with the same ids looks them up again.
         left = None if places is None else results.get((id(module), places))
@@ -204,7 +215,7 @@ def answered(
 
 @contextlib.contextmanager
 def _handled_by(
-    modules: Sequence[SingleTable],
+    modules: Sequence[ModuleOfOneTable],
     handler: CallHandler,
 ) -> Iterator[None]:
     for module in modules:

@@ -75,6 +75,10 @@ class TableOwner(Protocol):
         """Bring the groups in line with the tables' parameters and update keys."""
         ...
 
+    def current_groups(self) -> "list[TableGroup]":
+        """The groups, brought in line where a parameter was frozen or given other rows."""
+        ...
+
     def note_change(self) -> None:
         """Note that a group is updated together with other ones than before."""
         ...

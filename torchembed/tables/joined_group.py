@@ -119,7 +119,7 @@ class JoinedGroup(TableGroup):
         groups: Sequence[TableGroup],
         rows: Tensor,
         gradients: RowGradients,
-        runs: Runs | None,
+        runs: Runs | None = None,
     ) -> None:
         """Keep the gradients of ``rows`` of this group, all of tables of ``groups``, until the
         optimizer's step; the sink of a lookup of several tables."""

@@ -1,4 +1,4 @@
-"""Plans of a model: how collections use its tables, and checks of plans against model and mesh."""
+"""Plans of a model: how modules use its tables, and checks of plans against model and mesh."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,9 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.modules.collection import Collection
+from torchembed.modules.embedding import Embedding, EmbeddingBag
 from torchembed.modules.sharded.dense_use import dense_use
 from torchembed.modules.sharded.earlier_optimizers import check_no_optimizer_has
+from torchembed.modules.single_table import SingleTable
 from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, make_plan, place_table
 from torchembed.sharding.planning.plan_report import PlanReport
@@ -22,14 +25,23 @@ from torchembed.tables import TableSpec
 
 
 def table_specs(model: nn.Module) -> dict[str, TableSpec]:
-    """The tables of all unsharded collections in ``model``, by parameter name less ``.weight``."""
+    """The unsharded tables in ``model``, by parameter name less ``.weight``."""
     return {name: use.spec for name, use in table_uses(model).items()}
 
 
 def table_uses(model: nn.Module) -> dict[str, TableUse]:
-    """The tables of all unsharded collections in ``model``, by parameter name less ``.weight``, and
-    how they are used: the input of a :class:`~torchembed.sharding.Planner`."""
-    uses = {}
+    """The tables of all unsharded collections in ``model`` and of its modules of one table, by
+    parameter name less ``.weight``, and how they are used: the input of a
+    :class:`~torchembed.sharding.Planner`. The name of such a module is also that of its feature.
+    """
+    uses = {
+        name: TableUse(
+            spec=single_spec(module),
+            features=(name,),
+            pooled=isinstance(module, EmbeddingBag),
+        )
+        for name, module in single_tables(model).items()
+    }
     for path, collection in model.named_modules():
         if isinstance(collection, Collection):
             description = collection.description
@@ -42,6 +54,32 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
                     output_dtype=description.output_dtype,
                 )
     return uses
+
+
+def single_tables(model: nn.Module) -> dict[str, SingleTable]:
+    """The modules of one table in ``model`` that can be sharded, by name: of no class that is
+    derived from ours, and whose weight is a parameter of no other module, and no float64 one."""
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if name and isinstance(module, SingleTable) and type(module) in (Embedding, EmbeddingBag)
+    }
+    holders: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            holders.setdefault(id(parameter), set()).add(id(module))
+    return {
+        name: module
+        for name, module in modules.items()
+        if module.weight.dtype in FLOAT_DTYPES
+        and "weight" in module._parameters
+        and len(holders[id(module.weight)]) == 1
+    }
+
+
+def single_spec(module: SingleTable) -> TableSpec:
+    """The table of ``module``, in the dtype that it has now."""
+    return dataclasses.replace(module.table_set.tables[0].spec, dtype=module.weight.dtype)
 
 
 def table_name(path: str, collection: Collection, table: str) -> str:
@@ -150,11 +188,9 @@ def checked_plan(
         ValueError: where the plan does not fit the model or the mesh, or the model cannot be
             sharded.
     """
-    if isinstance(model, Collection):
+    if isinstance(model, (Collection, SingleTable)):
         raise ValueError("model must contain collections, not be one; wrap it in a module")
     specs, report = table_specs(model), None
-    parameters = dict(model.named_parameters())
-    check_no_optimizer_has({name: parameters[f"{name}.weight"] for name in specs})
     if isinstance(plan, str):
         raise ValueError(
             f'plan must be "auto", a Planner, a ShardingPlan or placements by table, got {plan!r}'
@@ -185,10 +221,17 @@ def checked_plan(
                 f"plan of table {given.table} must divide {spec.num_rows} rows of {spec.dim} "
                 f"columns as place_table does, got {given}"
             )
+    singles, parameters = single_tables(model), dict(model.named_parameters())
+    replaced = {
+        name: parameters[f"{name}.weight"]
+        for name in specs
+        if name not in singles or plan.table(name).placement is not Placement.DATA_PARALLEL
+    }
+    check_no_optimizer_has(replaced)
     meta = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.is_meta and name.removesuffix(".weight") not in specs
+        if parameter.is_meta and name.removesuffix(".weight") not in replaced
     ]
     if meta:
         raise ValueError(

@@ -1,5 +1,6 @@
 """``shard_embeddings``: spreads a model's tables over ranks, in place."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Literal
@@ -18,6 +19,8 @@ from torchembed.modules.sharded.model_plan import (
     checked_plan,
     device_of,
     planner_lines,
+    single_spec,
+    single_tables,
     table_name,
     table_uses,
     with_topology,
@@ -32,6 +35,8 @@ from torchembed.modules.sharded.sharded_embedding_bag_collection import (
     ShardedEmbeddingBagCollection,
 )
 from torchembed.modules.sharded.sharded_embedding_collection import ShardedEmbeddingCollection
+from torchembed.modules.sharded.sharded_single_table import ShardedSingleTable
+from torchembed.modules.single_table import SingleTable
 from torchembed.modules.table_module import TableModule
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer
@@ -72,11 +77,13 @@ def shard_embeddings(
 ) -> nn.Module:
     """Shard the tables of ``model`` over the ranks of ``mesh`` and train the rest data-parallel.
 
-    Changes ``model`` in place: each :class:`EmbeddingBagCollection` and
-    :class:`EmbeddingCollection` becomes its sharded counterpart, which returns the same results for
-    this rank's samples. A collection on the meta device is allocated here, this rank's
+    Changes ``model`` in place: each :class:`EmbeddingBagCollection`, :class:`EmbeddingCollection`,
+    :class:`EmbeddingBag` and :class:`Embedding` becomes its sharded counterpart, which returns the
+    same results for this rank's samples. One on the meta device is allocated here, this rank's
     shards only, with the initial values of an unsharded one; from a real one this rank's rows are
-    copied.
+    copied. Modules of one table take the first rank's seed and rows. They stay as they are where
+    they are planned ``data_parallel``, share their weight with another module, are of a derived
+    class, or hold float64 rows.
     All other parameters are copied from the mesh's first rank, and from then on every backward
     leaves in them the mean of the ranks' gradients, as DDP does: the sum over ranks divided by
     their number. A rank without samples contributes zeros. Every rank runs forward and backward
@@ -141,8 +148,12 @@ def shard_embeddings(
     assert checked is not None
     rule = None if optimizer is None else UpdateRule(kind=optimizer.kind)
     _check_memory(model, checked, report, rule, flat, transport)
+    singles = single_tables(model)
+    of_plan = set(singles.values())
     has_other_tables = any(
-        isinstance(module, TableModule) and not isinstance(module, Collection)
+        isinstance(module, TableModule)
+        and not isinstance(module, Collection)
+        and module not in of_plan
         for module in model.modules()
     )
     ranks = TableRanks(
@@ -150,17 +161,51 @@ def shard_embeddings(
     )
 
     device = device_of(mesh)
-    for path, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, Collection):
-                child_path = f"{path}.{name}" if path else name
-                plans = [
-                    checked.table(table_name(child_path, child, table.spec.name))
-                    for table in child.table_set.tables
-                ]
-                setattr(module, name, _sharded(child, plans, ranks, device))
+    for path, collection in list(model.named_modules()):
+        if isinstance(collection, Collection):
+            plans = [
+                checked.table(table_name(path, collection, table.spec.name))
+                for table in collection.table_set.tables
+            ]
+            _replace(model, collection, _sharded(collection, plans, ranks, device))
+    _shard_singles(model, singles, checked, ranks, device)
     _train_data_parallel(model, ranks)
     return model
+
+
+def _shard_singles(
+    model: nn.Module,
+    singles: Mapping[str, SingleTable],
+    plan: ShardingPlan,
+    ranks: TableRanks,
+    device: torch.device,
+) -> None:
+    """Replace the modules of one table, by name, whose tables ``plan`` shards."""
+    sharded = {
+        name: module
+        for name, module in singles.items()
+        if plan.table(name).placement is not Placement.DATA_PARALLEL
+    }
+    if not sharded:
+        return
+    # Ranks may have drawn their own seeds and rows: the first rank's count, as in DDP.
+    seeds = [module.table_set.tables[0].spec.seed for module in sharded.values()]
+    first = dist.get_global_rank(ranks.group, 0)
+    dist.broadcast_object_list(seeds, src=first, group=ranks.group)
+    for (name, module), seed in zip(sharded.items(), seeds, strict=True):
+        if not module.weight.is_meta:
+            dist.broadcast(module.weight.data, src=first, group=ranks.group)
+        spec = dataclasses.replace(single_spec(module), seed=seed)
+        made = ShardedSingleTable.of(module, name, spec, plan.table(name), ranks, device)
+        _replace(model, module, made)
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` where ``model`` has ``old``, under each of its names."""
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is old:
+                setattr(module, name, new)
 
 
 _DENSE_COPIES = 3

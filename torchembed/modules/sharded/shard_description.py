@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from torchembed.modules.collection import Collection
+from torchembed.modules.embedding import EmbeddingBag
+from torchembed.modules.sharded.model_plan import single_tables
 from torchembed.sharding.planning.plan import ShardingPlan
 from torchembed.sharding.wire import WirePrecision, WireTransport
 
@@ -30,6 +32,14 @@ def describe(
             )
             for config, table in zip(of.configs, module.table_set.tables, strict=True):
                 lines.append(f"{path}: {config}, seed={table.spec.seed}")
+    for path, module in single_tables(model).items():
+        # Of their seeds the first rank's count.
+        bags = f"{module.mode}, " if isinstance(module, EmbeddingBag) else ""
+        lines.append(
+            f"{path}: {type(module).__name__}, {bags}padding_idx={module.padding_idx}, "
+            f"on_bad_id={module.on_bad_id.name}, sparse={module.sparse}, "
+            f"on_meta={module.weight.is_meta}"
+        )
     for name, parameter in model.named_parameters():
         shape, trains = tuple(parameter.shape), parameter.requires_grad
         lines.append(f"{name}: {shape}, {parameter.dtype}, requires_grad={trains}")

@@ -69,7 +69,7 @@ class HeldTables(NamedTuple):
     """For each table of the set the name under which its weight is a parameter."""
 
 
-def _local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | None:
+def local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | None:
     """This rank's shard of a table, None where it has none."""
     shard = next((shard for shard in plan.shards if shard.rank == ranks.rank), None)
     if shard is None:
@@ -138,9 +138,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         """By number and first column, since a rank may hold columns of one table twice."""
         self._container = description.container
         """The attribute that holds the tables' weights."""
-        named = zip(held.names, held.table_set.tables, strict=True)
-        weights = nn.ModuleDict({name: TableWeight(table) for name, table in named})
-        self.add_module(self._container, weights)
+        self._hold_weights()
         self._assign_slots(device)
 
     @classmethod
@@ -151,7 +149,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         description, tables = source.description, source.table_set.tables
         local: dict[int, Table] = {}
         for number, (table, plan) in enumerate(zip(tables, plans, strict=True)):
-            of_rank = _local_table(table.spec, plan, ranks)
+            of_rank = local_table(table.spec, plan, ranks)
             if of_rank is not None:
                 local[number] = of_rank
         keys = [description.lookup_keys[number] for number in local]
@@ -167,6 +165,12 @@ class ShardedCollection(StagedCollection[B, R, V]):
         made.register_state_dict_post_hook(_distribute)
         made.register_load_state_dict_pre_hook(_localize)
         return made
+
+    def _hold_weights(self) -> None:
+        """Give the tables' weights their names as parameters."""
+        named = zip(self._weight_names, self._table_set.tables, strict=True)
+        weights = nn.ModuleDict({name: TableWeight(table) for name, table in named})
+        self.add_module(self._container, weights)
 
     def _assign_slots(self, device: torch.device) -> None:
         """Find out which slots' ids are exchanged, once this rank's tables are held."""

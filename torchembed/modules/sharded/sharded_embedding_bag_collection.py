@@ -156,8 +156,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         if of_replicated is not None:
             replicated = self._replicated.route(of_replicated)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
-        sizes = {slot: bag_sizes(batch, slot) for slot in means}
+        sizes = {slot: self._bag_sizes(batch, slot) for slot in means}
         return _RoutedBags(route, sharded, replicated, sizes)
+
+    def _bag_sizes(self, batch: SparseFeatures, slot: int) -> Tensor:
+        """The divisors of the means of a slot's bags, ``[B, 1]``."""
+        return bag_sizes(batch, slot)
 
     def _admit(
         self, ids: "_RoutedBags", admission: Admission | None, *, finds_runs: bool

@@ -20,6 +20,7 @@ from torchembed.step.batches.batch_layout import (
 from torchembed.step.batches.bucketized_buffers import BucketizedBuffers, Capacity
 from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.joined_calls import JoinedCall
 from torchembed.step.lookup_calls import Call, LookupCall
 from torchembed.step.stages import AdmittedBatch, BucketizedBatch
 from torchembed.tables import Admission
@@ -82,6 +83,13 @@ class Prefetch:
     def is_complete(self) -> bool:
         """True if both buffers' batches were prepared as far as their ids allow."""
         return not self.calls or None not in self.admitted
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """True if the shapes of all that is prepared follow from the layout also on a CPU, which
+        leaves out spare ids where it can."""
+        sends_spare = any(isinstance(c, JoinedCall) and c.sends_spare_ids for c in self.calls or ())
+        return self.bucketized is None and not sends_spare
 
     def has_prepared(self, buffer: int) -> bool:
         """True if nothing is left to prepare of what the buffer held last."""

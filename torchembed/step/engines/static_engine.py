@@ -298,7 +298,7 @@ class StaticStep:
     @property
     def _has_fixed_shapes(self) -> bool:
         """True if shapes follow from the layout; on a CPU, those of jagged batches do not."""
-        return self._program.is_cuda or self.bucketized is None
+        return self._program.is_cuda or self._prefetch.has_fixed_shapes
 
     def release(self) -> None:
         """Destroy the graphs, which keep the ranks' communicators from being destroyed."""

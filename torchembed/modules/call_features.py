@@ -1,0 +1,65 @@
+"""The arguments of calls of ``EmbeddingBag`` and ``Embedding`` as sparse features."""
+
+import torch
+from torch import Tensor
+
+from torchembed.core import checks
+from torchembed.core.features import SparseFeatures
+from torchembed.modules.bad_ids import check_offsets
+from torchembed.modules.calls_ahead import CallArguments
+
+
+def bags_as_feature(
+    arguments: CallArguments, mode: str, include_last_offset: bool
+) -> SparseFeatures:
+    """The checked ``arguments`` of a bag's ``forward``, as one feature.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit together, or the module's settings.
+    """
+    ids, offsets, per_sample_weights = arguments
+    checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
+    if per_sample_weights is not None:
+        if mode != "sum":
+            raise ValueError(f'per_sample_weights needs mode="sum", got mode={mode!r}')
+        if per_sample_weights.shape != ids.shape:
+            raise ValueError(
+                f"per_sample_weights must have the shape of input, {tuple(ids.shape)}, "
+                f"got {tuple(per_sample_weights.shape)}"
+            )
+        per_sample_weights = per_sample_weights.reshape(-1)
+    if ids.dim() == 2:
+        if offsets is not None:
+            raise ValueError("offsets must be None where input is two-dimensional")
+        return SparseFeatures(
+            keys=("input",),
+            values=ids.reshape(-1),
+            batch_size=ids.shape[0],
+            hotness=(ids.shape[1],),
+            weights=per_sample_weights,
+        )
+    if ids.dim() != 1:
+        raise ValueError(f"input must have 1 or 2 dimensions, got shape {tuple(ids.shape)}")
+    if offsets is None:
+        raise ValueError("offsets must be given where input is one-dimensional, got None")
+    checks.check_dim("offsets", offsets, 1)
+    if not include_last_offset:
+        offsets = torch.cat([offsets, offsets.new_full((1,), ids.numel())])
+    elif offsets.numel() == 0:
+        raise ValueError("offsets must hold at least one element under include_last_offset")
+    check_offsets(offsets, ids.numel())
+    return SparseFeatures(
+        keys=("input",),
+        values=ids,
+        batch_size=offsets.numel() - 1,
+        offsets=offsets,
+        weights=per_sample_weights,
+    )
+
+
+def ids_as_feature(ids: Tensor) -> SparseFeatures:
+    """A bag for each id of ``ids [...]``."""
+    checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
+    return SparseFeatures(
+        keys=("input",), values=ids.reshape(-1), batch_size=ids.numel(), hotness=(1,)
+    )

@@ -1,0 +1,209 @@
+"""One exchange for modules of one sharded table each: their ids out, their pooled vectors back."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.types import OnBadId, Pooling
+from torchembed.modules.collection_description import CollectionDescription
+from torchembed.modules.configs import EmbeddingBagConfig
+from torchembed.modules.sharded.sharded_collection import HeldTables
+from torchembed.modules.sharded.sharded_embedding_bag_collection import (
+    ShardedEmbeddingBagCollection,
+)
+from torchembed.modules.slots import SlotName
+from torchembed.ops.linearize_ids.reference import id_features
+from torchembed.ops.row_gradients import WeightGradient
+from torchembed.sharding.planning.plan import TablePlan
+from torchembed.sharding.transport.table_ranks import TableRanks
+from torchembed.tables import Table, TableGroup, TableSet, TableSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ModuleTable:
+    """The table of one module, as every rank knows it.
+
+    Attributes:
+        name: name of the module in the model.
+        spec: of the whole table.
+        plan: where its rows and columns are.
+        local: this rank's part; None where it has none.
+        pooling: of its lookups.
+        padding: id that counts for nothing, in means neither; None for none.
+    """
+
+    name: str
+    spec: TableSpec
+    plan: TablePlan
+    local: Table | None
+    pooling: Pooling
+    padding: int | None
+
+
+class LookupSettings(NamedTuple):
+    """The properties that lookups of modules must share to be done in one exchange."""
+
+    ranks: TableRanks
+    on_bad_id: OnBadId
+    weight_form: WeightGradient
+    dtype: torch.dtype
+    """Of the weights, and of what the modules return."""
+    device: torch.device
+    is_weighted: bool
+    """True where ids have weights."""
+
+
+class _TablesOfModules(TableSet):
+    """Tables of several modules, by the groups that one update trains.
+
+    They belong to their modules' own sets, which see to parameters that change.
+    """
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self.tables = list(tables)
+        self.groups = []
+
+    def current_groups(self) -> list[TableGroup]:
+        for table in self.tables:
+            table.owner.current_groups()
+        groups = list(dict.fromkeys(map(_looked_up_group, self.tables)))
+        if groups != self.groups:
+            self.groups = groups
+        return self.groups
+
+
+def _looked_up_group(table: Table) -> TableGroup:
+    """The group in which to look ``table`` up: the joined one, where one lookup can read the
+    weights of all its tables and train them."""
+    joined = table.group.joined
+    if joined is None:
+        return table.group
+    trains = all(t.parameter.requires_grad and t.holds_parameter() for t in joined.tables)
+    return joined if trains else table.group
+
+
+class LookupOfModules(ShardedEmbeddingBagCollection):
+    """Pooled lookups in the tables of separate modules, over all ranks, in float32.
+
+    It holds no parameters: they are the modules'. Its features are the uses, by their numbers.
+
+    Args:
+        uses: the table of each lookup, some perhaps more than once.
+        settings: of all of them.
+    """
+
+    def __init__(self, uses: Sequence[ModuleTable], settings: LookupSettings) -> None:
+        numbers: dict[ModuleTable, list[int]] = {}
+        for number, use in enumerate(uses):
+            numbers.setdefault(use, []).append(number)
+        configs = [
+            EmbeddingBagConfig(
+                name=f"table_{number}",
+                num_embeddings=table.spec.num_rows,
+                embedding_dim=table.spec.dim,
+                feature_names=tuple(map(str, of_table)),
+                dtype=table.spec.dtype,
+                pooling=table.pooling,
+            )
+            for number, (table, of_table) in enumerate(numbers.items())
+        ]
+        description = CollectionDescription(
+            configs=tuple(configs),
+            container="",
+            is_pooled=True,
+            is_weighted=settings.is_weighted,
+            on_bad_id=settings.on_bad_id,
+            # Sums that several ranks add are rounded to the weights' dtype once, at the end.
+            output_dtype=torch.float32,
+            weight_form=settings.weight_form,
+            lookup_keys=(None,) * len(configs),
+        )
+        held = [(n, t.local) for n, t in enumerate(numbers) if t.local is not None]
+        names = tuple(configs[number].name for number, _ in held)
+        tables = HeldTables(
+            _TablesOfModules(table for _, table in held), tuple(n for n, _ in held), names
+        )
+        plans, device = [table.plan for table in numbers], settings.device
+        super().__init__(description, plans, settings.ranks, tables, device)
+        self.uses_of_slots = list(map(int, self._feature_slots.features))
+        """For each slot, in the order of the columns, the number of its use."""
+        of_slots = [uses[number] for number in self.uses_of_slots]
+        self._slot_names = [SlotName(use.name, "input", use.spec.num_rows) for use in of_slots]
+        self._tables_in_words = f"tables {', '.join(table.name for table in numbers)}"
+        self.widths = [use.spec.dim for use in of_slots]
+        """The columns of each slot's vectors."""
+        self._has_padding = [use.padding is not None for use in of_slots]
+        paddings = [_NO_ID if use.padding is None else use.padding for use in of_slots]
+        # Behind the last bag there is one more slot.
+        self._paddings = torch.tensor([*paddings, _NO_ID], device=device)
+
+    def _hold_weights(self) -> None:
+        """The modules hold them."""
+
+    def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
+        return ()
+
+    def vectors(self, features: SparseFeatures) -> Tensor:
+        """The pooled vectors of all uses, ``[B, columns]``, slot by slot. Collective.
+
+        Args:
+            features: one for each use, whose key is its number.
+
+        Raises:
+            IndexError, RuntimeError, ValueError: as ``forward`` of a sharded collection.
+        """
+        rows = self._route(self._exchange_sizes(features, ahead=False), None)
+        return self._look_up(rows, ahead=False)
+
+    def most_ids_sent(self, most_ids: Sequence[int]) -> int:
+        """The most ids that one rank can send to one, where ``most_ids`` is the most ids of each
+        use on any rank."""
+        parts, layout, _ = self._sharded
+        of_parts = [most_ids[self.uses_of_slots[part.slot]] for part in parts]
+        return max(sum(of_parts[block.part] for block in blocks) for blocks in layout.blocks)
+
+    def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
+        batch = super()._batch_of(features)
+        if not any(self._has_padding):
+            return batch
+        paddings = self._paddings.to(batch.values.dtype)
+        if batch.hotness is None:
+            paddings = paddings[_features_of(batch)]
+        else:
+            counts = [count * batch.batch_size for count in batch.hotness]
+            pairs = zip(paddings.split(1), counts, strict=False)
+            paddings = torch.cat([padding.expand(count) for padding, count in pairs])
+        values = batch.values.masked_fill(batch.values == paddings, _IS_PADDING)
+        return dataclasses.replace(batch, values=values)
+
+    def _bag_sizes(self, batch: SparseFeatures, slot: int) -> Tensor:
+        if not self._has_padding[slot]:
+            return super()._bag_sizes(batch, slot)
+        # As torch's, a mean is that of the ids that are no padding.
+        counts, size = batch.values != _IS_PADDING, batch.batch_size
+        if batch.hotness is not None:
+            lengths = [count * size for count in batch.hotness]
+            of_slot = counts.split(lengths)[slot]
+            of_slot = of_slot.view(size, batch.hotness[slot]).sum(1, keepdim=True)
+        else:
+            assert batch.offsets is not None
+            before = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            bounds = batch.offsets[slot * size : (slot + 1) * size + 1]
+            of_slot = before[bounds.long()].diff().unsqueeze(1)
+        return of_slot.clamp_min(1)
+
+
+_NO_ID = -3
+"""In place of a padding id where there is none."""
+_IS_PADDING = -2
+"""In place of ids that are padding. No rank holds such a row."""
+
+
+def _features_of(batch: SparseFeatures) -> Tensor:
+    """The feature of each id of jagged ``batch``, int64 ``[L]``; F where it is in no bag."""
+    device = batch.values.device
+    return id_features(batch.offsets, [], batch.batch_size, batch.values.numel(), device)
