@@ -66,6 +66,8 @@ class StepProgram:
         self_check_every: how many replays of a graph lie between comparisons with the model; None
             for no comparison.
         max_layouts: the most layouts of batches for which steps are captured.
+        pads: whether captured steps take parts of batches with padding that the batches do not
+            have.
     """
 
     model: nn.Module
@@ -76,6 +78,7 @@ class StepProgram:
     max_grad_norm: float | None = None
     self_check_every: int | None = None
     max_layouts: int = 16
+    pads: bool = False
 
     @property
     def is_cuda(self) -> bool:

@@ -18,6 +18,7 @@ from torchembed.optim.trained_parameters import check_optimizers_train
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.step.batches.batch_layout import to_device
 from torchembed.step.batches.layouts import Layouts
+from torchembed.step.batches.padded_parts import Pad, PaddedBatch, PaddedParts
 from torchembed.step.batches.read_ahead import InputStalls, ReadAhead
 from torchembed.step.engines.engine import StepEngine
 from torchembed.step.engines.engine_choice import EngineChoice
@@ -133,10 +134,18 @@ class TrainPipeline:
             histories padded to each batch's longest have; their graphs share one memory pool.
             Batches of others are trained eagerly. Where many of them come in succession, steps are
             captured anew, beginning with a layout of these.
+        pad: for parts of a batch whose last dimension varies, such as histories ``[B, T]`` padded
+            to each batch's longest, the value of columns that the model ignores:
+            ``{"items": 0}``, or ``{"inputs.items": Padding(value=0, length=200)}``. Captured steps
+            take them padded to the length, or to the longest so far, so that one graph serves all;
+            eager ones as they are. Before the first such step and then every ``self_check_every``
+            steps the model is called on a batch padded and as it is; where loss or gradients
+            differ, a warning says so, and nothing is padded or captured from then on.
 
     Raises:
         ValueError: where a parameter that requires a gradient has no optimizer, or an optimizer one
             that is not the model's; for a negative ``max_grad_norm``, or no ``max_layouts``.
+        TypeError: where ``pad`` is no mapping from paths to values.
     """
 
     def __init__(
@@ -152,6 +161,7 @@ class TrainPipeline:
         timeout_seconds: float = 600.0,
         self_check_every: int | None = 2000,
         max_layouts: int = 16,
+        pad: Pad | None = None,
     ) -> None:
         if self_check_every is not None and self_check_every < 1:
             raise ValueError(
@@ -183,6 +193,7 @@ class TrainPipeline:
             max_grad_norm=max_grad_norm,
             self_check_every=self_check_every,
             max_layouts=max_layouts,
+            pads=pad is not None,
         )
         self._record = program.record
         self._upcoming = ReadAhead()
@@ -194,6 +205,7 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._layouts = Layouts(model, max_layouts)
+        self._padded_parts = None if pad is None else PaddedParts(pad)
         self._num_read = self._local_version = 0
         if self._engines.captures:
             ranks.check_cpu_backend()
@@ -290,21 +302,31 @@ class TrainPipeline:
             self._local_version = values.local_version
             if values.are_held:
                 self._layouts.begin_anew(number)
-        kinds = self._layouts.kinds_of(data, number)
-        why = self._layouts.why_eager(data) if kinds == NO_KIND else None
-        batch = self._agreed_on(data, number, kinds, why)
+        padded = None if self._padded_parts is None else self._padded_parts.padded(data)
+        form = data if padded is None else padded.form
+        if padded is not None and padded.has_grown:
+            self._layouts.begin_anew(number, forget=True)
+        kinds = self._layouts.kinds_of(form, number)
+        why = self._layouts.why_eager(form) if kinds == NO_KIND else None
+        batch = self._agreed_on(data, number, kinds, why, padded)
         self._engines.prefetch(batch)
         return batch
 
     def _agreed_on(
-        self, data: Tree, number: int, kinds: BatchKinds, why: Reason | None
+        self,
+        data: Tree,
+        number: int,
+        kinds: BatchKinds,
+        why: Reason | None,
+        padded: PaddedBatch | None,
     ) -> ReadBatch:
         """The batch of ``data``, of ``kinds`` by its layout, which ranks begin to agree on;
         collective."""
         if self._engines.hooks.are_there:
             # On all ranks, since that is what they then agree on.
             kinds, why = NO_KIND, self._engines.hooks.reason
-        return ReadBatch(data, number, kinds, self._layouts.start_agreement(data, kinds), why)
+        agree = self._layouts.start_agreement(data, kinds)
+        return ReadBatch(data, number, kinds, agree, why, padded)
 
     def close(self) -> None:
         """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
@@ -358,7 +380,9 @@ class TrainPipeline:
         if has_hooks:
             # The ranks may have agreed on the batches that were read before there were any.
             self._upcoming.replace(
-                lambda batch: self._agreed_on(batch.data, batch.number, batch.kinds, batch.why)
+                lambda batch: self._agreed_on(
+                    batch.data, batch.number, batch.kinds, batch.why, batch.padded
+                )
             )
 
     @property

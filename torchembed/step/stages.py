@@ -16,6 +16,7 @@ from torchembed.core.trees import Tree
 from torchembed.modules.bad_ids import IdCheck
 from torchembed.modules.staged_collection import Admitted, Bucketized, LookedUp
 from torchembed.step.bad_id_flag import BadIdFlag
+from torchembed.step.batches.padded_parts import PaddedBatch
 from torchembed.step.lookup_calls import Call
 
 
@@ -41,7 +42,7 @@ class StepForm(enum.StrEnum):
     GRAPH = "graph"
     """A replay of the captured step of one layout."""
     PADDED = "padded"
-    """A replay of a captured step with room for more ids than the batch has."""
+    """A replay of a captured step with room for more ids, or for padding, than the batch has."""
     JAGGED = "jagged"
     """Called as it is; a thread has exchanged the batch's sizes ahead."""
     EAGER = "eager"
@@ -101,6 +102,13 @@ class ReadBatch:
     """Waits, in any thread, for the other ranks to have read theirs."""
     why: Reason | None = None
     """The reason why no kind of step can train it; None where one can."""
+    padded: PaddedBatch | None = None
+    """With room for padding, as captured steps take it; None where it is not padded."""
+
+    @property
+    def form(self) -> Tree:
+        """A batch of the shapes that captured steps take."""
+        return self.data if self.padded is None else self.padded.form
 
     @property
     def buffer(self) -> int:

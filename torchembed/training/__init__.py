@@ -6,6 +6,7 @@ from torchembed.checkpoints.tensor_file import open_safetensors
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core.process_exit import exit_process_with_parent
 from torchembed.core.program_agreement import check_ranks_agree, source_files
+from torchembed.step.batches.padded_parts import Padding
 from torchembed.step.model_loss import BatchLoss
 from torchembed.step.pipeline import TrainPipeline
 from torchembed.step.stages import Reason, StepForm, StepKind, StepResult
@@ -34,6 +35,7 @@ __all__ = [
     "LearningRate",
     "LossPoint",
     "MetricsWriter",
+    "Padding",
     "Progress",
     "Reason",
     "StepForm",

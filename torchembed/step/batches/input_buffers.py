@@ -15,7 +15,8 @@ class InputBuffers:
 
     Batches are trees of the layout of ``example``, but that tensors may be shorter; what lies
     behind them in the buffer stays as it is. From pinned host memory, and from a GPU, tensors are
-    copied as they are; pageable ones go through pinned memory of the buffer's own.
+    copied as they are; pageable ones go through pinned memory of the buffer's own. What is left of
+    the last dimension of a padded part is filled with its value.
 
     Args:
         example: a batch.
@@ -80,18 +81,17 @@ class InputBuffers:
         # The stream's own context: torch.cuda.stream() takes 9 us of the host.
         with contextlib.nullcontext() if self._stream is None else self._stream:
             for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+                value = None if batch.padded is None else batch.padded.values.get(number)
                 if self._is_cuda and not (source.is_cuda or source.is_pinned()):
-                    source = self._pin(buffer, number, source)
-                if source.shape != target.shape:
-                    target = target[: source.shape[0]]
-                target.copy_(source, non_blocking=True)
+                    source = self._pin(buffer, number, source, value)
+                _copy(source, target, value)
             # On the copy's stream, so that the mark is there exactly when the batch is.
             if self.is_fresh is not None:
                 self.is_fresh[buffer].fill_(True)
         self._held[buffer] = batch
         self._filled[buffer] = event_on(self._stream)
 
-    def _pin(self, buffer: int, number: int, source: Tensor) -> Tensor:
+    def _pin(self, buffer: int, number: int, source: Tensor, value: float | None) -> Tensor:
         # The host writes to pinned memory at once, so the copy from it must have ended. That was
         # two batches ago, and the host hardly ever waits.
         filled = self._filled[buffer]
@@ -102,9 +102,7 @@ class InputBuffers:
             like = self._tensors[buffer][number]
             pinned = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
             self._pinned[buffer][number] = pinned
-        if source.shape != pinned.shape:
-            pinned = pinned[: source.shape[0]]
-        return pinned.copy_(source)
+        return _copy(source, pinned, value)
 
     def wait_until_filled(self, buffer: int) -> None:
         """Let the current stream wait for the copy to the buffer."""
@@ -119,3 +117,20 @@ class InputBuffers:
         done = event_on(torch.cuda.current_stream() if self._is_cuda else None)
         self._used[buffer] = done
         return done
+
+
+def _copy(source: Tensor, target: Tensor, value: float | None) -> Tensor:
+    """Copy ``source`` to the begin of ``target``, and fill the rest of its last dimension with
+    ``value`` where that is given.
+
+    Returns:
+        The part of ``target`` that was written.
+    """
+    if source.shape == target.shape:
+        return target.copy_(source, non_blocking=True)
+    if value is None:
+        return target[: source.shape[0]].copy_(source, non_blocking=True)
+    length = source.shape[-1]
+    target[..., :length].copy_(source, non_blocking=True)
+    target[..., length:].fill_(value)
+    return target

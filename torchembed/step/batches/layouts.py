@@ -103,10 +103,14 @@ class KindLayouts:
         took_over = self.are_full
         if took_over:
             self._needed *= 2
-            self._known.clear()
-            self._seen.clear()
+            self.forget()
         self._add(layout, batch)
         return took_over
+
+    def forget(self) -> None:
+        """Take all layouts their places."""
+        self._known.clear()
+        self._seen.clear()
 
     def _add(self, layout: Hashable, batch: Tree) -> None:
         self._seen.pop(layout, None)
@@ -166,9 +170,16 @@ class Layouts:
             self._moved[kind] = only_moves(batch)
         return self._moved[kind]
 
-    def begin_anew(self, number: int) -> None:
-        """Have engines begin anew on all ranks, before the step on the batch of ``number``."""
+    def begin_anew(self, number: int, *, forget: bool = False) -> None:
+        """Have engines begin anew on all ranks, before the step on the batch of ``number``.
+
+        Args:
+            forget: the layouts so far, as no batch will have them any more.
+        """
         self.since = number
+        if forget:
+            self._static.forget()
+            self._jagged.forget()
 
     def _is_static(self, batch: Tree) -> bool:
         return has_fixed_shape(batch) and not self._all_wait

@@ -19,6 +19,7 @@ from torchembed.step.stages import (
     TrainedBatch,
 )
 from torchembed.step.watches.hooks import PythonHooks
+from torchembed.step.watches.padding_check import PaddingCheck
 
 _GRAPH, _PADDED = StepKind(StepForm.GRAPH), StepKind(StepForm.PADDED)
 _WARMS_UP = StepKind(StepForm.EAGER, Reason("the first steps before a capture warm up"))
@@ -62,6 +63,7 @@ class EngineChoice:
         self._program, self._wait_for_steps = program, wait_for_steps
         self.not_captured = not_captured
         self.values = program.values
+        self._padding = PaddingCheck(program)
         self.hooks = PythonHooks(program.model, program.optimizers, self.values)
         self._eager = EagerEngine(program)
         self._static = StaticEngine(program)
@@ -117,6 +119,14 @@ class EngineChoice:
         has_place = not kinds.static or self._static.has_place_for(now)
         if not has_place:
             kinds = NO_KIND
+        as_given = None
+        if self._program.pads and kinds != NO_KIND:
+            as_given = self._padding.why_as_given(now)
+            if as_given is not None:
+                kinds = NO_KIND
+            if self._padding.is_refused:
+                self.not_captured = as_given
+                self.release()
         for engine in self._candidates(kinds):
             trained = engine.run(now, upcoming)
             if not isinstance(trained, Reason):
@@ -125,7 +135,7 @@ class EngineChoice:
             self._give_up(engine, trained)
         else:
             self.last, trained = self._eager, self._eager.run(now)
-        self.last_kind = self._kind_of_last(now, None if has_place else _OTHER_LAYOUTS)
+        self.last_kind = self._kind_of_last(now, as_given if has_place else _OTHER_LAYOUTS)
         self._program.record.note_step(self.last_kind)
         if self._jagged is not None and self.last is self._jagged:
             if self._padded is None and self._not_padded is None:
@@ -135,16 +145,17 @@ class EngineChoice:
                 self.prefetch(batch)
         return trained
 
-    def _kind_of_last(self, now: ReadBatch, why_no_place: Reason | None) -> StepKind:
+    def _kind_of_last(self, now: ReadBatch, why_eager: Reason | None) -> StepKind:
         """The kind of the step that has trained ``now``."""
         if self.last is self._eager:
-            why = self.not_captured or self.hooks.reason or now.why or why_no_place or _OTHER_RANK
+            why = self.not_captured or self.hooks.reason or now.why or why_eager or _OTHER_RANK
             return StepKind(StepForm.EAGER, why)
         if self.last is self._jagged:
             return StepKind(StepForm.JAGGED, self._not_padded or _FIRST_JAGGED)
         if not self.last.is_captured:
             return _WARMS_UP
-        return _GRAPH if self.last is self._static else _PADDED
+        is_padded = self.last is not self._static or now.padded is not None
+        return _PADDED if is_padded else _GRAPH
 
     def _kinds_with_hooks(self, agreed: BatchKinds) -> BatchKinds:
         """The kinds of step that can train a batch of kinds ``agreed`` while hooks are there."""

@@ -174,10 +174,11 @@ class PaddedEngine:
             NotCapturable: where that is something else.
         """
         step.make_ready(now)
+        plain = now.data if now.padded is None else now.padded.filled(now.data)
         difference = difference_of_spare_places(
             self._program,
             StepOptimizers(self._program.optimizers),
-            to_device(now.data, self._program.device),
+            to_device(plain, self._program.device),
             step.lookup(now.buffer),
         )
         if difference is not None:
@@ -212,7 +213,7 @@ class PaddedEngine:
             ),
         )
         self.release()
-        self._step = StaticStep(self._program, now.data, self._calls, self._capacity)
+        self._step = StaticStep(self._program, now.form, self._calls, self._capacity)
         # More places than ever, so the model is compared again.
         self._is_compared = all(call.collection.is_pooled for call in self._calls)
         for batch in (now, *upcoming):

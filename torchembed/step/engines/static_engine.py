@@ -111,7 +111,7 @@ class StaticEngine:
         number = batch.kinds.layout
         if number not in self._buffers:
             self._buffers[number] = InputBuffers(
-                batch.data,
+                batch.form,
                 self._program.device,
                 tracks_fresh=self._program.epochs is not None,
                 stream=self._shared().copies,
@@ -125,7 +125,7 @@ class StaticEngine:
         if step is None:
             step = self._steps[layouts] = StaticStep(
                 self._program,
-                now.data,
+                now.form,
                 resources=self._shared(),
                 buffers=self._buffers_of(now),
             )

@@ -122,7 +122,7 @@ class SelfCheck:
 
     def forward(self, buffer: int, look_up: Callable[[], LookedUpBatch]) -> None:
         """The call to capture for the batch of a buffer: forward, without an update."""
-        self._of_graph[buffer], _ = self._forward(look_up())
+        self._of_graph[buffer], _ = forward_summary(self._program, look_up())
 
     def note_capture(self, buffer: int, replay: Callable[[], None]) -> None:
         """Note how to replay :meth:`forward` of a buffer."""
@@ -151,13 +151,13 @@ class SelfCheck:
         replay = self._replays[buffer]
         assert replay is not None
         model, device = self._program.model, self._program.device
-        with _unchanged(model, device):
+        with unchanged(model, device):
             replay()
         # Now, since the graph of forward and that of the step use the same memory.
         numbers, by_graph = self._of_graph[buffer].numbers, self._of_graph[buffer].values()
         self._optimizers.zero_grad()
-        with _unchanged(model, device):
-            of_model, model_loss = self._forward(look_up())
+        with unchanged(model, device):
+            of_model, model_loss = forward_summary(self._program, look_up())
             model_loss.backward()
         of_model.add("the loss of the step", model_loss)
         slots = self._filled_slots()
@@ -195,18 +195,6 @@ class SelfCheck:
             return None
         return difference or "another rank found a difference, which its warning names"
 
-    def _forward(self, batch: LookedUpBatch) -> tuple[Summary, Tensor]:
-        """Run forward. Returns the outputs of all modules and, last, the loss; and the loss."""
-        program, summary = self._program, Summary()
-        with (
-            deferred_id_checks(),
-            observed_outputs(program.model, summary),
-            reusing(batch.calls, batch.lookups, batch.data),
-        ):
-            loss, _ = program.compute_loss(program.model, with_own_containers(batch.data))
-        summary.add("the loss", loss)
-        return summary, loss
-
     def _filled_slots(self) -> list[tuple[str, GradientSlot, Tensor]]:
         """The gradients of backward whose counterparts are still there after a replay: those that
         torchembed's optimizers keep in flat buffers, and that nothing clips."""
@@ -218,6 +206,19 @@ class SelfCheck:
             if slot is not None and parameter.grad is not None:
                 found.append((f"the gradient of {name}", slot, parameter.grad))
         return found
+
+
+def forward_summary(program: StepProgram, batch: LookedUpBatch) -> tuple[Summary, Tensor]:
+    """Run forward. Returns the outputs of all modules and, last, the loss; and the loss."""
+    summary = Summary()
+    with (
+        deferred_id_checks(),
+        observed_outputs(program.model, summary),
+        reusing(batch.calls, batch.lookups, batch.data),
+    ):
+        loss, _ = program.compute_loss(program.model, with_own_containers(batch.data))
+    summary.add("the loss", loss)
+    return summary, loss
 
 
 def _difference(comparison: _Comparison) -> str | None:
@@ -307,7 +308,7 @@ def _called_from_python(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """A context that leaves the buffers of ``model`` and torch's random numbers as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     restore_random_numbers = saved_random_numbers(device)

@@ -1,0 +1,219 @@
+"""Compares the model on padded batches with the model on the batches as they are.
+
+Whoever says that a part of a batch may be padded says that the model ignores the padding. A model
+that does not would train other numbers than a plain loop, without an error.
+"""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchembed.core import ranks
+from torchembed.core.trees import Tree
+from torchembed.step.batches.batch_layout import to_device
+from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason
+from torchembed.step.step_optimizers import StepOptimizers
+from torchembed.step.watches.checked_indices import check_indices
+from torchembed.step.watches.self_check import Summary, forward_summary, unchanged
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+_DEVIATIONS = 8.0
+"""How many standard deviations of rounding errors may lie between two ways to compute a number."""
+
+
+class PaddingCheck:
+    """The comparisons of one pipeline, before steps that would train padded batches.
+
+    A batch for which the model gives other numbers is trained as it is. Where the next one that is
+    padded differs as well, padding is refused: one alone may be a rounding which turns over what
+    the model selects.
+
+    Args:
+        program: what a step does.
+
+    Attributes:
+        is_refused: whether the model does not ignore padding.
+    """
+
+    def __init__(self, program: StepProgram) -> None:
+        self._program, self._optimizers = program, StepOptimizers(program.optimizers)
+        # DDP takes no forward without a backward of its own.
+        is_wrapped = any(isinstance(m, DistributedDataParallel) for m in program.model.modules())
+        self._every = None if is_wrapped else program.self_check_every
+        self._num_steps = self._next = 0
+        self._is_suspected = self.is_refused = False
+
+    def why_as_given(self, now: ReadBatch) -> Reason | None:
+        """The reason why ``now`` is to be trained as it was given; None where it may be padded.
+
+        Collective while a comparison is due, which is in the same steps on all ranks.
+        """
+        self._num_steps += 1
+        if self._every is None or self._num_steps <= self._next:
+            return None
+        padded = now.padded if now.padded is not None and now.padded.has_spare else None
+        if not ranks.any_rank(padded is not None):
+            return None
+        found = self._difference(now.data, now.data if padded is None else padded.filled(now.data))
+        if not ranks.any_rank(found is not None):
+            self._next, self._is_suspected = self._num_steps + self._every, False
+            return None
+        found = found or "on another rank, whose warning says more"
+        self._is_suspected, self.is_refused = True, self._is_suspected
+        if self.is_refused:
+            warnings.warn(
+                "the model computes other numbers for batches that are padded as pad says, so "
+                f"train steps run eagerly from now on, on batches as they are: {found}. Let the "
+                "model ignore the padding, or leave pad out",
+                stacklevel=4,  # whoever called the pipeline
+            )
+            return Reason(f"the model does not ignore the padding that pad says: {found}")
+        return Reason("the model computes other numbers for this batch where it is padded")
+
+    def _difference(self, given: Tree, padded: Tree) -> str | None:
+        device, model = self._program.device, self._program.model
+        batches = to_device(given, device), to_device(padded, device)
+        restore = self._program.host_state.saved()
+        try:
+            found = self._both(*batches)
+            if model.training and any(isinstance(c, _Computed) and c.draws for c in found):
+                # Random numbers would be others for other shapes.
+                with _evaluated(model):
+                    found = self._both(*batches)
+        finally:
+            self._optimizers.zero_grad()
+            restore()
+        one, other = found
+        if isinstance(one, _Computed) and isinstance(other, _Computed):
+            return _difference(one, other)
+        # What it raises for the batch as it is, the step raises.
+        return other if isinstance(other, str) else None
+
+    def _both(self, given: Tree, padded: Tree) -> list["_Computed | str"]:
+        """What is computed for both, or what is raised; the latter on all ranks or none."""
+        return [_computed(self._program, self._optimizers, batch) for batch in (given, padded)]
+
+
+class _Computed(NamedTuple):
+    """What forward and backward of one batch compute."""
+
+    outputs: list[tuple[str, tuple[int, ...], float]]
+    """What each module returned, in words, with shape and norm; in the order of calls."""
+    epsilon: float
+    """The largest distance from 1 to the next number of the outputs' dtypes."""
+    loss: float
+    gradients: dict[str, Tensor]
+    """Of dense parameters."""
+    draws: bool
+    """True where random numbers were drawn."""
+
+
+class _Calls(TorchDispatchMode):
+    """Notes whether random numbers are drawn, and refuses indices that are out of range."""
+
+    draws = False
+
+    def __torch_dispatch__(
+        self,
+        func: "OpOverload",
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # On a GPU it would end the process, where it is no more than this trial's.
+        check_indices(func, args, kwargs)
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **kwargs)
+
+
+def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> "_Computed | str":
+    """Call the model for ``batch`` without an update; waits for the device.
+
+    Returns:
+        What it computes; an error in words where it raises one on some rank.
+    """
+    optimizers.zero_grad()
+    error = "another rank's model raises an error"
+    found: tuple[Summary, Tensor] | None = None
+    with unchanged(program.model, program.device):
+        with _Calls() as calls:
+            try:
+                found = forward_summary(program, LookedUpBatch(batch))
+            except Exception as raised:  # noqa: BLE001 - said where it is of padding alone
+                error = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+        # Backward is collective, so either all ranks come to it or none.
+        if ranks.any_rank(found is None):
+            return error
+        assert found is not None
+        summary, loss = found
+        loss.backward()
+    gradients = {
+        name: parameter.grad.double()
+        for name, parameter in program.model.named_parameters()
+        if type(parameter.grad) is Tensor and parameter.grad.layout is torch.strided
+    }
+    optimizers.zero_grad()
+    norms = [norm for norm, _ in summary.values().tolist()]
+    outputs = [(n.name, n.shape, norm) for n, norm in zip(summary.numbers, norms, strict=True)]
+    epsilon = max(number.epsilon for number in summary.numbers)
+    return _Computed(outputs, epsilon, loss.item(), gradients, calls.draws)
+
+
+def _difference(given: _Computed, padded: _Computed) -> str | None:
+    """What differs by more than rounding explains, in words; None for nothing.
+
+    Each of the outputs before the loss adds a rounding of its own, and so does backward on its way
+    through them. Gradients are compared all together: one alone may be the sum of many numbers that
+    cancel out, and then consists of rounding errors.
+    """
+    relative = _DEVIATIONS * given.epsilon * math.sqrt(2 * len(given.outputs))
+    differences, squares = [0.0], [0.0]
+    for name in given.gradients.keys() | padded.gradients.keys():
+        one, other = given.gradients.get(name), padded.gradients.get(name)
+        if one is None or other is None:
+            return f"only one of both gives a gradient of {name}"
+        differences.append((one - other).square().sum().item())
+        squares.append(one.square().sum().item())
+    is_alike = _is_within(padded.loss, given.loss, relative * abs(given.loss))
+    error, norm = math.sqrt(sum(differences)), math.sqrt(sum(squares))
+    if is_alike and (not math.isfinite(norm) or error <= relative * norm):
+        return None
+    for (name, shape, expected), (what, padded_shape, norm_found) in zip(
+        given.outputs, padded.outputs, strict=False
+    ):
+        if name != what:
+            return f"forward gives {what}, where it gives {name} without padding"
+        is_comparable = shape == padded_shape
+        if is_comparable and not _is_within(norm_found, expected, relative * expected):
+            return f"{name} has the norm {norm_found:.9g} padded, and {expected:.9g} as given"
+    return f"the gradients differ by {error:.3g}, and their norm is {norm:.9g}"
+
+
+def _is_within(found: float, expected: float, limit: float) -> bool:
+    return (math.isnan(found) and math.isnan(expected)) or abs(found - expected) <= limit
+
+
+@contextlib.contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """A context in which all modules of ``model`` are in evaluation mode but those that normalize
+    by the statistics of their batch, which padding may be part of."""
+    trained = [m for m in model.modules() if m.training and not isinstance(m, _NormBase)]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
