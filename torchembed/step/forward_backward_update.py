@@ -68,6 +68,7 @@ class StepProgram:
         max_layouts: the most layouts of batches for which steps are captured.
         pads: whether captured steps take parts of batches with padding that the batches do not
             have.
+        loss_fn: of the pipeline, which ``compute_loss`` calls; what it changes is looked at.
     """
 
     model: nn.Module
@@ -79,6 +80,7 @@ class StepProgram:
     self_check_every: int | None = None
     max_layouts: int = 16
     pads: bool = False
+    loss_fn: object = None
 
     @property
     def is_cuda(self) -> bool:
@@ -95,13 +97,16 @@ class StepProgram:
         """The values of the model and its optimizers that captured steps hold."""
         optimizers = StepOptimizers(self.optimizers)
         return WatchedValues(
-            self.model, [*optimizers.of_tables, *optimizers.captured], optimizers.others
+            self.model,
+            [*optimizers.of_tables, *optimizers.captured],
+            optimizers.others,
+            self.loss_fn,
         )
 
     @functools.cached_property
     def host_state(self) -> HostState:
         """The state of the host that the model changes, and no graph."""
-        return HostState(self.model, self.device)
+        return HostState(self.model, self.device, self.loss_fn)
 
     @functools.cached_property
     def epochs(self) -> AdmissionEpochs | None:

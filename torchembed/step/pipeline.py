@@ -85,7 +85,8 @@ class TrainPipeline:
     steps, steps are captured anew; where one changes again and again, as what forward rebinds or
     counts does, steps are eager from then on, and a warning names it. Of several ranks, all are
     taken to change optimizers alike, and a change of a module begins with the next batch that is
-    read. What no module or optimizer holds, such as a global variable, is not looked at.
+    read. Of what no module or optimizer holds, what the code of ``forward`` and of the loss
+    function reads by name is looked at, such as global variables and namespaces of settings.
 
     Random numbers of the host (Python's, NumPy's, torch's of the CPU, and generators that modules
     hold) make steps eager where forward draws them, and a warning names the generator; numbers of
@@ -194,6 +195,7 @@ class TrainPipeline:
             self_check_every=self_check_every,
             max_layouts=max_layouts,
             pads=pad is not None,
+            loss_fn=loss_fn,
         )
         self._record = program.record
         self._upcoming = ReadAhead()

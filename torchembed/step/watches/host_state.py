@@ -15,7 +15,8 @@ from torch import nn
 
 from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.step.stages import Reason
-from torchembed.step.watches.watched_values import CONTAINERS, OF_EVERY_MODULE, watched_modules
+from torchembed.step.watches.read_values import CONTAINERS
+from torchembed.step.watches.watched_values import OF_EVERY_MODULE, watched_modules
 
 _NUM_OBSERVED = 2
 """The last steps before a capture that count: the first one may initialize what is drawn once."""
@@ -39,10 +40,11 @@ class HostState:
         model: whose modules are looked at.
         device: of the steps. On a CPU torch's generator is the device's, whose numbers replays draw
             as the step does.
+        loss_fn: of the pipeline, whose modules are looked at as well.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, loss_fn: object = None) -> None:
+        self._model, self._device, self._loss_fn = model, device, loss_fn
         self._drawn = collections.deque[str](maxlen=_NUM_OBSERVED)
         """For each of the last steps, the first generator that it drew from; empty for none."""
 
@@ -72,7 +74,9 @@ class HostState:
         with it."""
         generators = self._generators()
         states = [(generator, generator.get()) for generator in generators]
-        attributes = [_saved_attributes(module) for _, module in watched_modules(self._model)]
+        attributes = [
+            _saved_attributes(module) for _, module in watched_modules(self._model, self._loss_fn)
+        ]
         restore_random_numbers = saved_random_numbers(self._device)
 
         def restore() -> None:
@@ -91,7 +95,7 @@ class HostState:
         ]
         if self._device.type != "cpu":
             found.append(_of_torch("torch's generator of the CPU", torch.default_generator))
-        for where, module in watched_modules(self._model):
+        for where, module in watched_modules(self._model, self._loss_fn):
             for name, value in vars(module).items():
                 generator = _generator(f"{name} of {where}", value)
                 if generator is not None:

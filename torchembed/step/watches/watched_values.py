@@ -14,24 +14,26 @@ from torch import nn
 from torchembed.core import ranks
 from torchembed.modules.table_module import TableModule
 from torchembed.step.stages import Reason
+from torchembed.step.watches.read_values import (
+    CONTAINERS,
+    MAX_ITEMS,
+    ReadValues,
+    Values,
+    called_for_loss,
+    values_read,
+)
 from torchembed.step.watches.replaced_methods import forward_of
 
 _OWN = ("torchembed.", "torchrec.", "fbgemm_gpu.")
 """Packages whose modules are left out: what they change, steps follow."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has."""
-CONTAINERS = (list, dict, set, collections.deque)
-"""Types of attributes whose items are looked at."""
 _OF_OPTIMIZERS = ("step", "zero_grad")
 """Methods that may be assigned to optimizers."""
 _forward = operator.attrgetter("forward")
 _MAX_CHANGES = 3
 _WINDOW = 30
 """A value that changes so often in so many steps is not worth a capture each time."""
-_MAX_ITEMS = 32
-"""Number of items that are looked at of each list, dict or set."""
-
-Values = Mapping[str, object]
 
 
 class NotCapturable(Exception):  # noqa: N818 - no error of the caller
@@ -43,7 +45,7 @@ class NotCapturable(Exception):  # noqa: N818 - no error of the caller
 
 
 class _Attributes(NamedTuple):
-    """Some attributes of a module."""
+    """Some attributes of a module, or other values by their names."""
 
     where: str
     values: Values
@@ -53,7 +55,8 @@ class _Attributes(NamedTuple):
 
 
 class WatchedValues:
-    """Hyperparameters but ``lr``, parameters of optimizers, and attributes and buffers of modules.
+    """Hyperparameters but ``lr``, parameters of optimizers, attributes and buffers of modules, and
+    what else the code of a forward and of the loss function reads.
 
     :meth:`look` notes which were replaced, by identity, since the call before. A number or a string
     is the same where it is equal. Of modules of torch only floats, as a dropout's ``p``, are looked
@@ -63,6 +66,7 @@ class WatchedValues:
         model: the modules are those that it has when a change is noticed.
         captured: optimizers whose steps graphs repeat.
         others: optimizers that step after each replay.
+        loss_fn: of the pipeline; None where the model gives its loss.
 
     Attributes:
         version: counts changes that every rank is taken to make alike: those of optimizers, and of
@@ -78,13 +82,16 @@ class WatchedValues:
         model: nn.Module,
         captured: Iterable[torch.optim.Optimizer],
         others: Iterable[torch.optim.Optimizer],
+        loss_fn: object = None,
     ) -> None:
-        self._model = model
+        self._model, self._loss_fn = model, loss_fn
         of_optimizers = [(o, _hyperparameters_of(o)) for o in captured]
         of_optimizers += [(o, []) for o in others]
         self._optimizers = [(o, names, _getter(names)) for o, names in of_optimizers]
         self.version = self.local_version = self._num_looks = self.num_refreshes = 0
         self.are_held = False
+        self._forwards: dict[type, object] = {}
+        """``forward`` of each class of the modules, as it was first."""
         self._changes: dict[str, collections.deque[int]] = {}
         """For each value that changed, the calls of :meth:`look` that noticed it last."""
         self._begin()
@@ -93,9 +100,14 @@ class WatchedValues:
         self._optimizers = [
             (o, names, _getter(_in_all_groups(o, names))) for o, names, _ in self._optimizers
         ]
-        self._held = list(_held_by(self._model))
+        modules = dict(watched_modules(self._model, self._loss_fn))
+        self._held = list(_held_by(modules))
         self._dicts = [values for _, values in self._held]
-        self._attributes = list(_attributes_of(self._model))
+        # As written: what is put in their place is not captured.
+        for kind in dict.fromkeys(map(type, modules.values())):
+            self._forwards.setdefault(kind, forward_of(kind))
+        read = values_read(modules, self._forwards, self._loss_fn)
+        self._attributes = [*_attributes_of(modules), *_as_attributes(read)]
         # Also of modules whose values are not looked at, which may be given methods.
         self._growing = [vars(module) for module in self._model.modules()]
         kinds = dict.fromkeys(type(module) for module in self._model.modules())
@@ -194,38 +206,55 @@ def _getter(names: Sequence[str]) -> Callable[[Values], tuple[object, ...]]:
     return operator.itemgetter(*names, *names[:1]) if names else lambda _: ()
 
 
-def watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of ``model`` but torchembed's own, each after its name in warnings."""
-    for path, module in model.named_modules():
-        if not type(module).__module__.startswith(_OWN) and not isinstance(module, TableModule):
-            yield f"module {path}" if path else f"model {type(module).__name__}", module
+def watched_modules(model: nn.Module, loss_fn: object = None) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of ``model`` and of a loss function but torchembed's own, each after its name in
+    warnings."""
+    seen = set[nn.Module]()
+    called = called_for_loss(loss_fn)
+    for what, root in (("model", model), ("loss function", called)):
+        for path, module in root.named_modules(seen) if isinstance(root, nn.Module) else ():
+            # Compiled ones hold no values of Python.
+            is_own = type(module).__module__.startswith(_OWN) or isinstance(module, TableModule)
+            if not (is_own or isinstance(module, torch.jit.ScriptModule)):
+                of_loss = f" of the {what}" if root is called else ""
+                name = f"module {path}{of_loss}" if path else f"{what} {type(module).__name__}"
+                yield name, module
 
 
-def _held_by(model: nn.Module) -> Iterator[tuple[str, dict[str, object]]]:
+def _held_by(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, dict[str, object]]]:
     """Buffers, parameters and children of modules."""
-    for where, module in watched_modules(model):
+    for where, module in modules.items():
         for values in (module._buffers, module._parameters, module._modules):
             # An empty one may be filled later, but torch's own modules add nothing.
             if values or not type(module).__module__.startswith("torch."):
                 yield where, values  # type: ignore[misc]
 
 
-def _attributes_of(model: nn.Module) -> Iterator[_Attributes]:
-    for where, module in watched_modules(model):
+def _attributes_of(modules: Mapping[str, nn.Module]) -> Iterator[_Attributes]:
+    for where, module in modules.items():
         attributes, is_users = vars(module), not type(module).__module__.startswith("torch.")
         names = [name for name in attributes if name not in OF_EVERY_MODULE]
         if not is_users:
             names = [name for name in names if isinstance(attributes[name], float)]
-        containers = [name for name in names if isinstance(attributes[name], CONTAINERS)]
         if names or is_users:
-            yield _Attributes(where, attributes, names, containers)
+            yield _Attributes(where, attributes, names, _containers_in(attributes, names))
+
+
+def _as_attributes(read: Iterable[ReadValues]) -> Iterator[_Attributes]:
+    for where, values, names in read:
+        if names:
+            yield _Attributes(where, values, names, _containers_in(values, names))
+
+
+def _containers_in(values: Values, names: Sequence[str]) -> list[str]:
+    return [name for name in names if isinstance(values[name], CONTAINERS)]
 
 
 def _items_of(container: object) -> list[object]:
     if not isinstance(container, CONTAINERS):
         return []
     items = container.values() if isinstance(container, dict) else container
-    return [len(container), *islice(items, _MAX_ITEMS)]
+    return [len(container), *islice(items, MAX_ITEMS)]
 
 
 def _is_same(one: object, other: object) -> bool:
