@@ -1,4 +1,5 @@
-"""Backward passes that are computed by kernels, and so cannot be differentiated themselves."""
+"""Backward passes that are computed by kernels, and how they are differentiated themselves: by
+operations of their own, or not, with an error that says so."""
 
 import functools
 from collections.abc import Callable
@@ -14,16 +15,19 @@ Backward: TypeAlias = Callable[..., Any]
 arguments, one or a tuple."""
 
 
+def creates_graph() -> bool:
+    """True in a backward that may be differentiated itself, as with ``create_graph=True``."""
+    # Compilers trace backward with gradients enabled and differentiate none of it.
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def first_order(layer: str, instead: str) -> Callable[[Backward], Backward]:
     """Decorator of ``backward`` of an ``autograd.Function`` that has no second derivative.
 
     Like torch's ``once_differentiable``, but the error says that ``layer`` cannot be differentiated
     twice, as after ``create_graph=True``, and names what can be used ``instead``.
     """
-    message = (
-        f"{layer} has no second derivative, and one was asked for (create_graph=True, a gradient "
-        f"penalty, or a Hessian); use {instead} there"
-    )
+    message = no_second_derivative(layer, instead)
 
     def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
@@ -40,13 +44,27 @@ def first_order(layer: str, instead: str) -> Callable[[Backward], Backward]:
             parts = results if isinstance(results, tuple) else (results,)
             source = next(grad for grad in grads if grad is not None and grad.requires_grad)
             return tuple(
-                _Refusal.apply(part, source, message) if isinstance(part, Tensor) else part
+                refusing(part, source, message) if isinstance(part, Tensor) else part
                 for part in parts
             )
 
         return once
 
     return decorate
+
+
+def no_second_derivative(layer: str, instead: str) -> str:
+    """The message of the error where ``layer`` is differentiated twice."""
+    return (
+        f"{layer} has no second derivative, and one was asked for (create_graph=True, a gradient "
+        f"penalty, or a Hessian); use {instead} there"
+    )
+
+
+def refusing(gradient: Tensor, source: Tensor, message: str) -> Tensor:
+    """``gradient``, as one that depends on ``source``: a ``RuntimeError`` with ``message`` comes
+    where a backward goes through it."""
+    return _Refusal.apply(gradient, source, message)
 
 
 class _Refusal(torch.autograd.Function):

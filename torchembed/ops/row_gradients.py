@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from torchembed.autograd.first_order import no_second_derivative
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import Runs, find_runs
@@ -24,6 +26,28 @@ class WeightGradient(enum.Enum):
     """An uncoalesced ``torch.sparse_coo`` tensor with one entry for each id, as torch makes it.
     Ids of row -1 contribute an entry of zeros to another row of the batch, so that an optimizer
     sees only touched rows; to row 0 where there is no other."""
+
+
+ONCE_RECORDED = no_second_derivative(
+    "a lookup in tables that an optimizer of torchembed's updates", "one of torch.optim for them"
+)
+
+
+def check_not_asked_for() -> None:
+    """Raise ``RuntimeError`` where ``torch.autograd.grad`` asks for the gradient of a table that a
+    sink takes; called in the backward of the lookup, before the sink is."""
+    anchor = _next_of(torch._C._current_autograd_node())
+    leaf = None if anchor is None else _next_of(anchor)
+    if leaf is None:
+        return
+    try:
+        torch._C._will_engine_execute_node(leaf)
+    except RuntimeError as error:  # of leaves whose gradients are returned and not accumulated
+        raise RuntimeError(ONCE_RECORDED) from error
+
+
+def _next_of(node: Node) -> Node | None:
+    return node.next_functions[0][0] if node.next_functions else None
 
 
 def summed_gradients(runs: Runs, gradients: RowGradients) -> Tensor:
@@ -47,7 +71,8 @@ def table_gradient(
 ) -> Tensor:
     """The gradient of a weight of ``shape`` ``[R, D]`` for ``rows [L]`` and their ``gradients``.
 
-    The dense form is deterministic, and float32 until its final rounding to ``dtype``.
+    The dense form is deterministic, and float32 until its final rounding to ``dtype``; the sparse
+    one is made by operations of PyTorch, which can be differentiated.
 
     Args:
         runs: runs of equal ``rows`` where they are known, which spares the dense form finding them.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.autograd.first_order import creates_graph
 from torchembed.core.function_context import FunctionContext
 from torchembed.core.stand_ins import in_transform
 from torchembed.tables.group import TableGroup
@@ -26,7 +27,12 @@ def _split_sparse(grad: Tensor, first_rows: list[int]) -> list[Tensor]:
 
     How many entries each table has is found on the host: where ``grad`` is on a GPU this waits.
     """
-    rows, values = grad._indices()[0], grad._values()
+    if creates_graph():
+        # Only these can be differentiated.
+        grad = grad.coalesce()
+        rows, values = grad.indices()[0], grad.values()
+    else:
+        rows, values = grad._indices()[0], grad._values()
     parts = []
     for first, last in itertools.pairwise(first_rows):
         inside = (rows >= first) & (rows < last)
@@ -47,8 +53,8 @@ class _GroupWeight(torch.autograd.Function):
         return weight.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Any, ...]:
+        # By operations of PyTorch, which can be differentiated.
         if grad.is_sparse:
             parts = _split_sparse(grad, ctx.first_rows)
         else:

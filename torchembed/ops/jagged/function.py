@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from torchembed.autograd.first_order import creates_graph
 from torchembed.core.function_context import FunctionContext
-from torchembed.core.stand_ins import makes_stand_ins
+from torchembed.core.stand_ins import in_transform, makes_stand_ins
 from torchembed.ops.jagged.checks import check_permutation
 from torchembed.ops.jagged.schema import (
     bucketize_rows_op,
@@ -64,18 +64,70 @@ class _PermuteFeatures(torch.autograd.Function):
         return new_values, new_offsets, new_weights
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: FunctionContext, grad_values: Tensor | None, _: None, grad_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         def gradient(grad: Tensor | None) -> Tensor | None:
             if grad is None:
                 return None
+            if creates_graph():
+                num_values, (offsets, _) = ctx.num_values, ctx.saved_tensors
+                permutation, num_features, batch_size = ctx.arrangement
+                arrangement = permutation, num_features, batch_size, grad.shape[0]
+                found = _places(num_values, offsets, *arrangement)
+                return _sums(grad, found, num_values)
             return permute_features_backward_op(
                 grad.contiguous(), *ctx.saved_tensors, *ctx.arrangement, ctx.num_values
             )
 
         return gradient(grad_values), None, gradient(grad_weights), *[None] * 4
+
+
+class _Places(NamedTuple):
+    """Where each value of a permuted batch was."""
+
+    places: Tensor
+    """int64 ``[num_ids]``."""
+    is_spare: Tensor
+    """bool ``[num_ids]``."""
+    offsets: Tensor
+    """``[K * B + 1]``."""
+
+
+def _places(
+    num_values: int,
+    offsets: Tensor,
+    permutation: list[int],
+    num_features: int,
+    batch_size: int,
+    num_ids: int,
+) -> _Places:
+    numbers = torch.arange(num_values, device=offsets.device)
+    places, new_offsets, _ = permute_features_forward_op(
+        numbers, offsets, None, permutation, num_features, batch_size, num_ids
+    )
+    is_spare = torch.arange(num_ids, device=offsets.device) >= new_offsets[-1]
+    return _Places(places, is_spare, new_offsets)
+
+
+def _sums(grad: Tensor, found: _Places, num_values: int) -> Tensor:
+    """The sum of the gradients of each value, ``[num_values]``, by operations of PyTorch, which can
+    be differentiated."""
+    sums = torch.zeros(num_values, dtype=torch.float32, device=grad.device)
+    grad_of_values = grad.float().masked_fill(found.is_spare, 0.0)
+    return sums.index_add(0, found.places, grad_of_values).to(grad.dtype)
+
+
+def _permuted_by_torch(values: Tensor, weights: Tensor | None, found: _Places) -> PermutedFeatures:
+    """Permuted features by operations of PyTorch, which ``torch.func`` sees through."""
+
+    def permuted(numbers: Tensor) -> Tensor:
+        if numbers.shape[0] == 0:
+            return numbers.new_zeros(found.places.shape)
+        return numbers[found.places].masked_fill(found.is_spare, 0)
+
+    of_weights = None if weights is None else permuted(weights)
+    return PermutedFeatures(permuted(values), found.offsets, of_weights)
 
 
 class _BucketizeRows(torch.autograd.Function):
@@ -96,7 +148,6 @@ class _BucketizeRows(torch.autograd.Function):
         return local, new_offsets, new_weights, positions
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         return None, None, grads[2].index_select(0, positions), None, None
@@ -145,6 +196,10 @@ def permute_features(
             f"num_ids must be given, since permutation {permutation} repeats or leaves out some of "
             f"the {num_features} features; sum the lengths of the features it names"
         )
+    if in_transform():
+        arrangement = permutation, num_features, batch_size, num_ids
+        found = _places(values.shape[0], offsets.contiguous(), *arrangement)
+        return _permuted_by_torch(values, weights, found)
     new_values, new_offsets, new_weights = _PermuteFeatures.apply(
         values.contiguous(),
         offsets.contiguous(),

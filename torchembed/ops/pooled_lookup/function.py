@@ -1,12 +1,17 @@
-"""The public function ``pooled_lookup`` and its gradient."""
+"""The public function ``pooled_lookup`` and its gradients of every order.
+
+The product of a pooled lookup and a gradient of its result is linear in the table, in the weights
+of ids and in that gradient. The gradient of each of the three is a function of the two others, with
+kernels of its own; so the gradients of these functions are each other.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from torchembed.autograd.first_order import creates_graph, no_second_derivative, refusing
 from torchembed.core.function_context import FunctionContext
 from torchembed.core.types import Pooling
 from torchembed.ops.bags import hotness_of_bags
@@ -16,8 +21,18 @@ from torchembed.ops.pooled_lookup.schema import (
     pooled_lookup_gradient_map_op,
     pooled_lookup_weights_backward_op,
 )
-from torchembed.ops.row_gradients import GradientSink, WeightGradient, table_gradient
+from torchembed.ops.row_gradients import (
+    ONCE_RECORDED,
+    GradientSink,
+    WeightGradient,
+    check_not_asked_for,
+    table_gradient,
+)
 from torchembed.ops.rowwise_update import RowGradients
+
+_SPARSE_AND_WEIGHTED = no_second_derivative(
+    "a lookup with sparse gradients and weights of ids that are trained", "sparse=False"
+)
 
 
 class LookupInputs(NamedTuple):
@@ -75,34 +90,176 @@ class _PooledLookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows, offsets, per_id_weights, rows_like = ctx.saved_tensors
-        batch_size, num_features, dim = grad.shape
-        grad = grad.contiguous()
+        is_differentiated, sink = creates_graph(), ctx.sink
+        is_sparse = ctx.form is WeightGradient.SPARSE
+        of_table = _TableGradient.apply if is_differentiated and not is_sparse else _table_gradient
+        of_weights = _IdWeightGradient.apply if is_differentiated else _id_weight_gradient
+        bags = offsets, ctx.hotness, ctx.mean
         grad_weight = grad_per_id_weights = None
+        if sink is not None and is_differentiated:
+            check_not_asked_for()
+        elif is_sparse and is_differentiated and ctx.needs_input_grad[4]:
+            raise RuntimeError(_SPARSE_AND_WEIGHTED)
         if ctx.needs_input_grad[4]:
             # Before the sink is called, since that may update the rows.
             assert per_id_weights is not None
-            grad_per_id_weights = pooled_lookup_weights_backward_op(
-                grad, weight, rows, offsets, ctx.hotness, ctx.mean
-            ).to(per_id_weights.dtype)
-        if ctx.needs_input_grad[0]:
-            gradient_rows, scales = ctx.known_map or pooled_lookup_gradient_map_op(
-                rows, offsets, ctx.hotness, per_id_weights, num_features, batch_size, ctx.mean
-            )
-            has_scales = ctx.mean or per_id_weights is not None
-            gradients = RowGradients(
-                grad.view(batch_size * num_features, dim),
-                gradient_rows,
-                scales if has_scales else None,
-            )
-            if ctx.sink is not None:
-                ctx.sink(rows, gradients)
-            else:
-                shape = torch.Size((rows_like.shape[0], dim))
-                grad_weight = table_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
+            dtype = per_id_weights.dtype
+            grad_per_id_weights = of_weights(grad, weight, rows, *bags, dtype)
+            if sink is not None and is_differentiated:
+                grad_per_id_weights = refusing(grad_per_id_weights, per_id_weights, ONCE_RECORDED)
+        if ctx.needs_input_grad[0] and sink is None:
+            known_map, form = ctx.known_map, ctx.form
+            grad_weight = of_table(grad, per_id_weights, rows, rows_like, *bags, known_map, form)
+        elif sink is not None and ctx.needs_input_grad[0]:
+            with torch.no_grad():
+                sink(rows, _row_gradients(grad, per_id_weights, rows, *bags, ctx.known_map))
         return grad_weight, None, None, None, grad_per_id_weights, *[None] * 8
+
+
+class _TableGradient(torch.autograd.Function):
+    """The dense gradient of the table, ``[R, D]``, as a function of the result's, ``[B, F, D]``,
+    and of the weights of ids."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionContext,
+        grad: Tensor,
+        per_id_weights: Tensor | None,
+        rows: Tensor,
+        rows_like: Tensor,
+        offsets: Tensor | None,
+        hotness: list[int],
+        mean: bool,
+        known_map: tuple[Tensor, Tensor] | None,
+        form: WeightGradient,
+    ) -> Tensor:
+        saved = grad if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(saved, per_id_weights, rows, offsets)
+        ctx.shape, ctx.dtype = grad.shape, grad.dtype
+        ctx.hotness, ctx.mean, ctx.form = hotness, mean, form
+        return _table_gradient(
+            grad, per_id_weights, rows, rows_like, offsets, hotness, mean, known_map, form
+        )
+
+    @staticmethod
+    def backward(ctx: FunctionContext, grad_table: Tensor) -> tuple[Tensor | None, ...]:
+        grad, per_id_weights, rows, offsets = ctx.saved_tensors
+        of_grad = of_weights = None
+        if ctx.needs_input_grad[0]:
+            of_grad = _looked_up(grad_table, per_id_weights, rows, offsets, ctx)
+        if ctx.needs_input_grad[1]:
+            assert per_id_weights is not None
+            of_weights = _IdWeightGradient.apply(
+                grad, grad_table, rows, offsets, ctx.hotness, ctx.mean, per_id_weights.dtype
+            )
+        return of_grad, of_weights, *[None] * 7
+
+
+class _IdWeightGradient(torch.autograd.Function):
+    """The gradient of the weights of ids, ``[L]``, as a function of the result's, ``[B, F, D]``,
+    and of the table."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionContext,
+        grad: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        offsets: Tensor | None,
+        hotness: list[int],
+        mean: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(grad, weight, rows, offsets)
+        ctx.shape, ctx.dtype = grad.shape, grad.dtype
+        ctx.hotness, ctx.mean = hotness, mean
+        return _id_weight_gradient(grad, weight, rows, offsets, hotness, mean, dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionContext, factors: Tensor) -> tuple[Tensor | None, ...]:
+        grad, weight, rows, offsets = ctx.saved_tensors
+        of_grad = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_grad = _looked_up(weight, factors, rows, offsets, ctx)
+        if ctx.needs_input_grad[1]:
+            rows_like = weight.new_empty(weight.shape[0], 0)
+            bags = offsets, ctx.hotness, ctx.mean
+            of_weight = _TableGradient.apply(
+                grad, factors, rows, rows_like, *bags, None, WeightGradient.DENSE
+            )
+        return of_grad, of_weight, *[None] * 5
+
+
+def _looked_up(
+    weight: Tensor,
+    per_id_weights: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor | None,
+    ctx: FunctionContext,
+) -> Tensor:
+    """A lookup in another table, for the bags of ``ctx`` and of its dtype."""
+    batch_size, num_features, _ = ctx.shape
+    return pooled_lookup(
+        weight,
+        rows,
+        offsets=offsets,
+        hotness=ctx.hotness if offsets is None else None,
+        batch_size=batch_size,
+        num_features=num_features,
+        per_id_weights=per_id_weights,
+        pooling=Pooling.MEAN if ctx.mean else Pooling.SUM,
+        output_dtype=ctx.dtype,
+    )
+
+
+def _row_gradients(
+    grad: Tensor,
+    per_id_weights: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    mean: bool,
+    known_map: tuple[Tensor, Tensor] | None,
+) -> RowGradients:
+    batch_size, num_features, dim = grad.shape
+    gradient_rows, scales = known_map or pooled_lookup_gradient_map_op(
+        rows, offsets, hotness, per_id_weights, num_features, batch_size, mean
+    )
+    has_scales = mean or per_id_weights is not None
+    of_bags = grad.contiguous().view(batch_size * num_features, dim)
+    return RowGradients(of_bags, gradient_rows, scales if has_scales else None)
+
+
+def _table_gradient(
+    grad: Tensor,
+    per_id_weights: Tensor | None,
+    rows: Tensor,
+    rows_like: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    mean: bool,
+    known_map: tuple[Tensor, Tensor] | None,
+    form: WeightGradient,
+) -> Tensor:
+    gradients = _row_gradients(grad, per_id_weights, rows, offsets, hotness, mean, known_map)
+    shape = torch.Size((rows_like.shape[0], grad.shape[2]))
+    return table_gradient(rows, gradients, shape, rows_like.dtype, form)
+
+
+def _id_weight_gradient(
+    grad: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    hotness: list[int],
+    mean: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return pooled_lookup_weights_backward_op(
+        grad.contiguous(), weight, rows, offsets, hotness, mean
+    ).to(dtype)
 
 
 def pooled_lookup(

@@ -1,11 +1,16 @@
-"""The public function ``sequence_lookup`` and its gradient."""
+"""The public function ``sequence_lookup`` and its gradients of every order."""
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from torchembed.autograd.first_order import creates_graph
 from torchembed.core.function_context import FunctionContext
-from torchembed.ops.row_gradients import GradientSink, WeightGradient, table_gradient
+from torchembed.ops.row_gradients import (
+    GradientSink,
+    WeightGradient,
+    check_not_asked_for,
+    table_gradient,
+)
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
 
@@ -27,17 +32,39 @@ class _SequenceLookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, rows_like = ctx.saved_tensors
-        gradients = RowGradients(grad.contiguous())
         grad_weight = None
         if ctx.sink is not None:
-            ctx.sink(rows, gradients)
+            if creates_graph():
+                check_not_asked_for()
+            with torch.no_grad():
+                ctx.sink(rows, RowGradients(grad.contiguous()))
+        elif creates_graph() and ctx.form is WeightGradient.DENSE:
+            grad_weight = _TableGradient.apply(grad, rows, rows_like)
         else:
-            shape = torch.Size((rows_like.shape[0], grad.shape[1]))
-            grad_weight = table_gradient(rows, gradients, shape, rows_like.dtype, ctx.form)
+            grad_weight = _table_gradient(grad, rows, rows_like, ctx.form)
         return grad_weight, None, None, None, None
+
+
+class _TableGradient(torch.autograd.Function):
+    """The dense gradient of a table as a function of its vectors' gradients, linear in them."""
+
+    @staticmethod
+    def forward(ctx: FunctionContext, grad: Tensor, rows: Tensor, rows_like: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.dtype = grad.dtype
+        return _table_gradient(grad, rows, rows_like, WeightGradient.DENSE)
+
+    @staticmethod
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return sequence_lookup(grad, rows, output_dtype=ctx.dtype), None, None
+
+
+def _table_gradient(grad: Tensor, rows: Tensor, rows_like: Tensor, form: WeightGradient) -> Tensor:
+    shape = torch.Size((rows_like.shape[0], grad.shape[1]))
+    return table_gradient(rows, RowGradients(grad.contiguous()), shape, rows_like.dtype, form)
 
 
 def sequence_lookup(
