@@ -22,9 +22,10 @@ from torchembed.step.batches.batch_layout import is_part, with_own_containers
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.model_loss import ComputeLoss
-from torchembed.step.stages import LookedUpBatch, StepResult, TrainedBatch
+from torchembed.step.stages import LookedUpBatch, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers, update, update_early
 from torchembed.step.step_record import StepRecord
+from torchembed.step.step_result import StepOutputs
 from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
 from torchembed.step.watches.host_state import HostState
 from torchembed.step.watches.watched_values import WatchedValues
@@ -148,6 +149,7 @@ class ForwardBackwardUpdate:
         batch: LookedUpBatch,
         prepare_next: PrepareNext | None = None,
         report_memory: Tensor | None = None,
+        loss_memory: Tensor | None = None,
     ) -> TrainedBatch:
         """Train ``batch``, but for the optimizers that no graph can hold.
 
@@ -155,6 +157,7 @@ class ForwardBackwardUpdate:
             prepare_next: called once: so that it runs under forward where vectors were looked up
                 ahead, else under backward.
             report_memory: pinned memory for the report.
+            loss_memory: memory ``[]`` for the loss of the result; None for its own.
         """
         program, streams = self._program, self._streams
         self._optimizers.zero_grad()
@@ -171,6 +174,7 @@ class ForwardBackwardUpdate:
         # On a stream that nothing waits for soon: the copy to the host need not delay backward.
         with fork(streams.ids):
             report = None if flag is None else flag.to_host(report_memory)
+            found = loss.detach() if loss_memory is None else loss_memory.copy_(loss.detach())
         if not batch.calls and prepare_next is not None:
             prepare_next(None)
         for stream in (streams.rows, streams.last_rows):
@@ -205,7 +209,7 @@ class ForwardBackwardUpdate:
             for call in batch.calls:
                 call.collection.release(batch.epoch)
         trained = map_leaves(_detached, data, is_part)
-        result = StepResult(loss.detach(), map_tensors(Tensor.detach, output), trained)
+        result = StepOutputs(found, map_tensors(Tensor.detach, output), trained)
         return TrainedBatch(result, skip, report, [*batch.checks, *checks])
 
     @property

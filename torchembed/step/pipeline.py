@@ -37,8 +37,8 @@ from torchembed.step.stages import (
     ReadBatch,
     Reason,
     StepKind,
-    StepResult,
 )
+from torchembed.step.step_result import StepResult
 from torchembed.step.steps_in_flight import StepsInFlight
 from torchembed.step.streams import named_range
 
@@ -227,8 +227,8 @@ class TrainPipeline:
                 after the other, and once more by those after its end.
 
         Returns:
-            The loss, the model's output and the batch, which the next step but one may overwrite;
-            and the kind of the step. Nothing waits for them.
+            The loss, the model's output and the batch, which may be kept where they are read before
+            the next call; and the kind of the step. Nothing waits for them.
 
         Raises:
             StopIteration: after the last batch.
@@ -245,7 +245,7 @@ class TrainPipeline:
         if not self._steps_ahead:
             self.check_ids()
         self._read_ahead()
-        return StepResult(*trained.result[:3], self._engines.last_kind)
+        return StepResult(trained.result, self._engines.last_kind, trained.place)
 
     def take(self, batches: Iterable[Any]) -> Any:
         """The batch that :meth:`progress` would train next, on the device, which it is not trained

@@ -9,7 +9,8 @@ from torchembed.core.program_agreement import check_ranks_agree, source_files
 from torchembed.step.batches.padded_parts import Padding
 from torchembed.step.model_loss import BatchLoss
 from torchembed.step.pipeline import TrainPipeline
-from torchembed.step.stages import Reason, StepForm, StepKind, StepResult
+from torchembed.step.stages import Reason, StepForm, StepKind
+from torchembed.step.step_result import StepResult
 from torchembed.training.affinity import stay_near
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers

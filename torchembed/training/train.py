@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchembed.step.batches.batch_layout import num_samples
 from torchembed.step.pipeline import TrainPipeline
 from torchembed.training.batches import in_step
 from torchembed.training.history import History
@@ -70,7 +69,7 @@ def train(
             result = pipeline.progress(ready)
         except StopIteration:
             break
-        meter.add_step(result.loss, num_samples(result.batch), pipeline.optimizers)
+        meter.add_step(result.peek_loss(), result.num_samples, pipeline.optimizers)
         for scheduler in schedulers:
             scheduler.step()
     is_cut_short = stop is not None and stop.is_agreed

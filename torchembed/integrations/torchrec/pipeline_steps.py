@@ -8,11 +8,11 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core import ranks
-from torchembed.core.trees import Tree, map_tensors
+from torchembed.core.trees import Tree
 from torchembed.integrations.torchrec.batch_stream import BatchStream
 from torchembed.integrations.torchrec.batches import BatchReader, ReadItem
 from torchembed.integrations.torchrec.dense_parameters import AliasedOptimizer
@@ -108,8 +108,7 @@ class PipelineSteps:
         result = self._progress(self._pipeline.progress)
         for optimizer in self._optimizers:
             optimizer.end()
-        # Later replays overwrite the result's memory.
-        return map_tensors(Tensor.clone, result.output) if self._is_cuda else result.output
+        return result.output
 
     def stop(self) -> BatchStream:
         """Wait for the steps so far, destroy the graphs and return the stream, to which batches

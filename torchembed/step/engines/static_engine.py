@@ -29,6 +29,7 @@ from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepP
 from torchembed.step.lookup_calls import LookupCall, looked_up_in_turns, observed_fixed_calls
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import update
+from torchembed.step.step_result import ResultPlace
 from torchembed.step.streams import fork, fork_and_join, join, named_range
 from torchembed.step.watches.self_check import SelfCheck
 from torchembed.step.watches.watched_values import NotCapturable
@@ -196,6 +197,12 @@ class StaticStep:
             self._self_check = SelfCheck(program, self._optimizers, program.self_check_every)
         self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
         self._trained: list[TrainedBatch | None] = [None, None]
+        self._places = [
+            ResultPlace(self._resources.results, holds_features=capacity is None) for _ in range(2)
+        ]
+        """Where the results of the two buffers' batches lie."""
+        self._losses: list[Tensor | None] = [None, None]
+        """Where captured steps write their losses, outside of the graphs' pool; None before."""
         self.dense_updates = self._resources.dense_updates
         self._train = ForwardBackwardUpdate(
             program, self._optimizers, self._streams, self.dense_updates
@@ -265,10 +272,15 @@ class StaticStep:
             self.bucketized.capture(self._streams.step)
         self._resources.assumptions.note_capture()
         sizes = self._sizes if self._has_fixed_shapes else None
+        before = next(trained for trained in self._trained if trained is not None)
+        self._losses[buffer] = torch.empty_like(before.result.loss)
         step = functools.partial(self._step, buffer)
         captured = CapturedCall(step, sizes, self._streams.step, self._resources.pool)
         self._captured[buffer] = captured
-        if not captured.calls_again:
+        if captured.calls_again:
+            self._losses[buffer] = None
+        else:
+            self._places[buffer].is_replayed = True
             self._gradients[buffer] = self._optimizers.take_gradients_of_others()
             self._capture_forward(buffer)
         self._program.record.note_capture()
@@ -316,9 +328,11 @@ class StaticStep:
         """Train ``now``, which the step was made ready for, and prepare ``following``, which is in
         the other buffer.
 
-        The tensors of the result are overwritten when the same buffer is trained again.
+        The loss is overwritten when the same buffer is trained again, output and batch by the next
+        step.
         """
         buffer = now.buffer
+        self._places[buffer].begin_step()
         captured = self._captured[buffer]
         self.has_replayed = captured is not None
         if captured is not None:
@@ -347,7 +361,8 @@ class StaticStep:
         is_prepared = following is not None and self._prefetch.has_prepared(following.buffer)
         self._prepared = following.number if following is not None and is_prepared else None
         # The batch is held, since its buffer may be filled anew while its copy is under way.
-        return trained.held_until(self.buffers.note_use(1 - buffer), source=now.data)
+        done = self.buffers.note_use(1 - buffer)
+        return trained.held_until(done, source=now.data, place=self._places[buffer])
 
     def _compared(self, buffer: int) -> contextlib.AbstractContextManager[object]:
         """A context for a replay, which may compare it with the model."""
@@ -370,12 +385,14 @@ class StaticStep:
         if self._prefetch.calls is None:
             model, batch = self._program.model, self._prefetch.batches[buffer]
             with observed_fixed_calls(model, batch) as self._prefetch.calls:
-                trained = self._train(LookedUpBatch(batch), prepare_next, report_memory)
+                trained = self._train(
+                    LookedUpBatch(batch), prepare_next, report_memory, self._losses[buffer]
+                )
             # Calls that are joined are known from now on, and nothing was prepared for them.
             self._prefetch.drop_incomplete()
         else:
             batch = self._look_up(buffer, self._streams.vectors)
-            trained = self._train(batch, prepare_next, report_memory)
+            trained = self._train(batch, prepare_next, report_memory, self._losses[buffer])
         self._trained[buffer] = trained
 
     def lookup(self, buffer: int) -> Callable[[], LookedUpBatch]:

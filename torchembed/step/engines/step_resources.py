@@ -5,6 +5,7 @@ import torch
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers
+from torchembed.step.step_result import ResultMemory
 from torchembed.step.streams import StepStreams
 
 
@@ -21,6 +22,7 @@ class StepResources:
         streams: where the parts of a step run.
         copies: where batches are copied to input buffers; None on a CPU.
         pool: of the memory of all captures; None on a CPU.
+        results: memory that all of them write results to.
         dense_updates: when dense weights are updated.
         values_version: version of the values that captures hold; None before the first capture.
     """
@@ -32,6 +34,7 @@ class StepResources:
         self.streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
         self.copies = torch.cuda.Stream(program.device) if program.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if program.is_cuda else None
+        self.results = ResultMemory()
         self.values_version: int | None = None
         captured = self.optimizers.captured
         self.dense_updates: DenseUpdates = LateUpdates(captured)
