@@ -49,7 +49,7 @@ class Model(nn.Module):
         self.call = call
         with torch.no_grad():
             for weight in self.tables.parameters() if device is None else ():
-                weight.mul_(64).round_().div_(64)
+                weight.mul_(64).round_().add_(1).div_(64)
 
     def forward(self, batch: Batch) -> Tensor:
         loss = torch.zeros(())
@@ -444,6 +444,59 @@ def test_what_is_refused_is_named() -> None:
         assert "would never change the tables tables.0, tables.1" in early
     where = "id out of range: table tables.4, feature input, position 5 of the feature's ids"
     assert of_ranks[1][1].startswith(f"{where}, value 99; ids of this table are in [0, 15)")
+
+
+def some_untrained(model: Model, batch: Batch) -> list[Tensor]:
+    """The loss does not depend on the first two; the next is looked up without gradients."""
+    first, second, third, *rest = zip(model.tables, batch["ids"], strict=True)
+    for module, ids in (first, second):
+        module(ids)
+    with torch.no_grad():
+        constant = third[0](third[1])
+    return [constant, first[0](first[1].flip(0)), *(module(ids) for module, ids in rest)]
+
+
+def adam(model: Model) -> torch.optim.Optimizer:
+    """It changes rows that it touches also where their gradient is zero."""
+    return torchembed.optim.Adam(model.tables.parameters(), lr=0.125, weight_decay=0.5)
+
+
+def single_ids(rank: int) -> Iterator[Batch]:
+    return ({"ids": batch["ids"][..., 0]} for batch in stacked(rank))
+
+
+def train_by_adam(model: Model, batches: Iterator[Batch], *, capture: bool) -> None:
+    optimizer, source = adam(model), itertools.islice(batches, NUM_STEPS)
+    with TrainPipeline(model, None, [optimizer], device="cpu", capture=capture) as pipeline:
+        for _ in range(NUM_STEPS):
+            pipeline.progress(source)
+
+
+def trained_by_adam_on_rank(settings: dict[str, Any]) -> list[Held]:
+    found = []
+    for capture in (False, True):
+        model = Model(some_untrained, "vectors", **settings)
+        torchembed.shard_embeddings(model, made_mesh("cpu", 1), PLACEMENTS)
+        train_by_adam(model, single_ids(dist.get_rank()), capture=capture)
+        found.append(held_rows(model))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}])
+def test_only_what_the_loss_depends_on_is_trained(settings: dict[str, Any]) -> None:
+    model = Model(some_untrained, "vectors", **settings)
+    optimizer = adam(model)
+    of_ranks = zip(*map(single_ids, RANKS), strict=True)
+    for of_step in itertools.islice(of_ranks, NUM_STEPS):
+        optimizer.zero_grad()
+        losses = [model(batch) for batch in of_step]
+        (sum(losses, torch.zeros(())) / len(losses)).backward()
+        optimizer.step()
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    for of_rank in run_on_ranks(len(RANKS), trained_by_adam_on_rank, settings):
+        for held in of_rank:
+            for name, (where, elements) in held.items():
+                np.testing.assert_array_equal(elements, weights[name][where], err_msg=name)
 
 
 def differing_on_rank() -> list[float]:

@@ -16,8 +16,10 @@ from torchembed.core.stand_ins import KeptTensors, is_stand_in, makes_stand_ins
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.feature_selection import bounds_of_features, capacity_for, select_features
+from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
+from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Admission, JoinedGroup, Table, TableGroup, TableSet
 
@@ -65,6 +67,17 @@ class Ids(NamedTuple):
     id outside its table says so by itself."""
 
 
+class UntrainedSlots:
+    """Slots that a backward does not train, since the loss does not depend on their vectors.
+
+    Attributes:
+        numbers: of the slots; set in the backward, before gradients of rows come.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+
+
 class GroupRows(NamedTuple):
     """The lookups of one table group for a batch."""
 
@@ -75,6 +88,11 @@ class GroupRows(NamedTuple):
     """Runs of equal rows, where they were found ahead for the optimizer's step."""
     ids: Ids | None = None
     """Kept for an index that admission changes, until then."""
+    trained: Tensor | None = None
+    """``[L]``: the rows as the update takes them, -1 for those that it leaves out; None where they
+    are those of the features."""
+    untrained: UntrainedSlots | None = None
+    """Slots whose rows an update leaves out, if there may be any."""
 
     def gradient_map(self, pooling: Pooling, num_empty: int = 0) -> tuple[Tensor, Tensor] | None:
         """The map from positions of ``features`` to their gradients, where it was known before;
@@ -105,12 +123,43 @@ class GroupRows(NamedTuple):
                 f"tables {names} were regrouped between prepare and forward, by an optimizer, a "
                 "load or requires_grad_; prepare the batch again"
             )
+        if self.trained is not None or self.untrained is not None:
+            return self._record
         if isinstance(group, JoinedGroup):
             own_groups = [table.group for table in tables]
             return functools.partial(group.record_of, own_groups, runs=self.runs)
         return (
             group.record if self.runs is None else functools.partial(group.record, runs=self.runs)
         )
+
+    def _record(self, rows: Tensor, gradients: RowGradients) -> None:
+        """The sink where some of the rows are not trained."""
+        entry, runs, tables = self.entry, self.runs, self.entry.tables
+        rows = rows if self.trained is None else self.trained
+        numbers = set[int]() if self.untrained is None else self.untrained.numbers
+        left_out = [place for place, slot in enumerate(entry.slots) if slot in numbers]
+        if left_out:
+            rows, runs = self._without(left_out, rows), None
+            tables = [table for n, table in enumerate(tables) if n not in left_out]
+        if isinstance(entry.group, JoinedGroup):
+            entry.group.record_of([table.group for table in tables], rows, gradients, runs)
+        elif tables:
+            entry.group.record(rows, gradients, runs)
+
+    def _without(self, left_out: Sequence[int], rows: Tensor) -> Tensor:
+        """``rows`` with -1 for those of some of the entry's slots."""
+        features = self.features
+        if features.hotness is None:
+            numbers = id_features(
+                features.offsets, [], features.batch_size, rows.numel(), rows.device
+            )
+            for number in left_out:
+                rows = rows.masked_fill(numbers == number, -1)
+            return rows
+        pieces = list(rows.split([count * features.batch_size for count in features.hotness]))
+        for number in left_out:
+            pieces[number] = torch.full_like(pieces[number], -1)
+        return torch.cat(pieces)
 
 
 class SlotRows(NamedTuple):
@@ -230,7 +279,8 @@ class Slots:
                 features = dataclasses.replace(features, values=rows)
                 group_rows = group_rows._replace(features=features, ids=None)
             if finds_runs and group.rule is not None and entry.tables[0].parameter.requires_grad:
-                runs = find_runs(features.values, group.num_rows)
+                trained = group_rows.trained
+                runs = find_runs(features.values if trained is None else trained, group.num_rows)
                 group_rows = group_rows._replace(runs=runs)
             groups.append(group_rows)
         return routed._replace(groups=groups)

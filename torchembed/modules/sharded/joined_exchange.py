@@ -2,7 +2,7 @@
 collection."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,10 +111,11 @@ class JoinedExchange:
         Raises:
             RuntimeError: where the tables have been regrouped since the rows were found.
         """
-        lookup = self._lookup
-        looked_up = lookup.look_up(admitted)
+        lookup, dtype = self._lookup, self._kind.settings.dtype
+        found, leave_out = lookup.leaving_out(admitted)
+        looked_up = lookup.look_up(found)
         assert looked_up.vectors is not None
-        columns = _Columns.apply(looked_up.vectors, lookup.widths, self._kind.settings.dtype)
+        columns = _Columns.apply(looked_up.vectors, lookup.widths, dtype, leave_out)
         of_uses = dict(zip(lookup.uses_of_slots, columns, strict=True))
         ready = None
         if looked_up.vectors.is_cuda:
@@ -132,10 +133,14 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionContext, vectors: Tensor, widths: Sequence[int], dtype: torch.dtype
+        ctx: FunctionContext,
+        vectors: Tensor,
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        leave_out: Callable[[Iterable[int]], None],
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.widths, ctx.dtype = widths, vectors.dtype
+        ctx.widths, ctx.dtype, ctx.leave_out = widths, vectors.dtype, leave_out
         num_bags, is_even = vectors.shape[0], len(set(widths)) == 1
         if not is_even:
             parts = vectors.split(list(widths), dim=1)
@@ -154,9 +159,11 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: FunctionContext, *grads: Tensor | None) -> tuple[Any, ...]:
         like = next((grad for grad in grads if grad is not None), None)
         if like is None:
-            return None, None, None
+            return None, None, None, None
+        # As where each call is looked up by itself, those that nobody needs train nothing.
+        ctx.leave_out(number for number, grad in enumerate(grads) if grad is None)
         pairs = zip(grads, ctx.widths, strict=True)
         parts = [
             like.new_zeros(like.shape[0], width) if grad is None else grad for grad, width in pairs
         ]
-        return torch.cat(parts, dim=1).to(ctx.dtype), None, None
+        return torch.cat(parts, dim=1).to(ctx.dtype), None, None, None

@@ -1,8 +1,8 @@
 """One exchange for modules of one sharded table each: their ids out, their pooled vectors back."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from torchembed.modules.sharded.sharded_collection import HeldTables
 from torchembed.modules.sharded.sharded_embedding_bag_collection import (
     ShardedEmbeddingBagCollection,
 )
-from torchembed.modules.slots import SlotName
+from torchembed.modules.slots import GroupRows, SlotName, UntrainedSlots
+from torchembed.modules.staged_collection import Admitted
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
+from torchembed.sharding.transport.layout import Block
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import Table, TableGroup, TableSet, TableSpec
 
@@ -34,6 +36,7 @@ class ModuleTable:
         local: this rank's part; None where it has none.
         pooling: of its lookups.
         padding: id that counts for nothing, in means neither; None for none.
+        untrained: id whose vector is looked up as any other, and never trained; None for none.
     """
 
     name: str
@@ -42,6 +45,7 @@ class ModuleTable:
     local: Table | None
     pooling: Pooling
     padding: int | None
+    untrained: int | None = None
 
 
 class LookupSettings(NamedTuple):
@@ -138,6 +142,11 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
         """The columns of each slot's vectors."""
         self._has_padding = [use.padding is not None for use in of_slots]
         paddings = [_NO_ID if use.padding is None else use.padding for use in of_slots]
+        parts = self._sharded.parts
+        self._slots_of_blocks = [parts[b.part].slot for b in self._blocks_here()]
+        """For each of this rank's blocks its slot."""
+        self._untrained = [of_slots[slot].untrained for slot in self._slots_of_blocks]
+        """For each of them the id that is not trained."""
         # Behind the last bag there is one more slot.
         self._paddings = torch.tensor([*paddings, _NO_ID], device=device)
 
@@ -165,6 +174,45 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
         parts, layout, _ = self._sharded
         of_parts = [most_ids[self.uses_of_slots[part.slot]] for part in parts]
         return max(sum(of_parts[block.part] for block in blocks) for blocks in layout.blocks)
+
+    def leaving_out(
+        self, admitted: Admitted[Any]
+    ) -> tuple[Admitted[Any], Callable[[Iterable[int]], None]]:
+        """``admitted`` for a lookup whose backward may leave out slots, and a function by which it
+        says which, before gradients of rows come."""
+        untrained, sharded = UntrainedSlots(), admitted.rows.sharded
+        groups = [of_group._replace(untrained=untrained) for of_group in sharded.groups]
+        rows = admitted.rows._replace(sharded=sharded._replace(groups=groups))
+
+        def leave_out(slots: Iterable[int]) -> None:
+            left_out = set(slots)
+            blocks = enumerate(self._slots_of_blocks)
+            untrained.numbers = {block for block, slot in blocks if slot in left_out}
+
+        return dataclasses.replace(admitted, rows=rows), leave_out
+
+    def _blocks_here(self) -> list[Block]:
+        return self._sharded.layout.blocks[self._ranks.rank]
+
+    def _route(self, ids: Any, capacity: Sequence[int] | None) -> Any:
+        routed = super()._route(ids, capacity)
+        if routed.sharded is None or all(number is None for number in self._untrained):
+            return routed
+        groups = [of._replace(trained=self._trained_rows(of)) for of in routed.sharded.groups]
+        return routed._replace(sharded=routed.sharded._replace(groups=groups))
+
+    def _trained_rows(self, rows: GroupRows) -> Tensor:
+        """The rows of ``rows``, with -1 for those that are never trained."""
+        features, entry = rows.features, rows.entry
+        trained, found = features.values, []
+        assert features.hotness is not None
+        for block, table, count in zip(entry.slots, entry.tables, features.hotness, strict=True):
+            number = self._untrained[block]
+            row = _NO_ID
+            if number is not None and 0 <= number - table.first_row < table.num_rows:
+                row = entry.group.first_row_of(table) + number - table.first_row
+            found.append(trained.new_full((count * features.batch_size,), row))
+        return trained.masked_fill(trained == torch.cat(found), -1)
 
     def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
         batch = super()._batch_of(features)

@@ -71,6 +71,7 @@ class ShardedSingleTable(ModuleOfOneTable):
         device: torch.device,
         pooling: Pooling = Pooling.SUM,
         skipped_id: int | None = None,
+        untrained_id: int | None = None,
     ) -> None:
         """
         Args:
@@ -79,6 +80,7 @@ class ShardedSingleTable(ModuleOfOneTable):
             spec: of the whole table, the same on all ranks.
             pooling: of what is exchanged.
             skipped_id: id that is not looked up; None for none.
+            untrained_id: id whose row is looked up and not trained; None for none.
         """
         super().__init__()
         self.num_embeddings, self.embedding_dim = source.num_embeddings, source.embedding_dim
@@ -103,6 +105,7 @@ class ShardedSingleTable(ModuleOfOneTable):
             local=table,
             pooling=pooling,
             padding=skipped_id,
+            untrained=untrained_id,
         )
         self._like = torch.empty(0, dtype=spec.dtype, device=device)
         """Has the dtype of the vectors and the device of the rows, which other ranks may hold."""
@@ -128,7 +131,9 @@ class ShardedSingleTable(ModuleOfOneTable):
         the constructor."""
         if isinstance(source, EmbeddingBag):
             return ShardedEmbeddingBag(source, name, spec, plan, ranks, device)
-        return ShardedEmbedding(source, name, spec, plan, ranks, device)
+        return ShardedEmbedding(
+            source, name, spec, plan, ranks, device, untrained_id=source.padding_idx
+        )
 
     def _take_rows(self, source: SingleTable, table: Table) -> None:
         """This rank's rows of ``source``; on the meta device it has none, and they are new."""
@@ -294,7 +299,8 @@ class ShardedEmbedding(ShardedSingleTable):
         features = ids_as_feature(input)
         vectors = self._vectors(CallArguments(input), features)
         if self.padding_idx is not None:
-            # The padding row's own values may be others than zeros, but get no gradient.
+            # The padding row's own values may be others than zeros, but get no gradient, also
+            # where no fused optimizer leaves it out.
             is_padding = self._checked_ids(features.values) == self.padding_idx
             vectors = torch.where(is_padding.unsqueeze(1), vectors.detach(), vectors)
         return vectors.view(*input.shape, self.embedding_dim)
