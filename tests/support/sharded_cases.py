@@ -155,6 +155,14 @@ def exact_loss(vectors: Tensor) -> Tensor:
     return (vectors * coefficients).sum()
 
 
+def exact_loss_of(result: Any) -> Tensor:
+    """:func:`exact_loss` of a collection's result, of each feature's vectors by themselves where it
+    is a dict: zeros behind them change nothing."""
+    if isinstance(result, dict):
+        return torch.stack([exact_loss(vectors_of(part)) for part in result.values()]).sum()
+    return exact_loss(vectors_of(result))
+
+
 def make_optimizer(case: Case, model: nn.Module) -> Any:
     parameters = list(model.parameters())
     if not parameters:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 import torchembed
 from tests.support.sharded_cases import (
     Case,
-    exact_loss,
+    exact_loss_of,
     make_batch,
     make_model,
     make_optimizer,
-    vectors_of,
     whole_rows,
 )
 
@@ -32,7 +31,7 @@ class WithLoss(nn.Module):
     def forward(self, features: torchembed.SparseFeatures) -> Tensor:
         derived = dataclasses.replace(features, values=features.values // 2)
         of_kind = {"batch": features, "derived": derived}
-        losses = [exact_loss(vectors_of(self.tables(of_kind[kind]))) for kind in self.looks_up]
+        losses = [exact_loss_of(self.tables(of_kind[kind])) for kind in self.looks_up]
         return torch.stack(losses).sum()
 
 
@@ -61,7 +60,7 @@ def train_plainly(
             continue
         optimizer.zero_grad()
         batches = [batch_of(case, rank, step, NO_RANK).to(device) for rank in range(num_ranks)]
-        losses = [exact_loss(vectors_of(model.tables(batch))) for batch in batches]
+        losses = [exact_loss_of(model.tables(batch)) for batch in batches]
         (torch.stack(losses).sum() / num_ranks).backward()
         optimizer.step()
     return whole_rows(model)

@@ -180,15 +180,9 @@ def sequence_slots(
     """The vectors of each slot, of ``num_ids`` ids, with ``offsets`` where these are not those of
     ``rows``; one call for each group."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for group_rows in rows.groups:
+    of_groups = group_vectors(rows, output_dtype, weight_form)
+    for group_rows, vectors in zip(rows.groups, of_groups, strict=True):
         entry, features = group_rows.entry, group_rows.features
-        vectors = look_up(
-            entry.group,
-            features.values,
-            sink=group_rows.sink(),
-            output_dtype=output_dtype,
-            weight_form=weight_form,
-        )
         of_slots = [num_ids[slot] for slot in entry.slots]
         if offsets is None:
             split = split_slots(features, of_slots, vectors)
@@ -198,6 +192,22 @@ def sequence_slots(
             split = [(part, bags[slot]) for part, slot in pairs]
         found.update(zip(entry.slots, split, strict=True))
     return [found[slot] for slot in range(len(found))]
+
+
+def group_vectors(
+    rows: SlotRows, output_dtype: torch.dtype, weight_form: WeightGradient
+) -> list[Tensor]:
+    """For each group of ``rows`` the vectors of its features, ``[L, D]``."""
+    return [
+        look_up(
+            of_group.entry.group,
+            of_group.features.values,
+            sink=of_group.sink(),
+            output_dtype=output_dtype,
+            weight_form=weight_form,
+        )
+        for of_group in rows.groups
+    ]
 
 
 def split_slots(
@@ -214,16 +224,22 @@ def _offsets_of_slots(features: SparseFeatures, num_ids: Sequence[int]) -> Itera
     batch_size, device = features.batch_size, features.values.device
     if torch.compiler.is_compiling() or is_stand_in(features.values) or not batch_size:
         return _traced_offsets_of_slots(features, num_ids)
-    # Few launches, since each takes a GPU as long as it takes for a thousand offsets.
     if features.hotness is not None:
-        bags = torch.arange(batch_size + 1, device=device)
-        uses = Counter(features.hotness)
-        of_count = {n: (bags.expand(uses[n], -1) * n).unbind() for n in uses}
-        rows = {n: iter(found) for n, found in of_count.items()}
-        return [next(rows[n]) for n in features.hotness]
+        return fixed_offsets(features.hotness, batch_size, device)
+    # One launch, since each takes a GPU as long as it takes for a thousand offsets.
     assert features.offsets is not None
     of_slots = features.offsets.unfold(0, batch_size + 1, batch_size)
     return (of_slots - of_slots[:, :1]).unbind()
+
+
+def fixed_offsets(hotness: Sequence[int], batch_size: int, device: torch.device) -> list[Tensor]:
+    """``[B + 1]`` for each hotness: where the bags of its feature begin and end."""
+    # A launch for all of one hotness.
+    bags = torch.arange(batch_size + 1, device=device)
+    uses = Counter(hotness)
+    of_count = {n: (bags.expand(uses[n], -1) * n).unbind() for n in uses}
+    rows = {n: iter(found) for n, found in of_count.items()}
+    return [next(rows[n]) for n in hotness]
 
 
 def _traced_offsets_of_slots(features: SparseFeatures, num_ids: Sequence[int]) -> Iterable[Tensor]:

@@ -37,6 +37,17 @@ def bounds_of_features(features: SparseFeatures) -> Tensor:
     return features.offsets[::step][: len(features.keys) + 1]
 
 
+def offsets_of_features(features: SparseFeatures) -> Tensor:
+    """``[F, B + 1]``: where the bags of each of the jagged ``features`` begin and end among its own
+    ids."""
+    assert features.offsets is not None
+    batch_size = features.batch_size
+    if not batch_size:
+        return features.offsets.new_zeros(len(features.keys), 1)
+    offsets = features.offsets.unfold(0, batch_size + 1, batch_size)
+    return offsets - offsets[:, :1]
+
+
 def select_features(
     features: SparseFeatures,
     indices: Sequence[int],

@@ -89,9 +89,6 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     is_pooled = True
     """True if the result has one shape for all batches of as many samples."""
-    always_waits_for_sizes = False
-    """True if :meth:`exchange_sizes` waits also where hotness is fixed."""
-
     reserved_columns: int = 0
     """Columns in memory before the pooled vectors; :class:`~torchembed.EmbeddingBagCollection`
     says what they are for."""
@@ -113,6 +110,11 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     def _set_output_dtype(self, dtype: torch.dtype) -> None:
         self._output_dtype = dtype
+
+    @property
+    def always_waits_for_sizes(self) -> bool:
+        """True if :meth:`exchange_sizes` waits also where hotness is fixed."""
+        return False
 
     def bucketize(self, features: Tree) -> Bucketized[B]:
         """Check the ids of ``features`` and sort them by the rank that holds their rows.

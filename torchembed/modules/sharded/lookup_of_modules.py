@@ -214,8 +214,8 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
             found.append(trained.new_full((count * features.batch_size,), row))
         return trained.masked_fill(trained == torch.cat(found), -1)
 
-    def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
-        batch = super()._batch_of(features)
+    def _batch_of(self, features: SparseFeatures, *, has_capacity: bool = False) -> SparseFeatures:
+        batch = super()._batch_of(features, has_capacity=has_capacity)
         if not any(self._has_padding):
             return batch
         paddings = self._paddings.to(batch.values.dtype)

@@ -279,8 +279,11 @@ class ShardedCollection(StagedCollection[B, R, V]):
             self._dense_owner.note_forward(self, self._ranks.gradient_mean)
         return super().forward(features)
 
-    def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
+    def _batch_of(self, features: SparseFeatures, *, has_capacity: bool = False) -> SparseFeatures:
         """``features`` with a feature for each slot and checked ids.
+
+        Args:
+            has_capacity: as of :meth:`~torchembed.modules.collection.FeatureSlots.batch`.
 
         Raises:
             IndexError, ValueError: for features that the collection cannot look up.

@@ -17,7 +17,11 @@ from torchembed.modules.embedding_bag_collection import (
     keyed_result,
     weighted_as_asked,
 )
-from torchembed.modules.feature_selection import num_ids_of_features, select_features
+from torchembed.modules.feature_selection import (
+    capacity_for,
+    num_ids_of_features,
+    select_features,
+)
 from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
 from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
 from torchembed.modules.slots import SlotRows
@@ -116,23 +120,28 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return _BucketizedBags(batch, route, of_replicated, batch_sizes)
 
     def _bucketize(self, features: SparseFeatures) -> "_BucketizedBags":
-        batch = self._batch_of(features)
-        route, of_replicated = self._jagged_route(batch), self._replicated_part(batch, None)
-        return _BucketizedBags(batch, route, of_replicated)
+        batch = self._batch_of(features, has_capacity=True)
+        route = self._jagged_route(batch, has_capacity=True)
+        num_replicated = capacity_for(batch, self._replicated_slots)
+        return _BucketizedBags(batch, route, self._replicated_part(batch, num_replicated))
 
     def _needed_capacity(self, ids: "_BucketizedBags") -> Tensor | None:
         return None if ids.route is None else ids.route.needed_capacity().reshape(1)
 
-    def _batch_of(self, features: SparseFeatures) -> SparseFeatures:
-        batch = weighted_as_asked(self._feature_slots.batch(features), self._is_weighted)
-        return self._checked(batch)
+    def _batch_of(self, features: SparseFeatures, *, has_capacity: bool = False) -> SparseFeatures:
+        batch = self._feature_slots.batch(features, has_capacity=has_capacity)
+        return self._checked(weighted_as_asked(batch, self._is_weighted))
 
-    def _jagged_route(self, batch: SparseFeatures) -> JaggedRoute | None:
+    def _jagged_route(
+        self, batch: SparseFeatures, *, has_capacity: bool = False
+    ) -> JaggedRoute | None:
         """The route of the ids that are exchanged, where their lengths vary."""
         if not self._sharded_slots or batch.hotness is not None:
             return None
         parts, layout, _ = self._sharded
-        of_parts = select_features(batch, [part.slot for part in parts])
+        slots = [part.slot for part in parts]
+        num_ids = capacity_for(batch, slots) if has_capacity else None
+        of_parts = select_features(batch, slots, num_ids)
         return JaggedRoute(of_parts, layout, self._ranks)
 
     def _replicated_part(self, batch: SparseFeatures, num_ids: int | None) -> SparseFeatures | None:
@@ -144,6 +153,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
     def _route(self, ids: "_BucketizedBags", capacity: Sequence[int] | None) -> "_RoutedBags":
         batch, jagged_route, of_replicated, batch_sizes = ids
         route = sharded = replicated = num_ids = None
+        has_capacity = capacity is not None
         if self._sharded_slots:
             parts, layout, local = self._sharded
             if jagged_route is None:
@@ -152,9 +162,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
             else:
                 jagged_route.exchange_ids(None if capacity is None else capacity[0])
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
-            sharded = local.route(route.features, num_ids, route.is_valid)
+            sharded = local.route(
+                route.features, num_ids, route.is_valid, has_capacity=has_capacity
+            )
         if of_replicated is not None:
-            replicated = self._replicated.route(of_replicated)
+            replicated = self._replicated.route(of_replicated, has_capacity=has_capacity)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
         sizes = {slot: self._bag_sizes(batch, slot) for slot in means}
         return _RoutedBags(route, sharded, replicated, sizes)

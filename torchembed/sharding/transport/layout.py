@@ -63,6 +63,8 @@ class Layout:
         self._ranges = [partition.boundaries(num_ranks) for partition in self.partitions]
         self.are_ranges = None not in self._ranges
         """True if each rank holds a range of each part's ids."""
+        self.divides_rows = any(len(part.shards) > 1 for part in parts)
+        """True if several ranks hold rows of one part."""
         self.reorder = PieceOrder()
         self._known: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 

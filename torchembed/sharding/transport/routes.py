@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.host_numbers import HostNumbers
+from torchembed.core.piece_order import in_order
 from torchembed.ops.jagged import permute_features
 from torchembed.sharding.transport.bucketize_ids import bucketize_ids
 from torchembed.sharding.transport.collectives import (
@@ -136,6 +137,10 @@ class FixedRoute(Route):
 
     A row-wise table's ids go to all ranks, each of which leaves out those of other ranks' rows.
 
+    Attributes:
+        hotness: of each part.
+        num_samples: of this rank.
+
     Args:
         features: of which each part is one.
         of_parts: the number of each part's feature.
@@ -176,6 +181,8 @@ class FixedRoute(Route):
         def pick(tensor: Tensor) -> Tensor:
             return layout.reorder(tensor, sizes, of_blocks)
 
+        self._send, self._receive = send, receive
+        self.hotness, self.num_samples = hotness, num_samples
         values = blocks_first(exchange(pick(features.values), send, receive, group))
         lengths = [hotness[block.part] * sum(self.batch_sizes) for block in mine]
         self.is_valid = layout.make_local(values.split(lengths), rank)
@@ -191,6 +198,30 @@ class FixedRoute(Route):
             hotness=tuple(hotness[block.part] for block in mine),
             weights=weights,
         )
+
+    def return_sequences(self, vectors: Tensor) -> Tensor:
+        """Send each id's vector back to the rank of its sample, where no part's rows are divided.
+
+        Args:
+            vectors: ``[ids of this rank's features, D]``, in their order.
+
+        Returns:
+            ``[L, D]``: a vector for each id of the parts' features, in their order. In backward,
+            gradients go to the tables divided by the number of ranks.
+        """
+        layout = self._layout
+        mine, num_ranks = layout.blocks[self._rank], layout.num_ranks
+        pieces = [self.hotness[b.part] * size for b in mine for size in self.batch_sizes]
+        by_rank = [k * num_ranks + r for r in range(num_ranks) for k in range(len(mine))]
+        scale = 1.0 / num_ranks
+        # Pieces are moved by torch.cat, whose gradient is one, too.
+        home = differentiable_exchange(
+            in_order(vectors, pieces, by_rank),
+            *(self._receive, self._send, self._group, scale, self._ranks.wire),
+        )
+        parts = [block.part for blocks in layout.blocks for block in blocks]
+        sizes = [self.hotness[part] * self.num_samples for part in parts]
+        return in_order(home, sizes, [parts.index(part) for part in range(layout.num_parts)])
 
 
 class JaggedRoute(Route):
@@ -212,6 +243,7 @@ class JaggedRoute(Route):
 
     num_ids_of_parts: list[int]
     num_ids_of_blocks: list[int] | None = None
+    _capacity: int | None = None
 
     def __init__(self, features: SparseFeatures, layout: Layout, ranks: TableRanks) -> None:
         super().__init__(layout, ranks)
@@ -259,6 +291,7 @@ class JaggedRoute(Route):
                 exchanged; the same on all ranks. Where :meth:`needed_capacity` says more on any,
                 the route is of no use.
         """
+        self._capacity = capacity
         layout, group, buckets = self._layout, self._group, self._buckets
         num_samples, num_ranks = self._num_samples, layout.num_ranks
         if capacity is not None:
@@ -323,29 +356,50 @@ class JaggedRoute(Route):
         places = starts.unsqueeze(1) + torch.arange(capacity, device=starts.device)
         return places.clamp_max(self._buckets.values.shape[0] - 1).flatten()
 
-    def return_sequences(self, vectors: Tensor) -> Tensor:
+    def received_order(self) -> Tensor:
+        """For each position of :attr:`features` its position among the ids as they came, int64
+        ``[L]``; -1 for a spare one."""
+        positions = torch.arange(self.features.values.shape[0], device=self._piece_offsets.device)
+        order = permute_features(
+            positions,
+            self._piece_offsets,
+            self._pieces,
+            num_features=self._piece_offsets.shape[0] - 1,
+            batch_size=1,
+            num_ids=positions.shape[0],
+        )
+        return order.values.where(positions < order.offsets[-1], -1)
+
+    def home_places(self) -> Tensor:
+        """For each id of the routed batch the place of its vector among those that
+        :meth:`send_home` gives, int64 ``[L]``; -1 where it was not sent."""
+        # Vectors come home in bucketized order, and positions say where each id was before.
+        positions = self._buckets.positions.long()
+        bounds = self._bounds(self._layout.num_ranks)
+        if self._capacity is None:
+            return positions.where(positions < bounds[-1], -1)
+        ranks = torch.searchsorted(bounds[1:], positions, right=True)
+        is_sent = ranks < self._layout.num_ranks
+        ranks = ranks.where(is_sent, 0)
+        of_rank = positions - bounds[ranks]
+        is_sent &= of_rank < self._capacity
+        return (ranks * self._capacity + of_rank).where(is_sent, -1)
+
+    @property
+    def num_home(self) -> int:
+        """How many vectors :meth:`send_home` gives."""
+        return sum(self._send)
+
+    def send_home(self, vectors: Tensor) -> Tensor:
         """Send each id's vector back to the rank of its sample.
 
         Args:
-            vectors: ``[ids of this rank's features, D]``, in their order.
+            vectors: ``[ids that came, D]``, in the order in which they came.
 
         Returns:
-            ``[L, D]``: a vector for each id of the routed batch, in its order. In backward,
-            gradients go to the tables divided by the number of ranks.
+            ``[num_home, D]``. In backward, gradients go to the tables divided by the number of
+            ranks.
         """
-        ids = torch.arange(vectors.shape[0], device=vectors.device)
-        # The inverse of the permutation that ids went through after they had arrived.
-        order = permute_features(
-            ids,
-            self._piece_offsets,
-            self._pieces,
-            num_features=len(self._pieces),
-            batch_size=1,
-        ).values
-        as_received = torch.empty_like(ids).scatter_(0, order, ids)
         scale = 1.0 / self._layout.num_ranks
-        home = differentiable_exchange(
-            vectors[as_received], self._receive, self._send, self._group, scale, self._ranks.wire
-        )
-        # Vectors come home in bucketized order, and positions say where each id was before.
-        return home[self._buckets.positions[: home.shape[0]].long()]
+        wire = self._ranks.wire
+        return differentiable_exchange(vectors, self._receive, self._send, self._group, scale, wire)

@@ -15,6 +15,7 @@ import torch
 
 from torchembed.core.trees import Tree, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.modules.table_module import TableModule
 from torchembed.step.bad_id_flag import reduce_checks
 from torchembed.step.batches.batch_layout import is_on_gpu, to_device, with_sparse_features
@@ -91,7 +92,7 @@ class JaggedEngine:
         return (
             bool(called)
             and all(module in called for module in tables)
-            and all(collection.is_pooled or is_alone for collection in called)
+            and all(c.is_pooled or is_alone or isinstance(c, ShardedCollection) for c in called)
         )
 
     @property
