@@ -134,3 +134,97 @@ def test_paths_lead_to_what_holds_no_others() -> None:
     found = nodes_by_path(given, is_tensor)
     paths = ["['a'].first", "['a'].second[0].value", "['a'].second[0].name", "['a'].second[1]"]
     assert list(found) == [*paths, "['b']['c']"]
+
+
+class ByGetItem(dict[str, Any]):
+    """Items as attributes; other attributes raise KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class IsItsAttributes(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class SetsBoth(collections.OrderedDict[str, Any]):
+    """Items are set as attributes too, and not by ``update``."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError
+
+
+@pytest.mark.parametrize("kind", [ByGetItem, IsItsAttributes, SetsBoth])
+def test_items_that_are_attributes_too_change_with_them(kind: Any) -> None:
+    one, name = torch.ones(2), "a name"
+    mapping = kind(x=one, name=name)
+    mapped = map_tensors(lambda tensor: tensor * 2, mapping)
+    assert type(mapped) is kind
+    assert mapped.x is mapped["x"]
+    assert mapped.x.tolist() == [2, 2]
+    assert mapped.name == name
+    assert mapping.x is one
+    assert layout_of(mapped) == layout_of(mapping)
+    assert list(nodes_by_path(mapping, is_tensor)) == ["['x']", "['name']"]
+
+
+def test_defaults_of_dicts_stay() -> None:
+    mapped = map_tensors(Tensor.neg, collections.defaultdict(list, x=torch.ones(1)))
+    assert mapped["y"] == []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computed:
+    """Computes fields and takes other arguments than fields."""
+
+    x: Tensor = dataclasses.field(init=False)
+    doubled: Tensor = dataclasses.field(init=False)
+    unset: int = dataclasses.field(init=False)
+    given: dataclasses.InitVar[Tensor]
+
+    def __post_init__(self, given: Tensor) -> None:
+        object.__setattr__(self, "x", given)
+        object.__setattr__(self, "doubled", given * 2)
+
+
+@dataclasses.dataclass(init=False)
+class OfOne:
+    """Keeps something in an attribute that is no field."""
+
+    x: Tensor
+
+    def __init__(self, whole: Tensor) -> None:
+        self.x, self.is_large = whole, whole > 1
+
+
+def test_constructors_of_users_are_not_called() -> None:
+    x = torch.tensor([1.0, 2.0])
+    computed = map_tensors(lambda tensor: tensor + 1, Computed(x))
+    assert [tensor.tolist() for tensor in tensors_in(computed)] == [[2, 3], [3, 5]]
+    found = map_tensors(lambda tensor: tensor.clone(), OfOne(x))
+    assert [tensor.tolist() for tensor in tensors_in(found)] == [[1, 2], [False, True]]
+    assert found.is_large.tolist() == [False, True]
+    assert list(nodes_by_path(found, is_tensor)) == [".x", ".is_large"]
+    assert layout_of(found) == layout_of(OfOne(x))
+
+
+def test_tuples_and_lists_of_other_classes_stay_of_theirs() -> None:
+    class Swapped(collections.namedtuple("Swapped", ("a", "b"))):  # noqa: PYI024
+        def __new__(cls, pair: Any) -> Any:
+            return super().__new__(cls, pair[1], pair[0])
+
+    class Numbered(list[Any]):
+        number = 0
+
+    swapped = map_tensors(Tensor.neg, Swapped((torch.ones(1), torch.zeros(1))))
+    assert (type(swapped), swapped.b.tolist()) == (Swapped, [-1])
+    numbered = Numbered([torch.ones(1)])
+    numbered.number = 5
+    mapped = map_tensors(Tensor.neg, numbered)
+    assert (type(mapped), mapped.number, mapped[0].tolist()) == (Numbered, 5, [-1])
+    assert numbered[0].tolist() == [1]

@@ -5,6 +5,7 @@ A tree's leaves are its tensors, or whatever a predicate says:
 :mod:`torchembed.step.batches.batch_layout` takes sparse features as leaves.
 """
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -45,26 +46,74 @@ def _field_names(kind: type, *, init_only: bool = True) -> tuple[str, ...] | Non
 
 
 @functools.cache
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "torchembed", "torchrec", "tensordict")
+
+
+@functools.cache
 def _has_attributes(kind: type) -> bool:
     """True for classes of the user's own whose objects are trees of their attributes: those with a
     method ``to``. Libraries' keep in theirs what they have computed, too."""
-    library = kind.__module__.partition(".")[0] in ("torch", "torchrec", "tensordict")
-    return callable(getattr(kind, "to", None)) and kind.__dictoffset__ != 0 and not library
+    has_to = callable(getattr(kind, "to", None))
+    return has_to and kind.__dictoffset__ != 0 and not _is_of_library(kind)
 
 
-def _parts_of(tree: Tree) -> Mapping[Any, Tree] | None:
-    """The parts of a mapping, or of an object by its attributes; None for what is no tree."""
+def _parts_of(tree: Tree, *, init_only: bool = True) -> Mapping[Any, Tree] | None:
+    """The parts of a mapping, or of a dataclass or another object by its attributes; None for what
+    is no tree.
+
+    Args:
+        init_only: of dataclasses of libraries, leave out the fields that their constructors set.
+    """
     if isinstance(tree, Mapping):
         return tree
-    return vars(tree) if _has_attributes(type(tree)) else None
+    kind = type(tree)
+    is_of_library = _is_of_library(kind)
+    names = _field_names(kind, init_only=init_only and is_of_library)
+    if names is None:
+        return vars(tree) if _has_attributes(kind) else None
+    parts = {name: getattr(tree, name) for name in names if hasattr(tree, name)}
+    if kind.__dictoffset__ and not is_of_library:
+        # Also what the user's own constructor has computed.
+        parts |= {name: part for name, part in vars(tree).items() if name not in parts}
+    return parts
 
 
 def _with_parts(tree: Tree, parts: dict[Any, Tree]) -> Tree:
-    """A tree of the class of ``tree`` with other parts."""
-    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
-        return cast("Callable[..., Tree]", type(tree))(parts)
-    other = copy.copy(tree)
-    (other if isinstance(tree, Mapping) else vars(other)).update(parts)
+    """A tree of the class of ``tree`` with other parts. Calls no constructor of the user's own,
+    which may take other arguments and compute what the parts are already."""
+    kind = type(tree)
+    if isinstance(tree, Mapping):
+        if not isinstance(tree, MutableMapping):
+            return cast("Callable[..., Tree]", kind)(parts)
+        other = _bare_copy(tree)
+        for key, part in parts.items():
+            other[key] = part
+    elif _field_names(kind) is None:
+        other = copy.copy(tree)
+        vars(other).update(parts)
+    elif _is_of_library(kind):
+        other = dataclasses.replace(tree, **parts)
+    else:
+        other = object.__new__(kind)
+        for name, part in parts.items():
+            object.__setattr__(other, name, part)
+    return other
+
+
+def _bare_copy(tree: MutableMapping[Any, Tree]) -> MutableMapping[Any, Tree]:
+    """A mapping like ``tree``, with what it has besides its items; the items may be missing."""
+    kind = type(tree)
+    if not isinstance(tree, dict) or isinstance(tree, collections.defaultdict):
+        return copy.copy(tree)  # type: ignore[type-var]
+    # Dicts whose items are attributes too may raise other errors for the methods that copying asks
+    # for.
+    other = kind.__new__(kind)
+    if kind.__dictoffset__:
+        if vars(tree) is tree:
+            object.__setattr__(other, "__dict__", other)
+        else:
+            vars(other).update(vars(tree))
     return other
 
 
@@ -91,23 +140,25 @@ def map_leaves(
         if _is_plain(tree):
             return tree if isinstance(tree, tuple) else list(tree)
         parts = [map_leaves(function, part, is_leaf) for part in tree]
-        if isinstance(tree, list):
+        kind = type(tree)
+        if isinstance(tree, tuple):
+            make = getattr(kind, "_make", kind)  # of named tuples, whatever their constructor takes
+            return make(parts)
+        if kind is list:
             return parts
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        other = copy.copy(tree)
+        other[:] = parts
+        return other
     kind = type(tree)
     if kind is dict:
         return {key: map_leaves(function, part, is_leaf) for key, part in tree.items()}
     if kind in _PLAIN:
         return tree
-    names = _field_names(kind)
-    if names is None:
-        found = _parts_of(tree)
-        if found is None:
-            return tree
-        mapped = {key: map_leaves(function, part, is_leaf) for key, part in found.items()}
-        return _with_parts(tree, mapped)
-    parts = {name: map_leaves(function, getattr(tree, name), is_leaf) for name in names}
-    return dataclasses.replace(tree, **parts)
+    found = _parts_of(tree)
+    if found is None:
+        return tree
+    mapped = {key: map_leaves(function, part, is_leaf) for key, part in found.items()}
+    return _with_parts(tree, mapped)
 
 
 def leaves_in(tree: Tree, is_leaf: Callable[[object], TypeGuard[L]]) -> list[L]:
@@ -128,13 +179,8 @@ def _collect(tree: Tree, is_leaf: Callable[[object], TypeGuard[L]], found: list[
         for part in tree.values():
             _collect(part, is_leaf, found)
     elif type(tree) not in _PLAIN:
-        names = _field_names(type(tree))
-        if names is not None:
-            for name in names:
-                _collect(getattr(tree, name), is_leaf, found)
-        else:
-            for part in (_parts_of(tree) or {}).values():
-                _collect(part, is_leaf, found)
+        for part in (_parts_of(tree) or {}).values():
+            _collect(part, is_leaf, found)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
@@ -171,12 +217,11 @@ def _note_paths(
     if is_leaf(tree):
         found[path] = tree
         return
-    names = _field_names(type(tree)) or getattr(tree, "_fields", None)
     found_parts = None if is_plain_value(tree) else _parts_of(tree)
-    if names is not None:
-        parts = [(f".{name}", getattr(tree, name)) for name in names]
-    elif isinstance(tree, (tuple, list)):
-        parts = [(f"[{number}]", part) for number, part in enumerate(tree)]
+    if isinstance(tree, (tuple, list)):
+        names = getattr(type(tree), "_fields", None)
+        steps = [f"[{n}]" for n in range(len(tree))] if names is None else [f".{n}" for n in names]
+        parts = list(zip(steps, tree, strict=True))
     elif found_parts is not None:
         form = "[{!r}]" if isinstance(tree, Mapping) else ".{}"
         parts = [(form.format(key), part) for key, part in found_parts.items()]
@@ -201,10 +246,7 @@ def _layout(tree: Tree) -> Hashable:
         if _is_plain(tree):
             return kind, tuple(map(type, tree)), tuple(tree)
         return kind, tuple([_layout(part) for part in tree])
-    names = None if kind is dict else _field_names(kind, init_only=False)
-    if names is None:
-        parts = _parts_of(tree)
-        if parts is None:
-            raise _OpaqueError
-        return kind, tuple((key, _layout(part)) for key, part in parts.items())
-    return kind, *[_layout(getattr(tree, name)) for name in names]
+    parts = _parts_of(tree, init_only=False)
+    if parts is None:
+        raise _OpaqueError
+    return kind, tuple([(key, _layout(part)) for key, part in parts.items()])

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -183,25 +183,26 @@ def _has_samples(batch: Tree, shapes: list[_Shape]) -> bool:
 def num_samples(batch: Tree) -> int:
     """The number of samples of the batch's first sparse features, else the length of its first
     tensor; 1 where it has neither."""
-    sparse = getattr(batch, "sparse", None)
-    if isinstance(sparse, SparseFeatures):
-        return sparse.batch_size
-    for part in leaves_in(batch, is_part):
+    parts = leaves_in(batch, is_part)
+    for part in parts:
         if not isinstance(part, Tensor):
             return shape_of(part).batch_size
-        if part.dim():
-            return len(part)
-    return 1
+    return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
 
 
 def to_device(batch: Tree, device: torch.device) -> Tree:
     """``batch`` on ``device``, by its own ``to`` or as a tree of tensors and sparse features;
     copies from pinned memory do not block."""
-    if callable(getattr(batch, "to", None)):
+    if _can_move(batch):
         does_not_block = {"non_blocking": True} if _takes_non_blocking(type(batch)) else {}
         moved = batch.to(device, **does_not_block)
         return batch if moved is None else moved  # one that moves itself
     return map_leaves(lambda part: part.to(device, non_blocking=True), batch, is_part)
+
+
+def _can_move(batch: Tree) -> bool:
+    # A mapping whose items are attributes too may raise for those that are not there.
+    return callable(getattr(type(batch) if isinstance(batch, Mapping) else batch, "to", None))
 
 
 @functools.cache
@@ -216,7 +217,7 @@ def _takes_non_blocking(kind: type) -> bool:
 def only_moves(batch: Tree) -> bool:
     """True where the batch's own ``to`` does nothing but move tensors, so that captured steps,
     which copy these to memory of theirs, may go without it."""
-    if is_part(batch) or not callable(getattr(batch, "to", None)):
+    if is_part(batch) or not _can_move(batch):
         return True
     # A copy, since a batch may move itself.
     moved = to_device(with_own_containers(batch), torch.device("cpu"))
