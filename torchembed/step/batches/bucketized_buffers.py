@@ -110,6 +110,8 @@ class BucketizedBuffers:
                 # would break the capture.
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     self._bucketize(buffer)
+                    # On one rank that may be nothing, and torch warns of graphs without any work.
+                    torch.zeros(1, device=self._device)
                 self._graphs[buffer] = graph
                 # A capture computes nothing, and the graph's memory is new: the buffer's batch must
                 # be there when the step reads it.
