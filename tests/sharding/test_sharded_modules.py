@@ -243,33 +243,36 @@ def features_of(batches: Iterator[Batch]) -> Iterator[torchembed.SparseFeatures]
         )
 
 
-def work_of_a_step(model: nn.Module, batches: Iterator[Any]) -> dict[str, int]:
-    """The collectives and torchembed's operations of a captured step."""
+def work_of_a_step(model: nn.Module, batches: Iterator[Any], *, capture: bool) -> dict[str, int]:
+    """The collectives and torchembed's operations of a step."""
     optimizers = [torchembed.optim.Adagrad(model.parameters(), lr=0.125)]
-    with TrainPipeline(model, None, optimizers, device="cpu", capture=True) as pipeline:
+    with TrainPipeline(model, None, optimizers, device="cpu", capture=capture) as pipeline:
         source = itertools.islice(batches, NUM_STEPS)
         for _ in range(NUM_STEPS - 2):
             pipeline.progress(source)
         with Counted() as counted:
             pipeline.progress(source)
-        assert pipeline.engine.is_captured
+        assert pipeline.engine.is_captured == capture
     return dict(counted.counts)
 
 
 def work_on_rank() -> list[dict[str, int]]:
     rank, mesh, found = dist.get_rank(), made_mesh("cpu", 1), []
-    for model, batches in (
-        (Model(each, mode="sum"), stacked(rank)),
-        (OfOneCollection(), features_of(stacked(rank))),
+    for model, batches, capture in (
+        (Model(each, mode="sum"), stacked(rank), True),
+        (Model(each, mode="sum"), stacked(rank), False),
+        (OfOneCollection(), features_of(stacked(rank)), True),
     ):
         torchembed.shard_embeddings(model, mesh)
-        found.append(work_of_a_step(model, batches))
+        found.append(work_of_a_step(model, batches, capture=capture))
     return found
 
 
-def test_a_captured_step_does_the_work_of_one_collection() -> None:
-    for of_modules, of_collection in run_on_ranks(len(RANKS), work_on_rank):
+def test_a_step_does_the_work_of_one_collection() -> None:
+    for of_modules, of_eager, of_collection in run_on_ranks(len(RANKS), work_on_rank):
         assert of_modules == of_collection
+        for name in ("pooled_lookup_forward", "rowwise_update", "find_runs", "alltoall_base_"):
+            assert of_eager[name] == of_modules[name]
         assert of_modules["pooled_lookup_forward"] == of_modules["rowwise_update"] == 1
         assert of_modules["alltoall_base_"] == 3  # of ids, of vectors and of their gradients
 

@@ -56,7 +56,7 @@ class Model(nn.Module):
         self.tables = nn.ModuleList(
             module(NUM_ROWS + number, DIM, seed=number, **settings) for number in range(NUM_MODULES)
         )
-        self.call = call
+        self.call, self.num_calls = call, 0
         self.factors = nn.Parameter(torch.linspace(-1, 1, NUM_MODULES * DIM))
 
     def forward(self, batch: Batch) -> Tensor:
@@ -160,20 +160,26 @@ def plain(model: Model, kind: Any, batches: Iterator[Batch]) -> list[float]:
     return losses
 
 
-def captured(model: Model, kind: Any, batches: Iterator[Batch]) -> tuple[list[float], Any]:
-    """The losses of captured steps, and the counts of operations of the last one."""
+def by_pipeline(
+    model: Model, kind: Any, batches: Iterator[Batch], *, capture: bool
+) -> tuple[list[float], Any]:
+    """The losses of a pipeline's steps, and the counts of operations of the last one."""
     optimizers = [
         kind(model.tables.parameters(), lr=0.1),
         torch.optim.SGD([model.factors], lr=0.1),
     ]
     # The last batches were prepared before they are counted.
     source = itertools.islice(batches, NUM_STEPS)
-    with TrainPipeline(model, None, optimizers, capture=True) as pipeline:
+    with TrainPipeline(model, None, optimizers, capture=capture) as pipeline:
         losses = [pipeline.progress(source).loss.item() for _ in range(NUM_STEPS - 1)]
         with Counted() as counted:
             losses.append(pipeline.progress(source).loss.item())
-        assert pipeline.engine.is_captured
+        assert pipeline.engine.is_captured == capture
     return losses, counted.counts
+
+
+def captured(model: Model, kind: Any, batches: Iterator[Batch]) -> tuple[list[float], Any]:
+    return by_pipeline(model, kind, batches, capture=True)
 
 
 def assert_equal(model: Model, expected: Model) -> None:
@@ -196,13 +202,13 @@ CASES: list[tuple[Any, Any, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("call", "batches", "kind", "settings"), CASES)
-@pytest.mark.parametrize("optimizer", [Adagrad, Adam])
-def test_captured_steps_look_all_up_at_once(
-    call: Any, batches: Any, kind: str, settings: dict[str, Any], optimizer: Any
+@pytest.mark.parametrize(("optimizer", "capture"), [(Adagrad, True), (Adam, True), (Adam, False)])
+def test_steps_look_all_up_at_once(
+    call: Any, batches: Any, kind: str, settings: dict[str, Any], optimizer: Any, capture: bool
 ) -> None:
     model = Model(call, kind, **settings)
     expected = copy.deepcopy(model)
-    losses, counts = captured(model, optimizer, batches())
+    losses, counts = by_pipeline(model, optimizer, batches(), capture=capture)
     assert losses == plain(expected, optimizer, batches())
     assert_equal(model, expected)
     lookups = {"sequence_lookup_forward", "pooled_lookup_forward"}
@@ -217,10 +223,11 @@ def test_as_many_operations_as_one_collection() -> None:
 @pytest.mark.parametrize(
     "call", [twice, some_without_gradient, computed, written_in_place], ids=lambda c: c.__name__
 )
-def test_other_habits_equal_the_plain_loop(call: Any) -> None:
+@pytest.mark.parametrize("capture", [True, False])
+def test_other_habits_equal_the_plain_loop(call: Any, capture: bool) -> None:
     model = Model(call, mode="sum")
     expected = copy.deepcopy(model)
-    losses, _ = captured(model, Adam, stacked())
+    losses, _ = by_pipeline(model, Adam, stacked(), capture=capture)
     assert losses == plain(expected, Adam, stacked())
     assert_equal(model, expected)
 
@@ -273,6 +280,47 @@ def test_a_bad_id_is_named_and_changes_nothing() -> None:
             r"id out of range: table weight, feature input, position 7 .*, value 99; .*\[0, 15\)"
         )
         with pytest.raises(IndexError, match=message):
+            pipeline.progress(source)
+        for name, tensor in model.state_dict().items():
+            assert_same_bits(tensor, before[name])
+        pipeline.progress(source)
+
+
+def in_turns(model: Model, batch: Batch) -> list[Tensor]:
+    """Other modules in every step, and fewer in some; for a while the first ones are frozen."""
+    model.num_calls += 1
+    for table in model.tables[:3]:
+        table.requires_grad_(not 3 <= model.num_calls < 6)
+    return each(model, batch)[model.num_calls % 3 :]
+
+
+def in_two_layouts() -> Iterator[Batch]:
+    for step in itertools.count():
+        ids = ids_of(step, NUM_MODULES, NUM_SAMPLES + step // 2 % 2, 3)
+        # The last part lies in memory that holds other elements, too.
+        yield {"ids": ids if step < 6 else torch.cat([ids, ids])[:NUM_MODULES]}
+
+
+@pytest.mark.parametrize("call", [each, in_turns], ids=lambda c: c.__name__)
+def test_eager_steps_follow_other_batches_and_calls(call: Any) -> None:
+    model = Model(call, mode="sum")
+    expected = copy.deepcopy(model)
+    losses, _ = by_pipeline(model, SGD, in_two_layouts(), capture=False)
+    assert losses == plain(expected, SGD, in_two_layouts())
+    assert_equal(model, expected)
+
+
+def test_a_bad_id_of_an_eager_step_changes_nothing() -> None:
+    model = Model(each, mode="sum")
+    optimizers = [SGD(model.tables.parameters(), lr=0.1), torch.optim.SGD([model.factors], lr=0.1)]
+    batches = list(itertools.islice(stacked(), NUM_STEPS))
+    batches[4]["ids"][4, 2, 1] = 99
+    source = iter(batches)
+    with TrainPipeline(model, None, optimizers, capture=False) as pipeline:
+        for _ in range(4):
+            pipeline.progress(source)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(IndexError, match=r"position 7 .*, value 99; .*\[0, 15\)"):
             pipeline.progress(source)
         for name, tensor in model.state_dict().items():
             assert_same_bits(tensor, before[name])

@@ -63,6 +63,10 @@ class ModuleOfOneTable(TableModule):
         now."""
         raise NotImplementedError
 
+    def is_current(self, kind: Any) -> bool:
+        """True where a call of ``kind``, which :meth:`current_kind` gave, is one still."""
+        raise NotImplementedError
+
     def _answered(self, arguments: CallArguments) -> Tensor | None:
         """What :attr:`calls_ahead` has for a call of ``forward``, if anything."""
         handler = self.calls_ahead

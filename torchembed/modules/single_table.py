@@ -157,6 +157,9 @@ class SingleTable(ModuleOfOneTable):
     def current_kind(self, kind: LookupKind) -> LookupKind:
         return kind._replace(group=self.updated_group)
 
+    def is_current(self, kind: LookupKind) -> bool:
+        return self._joined_kind(kind.pooling, is_jagged=kind.is_jagged) == kind
+
     @property
     def on_bad_id(self) -> OnBadId:
         """What becomes of ids outside the table."""

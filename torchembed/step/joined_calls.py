@@ -63,6 +63,15 @@ class JoinedCall:
         return [call.module for call in self._calls]
 
     @property
+    def is_current(self) -> bool:
+        """True where tables are updated together as when the calls were joined, and train as
+        then."""
+        first, *others = self._calls
+        return first.module.is_current(first.kind) and all(
+            call.module.current_kind(call.kind) == call.kind for call in others
+        )
+
+    @property
     def sends_spare_ids(self) -> bool:
         """True if ids are exchanged whose number varies, among as many as shapes allow."""
         return self._is_jagged and isinstance(self.collection, JoinedExchange)

@@ -55,8 +55,8 @@ class ShardedSingleTable(ModuleOfOneTable):
     tensor, and None on ranks that hold none; in ``state_dict`` a table whose rows or columns are
     divided is a ``DTensor``. Gradients of rows are the mean over ranks.
 
-    A call by itself exchanges ids and vectors with all ranks, and asks them for the sizes. Captured
-    steps of a :class:`~torchembed.training.TrainPipeline` do one exchange for all modules.
+    A call by itself exchanges ids and vectors with all ranks, and asks them for the sizes. Steps of
+    a :class:`~torchembed.training.TrainPipeline` do one exchange for all modules.
     """
 
     weight: nn.Parameter | None
@@ -207,6 +207,11 @@ class ShardedSingleTable(ModuleOfOneTable):
 
     def current_kind(self, kind: ExchangeKind) -> ExchangeKind:
         return kind
+
+    def is_current(self, kind: ExchangeKind) -> bool:
+        table = self.local_table
+        is_held = table is None or table.holds_parameter()
+        return is_held and kind.settings == self._settings(is_weighted=kind.settings.is_weighted)
 
     def _vectors(self, arguments: CallArguments, features: SparseFeatures) -> Tensor:
         """The pooled vectors of ``features``, in the dtype of the weight."""

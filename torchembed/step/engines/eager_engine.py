@@ -1,9 +1,10 @@
-"""Steps without anything done ahead: on batches of any kind, and of any model."""
+"""Steps without anything done ahead of them: on batches of any kind, and of any model."""
 
 from collections.abc import Sequence
 
 from torchembed.step.batches.batch_layout import to_device
 from torchembed.step.dense_updates import PlainUpdates
+from torchembed.step.eager_lookups import EagerLookups
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch
 from torchembed.step.step_optimizers import StepOptimizers
@@ -11,7 +12,10 @@ from torchembed.step.streams import StepStreams
 
 
 class EagerEngine:
-    """Copies each batch to the device when it is trained; never waits for a GPU by itself."""
+    """Copies each batch to the device when it is trained; never waits for a GPU by itself.
+
+    Modules of one table are looked up together, ahead of forward.
+    """
 
     is_stale = False
     is_captured = False
@@ -21,13 +25,15 @@ class EagerEngine:
         self._optimizers = StepOptimizers(program.optimizers, in_given_order=True)
         updates = PlainUpdates(self._optimizers.captured)
         self._train = ForwardBackwardUpdate(program, self._optimizers, StepStreams(), updates)
+        self._lookups = EagerLookups(program.model, program.group)
 
     def prefetch(self, batch: ReadBatch) -> None:
         """Nothing is done ahead."""
 
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch] = ()) -> TrainedBatch:
         del upcoming
-        return self.train(LookedUpBatch(to_device(now.data, self._program.device)), now.data)
+        with self._lookups.around_step(to_device(now.data, self._program.device)) as batch:
+            return self.train(batch, now.data)
 
     def train(self, batch: LookedUpBatch, source: object) -> TrainedBatch:
         """Train a batch on the device.
@@ -38,4 +44,5 @@ class EagerEngine:
         return self._train(batch).held_until(None, source=source)
 
     def release(self) -> None:
-        """There is nothing to release."""
+        """Look further batches up as first ones."""
+        self._lookups.release()

@@ -99,6 +99,7 @@ class EngineChoice:
             self._padded.release()
             self._padded = None
         self._static.release()
+        self._eager.release()
         if self._jagged is not None:
             self._jagged.release()
 
