@@ -229,7 +229,7 @@ def test_says_what_is_missing() -> None:
     with pytest.raises(
         TypeError,
         match=r"^features must be SparseFeatures or a KeyedJaggedTensor, got Tensor, "
-        r"which has no keys, offsets, weights_or_none$",
+        r"which has no keys, offsets, weights_or_none; make them by .*SparseFeatures.from_dict$",
     ):
         as_sparse_features(VALUES)
     with pytest.raises(ValueError, match=r"one batch size for all keys.*pad it to one stride"):

@@ -54,6 +54,7 @@ def test_a_refused_pretrained_weight() -> None:
     ("error", "message", "settings", "arguments"),
     [
         (TypeError, r"input must be int32 or int64, got float32", {}, (torch.ones(2, 2),)),
+        (TypeError, r"input must be a tensor of int32 or int64, got list; call", {}, ([[1, 2]],)),
         (
             ValueError,
             r"input must have 1 or 2 dimensions, got shape \(1, 1, 1\)",

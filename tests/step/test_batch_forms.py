@@ -441,6 +441,39 @@ def test_what_is_no_optimizer_or_no_iterable_is_refused() -> None:
         BatchLoss(3)  # type: ignore[arg-type]
 
 
+def test_a_batch_in_place_of_batches_is_refused() -> None:
+    model = OfIds()
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model), capture=True)
+    for batch in ({"ids": IDS}, IDS):
+        with pytest.raises(TypeError, match=r"or iter\(\[batch\]\) for one batch, got (dict|Tens)"):
+            pipeline.progress(batch)
+    with pytest.raises(TypeError, match="got Tensor, as a batch gives where batches are to be"):
+        pipeline.progress((IDS, CLICKS))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        (
+            OfIds,
+            {},
+            TypeError,
+            r"model must be a torch.nn.Module, got OfIds; make one: OfIds\(...\)",
+        ),
+        (LOSS, {}, TypeError, "model must be a torch.nn.Module, got function"),
+        (nn.Identity(), {}, ValueError, "model must have parameters"),
+        (OfIds(), {"autocast": "bf16"}, TypeError, "a dtype, as torch.bfloat16, .* got 'bf16'"),
+        (OfIds(), {"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number or None"),
+        (OfIds(), {"max_grad_norm": -1.0}, ValueError, "max_grad_norm must not be negative"),
+    ],
+)
+def test_other_arguments_are_refused(
+    model: Any, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        TrainPipeline(model, LOSS, [], **settings)
+
+
 class Moving:
     """A batch of a class of the user's own."""
 

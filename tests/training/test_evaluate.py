@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
+from torch import nn
 
 from tests.support.tiny_model import TinyModel, make_batches
 from tests.support.tolerance import relative_error
@@ -114,3 +115,26 @@ def test_labels_that_are_no_clicks_are_refused() -> None:
     soft = batch._replace(labels=torch.tensor([0.0, 1.0, 0.5, 1.0]))
     with pytest.raises(ValueError, match=r"labels must be 0 or 1, got 0\.5 for sample 2"):
         evaluate(TinyModel(), [soft])
+
+
+class OfInputs(nn.Module):
+    """Gives ``num_logits`` logits for each sample of inputs ``{"x": [B]}``."""
+
+    def __init__(self, num_logits: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_logits))
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return inputs["x"][:, None] * self.weight
+
+
+def test_inputs_with_labels_are_evaluated() -> None:
+    x, labels = torch.tensor([-1.0, 2.0, 0.5, -0.5]), torch.tensor([0, 1, 0, 1])
+    batches = [({"x": x[:3]}, labels[:3, None]), ({"x": x[3:]}, labels[3:, None])]
+    assert evaluate(OfInputs(1), batches) == metrics(x, labels.float())
+    with pytest.raises(
+        ValueError, match=r"one logit for each of the labels, .*\[3, 1\], got \[3, 2\]"
+    ):
+        evaluate(OfInputs(2), batches)
+    with pytest.raises(TypeError, match=r"must be \(inputs, labels\), .* got dict of x, y"):
+        evaluate(OfInputs(1), [{"x": x, "y": labels}])

@@ -15,9 +15,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype], advice: str) -> None:
-    """Raise ``TypeError`` unless ``tensor.dtype`` is in ``allowed``."""
-    if tensor.dtype not in allowed:
+    """Raise ``TypeError`` unless ``tensor`` is a tensor whose dtype is in ``allowed``."""
+    if getattr(tensor, "dtype", None) not in allowed:
         names = " or ".join(dtype_name(dtype) for dtype in allowed)
+        if not isinstance(tensor, Tensor):
+            given = type(tensor).__name__
+            raise TypeError(f"{name} must be a tensor of {names}, got {given}; call torch.tensor()")
         raise TypeError(f"{name} must be {names}, got {dtype_name(tensor.dtype)}; {advice}")
 
 

@@ -325,7 +325,8 @@ def as_sparse_features(features: object) -> SparseFeatures:
     if missing:
         raise TypeError(
             "features must be SparseFeatures or a KeyedJaggedTensor, got "
-            f"{type(features).__name__}, which has no {', '.join(missing)}"
+            f"{type(features).__name__}, which has no {', '.join(missing)}; make them by "
+            "SparseFeatures(keys=, values=, hotness=, batch_size=) or SparseFeatures.from_dict"
         )
     if getattr(features, "variable_stride_per_key", lambda: False)():
         raise ValueError(

@@ -91,9 +91,10 @@ def as_labeled_batch(item: Any) -> Batch | WeightedBatch | LabeledInputs:
     if len(parts) not in (3, 4):
         raise TypeError(
             "a batch must be (inputs, labels), (dense, sparse, labels) or (dense, sparse, labels, "
-            f"weights), or have parts of the latter names, got {_described(item)}. For a model "
-            "that is called with the whole batch give torchembed.training.BatchLoss(loss_fn), "
-            "whose loss_fn is called as loss_fn(output, batch)"
+            f"weights), or have parts of the latter names, got {_described(item)}"
+            f"{_hint_for(item)}. For a model that is called with the whole batch give "
+            "torchembed.training.BatchLoss(loss_fn), whose loss_fn is called as loss_fn(output, "
+            "batch)"
         )
     try:
         converted = _converted(parts, None)
@@ -108,6 +109,11 @@ def as_labeled_batch(item: Any) -> Batch | WeightedBatch | LabeledInputs:
             "torchembed.training.BatchLoss(loss_fn) or, where it gives its loss, loss_fn=None"
         ) from error
     return Batch(*converted[:3]) if len(parts) == 3 else WeightedBatch(*converted)
+
+
+def _hint_for(item: object) -> str:
+    """What may have been meant, where a batch was iterated in place of batches."""
+    return ", as a batch gives where batches are to be iterated" if isinstance(item, Tensor) else ""
 
 
 _NAMES = ("dense", "sparse", "labels", "weights")

@@ -164,6 +164,7 @@ class TrainPipeline:
         max_layouts: int = 16,
         pad: Pad | None = None,
     ) -> None:
+        _check_settings(model, autocast, max_grad_norm)
         if self_check_every is not None and self_check_every < 1:
             raise ValueError(
                 f"self_check_every must be at least 1, or None, got {self_check_every}"
@@ -174,8 +175,6 @@ class TrainPipeline:
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(given)
         check_loss_fn(loss_fn)
         check_optimizers_train(model, self.optimizers)
-        if max_grad_norm is not None and not max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         is_cuda = self.device.type == "cuda"
         # A bound method would make a reference cycle: graphs should be destroyed with the pipeline,
@@ -440,6 +439,23 @@ def _listed(
                 "torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.02)"
             )
     return given
+
+
+def _check_settings(model: object, autocast: object, max_grad_norm: object) -> None:
+    if not isinstance(model, nn.Module):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        made = f"; make one: {name}(...)" if isinstance(model, type) else ""
+        raise TypeError(f"model must be a torch.nn.Module, got {name}{made}")
+    if next(model.parameters(), None) is None:
+        raise ValueError("model must have parameters to train, got none")
+    if not (autocast is None or isinstance(autocast, torch.dtype)):
+        raise TypeError(f"autocast must be a dtype, as torch.bfloat16, or None, got {autocast!r}")
+    if max_grad_norm is None:
+        return
+    if not isinstance(max_grad_norm, (int, float)):
+        raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
+    if not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
 
 
 def _why_not_captured(capture: bool | None, *, is_cuda: bool) -> Reason | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchembed.core import ranks
-from torchembed.data.batch import check_clicks
+from torchembed.data.batch import Batch, LabeledInputs, as_labeled_batch, check_clicks
 from torchembed.training.batches import in_step
 from torchembed.training.stop import StopSignal
 
@@ -45,21 +45,33 @@ def evaluate(
     labels of all rows are kept on the device, then on the CPU of rank 0.
 
     Args:
-        model: as for :func:`train`.
-        batches: as for :func:`in_step`.
+        model: gives one logit for each sample; called as ``model(dense, sparse)`` or, for batches
+            ``(inputs, labels)``, as ``model(inputs)``.
+        batches: as for :func:`in_step`; or ``(inputs, labels)``, of which every rank has equally
+            many. torchmetrics must be installed.
         stop: once a rank is asked to stop, all ranks end after their current batch, and the result
             is None.
 
     Raises:
         FloatingPointError: where a logit is not finite.
-        ValueError: where there is no row, or a label is neither 0 nor 1.
+        TypeError: for batches of another form.
+        ValueError: where there is no row, a label is neither 0 nor 1, or an output is not one logit
+            for each label.
     """
     logits, labels = [], []
     device = next(model.parameters()).device
     with _evaluation_mode(model):
-        for batch in in_step(batches, device, stop=stop):
-            logits.append(model(batch.dense, batch.sparse).reshape(-1).float())
-            labels.append(batch.labels.reshape(-1).float())
+        for batch in in_step(batches, device, stop=stop, convert=_as_evaluated):
+            output, of_batch = _output_of(model, batch), torch.as_tensor(batch.labels)
+            if not isinstance(output, Tensor) or output.numel() != of_batch.numel():
+                given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise ValueError(
+                    "model must give one logit for each of the labels, of shape "
+                    f"{list(of_batch.shape)}, got {given}; wrap it in a module that gives the "
+                    "logits to evaluate"
+                )
+            logits.append(output.reshape(-1).float())
+            labels.append(of_batch.reshape(-1).float().to(device))
     if stop is not None and stop.is_agreed:
         return None
     empty = torch.empty(0, device=device)
@@ -70,6 +82,22 @@ def evaluate(
     if isinstance(result, Exception):
         raise result
     return result
+
+
+def _as_evaluated(item: object) -> Batch | LabeledInputs:
+    batch = as_labeled_batch(item)
+    if isinstance(batch, (Batch, LabeledInputs)):
+        return batch
+    raise TypeError(
+        "a batch to evaluate must be (dense, sparse, labels) or (inputs, labels), got weights of "
+        "samples as well; leave them out"
+    )
+
+
+def _output_of(model: nn.Module, batch: Batch | LabeledInputs) -> object:
+    if isinstance(batch, LabeledInputs):
+        return model(batch.inputs)
+    return model(batch.dense, batch.sparse)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,11 @@ def train(
         IndexError, TimeoutError: as the pipeline does.
         ValueError, RuntimeError: as for :func:`in_step`.
     """
+    if not hasattr(pipeline, "take_up_changes"):
+        raise TypeError(
+            f"pipeline must be a TrainPipeline, got {type(pipeline).__name__}; make one by "
+            "TrainPipeline(model, loss_fn, optimizers)"
+        )
     history = History() if history is None else history
     if not pipeline.model.training:
         pipeline.model.train()

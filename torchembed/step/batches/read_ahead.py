@@ -2,8 +2,10 @@
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
+
+from torch import Tensor
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
@@ -48,10 +50,11 @@ class ReadAhead:
             TypeError: where it cannot be iterated.
         """
         if source is not self._given:
-            if not isinstance(source, Iterable):
+            # A mapping and a tensor can be iterated as well, but are one batch.
+            if not isinstance(source, Iterable) or isinstance(source, (Mapping, Tensor, str)):
                 raise TypeError(
-                    "batches must be an iterator or an iterable of batches, as iter(data_loader), "
-                    f"got {type(source).__name__}"
+                    "batches must be an iterator or an iterable of batches, as iter(data_loader) "
+                    f"or iter([batch]) for one batch, got {type(source).__name__}"
                 )
             self._forget()
             self._given, self._source = source, iter(source)
