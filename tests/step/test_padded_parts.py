@@ -139,11 +139,11 @@ def test_a_model_that_does_not_ignore_the_padding_is_named_and_trained_as_it_is(
 ) -> None:
     pad = {"items": Padding(value=0, length=length)}
     kinds, said = kinds_as_by_hand(histories(LENGTHS), make, pad=pad)
-    assert {kind.form for kind in kinds} == {"eager"}
+    assert {kind.form for kind in kinds} == {"eager"}  # also where a layout recurs, so soon
     (warning,) = said
     assert warning.startswith("the model computes other numbers for batches that are padded")
     assert any(name in warning for name in what.split("|"))
-    assert str(kinds[-1].why).startswith("the model does not ignore the padding that pad says")
+    assert any(str(kind.why).startswith("the model does not ignore padding") for kind in kinds)
 
 
 def test_random_numbers_make_no_difference() -> None:

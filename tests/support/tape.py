@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchembed.core import ranks
 from torchembed.core.trees import tensors_in
+from torchembed.modules import bad_ids
 from torchembed.ops.jagged import function as jagged_function
 from torchembed.sharding.transport.collectives import GatheredSize
 from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
@@ -79,6 +80,9 @@ class Tape(TorchDispatchMode):
         for name in (*_HOST_MEMORY, "get_rng_state"):
             refused = functools.partial(_refuse, f"torch.{name}")
             self._stack.enter_context(mock.patch.object(torch, name, refused))
+        # Of tensors on a GPU the host reads no offsets, not even to check them.
+        unread = mock.patch.object(bad_ids, "is_readable", return_value=False)
+        self._stack.enter_context(unread)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:

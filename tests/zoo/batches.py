@@ -106,6 +106,23 @@ def clicks_of_two_sizes(sizes: Sizes, count: int) -> list[Batch]:
     return [clicks(small if seed % 2 else sizes, seed + 1)[-1] for seed in range(count)]
 
 
+def bags_between_offsets(sizes: Sizes, count: int) -> list[dict[str, Tensor]]:
+    """Ids ``[L]`` of bags that begin at offsets, weights of them, and labels; another L in each."""
+    found = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(sizes.history, (sizes.batch_size,), generator=generator)
+        num_ids = int(lengths.sum())
+        batch = {
+            "values": torch.randint(sizes.num_rows, (num_ids,), generator=generator),
+            "offsets": lengths.cumsum(0) - lengths,
+            "weights": torch.rand(num_ids, generator=generator),
+            "label": torch.randint(2, (sizes.batch_size,), generator=generator).float(),
+        }
+        found.append({name: tensor.to(sizes.device) for name, tensor in batch.items()})
+    return found
+
+
 def _history(sizes: Sizes, seed: int, length: int) -> History:
     generator = torch.Generator().manual_seed(seed)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import torchembed
 from tests.zoo.batches import (
     bags,
+    bags_between_offsets,
     clicks_of_two_sizes,
     jagged_clicks,
     keys,
@@ -121,6 +122,22 @@ class DeepFM(Pooled):
 @POOLED.model("batches of two sizes in turns", clicks_of_two_sizes)
 class DeepFMOfTwoSizes(DeepFM):
     """Whose batches are large or small."""
+
+
+@POOLED.model("a bag between offsets", bags_between_offsets, computes_loss=True)
+class BagBetweenOffsets(nn.Module):
+    """Weighted ids as a flat tensor, as ``torch.nn.EmbeddingBag`` takes them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.bag = torchembed.EmbeddingBag(
+            sizes.num_rows, sizes.dim, mode="sum", device=sizes.device, seed=0
+        )
+        self.deep = layers(sizes.dim, sizes.hidden, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        vectors = self.bag(batch["values"], batch["offsets"], batch["weights"])
+        return F.binary_cross_entropy_with_logits(self.deep(vectors)[:, 0], batch["label"])
 
 
 @POOLED.model("NFM")

@@ -38,7 +38,12 @@ def test_an_entry_is_equal_and_captured_or_said(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["SASRec, padded to each batch", "DIN, padded to each batch", "batches of two sizes in turns"],
+    [
+        "SASRec, padded to each batch",
+        "DIN, padded to each batch",
+        "batches of two sizes in turns",
+        "a bag between offsets",
+    ],
 )
 def test_entries_whose_layouts_recur_are_captured(name: str) -> None:
     outcome = outcome_of(ENTRIES[name], SIZES, num_steps=24)

@@ -143,14 +143,19 @@ def _found(values: Tensor, first_bad: Tensor, bounds: Tensor | None) -> Tensor:
     return torch.cat([first_bad, value, feature, bounds[feature].long()])
 
 
+def is_readable(offsets: Tensor) -> bool:
+    """True where the host may read ``offsets`` at once."""
+    # A program of torch.compile or torch.export checks them when it runs.
+    return not (offsets.is_cuda or offsets.is_meta or torch.compiler.is_compiling())
+
+
 def check_offsets(offsets: Tensor, num_ids: int) -> None:
     """Check on the CPU that ``offsets`` mark bags among ``num_ids`` ids; a GPU is not waited for.
 
     Raises:
         ValueError: where they do not start at 0, decrease, or end after the ids.
     """
-    # A program of torch.compile or torch.export checks them when it runs.
-    if offsets.is_cuda or offsets.is_meta or torch.compiler.is_compiling():
+    if not is_readable(offsets):
         return
     decreases = offsets.diff() < 0
     if is_stand_in(decreases):

@@ -5,14 +5,23 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
-from torchembed.modules.bad_ids import check_offsets
+from torchembed.modules import bad_ids
 from torchembed.modules.calls_ahead import CallArguments
 
 
 def bags_as_feature(
-    arguments: CallArguments, mode: str, include_last_offset: bool
+    arguments: CallArguments,
+    mode: str,
+    include_last_offset: bool,
+    count: Tensor | None = None,
 ) -> SparseFeatures:
     """The checked ``arguments`` of a bag's ``forward``, as one feature.
+
+    Args:
+        arguments: of the call.
+        mode, include_last_offset: of the module.
+        count: int64 ``[1]``, where the last bag ends without ``include_last_offset``; the number of
+            ids by default.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit together, or the module's settings.
@@ -44,10 +53,12 @@ def bags_as_feature(
         raise ValueError("offsets must be given where input is one-dimensional, got None")
     checks.check_dim("offsets", offsets, 1)
     if not include_last_offset:
-        offsets = torch.cat([offsets, offsets.new_full((1,), ids.numel())])
+        end = offsets.new_full((1,), ids.numel()) if count is None else count.to(offsets.dtype)
+        offsets = torch.cat([offsets, end])
     elif offsets.numel() == 0:
         raise ValueError("offsets must hold at least one element under include_last_offset")
-    check_offsets(offsets, ids.numel())
+    num_ids = ids.numel() if count is None or not bad_ids.is_readable(count) else int(count)
+    bad_ids.check_offsets(offsets, num_ids)
     return SparseFeatures(
         keys=("input",),
         values=ids,

@@ -10,6 +10,7 @@ from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.call_features import bags_as_feature, ids_as_feature
 from torchembed.modules.calls_ahead import CallArguments
+from torchembed.modules.counted_tensor import CountedTensor, elements_of
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.stateless_lookup import Lookup
@@ -111,11 +112,21 @@ class EmbeddingBag(SingleTable):
         Returns:
             ``[B, D]``, dtype of ``weight``.
         """
+        if isinstance(input, CountedTensor):
+            return self._of_counted(input, offsets, per_sample_weights)
         answer = self._answered(CallArguments(input, offsets, per_sample_weights))
         if answer is not None:
             return answer
         features = self._bags(input, offsets, per_sample_weights)
         return self._result(features, is_trained=self.training)
+
+    def _of_counted(
+        self, ids: CountedTensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> Tensor:
+        """``forward`` of ids with spare ones behind them, which are looked up nowhere."""
+        arguments = CallArguments(ids.elements, offsets, elements_of(per_sample_weights))
+        features = bags_as_feature(arguments, self.mode, self.include_last_offset, ids.count)
+        return self._result(features, is_trained=self.training, count=ids.count)
 
     def lookup(
         self,
@@ -151,11 +162,16 @@ class EmbeddingBag(SingleTable):
         slot = JoinedSlot(self._table, ids.numel(), num_bags, shape, self.padding_idx)
         return None if kind is None else (kind, slot)
 
-    def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
+    def _result(
+        self, features: SparseFeatures, *, is_trained: bool, count: Tensor | None = None
+    ) -> Tensor:
         if torch.compiler.is_compiling():
             # The number of ids of a bag may be a variable of the program.
             features = with_offsets(features)
         rows, is_padding = self._rows(features, is_trained=is_trained)
+        if count is not None:
+            is_spare = torch.arange(rows.numel(), device=rows.device) >= count
+            rows = rows.masked_fill(is_spare, -1)
         if self.mode == "max":
             return self._maxima(features, rows)
         # The mean does not count ids of the padding row, as in torch. The kernel would, so that

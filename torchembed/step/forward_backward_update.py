@@ -18,7 +18,9 @@ from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.optim.clipping import clip_gradients
 from torchembed.step.bad_id_flag import either, reduce_checks
-from torchembed.step.batches.batch_layout import is_part, with_own_containers
+from torchembed.step.batches.batch_layout import is_part
+from torchembed.step.batches.counted_parts import for_model
+from torchembed.step.batches.padded_parts import PaddedParts
 from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.model_loss import ComputeLoss
@@ -67,8 +69,7 @@ class StepProgram:
         self_check_every: how many replays of a graph lie between comparisons with the model; None
             for no comparison.
         max_layouts: the most layouts of batches for which steps are captured.
-        pads: whether captured steps take parts of batches with padding that the batches do not
-            have.
+        padding: the parts of batches that captured steps take with padding.
         loss_fn: of the pipeline, which ``compute_loss`` calls; what it changes is looked at.
     """
 
@@ -80,7 +81,7 @@ class StepProgram:
     max_grad_norm: float | None = None
     self_check_every: int | None = None
     max_layouts: int = 16
-    pads: bool = False
+    padding: PaddedParts = dataclasses.field(default_factory=lambda: PaddedParts({}))
     loss_fn: object = None
 
     @property
@@ -167,7 +168,7 @@ class ForwardBackwardUpdate:
                 prepare_next(None if program.group is None else streams.vectors)
             with reusing(batch.calls, batch.lookups, batch.data):
                 # Further steps take the batch's containers as they are now.
-                data = with_own_containers(batch.data)
+                data = for_model(batch.data)
                 loss, output = program.compute_loss(program.model, data)
         # Of lookups that were not prepared ahead, the ids were checked in forward.
         flag = either(batch.flag, reduce_checks(checks, program.group))

@@ -171,6 +171,7 @@ class TrainPipeline:
             )
         if max_layouts < 1:
             raise ValueError(f"max_layouts must be at least 1, got {max_layouts}")
+        self._padding, self._padding_changes = PaddedParts({} if pad is None else pad), 0
         given = _listed(optimizers)
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(given)
         check_loss_fn(loss_fn)
@@ -193,7 +194,7 @@ class TrainPipeline:
             max_grad_norm=max_grad_norm,
             self_check_every=self_check_every,
             max_layouts=max_layouts,
-            pads=pad is not None,
+            padding=self._padding,
             loss_fn=loss_fn,
         )
         self._record = program.record
@@ -206,7 +207,6 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._layouts = Layouts(model, max_layouts)
-        self._padded_parts = None if pad is None else PaddedParts(pad)
         self._num_read = self._local_version = 0
         if self._engines.captures:
             ranks.check_cpu_backend()
@@ -303,9 +303,10 @@ class TrainPipeline:
             self._local_version = values.local_version
             if values.are_held:
                 self._layouts.begin_anew(number)
-        padded = None if self._padded_parts is None else self._padded_parts.padded(data)
+        padded = self._padding.padded(data)
         form = data if padded is None else padded.form
-        if padded is not None and padded.has_grown:
+        if self._padding.changes != self._padding_changes:
+            self._padding_changes = self._padding.changes
             self._layouts.begin_anew(number, forget=True)
         kinds = self._layouts.kinds_of(form, number)
         why = self._layouts.why_eager(form) if kinds == NO_KIND else None
@@ -326,7 +327,8 @@ class TrainPipeline:
         if self._engines.hooks.are_there:
             # On all ranks, since that is what they then agree on.
             kinds, why = NO_KIND, self._engines.hooks.reason
-        agree = self._layouts.start_agreement(data, kinds)
+        has_spare = padded is not None and padded.has_spare
+        agree = self._layouts.start_agreement(data, kinds, has_spare=has_spare)
         return ReadBatch(data, number, kinds, agree, why, padded)
 
     def close(self) -> None:

@@ -88,6 +88,8 @@ class Agreement(NamedTuple):
     """Number of the last batch whose layout took over those of captured steps, on any rank."""
     layouts: tuple[int, ...] = ()
     """For each rank the number of its batch's layout."""
+    has_spare: bool = False
+    """True if a part of some rank's batch is padded."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,6 +112,11 @@ class ReadBatch:
     def form(self) -> Tree:
         """A batch of the shapes that captured steps take."""
         return self.data if self.padded is None else self.padded.form
+
+    @property
+    def source(self) -> Tree:
+        """The tensors of the batch in a tree like :attr:`form`."""
+        return self.data if self.padded is None else self.padded.source
 
     @property
     def buffer(self) -> int:

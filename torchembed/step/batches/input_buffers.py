@@ -69,7 +69,7 @@ class InputBuffers:
         held = self._held[buffer]
         if held is not None and held.number == batch.number:
             return
-        sources, targets = tensors_in(batch.data), self._tensors[buffer]
+        sources, targets = tensors_in(batch.source), self._tensors[buffer]
         if self._stream is not None:
             # A batch on the GPU may still be computed by the current stream.
             if any(source.is_cuda for source in sources):

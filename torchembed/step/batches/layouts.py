@@ -26,7 +26,7 @@ _LARGER = 2**62
 _DOES_MORE = Reason(
     "its method to does more than move tensors, which captured steps would leave out", "batch"
 )
-_TAKES_OVER = Reason("this layout came several times in a row; steps are captured for it next")
+_TAKES_OVER = Reason("steps are captured for this layout next")
 
 
 class KnownLayout(NamedTuple):
@@ -202,16 +202,19 @@ class Layouts:
         layout = layout_of(batch) if of_kind is self._static else jagged_layout(batch)
         return of_kind.known(layout) is not None
 
-    def start_agreement(self, batch: Tree, kinds: BatchKinds) -> Callable[[], Agreement]:
+    def start_agreement(
+        self, batch: Tree, kinds: BatchKinds, *, has_spare: bool = False
+    ) -> Callable[[], Agreement]:
         """Start to find out whether every rank's batch, of which ``batch`` is this rank's, is of
-        ``kinds``; every rank must call it.
+        ``kinds``, and whether parts of some are padded, as ``has_spare`` says of this rank's; every
+        rank must call it.
 
         Returns:
             A function that waits for the result and returns it, in any thread.
         """
         num_ids = num_ids_in(batch) if kinds.jagged else 0
         if ranks.world_size() == 1:
-            agreement = Agreement(kinds, num_ids, self.since, (kinds.layout,))
+            agreement = Agreement(kinds, num_ids, self.since, (kinds.layout,), has_spare)
             return lambda: agreement
         known = (self._static if kinds.static else self._jagged).numbered(kinds.layout)
         digest = 0 if known is None else known.digest
@@ -220,14 +223,15 @@ class Layouts:
         # number of its layout, in which the others' are larger.
         layouts = [_LARGER] * ranks.world_size()
         layouts[ranks.rank()] = kinds.layout
-        numbers = *kinds[:2], -num_ids, digest, -digest, -self.since, *layouts
+        numbers = *kinds[:2], -num_ids, digest, -digest, -self.since, -has_spare, *layouts
         return functools.partial(_agreement, ranks.start_minimum(*numbers))
 
 
 def _agreement(least: Callable[[], tuple[int, ...]]) -> Agreement:
     """The agreement of all ranks, from the minimum over ranks of each of their numbers."""
-    static, jagged, negated_num_ids, digest, negated_digest, negated_since, *layouts = least()
+    static, jagged, negated_num_ids, digest, negated_digest, *others = least()
+    negated_since, negated_spare, *layouts = others
     # Captured steps exchange ids as if every rank's features had one hotness and kind of weights.
     is_alike = digest == -negated_digest
     kinds = BatchKinds(static=bool(static) and is_alike, jagged=bool(jagged) and is_alike)
-    return Agreement(kinds, -negated_num_ids, -negated_since, tuple(layouts))
+    return Agreement(kinds, -negated_num_ids, -negated_since, tuple(layouts), negated_spare < 0)

@@ -1,18 +1,17 @@
 """Parts of batches that steps take with room for padding, so that one captured step serves many."""
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias, TypeGuard
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchembed.core.trees import Tree, nodes_by_path, tensors_in
+from torchembed.core.trees import Tree, map_leaves, nodes_by_path, tensors_in
+from torchembed.modules.counted_tensor import CountedTensor
 from torchembed.step.batches.batch_layout import is_part, map_parts, with_sparse_features
-
-_STEP = re.compile(r"[^.\[\]'\"]+")
-"""A step of a path to a part of a batch: a name, a key or a number."""
+from torchembed.step.batches.counted_parts import CountedParts, part_at, steps_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,41 +39,55 @@ Pad: TypeAlias = Mapping[str, float | Padding]
 """For paths to tensors of a batch, as ``"items"`` or ``"inputs.items"``, the value or more."""
 
 
-class PaddedBatch(NamedTuple):
-    """A batch with room for padding.
-
-    Attributes:
-        form: the batch with tensors of other memory, of the padded shapes, in the place of parts
-            that are padded.
-        values: for the number of each such tensor among those of :func:`with_sparse_features` of
-            the batch, what it is padded with.
-        has_spare: whether a part is shorter than its form.
-        has_grown: whether a part is longer than all before.
-    """
+@dataclasses.dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """A batch with room for padding."""
 
     form: Tree
+    """The batch with tensors of other memory, of the padded shapes, in the place of padded parts,
+    and with a :class:`~torchembed.step.batches.counted_parts.CountedPart` for a counted one."""
+    source: Tree
+    """A tree like ``form``, of the tensors of the batch itself."""
     values: Mapping[int, float]
+    """For the number of each padded tensor among those of :func:`with_sparse_features` of
+    ``source``, what it is padded with."""
     has_spare: bool
-    has_grown: bool
+    """True where a part is shorter than its form."""
+    counted: Mapping[str, Tensor]
+    """The counted parts as they were given, by their names."""
 
-    def filled(self, batch: Tree) -> Tree:
-        """``batch``, which this is the form of, with its parts padded, in memory of their own."""
-        given, forms = (tensors_in(with_sparse_features(tree)) for tree in (batch, self.form))
+    def filled(self, device: torch.device) -> Tree:
+        """The batch on ``device`` with its parts padded, in memory of their own."""
+        given, forms = (tensors_in(with_sparse_features(t)) for t in (self.source, self.form))
         filled = {
             id(given[n]): F.pad(given[n], (0, forms[n].shape[-1] - given[n].shape[-1]), value=value)
             for n, value in self.values.items()
         }
-        return map_parts(lambda part: part, lambda part: filled.get(id(part), part), batch)
+        return map_leaves(lambda part: filled.get(id(part), part).to(device), self.source, is_part)
+
+    def as_given(self, result: Tree) -> Tree:
+        """``result``, the batch of a step, with counted parts as they were given."""
+        if not self.counted:
+            return result
+        return map_leaves(lambda tensor: self.counted[tensor.part], result, _is_counted)
+
+
+def _is_counted(node: object) -> TypeGuard[CountedTensor]:
+    return isinstance(node, CountedTensor)
 
 
 class PaddedParts:
     """The parts of batches that are padded, and their lengths so far.
 
     Args:
-        pad: the parts.
+        pad: parts that the caller has padded, and with what.
+
+    Attributes:
+        counted: parts that are padded since lookups alone read them.
+        num_read: number of batches that :meth:`padded` was called for.
 
     Raises:
-        TypeError, ValueError: where it is no mapping from paths to values.
+        TypeError, ValueError: where ``pad`` is no mapping from paths to values.
     """
 
     def __init__(self, pad: Pad) -> None:
@@ -85,7 +98,7 @@ class PaddedParts:
             )
         self._parts: dict[str, tuple[Sequence[str], Padding]] = {}
         for path, padding in pad.items():
-            steps = _STEP.findall(path) if isinstance(path, str) else []
+            steps = steps_of(path)
             if not steps:
                 raise TypeError(
                     "pad must name parts of a batch by their path, as 'items' or 'inputs.items', "
@@ -94,38 +107,79 @@ class PaddedParts:
             given = padding if isinstance(padding, Padding) else Padding(value=padding)
             self._parts[path] = (steps[1:] if steps[0] == "batch" and steps[1:] else steps), given
         self._lengths: dict[str, int] = {}
+        self.counted = CountedParts()
+        self.num_read = self._changes = 0
+
+    @property
+    def changes(self) -> int:
+        """The number of changes of what is padded, or to which length: batches have other forms
+        after each."""
+        return self._changes + self.counted.changes
+
+    def refuse(self) -> bool:
+        """Pad counted parts no longer, or, where there are none, those of the caller.
+
+        Returns:
+            True where the caller's are no longer padded.
+        """
+        if self.counted.are_known:
+            self.counted.refuse()
+            return False
+        self._parts = {}
+        self._changes += 1
+        return True
 
     def padded(self, batch: Tree) -> PaddedBatch | None:
-        """``batch`` with room for padding; None where it has none of the parts, or longer ones.
+        """``batch`` with room for padding; None where it has no such parts, or longer ones.
 
         Raises:
-            ValueError, TypeError: where a part is not there, no tensor with a dimension, or of a
-                dtype that does not have the value.
+            ValueError, TypeError: where a part that the caller has padded is not there, no tensor
+                with a dimension, or of a dtype that does not have the value.
         """
-        forms: dict[int, Tensor] = {}
+        self.num_read += 1
+        if not self._parts and not self.counted.are_known:
+            return None
+        forms: dict[int, Tree] = {}
+        sources: dict[int, Tree] = {}
         values: dict[int, float] = {}
-        has_spare = has_grown = False
+        counted: dict[str, Tensor] = {}
+        has_spare = False
         for path, tensor, padding in self._found(batch):
             length = tensor.shape[-1]
             if padding.length is not None and length > padding.length:
                 return None
             longest = padding.length or self._lengths.get(path, 0)
             if length > longest:
-                has_grown = path in self._lengths
+                self._changes += path in self._lengths
                 self._lengths[path] = longest = length
             has_spare = has_spare or length < longest
             forms[id(tensor)] = tensor.new_zeros(()).expand(*tensor.shape[:-1], longest)
             values[id(tensor)] = padding.value
+        for part, capacity in self.counted.found(batch):
+            tensor = part.elements
+            if id(tensor) not in forms:
+                forms[id(tensor)] = part._replace(elements=tensor.new_zeros(()).expand(capacity))
+                sources[id(tensor)] = part
+                values[id(tensor)], counted[part.name], has_spare = 0, tensor, True
         if not forms:
             return None
         form = map_parts(lambda part: part, lambda part: forms.get(id(part), part), batch)
-        tensors = enumerate(tensors_in(with_sparse_features(batch)))
+        source = batch
+        if sources:
+            source = map_parts(lambda part: part, lambda part: sources.get(id(part), part), batch)
+        tensors = enumerate(tensors_in(with_sparse_features(source)))
         of_number = {number: values[id(t)] for number, t in tensors if id(t) in values}
-        return PaddedBatch(form, of_number, has_spare, has_grown)
+        return PaddedBatch(form, source, of_number, has_spare, counted)
 
     def _found(self, batch: Tree) -> Iterator[tuple[str, Tensor, Padding]]:
         for path, (steps, padding) in self._parts.items():
-            part = _part_of(batch, steps, path)
+            try:
+                part = part_at(batch, steps)
+            except (LookupError, AttributeError):
+                there = ", ".join(f"batch{found}" for found in nodes_by_path(batch, is_part))
+                raise ValueError(
+                    f"pad names {path!r}, which the batch does not have; its parts are {there}"
+                ) from None
             if part is None:
                 continue
             if not isinstance(part, Tensor) or part.dim() == 0:
@@ -139,21 +193,3 @@ class PaddedParts:
                     f"pad must give a value that {part.dtype} has for {path!r}, got {padding.value}"
                 )
             yield path, part, padding
-
-
-def _part_of(batch: Tree, steps: Sequence[str], path: str) -> object:
-    part = batch
-    for step in steps:
-        try:
-            if isinstance(part, Mapping):
-                part = part[step]
-            elif step.isdigit() and isinstance(part, (tuple, list)):
-                part = part[int(step)]
-            else:
-                part = getattr(part, step)
-        except (KeyError, IndexError, AttributeError):
-            there = ", ".join(f"batch{found}" for found in nodes_by_path(batch, is_part))
-            raise ValueError(
-                f"pad names {path!r}, which the batch does not have; its parts are {there}"
-            ) from None
-    return part

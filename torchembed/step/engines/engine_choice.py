@@ -121,13 +121,10 @@ class EngineChoice:
         if not has_place:
             kinds = NO_KIND
         as_given = None
-        if self._program.pads and kinds != NO_KIND:
+        if kinds != NO_KIND:
             as_given = self._padding.why_as_given(now)
             if as_given is not None:
                 kinds = NO_KIND
-            if self._padding.is_refused:
-                self.not_captured = as_given
-                self.release()
         for engine in self._candidates(kinds):
             trained = engine.run(now, upcoming)
             if not isinstance(trained, Reason):

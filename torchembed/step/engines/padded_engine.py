@@ -9,7 +9,6 @@ the batch is prepared again in steps with a larger one.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -25,6 +24,7 @@ from torchembed.step.batches.batch_layout import (
     with_sparse_features,
 )
 from torchembed.step.batches.bucketized_buffers import Capacity, bucketize
+from torchembed.step.batches.counted_parts import with_headroom
 from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.engines.jagged_engine import JaggedEngine
 from torchembed.step.engines.static_engine import StaticStep
@@ -35,11 +35,6 @@ from torchembed.step.step_optimizers import StepOptimizers
 from torchembed.step.streams import event_on, named_range, on_stream, wait_for
 from torchembed.step.watches.spare_places import difference_of_spare_places
 from torchembed.step.watches.watched_values import NotCapturable
-
-_HEADROOM = 1.25
-"""The capacity is so many times what a batch needs that outgrows it, so that few captures serve
-batches of any size."""
-_ROUND_TO = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +169,11 @@ class PaddedEngine:
             NotCapturable: where that is something else.
         """
         step.make_ready(now)
-        plain = now.data if now.padded is None else now.padded.filled(now.data)
+        device = self._program.device
         difference = difference_of_spare_places(
             self._program,
             StepOptimizers(self._program.optimizers),
-            to_device(plain, self._program.device),
+            to_device(now.data, device) if now.padded is None else now.padded.filled(device),
             step.lookup(now.buffer),
         )
         if difference is not None:
@@ -207,9 +202,9 @@ class PaddedEngine:
         before, needs = self._capacity, self._observer.worker.submit(task).result()
         known = before.per_call or tuple((0,) * len(of_call) for of_call in needs)
         self._capacity = Capacity(
-            _with_headroom(now.agree().num_ids, before.num_ids),
+            with_headroom(now.agree().num_ids, before.num_ids),
             tuple(
-                tuple(map(_with_headroom, *of_call)) for of_call in zip(needs, known, strict=True)
+                tuple(map(with_headroom, *of_call)) for of_call in zip(needs, known, strict=True)
             ),
         )
         self.release()
@@ -235,13 +230,6 @@ class PaddedEngine:
         assert step.bucketized is not None
         step.bucketized.wait_until_bucketized(following.buffer)
         return True
-
-
-def _with_headroom(needed: int, before: int) -> int:
-    """The capacity for what is ``needed``, where it was ``before``."""
-    if needed <= before:
-        return before
-    return _ROUND_TO * math.ceil(_HEADROOM * needed / _ROUND_TO)
 
 
 def _bucketize(

@@ -10,6 +10,7 @@ layout than this one, it is prepared by the step of its layout, right before tha
 """
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -140,7 +141,12 @@ class StaticEngine:
         if failure is not None:
             return failure
         with named_range("torchembed: step"):
-            return step.run(now, following)
+            trained = step.run(now, following)
+        if now.padded is None:
+            return trained
+        result = trained.result
+        result = result._replace(batch=now.padded.as_given(result.batch))
+        return dataclasses.replace(trained, result=result)
 
 
 class StaticStep:
@@ -384,7 +390,10 @@ class StaticStep:
         report_memory = None if before is None else before.report
         if self._prefetch.calls is None:
             model, batch = self._program.model, self._prefetch.batches[buffer]
-            with observed_fixed_calls(model, batch) as self._prefetch.calls:
+            with (
+                observed_fixed_calls(model, batch) as self._prefetch.calls,
+                self._program.padding.counted.observed(model, batch),
+            ):
                 trained = self._train(
                     LookedUpBatch(batch), prepare_next, report_memory, self._losses[buffer]
                 )

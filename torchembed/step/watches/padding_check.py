@@ -41,18 +41,21 @@ class PaddingCheck:
 
     Args:
         program: what a step does.
-
-    Attributes:
-        is_refused: whether the model does not ignore padding.
     """
 
     def __init__(self, program: StepProgram) -> None:
         self._program, self._optimizers = program, StepOptimizers(program.optimizers)
         # DDP takes no forward without a backward of its own.
-        is_wrapped = any(isinstance(m, DistributedDataParallel) for m in program.model.modules())
-        self._every = None if is_wrapped else program.self_check_every
+        self._is_wrapped = any(
+            isinstance(module, DistributedDataParallel) for module in program.model.modules()
+        )
         self._num_steps = self._next = 0
-        self._is_suspected = self.is_refused = False
+        self._since: int | None = None
+        """When steps had begun anew, as batches of other forms do, at the last comparison."""
+        self._is_suspected = False
+        self._refused: Reason | None = None
+        self._num_as_given = 0
+        """So many batches were read when padding was refused."""
 
     def why_as_given(self, now: ReadBatch) -> Reason | None:
         """The reason why ``now`` is to be trained as it was given; None where it may be padded.
@@ -60,30 +63,40 @@ class PaddingCheck:
         Collective while a comparison is due, which is in the same steps on all ranks.
         """
         self._num_steps += 1
-        if self._every is None or self._num_steps <= self._next:
+        if now.number < self._num_as_given:
+            return self._refused
+        agreement, padding = now.agree(), self._program.padding
+        every = self._program.self_check_every
+        is_left_out = self._is_wrapped or (every is None and not padding.counted.are_known)
+        if not agreement.has_spare or is_left_out:
             return None
-        padded = now.padded if now.padded is not None and now.padded.has_spare else None
-        if not ranks.any_rank(padded is not None):
+        is_due = every is not None and self._num_steps > self._next
+        if not is_due and agreement.layouts_since == self._since:
             return None
-        found = self._difference(now.data, now.data if padded is None else padded.filled(now.data))
+        found = self._difference(now)
         if not ranks.any_rank(found is not None):
-            self._next, self._is_suspected = self._num_steps + self._every, False
+            self._next, self._since = self._num_steps + (every or 0), agreement.layouts_since
+            self._is_suspected = False
             return None
         found = found or "on another rank, whose warning says more"
-        self._is_suspected, self.is_refused = True, self._is_suspected
-        if self.is_refused:
+        if not self._is_suspected:
+            self._is_suspected = True
+            return Reason("the model computes other numbers for this batch where it is padded")
+        self._is_suspected, self._num_as_given = False, padding.num_read
+        self._refused = Reason(f"the model does not ignore padding: {found}")
+        if padding.refuse():
             warnings.warn(
                 "the model computes other numbers for batches that are padded as pad says, so "
-                f"train steps run eagerly from now on, on batches as they are: {found}. Let the "
-                "model ignore the padding, or leave pad out",
+                f"batches are trained as they are from now on: {found}. Let the model ignore the "
+                "padding, or leave pad out",
                 stacklevel=4,  # whoever called the pipeline
             )
-            return Reason(f"the model does not ignore the padding that pad says: {found}")
-        return Reason("the model computes other numbers for this batch where it is padded")
+        return self._refused
 
-    def _difference(self, given: Tree, padded: Tree) -> str | None:
+    def _difference(self, now: ReadBatch) -> str | None:
         device, model = self._program.device, self._program.model
-        batches = to_device(given, device), to_device(padded, device)
+        given = to_device(now.data, device)
+        batches = given, given if now.padded is None else now.padded.filled(device)
         restore = self._program.host_state.saved()
         try:
             found = self._both(*batches)

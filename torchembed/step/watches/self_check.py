@@ -24,7 +24,7 @@ from torchembed.core import ranks
 from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.core.trees import Tree, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
-from torchembed.step.batches.batch_layout import with_own_containers
+from torchembed.step.batches.counted_parts import for_model
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.stages import LookedUpBatch
@@ -216,7 +216,7 @@ def forward_summary(program: StepProgram, batch: LookedUpBatch) -> tuple[Summary
         observed_outputs(program.model, summary),
         reusing(batch.calls, batch.lookups, batch.data),
     ):
-        loss, _ = program.compute_loss(program.model, with_own_containers(batch.data))
+        loss, _ = program.compute_loss(program.model, for_model(batch.data))
     summary.add("the loss", loss)
     return summary, loss
 
