@@ -96,12 +96,14 @@ def _clean_up(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: "_PO
     block that several streams have used, as during a capture; and its generator of the device
     raises at each draw, until another capture succeeds.
     """
-    _failed.append(graph)
     device = stream.device.index
     # Raises where the capture ended as it should, and ``call`` or the graph's making failed.
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
+        _failed.append(graph)
+    # NCCL destroys no communicator that a graph still uses.
+    graph.reset()
     empty = torch.cuda.CUDAGraph()
     with _capturing(empty, stream, torch.cuda.graph_pool_handle()):
         torch.zeros(1, device=stream.device)  # torch warns of graphs without any work
