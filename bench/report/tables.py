@@ -34,6 +34,7 @@ def tables(results: Path) -> str:
         ("train_step", _train_step),
         ("train_step", _drop_ins),
         ("kernels", _kernels),
+        ("shapes", _shapes),
         ("dense", _dense),
     ]
     written = (make(rows[bench]) for bench, make in makers if bench in rows)
@@ -209,6 +210,30 @@ def _rows_alone(rows: Sequence[Row]) -> str:
 def _microseconds(row: Row) -> str:
     ratio = f" ({row['of_fbgemm']:.2f})" if "of_fbgemm" in row else ""
     return f"{row['microseconds']:.0f}{ratio}"
+
+
+def _shapes(rows: Sequence[Row]) -> str:
+    """A line for each shape and optimizer: the forward, and all of a step."""
+    ours = [row for row in rows if row["system"] == "torchembed"]
+    lines = [
+        [f"{row['shape']}, {row['optimizer']}", *(_stage(row, s) for s in ("forward", "in_all"))]
+        for row in ours
+    ]
+    return _text(
+        f"Lookups and updates of {_only(row['tables'] for row in ours)}, Zipf ids, in "
+        "microseconds; in brackets over FBGEMM's time in the same run, by `python -m "
+        f"bench.kernels.shapes` ({_files(ours)}) on one {_only(row['gpu'] for row in ours)}:",
+        ["ids a bag, samples, pooling, optimizer", "forward", "forward, backward and update"],
+        lines,
+    )
+
+
+def _stage(row: Row, stage: str) -> str:
+    """A stage's time, and in brackets over FBGEMM's; empty where what it computed was wrong."""
+    if f"{stage}_microseconds" not in row:
+        return ""
+    ratio = f" ({row[f'{stage}_of_fbgemm']:.2f})" if f"{stage}_of_fbgemm" in row else ""
+    return f"{row[f'{stage}_microseconds']:.0f}{ratio}"
 
 
 def _dense(rows: Sequence[Row]) -> str:

@@ -64,6 +64,17 @@ def test_steps_and_kernels(tmp_path: Path) -> None:
     ]
 
 
+def test_shapes(tmp_path: Path) -> None:
+    row = {"bench": "shapes", "system": "torchembed", "shape": "dim 64, sum", "optimizer": "SGD"}
+    row |= {"tables": "16 of 1000 rows"}
+    times = {"forward_microseconds": 9.6, "forward_of_fbgemm": 0.875, "in_all_microseconds": 30.4}
+    rows = [row | times, row | {"system": "FBGEMM"}, row | {"shape": "dim 8, sum"}]
+    result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
+    (tmp_path / "shapes.json").write_text(json.dumps(result))
+    lines = [x for x in program.tables(tmp_path).splitlines() if x.startswith("| dim")]
+    assert lines == ["| dim 64, sum, SGD | 10 (0.88) | 30 |", "| dim 8, sum, SGD |  |  |"]
+
+
 def test_figures_of_two_runs_are_not_compared(tmp_path: Path) -> None:
     of_files = {
         "a": [step("torchembed", 0.5, transport="push")],
