@@ -3,6 +3,7 @@
 from torchembed import optim
 from torchembed.core.features import SparseFeatures
 from torchembed.core.lookup_results import JaggedTensor, KeyedTensor
+from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.pytrees import register_trees
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules import (
@@ -32,6 +33,7 @@ __all__ = [
     "InPlaceFunction",
     "JaggedTensor",
     "KeyedTensor",
+    "MixedFeatures",
     "Normal",
     "OnBadId",
     "Pooling",

@@ -172,6 +172,29 @@ def jagged_sessions(sizes: Sizes, count: int) -> list[dict[str, object]]:
     return found
 
 
+def mixed_sessions(sizes: Sizes, count: int) -> list[dict[str, object]]:
+    """Histories of any length, three categories and a target, with the label of each sample."""
+    found = jagged_sessions(sizes, count)
+    for seed, (session, history) in enumerate(zip(found, histories(sizes, count), strict=True)):
+        generator = torch.Generator().manual_seed(seed)
+        categories = torch.randint(sizes.num_rows, (3 * sizes.batch_size,), generator=generator)
+        fixed = torchembed.SparseFeatures(
+            keys=("categories", "target"),
+            values=torch.cat([categories.to(sizes.device), history.target]),
+            hotness=(3, 1),
+            batch_size=sizes.batch_size,
+        )
+        is_shown = history.items > 0
+        jagged = torchembed.SparseFeatures(
+            keys=("history",),
+            values=history.items[is_shown],
+            offsets=torch.nn.functional.pad(is_shown.sum(1).cumsum(0), (1, 0)),
+            batch_size=sizes.batch_size,
+        )
+        session["features"] = torchembed.MixedFeatures((fixed, jagged))
+    return found
+
+
 def pairs(sizes: Sizes, count: int) -> list[dict[str, Tensor]]:
     """A user and an item of each sample, with its label."""
     batches = []

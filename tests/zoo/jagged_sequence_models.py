@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
-from tests.zoo.batches import jagged_sessions
+from tests.zoo.batches import jagged_sessions, mixed_sessions
 from tests.zoo.entries import Family
 from tests.zoo.pooled_models import layers
 from tests.zoo.sizes import Sizes
@@ -86,6 +86,11 @@ class PaddedAttention(OfSessions):
         dense, mask = self.padded(history)
         scores = (dense * target.unsqueeze(1)).sum(2).masked_fill(~mask, -1e9)
         return ((scores.softmax(dim=1) * mask).unsqueeze(2) * dense).sum(1)
+
+
+@JAGGED_SEQUENCES.model("one jagged feature of many", mixed_sessions, computes_loss=True)
+class OneJaggedOfMany(PaddedAttention):
+    """Histories of any length beside targets and categories of fixed hotness, in one batch."""
 
 
 @JAGGED_SEQUENCES.model("HSTU over jagged histories", jagged_sessions, computes_loss=True)

@@ -1,6 +1,7 @@
 """One training batch, and what else can be taken for one."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 
 
@@ -56,9 +58,10 @@ def as_batch(item: Any, keys: Sequence[str] | None = None) -> Batch:
             ``sparse_features`` and ``labels``. ``dense`` is a tensor, array or lists
             ``[B, num_dense]``; None, or left out where parts have names, for a model that takes
             None. ``labels`` are a tensor, array or lists ``[B, ...]``, or several in a mapping or
-            tuple; they keep their dtype. ``sparse`` is ``SparseFeatures``; a ``KeyedJaggedTensor``;
-            ids ``[B, F]``, one for each sample and feature; or a mapping from feature to ids
-            ``[B]`` or ``[B, hotness]``.
+            tuple; they keep their dtype. ``sparse`` is ``SparseFeatures``; ``MixedFeatures``; a
+            ``KeyedJaggedTensor``; ids ``[B, F]``, one for each sample and feature; or a mapping
+            from feature to ids ``[B]``, ``[B, hotness]`` or jagged ones, as a ``JaggedTensor`` or a
+            nested tensor of torch.
         keys: the features of ids ``[B, F]``; ``cat_0``, ``cat_1``, ... where None.
 
     Raises:
@@ -219,23 +222,16 @@ def _as_tensor(values: object, name: str) -> Tensor:
         ) from error
 
 
-def _as_features(sparse: object, keys: Sequence[str] | None) -> SparseFeatures:
+def _as_features(sparse: object, keys: Sequence[str] | None) -> SparseFeatures | MixedFeatures:
+    if isinstance(sparse, MixedFeatures):
+        return sparse
     if isinstance(sparse, Mapping):
-        ids = {key: _as_tensor(ids, f"ids of feature {key}") for key, ids in sparse.items()}
-        shapes = {key: list(column.shape) for key, column in ids.items()}
-        bad = [key for key, shape in shapes.items() if len(shape) not in (1, 2)]
-        sizes = {shape[0] for key, shape in shapes.items() if key not in bad}
-        if bad or len(sizes) != 1:
-            raise ValueError(
-                "sparse must map each feature to ids [B] or [B, hotness] with one B, "
-                f"got the shapes {shapes}"
-            )
-        return SparseFeatures(
-            keys=tuple(ids),
-            values=torch.cat([column.reshape(-1) for column in ids.values()]),
-            batch_size=sizes.pop(),
-            hotness=tuple(shape[1] if len(shape) == 2 else 1 for shape in shapes.values()),
-        )
+        jagged = {key: ids for key, ids in sparse.items() if _is_jagged(ids)}
+        fixed = {key: ids for key, ids in sparse.items() if key not in jagged}
+        if jagged:
+            of_jagged = _jagged_features(jagged)
+            return MixedFeatures((_fixed_features(fixed), of_jagged)) if fixed else of_jagged
+        return _fixed_features(fixed)
     if callable(getattr(sparse, "keys", None)) or isinstance(sparse, SparseFeatures):
         return as_sparse_features(sparse)
     ids = _as_tensor(sparse, "sparse")
@@ -250,4 +246,45 @@ def _as_features(sparse: object, keys: Sequence[str] | None) -> SparseFeatures:
         values=ids.t().reshape(-1),
         batch_size=len(ids),
         hotness=(1,) * len(keys),
+    )
+
+
+def _is_jagged(ids: object) -> bool:
+    """True for a jagged tensor of ids, torchembed's, TorchRec's or a nested one of torch."""
+    if isinstance(ids, Tensor):
+        return ids.is_nested and ids.layout is torch.jagged
+    return all(callable(getattr(ids, name, None)) for name in ("values", "offsets"))
+
+
+def _jagged_features(ids: Mapping[str, Any]) -> SparseFeatures:
+    """Features of jagged tensors, none of which has ids behind its last bag."""
+    sizes = {key: of_feature.offsets().numel() - 1 for key, of_feature in ids.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"jagged features must have one number of samples, got {sizes}")
+    values = [of_feature.values() for of_feature in ids.values()]
+    firsts = itertools.accumulate((part.numel() for part in values), initial=0)
+    bounds = [of_feature.offsets() + n for of_feature, n in zip(ids.values(), firsts, strict=False)]
+    return SparseFeatures(
+        keys=tuple(ids),
+        values=torch.cat(values),
+        batch_size=next(iter(sizes.values())),
+        offsets=torch.cat([bounds[0][:1], *(part[1:] for part in bounds)]),
+    )
+
+
+def _fixed_features(sparse: Mapping[str, object]) -> SparseFeatures:
+    ids = {key: _as_tensor(ids, f"ids of feature {key}") for key, ids in sparse.items()}
+    shapes = {key: list(column.shape) for key, column in ids.items()}
+    bad = [key for key, shape in shapes.items() if len(shape) not in (1, 2)]
+    sizes = {shape[0] for key, shape in shapes.items() if key not in bad}
+    if bad or len(sizes) != 1:
+        raise ValueError(
+            "sparse must map each feature to ids [B] or [B, hotness] with one B, "
+            f"got the shapes {shapes}"
+        )
+    return SparseFeatures(
+        keys=tuple(ids),
+        values=torch.cat([column.reshape(-1) for column in ids.values()]),
+        batch_size=sizes.pop(),
+        hotness=tuple(shape[1] if len(shape) == 2 else 1 for shape in shapes.values()),
     )

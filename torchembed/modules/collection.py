@@ -1,5 +1,6 @@
 """The base of the two collections: their configs, tables, slots and names."""
 
+import copy
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from torchembed.core import checks
 from torchembed.core.features import Features, SparseFeatures, as_sparse_features
+from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
@@ -42,6 +44,15 @@ class FeatureSlots:
         ]
         """For each slot the key of its result: ``feature@table`` where several tables use it."""
         self._indices_of_keys: dict[tuple[str, ...], list[int]] = {}
+
+    def subset(self, slots: Sequence[int]) -> "FeatureSlots":
+        """Some of the slots, in their order."""
+        made = copy.copy(self)
+        made.tables = [self.tables[slot] for slot in slots]
+        made.features = [self.features[slot] for slot in slots]
+        made.names = [self.names[slot] for slot in slots]
+        made._indices_of_keys = {}
+        return made
 
     def batch(self, features: Features, *, has_capacity: bool = False) -> SparseFeatures:
         """``features`` (ours or a ``KeyedJaggedTensor``) with exactly one feature for each slot.
@@ -105,7 +116,10 @@ class Collection(StagedCollection[B, R, V]):
         self._tables = [Table(config.spec(seed)) for config in self._configs]
         self._hold(self._tables, [self._lookup_key(config) for config in self._configs], device)
         self._feature_slots = FeatureSlots(self._configs)
-        self._slots = Slots(
+        self._slots = self._made_slots()
+
+    def _made_slots(self) -> Slots:
+        return Slots(
             self._table_set,
             [self._tables[table] for table in self._feature_slots.tables],
             self._feature_slots.features,
@@ -144,7 +158,25 @@ class Collection(StagedCollection[B, R, V]):
     def forward(self, features: Tree) -> Tree:
         if not torch.compiler.is_compiling():
             return super().forward(features)
-        return self._result(features, self._traced(as_sparse_features(features)))
+        return self._result(features, self._traced(self._single_part(features)))
+
+    def _single_part(self, features: Tree) -> SparseFeatures:
+        """``features``, or the part of them that the collection takes all of its from."""
+        lookups = self.divided(features)
+        if len(lookups) > 1:
+            raise TypeError(
+                f"features must have those of one collection in one part where it is compiled or "
+                f"serves, got {len(lookups)} parts with some; make one SparseFeatures of them"
+            )
+        return lookups[0][1]
+
+    def _features_of_slots(self) -> list[str]:
+        return self._feature_slots.features
+
+    def _take_slots(self, slots: tuple[int, ...]) -> None:
+        self._feature_slots = self._feature_slots.subset(slots)
+        bad_ids, self._slots = self._slots.bad_ids, self._made_slots()
+        self._slots.bad_ids = bad_ids
 
     def _traced(self, batch: SparseFeatures) -> V:
         """The vectors of a batch, while a compiler traces the module."""
@@ -156,13 +188,13 @@ class Collection(StagedCollection[B, R, V]):
         tables = [self._tables[table] for table in self._feature_slots.tables]
         return TracedSlots(tables, self._feature_slots.features, self._on_bad_id, self._weight_form)
 
-    def _stateless(self, features: Features) -> tuple[V, BadIds]:
+    def _stateless(self, features: Features | MixedFeatures) -> tuple[V, BadIds]:
         """The vectors and the bad ids of a batch; changes nothing, and threads may call it at once.
 
         Raises:
             ValueError, TypeError: for a batch that does not fit.
         """
-        batch = as_sparse_features(features)
+        batch = self._single_part(features)
         with torch.no_grad(), deferred_id_checks():
             rows = self._route(self._exchange_sizes(batch, ahead=False), None)
             vectors = self._look_up(rows, ahead=False)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from torchembed.core.features import Features, SparseFeatures, torchrec_class
 from torchembed.core.lookup_results import KeyedTensor
+from torchembed.core.mixed_features import MixedFeatures
+from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingBagConfig, EmbeddingConfig
@@ -96,7 +98,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         """True where ids have weights."""
         return self._is_weighted
 
-    def lookup(self, features: Features) -> Lookup[KeyedTensor]:
+    def lookup(self, features: Features | MixedFeatures) -> Lookup[KeyedTensor]:
         """The vectors of ``forward``, and which ids were bad, without raising: for servers.
 
         Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
@@ -134,8 +136,14 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         slots = self._traced_slots()
         return slots.pooled(weighted, poolings, self._output_dtype, self.reserved_columns)
 
-    def _result(self, features: Features, vectors: Tensor) -> KeyedTensor:
-        widths = [self._configs[table].embedding_dim for table in self._feature_slots.tables]
+    def _in_order(self, parts: list[tuple[Sequence[int], Tensor]]) -> Tensor:
+        return columns_in_order(parts, self._slot_widths(), self.reserved_columns)
+
+    def _slot_widths(self) -> list[int]:
+        return [self._configs[table].embedding_dim for table in self._feature_slots.tables]
+
+    def _result(self, features: Tree, vectors: Tensor) -> KeyedTensor:
+        widths = self._slot_widths()
         values = after_reserved(vectors, self.reserved_columns)
         return keyed_result(features, self._feature_slots.names, widths, values)
 
@@ -151,8 +159,22 @@ def weighted_as_asked(batch: SparseFeatures, is_weighted: bool) -> SparseFeature
     return batch if is_weighted else dataclasses.replace(batch, weights=None)
 
 
+def columns_in_order(
+    parts: list[tuple[Sequence[int], Tensor]], widths: Sequence[int], num_reserved: int
+) -> Tensor:
+    """``[B, num_reserved + sum of widths]``: the columns of slots, whose numbers each part names,
+    from the parts' ``[B, columns]``, in the order of the slots; reserved ones hold anything."""
+    columns: dict[int, Tensor] = {}
+    for slots, values in parts:
+        split = values.split([widths[slot] for slot in slots], dim=1)
+        columns.update(zip(slots, split, strict=True))
+    in_order = [columns[slot] for slot in range(len(widths))]
+    reserved = in_order[0].new_empty(in_order[0].shape[0], num_reserved)
+    return torch.cat([reserved, *in_order], dim=1)
+
+
 def keyed_result(
-    features: Features, names: list[str], widths: list[int], values: Tensor
+    features: Tree, names: list[str], widths: list[int], values: Tensor
 ) -> KeyedTensor:
     """``values [B, sum of widths]`` by name, TorchRec's class where its ``features`` came in."""
     kind = torchrec_class(features, "KeyedTensor") or KeyedTensor

@@ -1,5 +1,6 @@
 """``EmbeddingCollection``: a vector for each id of many features."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 from torchembed.core.features import Features, SparseFeatures, torchrec_class
 from torchembed.core.lookup_results import JaggedTensor
+from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.stand_ins import is_stand_in
+from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig
@@ -73,7 +76,7 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
         """The tables' configs, in order."""
         return self._configs
 
-    def lookup(self, features: Features) -> Lookup[dict[str, JaggedTensor]]:
+    def lookup(self, features: Features | MixedFeatures) -> Lookup[dict[str, JaggedTensor]]:
         """The vectors of ``forward``, and which ids were bad, without raising: for servers.
 
         Changes nothing, takes no part in autograd or in an optimizer's steps, and several threads
@@ -120,7 +123,10 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
             found.update(zip(part.slots, split, strict=True))
         return [found[slot] for slot in range(len(found))]
 
-    def _result(self, features: Features, vectors: "SequenceVectors") -> dict[str, JaggedTensor]:
+    def _in_order(self, parts: "list[tuple[Sequence[int], SequenceVectors]]") -> "SequenceVectors":
+        return vectors_in_order(parts)
+
+    def _result(self, features: Tree, vectors: "SequenceVectors") -> dict[str, JaggedTensor]:
         return jagged_result(features, self._feature_slots.names, vectors)
 
 
@@ -159,8 +165,15 @@ SequenceVectors = list[tuple[Tensor, Tensor]]
 """For each slot ``([ids of the feature, D], offsets [B + 1])``."""
 
 
+def vectors_in_order(parts: list[tuple[Sequence[int], SequenceVectors]]) -> SequenceVectors:
+    """The vectors of all slots from those of parts, each after the numbers of its slots."""
+    pairs = (zip(slots, vectors, strict=True) for slots, vectors in parts)
+    found = dict(itertools.chain.from_iterable(pairs))
+    return [found[slot] for slot in range(len(found))]
+
+
 def jagged_result(
-    features: Features, names: list[str], vectors: SequenceVectors
+    features: Tree, names: list[str], vectors: SequenceVectors
 ) -> dict[str, JaggedTensor]:
     """``vectors`` of the slots by name, as TorchRec's class where its ``features`` came in."""
     kind = torchrec_class(features, "JaggedTensor") or JaggedTensor

@@ -6,6 +6,7 @@ and the rows are looked up. Only the last stage reads weights.
 """
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.table_module import TableModule
 from torchembed.tables import Admission
@@ -98,11 +100,23 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     """True if what casts the module also casts the vectors that it gives."""
 
     _reusable: "Sequence[_Reusable[R, V]]" = ()
+    slots_of_whole: Sequence[int] = ()
+    """The slots of :attr:`whole` that this one looks up, where it is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._subsets: dict[tuple[int, ...], StagedCollection[B, R, V]] = {}
+
+    @property
+    def whole(self) -> "StagedCollection[B, R, V]":
+        """The collection of the model that this one looks up some slots of; itself by default."""
+        return vars(self).get("_whole", self)
 
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "StagedCollection[B, R, V]":
         super()._apply(fn, recurse)
+        self._subsets.clear()
         if self._casts_vectors:
             like = torch.empty(0, dtype=self._output_dtype, device="cpu")
             self._set_output_dtype(fn(like).dtype)
@@ -233,16 +247,65 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         finally:
             self._reusable = before
 
+    def divided(self, features: Tree) -> "list[tuple[StagedCollection[B, R, V], SparseFeatures]]":
+        """The lookups that ``forward`` does for ``features``: one of this collection, or, where it
+        takes features of several parts of :class:`~torchembed.MixedFeatures`, one of each part.
+
+        Raises:
+            TypeError, ValueError: for features that are none, or lack one.
+        """
+        if not isinstance(features, MixedFeatures):
+            return [(self, as_sparse_features(features))]
+        of_slots = self._features_of_slots()
+        parts = features.parts_with(set(of_slots))
+        if len(parts) == 1:
+            return [(self, parts[0])]
+        slots = [tuple(s for s, key in enumerate(of_slots) if key in part.keys) for part in parts]
+        return [(self._for_slots(of), part) for of, part in zip(slots, parts, strict=True)]
+
+    def _for_slots(self, slots: tuple[int, ...]) -> "StagedCollection[B, R, V]":
+        """A collection over the same tables that looks up some of the slots, one for each way to
+        divide them."""
+        made = self._subsets.get(slots)
+        if made is None:
+            made = copy.copy(self)
+            made.reserved_columns, made._reusable, made._subsets = 0, (), {}
+            # Not by setattr, which would make this collection a child of its own.
+            vars(made)["_whole"], made.slots_of_whole = self, list(slots)
+            made._take_slots(slots)
+            self._subsets[slots] = made
+        made._output_dtype, made.training = self._output_dtype, self.training
+        return made
+
+    def _take_slots(self, slots: tuple[int, ...]) -> None:
+        """Look up those slots alone from now on."""
+        raise NotImplementedError
+
+    def _features_of_slots(self) -> list[str]:
+        """For each slot its feature."""
+        raise NotImplementedError
+
+    def _in_order(self, parts: list[tuple[Sequence[int], V]]) -> V:
+        """The vectors of all slots from those of parts, each after the numbers of its slots."""
+        raise NotImplementedError
+
     def forward(self, features: Tree) -> Tree:
-        batch = as_sparse_features(features)
+        lookups = self.divided(features)
+        found = [(of.slots_of_whole, of._forward_vectors(batch)) for of, batch in lookups]
+        if lookups[0][0] is self:
+            return self._result(features, found[0][1])
+        return self._result(features, self._in_order(found))
+
+    def _forward_vectors(self, batch: SparseFeatures) -> V:
+        """The vectors of ``batch``, of which some may be known."""
         known = [r for r in self._reusable if is_same_batch(r.looked_up.features, batch)]
         if known:
             reusable = next((r for r in known if not r.was_returned), known[0])
-            return self._result(features, self._vectors_of(reusable))
+            return self._vectors_of(reusable)
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         # As running statistics: what is only evaluated changes no table.
         rows = self._admit(ids, None, finds_runs=False) if self.training else ids
-        return self._result(features, self._look_up(rows, ahead=False))
+        return self._look_up(rows, ahead=False)
 
     def _vectors_of(self, reusable: _Reusable[R, V]) -> V:
         looked_up = reusable.looked_up

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.features import SparseFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.modules.staged_collection import (
     Admitted,
@@ -78,7 +78,10 @@ def observed_calls(
         assert isinstance(collection, StagedCollection)
         if torch._C._current_graph_task_id() != -1:
             return  # of a backward, which computes a part of forward again
-        features = as_sparse_features(arguments[0])
+        for of_part, features in collection.divided(arguments[0]):
+            note_lookup(of_part, features)
+
+    def note_lookup(collection: StagedCollection, features: SparseFeatures) -> None:
         tensors = tensors_in(features)
         known = [places[id(tensor)] for tensor in tensors if id(tensor) in places]
         if len(known) < len(tensors):

@@ -140,6 +140,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         """The attribute that holds the tables' weights."""
         self._hold_weights()
         self._assign_slots(device)
+        self._divide_slots()
 
     @classmethod
     def of(
@@ -171,6 +172,18 @@ class ShardedCollection(StagedCollection[B, R, V]):
         named = zip(self._weight_names, self._table_set.tables, strict=True)
         weights = nn.ModuleDict({name: TableWeight(table) for name, table in named})
         self.add_module(self._container, weights)
+
+    def _features_of_slots(self) -> list[str]:
+        return self._feature_slots.features
+
+    def _take_slots(self, slots: tuple[int, ...]) -> None:
+        self._feature_slots = self._feature_slots.subset(slots)
+        self._assign_slots(self.device)
+        self._divide_slots()
+
+    def _divide_slots(self) -> None:
+        """Find out which parts of slots are exchanged at once, once slots are assigned."""
+        raise NotImplementedError
 
     def _assign_slots(self, device: torch.device) -> None:
         """Find out which slots' ids are exchanged, once this rank's tables are held."""

@@ -14,6 +14,7 @@ from torchembed.core.types import Pooling
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
 from torchembed.modules.embedding_bag_collection import (
+    columns_in_order,
     keyed_result,
     weighted_as_asked,
 )
@@ -59,12 +60,19 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         super().__init__(description, plans, ranks, held, device)
         self.reserved_columns = description.reserved_columns
         self._is_weighted = description.is_weighted
+        domain = self._ranks.push
+        self._push = None if domain is None else self._pooled_push(domain)
+
+    def _divide_slots(self) -> None:
         self._sharded = self._slot_exchange(self._sharded_parts())
         slot_configs = [self._configs[table] for table in self._feature_slots.tables]
         self._widths = [config.embedding_dim for config in slot_configs]
         self._poolings = [config.pooling for config in slot_configs]
-        domain = self._ranks.push
-        self._push = None if domain is None else self._pooled_push(domain)
+
+    def _take_slots(self, slots: tuple[int, ...]) -> None:
+        super()._take_slots(slots)
+        # Vectors are pushed to their columns among those of all slots.
+        self._push = None
 
     def _set_output_dtype(self, dtype: torch.dtype) -> None:
         if self._push is not None and dtype is not self._output_dtype:
@@ -189,6 +197,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         if self._push is not None and rows.sharded is not None:
             return self._pushed_values(rows, self._push, ahead=ahead)
         return self._exchanged_values(rows)
+
+    def _in_order(self, parts: list[tuple[Sequence[int], Tensor]]) -> Tensor:
+        return columns_in_order(parts, self._widths, self.reserved_columns)
 
     def _result(self, features: Features, vectors: Tensor) -> KeyedTensor:
         values = after_reserved(vectors, self.reserved_columns)

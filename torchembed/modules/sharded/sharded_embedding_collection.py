@@ -18,6 +18,7 @@ from torchembed.modules.embedding_collection import (
     jagged_result,
     routed_sequences,
     sequence_slots,
+    vectors_in_order,
 )
 from torchembed.modules.feature_selection import (
     capacity_for,
@@ -66,6 +67,8 @@ class ShardedEmbeddingCollection(
     ) -> None:
         super().__init__(description, plans, ranks, held, device)
         self._spread_ids = IdSpreader()
+
+    def _divide_slots(self) -> None:
         by_width: dict[int, list[SlotPart]] = {}
         for part in self._sharded_parts():
             by_width.setdefault(part.num_columns, []).append(part)
@@ -183,6 +186,9 @@ class ShardedEmbeddingCollection(
             looked_up = sequence_slots(*rows.replicated, self._output_dtype, dense)
             found.update(zip(self._replicated_slots, looked_up, strict=True))
         return [found[slot] for slot in range(len(self._feature_slots.names))]
+
+    def _in_order(self, parts: list[tuple[Sequence[int], SequenceVectors]]) -> SequenceVectors:
+        return vectors_in_order(parts)
 
     def _result(self, features: Features, vectors: SequenceVectors) -> dict[str, JaggedTensor]:
         return jagged_result(features, self._feature_slots.names, vectors)

@@ -85,7 +85,7 @@ class JaggedEngine:
     def can_be_padded(self) -> bool:
         """True if all that looks ids up are collections, which are called with the batch's own
         features, and ranks agree on the room for a vector for each id."""
-        called = {call.collection for call in self.calls}
+        called = {call.collection.whole for call in self.calls}
         modules = self._program.model.modules()
         tables = [module for module in modules if isinstance(module, TableModule)]
         is_alone = self._program.group is None
