@@ -29,6 +29,7 @@ from torchembed.step.step_optimizers import StepOptimizers, update, update_early
 from torchembed.step.step_record import StepRecord
 from torchembed.step.step_result import StepOutputs
 from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
+from torchembed.step.watches.attribute_uses import AttributeUses
 from torchembed.step.watches.host_state import HostState
 from torchembed.step.watches.watched_values import WatchedValues
 from torchembed.tables import Admission, RecordedGradients, table_of
@@ -104,6 +105,11 @@ class StepProgram:
             optimizers.others,
             self.loss_fn,
         )
+
+    @functools.cached_property
+    def attribute_uses(self) -> AttributeUses:
+        """Observes the attributes of modules that steps read and set."""
+        return AttributeUses(self.values)
 
     @functools.cached_property
     def host_state(self) -> HostState:

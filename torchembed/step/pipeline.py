@@ -83,7 +83,8 @@ class TrainPipeline:
     Values of Python: a graph holds hyperparameters but ``lr``, parameters of optimizers, buffers
     and attributes of modules as they were when it was captured. Where one is replaced between
     steps, steps are captured anew; where one changes again and again, as what forward rebinds or
-    counts does, steps are eager from then on, and a warning names it. Of several ranks, all are
+    counts does, steps are eager from then on, and a warning names it. Attributes that forward does
+    not read may change; of those that it sets, each step leaves copies. Of several ranks, all are
     taken to change optimizers alike, and a change of a module begins with the next batch that is
     read. Of what no module or optimizer holds, what the code of ``forward`` and of the loss
     function reads by name is looked at, such as global variables and namespaces of settings.

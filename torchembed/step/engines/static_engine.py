@@ -32,6 +32,7 @@ from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatc
 from torchembed.step.step_optimizers import update
 from torchembed.step.step_result import ResultPlace
 from torchembed.step.streams import fork, fork_and_join, join, named_range
+from torchembed.step.watches.attribute_uses import LeftAttribute
 from torchembed.step.watches.self_check import SelfCheck
 from torchembed.step.watches.watched_values import NotCapturable
 
@@ -202,6 +203,8 @@ class StaticStep:
         if program.self_check_every is not None and SelfCheck.can_check(program.model):
             self._self_check = SelfCheck(program, self._optimizers, program.self_check_every)
         self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
+        self._left: list[list[LeftAttribute]] = [[], []]
+        """Attributes of modules that replays leave behind."""
         self._trained: list[TrainedBatch | None] = [None, None]
         self._places = [
             ResultPlace(self._resources.results, holds_features=capacity is None) for _ in range(2)
@@ -281,7 +284,11 @@ class StaticStep:
         before = next(trained for trained in self._trained if trained is not None)
         self._losses[buffer] = torch.empty_like(before.result.loss)
         step = functools.partial(self._step, buffer)
-        captured = CapturedCall(step, sizes, self._streams.step, self._resources.pool)
+        uses = self._program.attribute_uses
+        with uses.observed() as observed:
+            captured = CapturedCall(step, sizes, self._streams.step, self._resources.pool)
+        if not captured.calls_again:
+            self._left[buffer] = uses.left_by(observed)
         self._captured[buffer] = captured
         if captured.calls_again:
             self._losses[buffer] = None
@@ -349,11 +356,14 @@ class StaticStep:
             # the graph look for them in .grad.
             for parameter, grad in self._gradients[buffer]:
                 parameter.grad = grad
+            for attribute in self._left[buffer]:
+                attribute.put()
         else:
             with (
                 fork_and_join(self._streams.step),
                 recorded_sizes() as sizes,
                 self._program.host_state.observed(),
+                self._program.attribute_uses.observed(),
             ):
                 self._step(buffer)
             # A capture may ask no rank for sizes, so it takes those of a step that did the same

@@ -3,6 +3,7 @@ were when it was captured."""
 
 import collections
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from types import FunctionType
@@ -36,6 +37,10 @@ _WINDOW = 30
 """A value that changes so often in so many steps is not worth a capture each time."""
 
 
+Reads = Mapping[nn.Module, set[str] | None]
+"""Names of attributes of modules; None for all of one."""
+
+
 class NotCapturable(Exception):  # noqa: N818 - no error of the caller
     """Raised in place of a capture where replays would not do what the step does."""
 
@@ -59,8 +64,9 @@ class WatchedValues:
     what else the code of a forward and of the loss function reads.
 
     :meth:`look` notes which were replaced, by identity, since the call before. A number or a string
-    is the same where it is equal. Of modules of torch only floats, as a dropout's ``p``, are looked
-    at, in addition to their parameters and buffers, and torchembed's own are left out.
+    is the same where it is equal. Attributes and buffers that no step depends on, by
+    :meth:`note_reads`, are left out. Of modules of torch only floats, as a dropout's ``p``, are
+    looked at, in addition to their parameters and buffers, and torchembed's own are left out.
 
     Args:
         model: the modules are those that it has when a change is noticed.
@@ -90,6 +96,13 @@ class WatchedValues:
         self._optimizers = [(o, names, _getter(names)) for o, names in of_optimizers]
         self.version = self.local_version = self._num_looks = self.num_refreshes = 0
         self.are_held = False
+        self._reads: weakref.WeakKeyDictionary[nn.Module, set[str] | None]
+        self._reads = weakref.WeakKeyDictionary()
+        """The attributes of users' modules that steps depend on; None for all of a module, as of
+        those that are not there."""
+        self._reads_all = self._has_new_reads = False
+        self._applied: Reads = {}
+        """Those by which values were chosen."""
         self._forwards: dict[type, object] = {}
         """``forward`` of each class of the modules, as it was first."""
         self._changes: dict[str, collections.deque[int]] = {}
@@ -101,13 +114,14 @@ class WatchedValues:
             (o, names, _getter(_in_all_groups(o, names))) for o, names, _ in self._optimizers
         ]
         modules = dict(watched_modules(self._model, self._loss_fn))
-        self._held = list(_held_by(modules))
+        reads = self._applied
+        self._held = list(_held_by(modules, reads))
         self._dicts = [values for _, values in self._held]
         # As written: what is put in their place is not captured.
         for kind in dict.fromkeys(map(type, modules.values())):
             self._forwards.setdefault(kind, forward_of(kind))
         read = values_read(modules, self._forwards, self._loss_fn)
-        self._attributes = [*_attributes_of(modules), *_as_attributes(read)]
+        self._attributes = [*_attributes_of(modules, reads), *_as_attributes(read)]
         # Also of modules whose values are not looked at, which may be given methods.
         self._growing = [vars(module) for module in self._model.modules()]
         kinds = dict.fromkeys(type(module) for module in self._model.modules())
@@ -127,8 +141,36 @@ class WatchedValues:
                 return Reason("it changes from step to step, which no graph follows", name)
         return None
 
+    def users_modules(self) -> dict[str, nn.Module]:
+        """The modules that are neither torch's nor torchembed's, by their names in warnings."""
+        modules = watched_modules(self._model, self._loss_fn)
+        return {where: module for where, module in modules if not _is_of_torch(module)}
+
+    def note_reads(self, read: Reads | None) -> None:
+        """Leave out attributes of users' modules that no step depends on.
+
+        Args:
+            read: the names of attributes that a further step depends on; None in place of names for
+                all of a module, None alone for all of all modules.
+        """
+        self._has_new_reads = True
+        if read is None:
+            self._reads_all = True
+        for module, names in (read or {}).items():
+            known = self._reads.get(module, set())
+            self._reads[module] = None if names is None or known is None else known | names
+
     def look(self) -> None:
         """Note what has changed since the last call."""
+        self._note_changes()
+        if self._has_new_reads:
+            self._has_new_reads = False
+            self._applied = {} if self._reads_all else weakref.WeakKeyDictionary(self._reads)
+            self._begin()
+            for name in self._changes.keys() - self._known.keys():
+                del self._changes[name]
+
+    def _note_changes(self) -> None:
         self._num_looks += 1
         try:
             before, now = self._before, self._now()
@@ -221,21 +263,40 @@ def watched_modules(model: nn.Module, loss_fn: object = None) -> Iterator[tuple[
                 yield name, module
 
 
-def _held_by(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, dict[str, object]]]:
-    """Buffers, parameters and children of modules."""
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _held_by(
+    modules: Mapping[str, nn.Module], reads: Reads
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Parameters and children of modules, and buffers of those of which all attributes count."""
     for where, module in modules.items():
-        for values in (module._buffers, module._parameters, module._modules):
+        is_of_torch = _is_of_torch(module)
+        buffers = [] if _read_of(module, reads) is not None else [module._buffers]
+        for values in (*buffers, module._parameters, module._modules):
             # An empty one may be filled later, but torch's own modules add nothing.
-            if values or not type(module).__module__.startswith("torch."):
+            if values or not is_of_torch:
                 yield where, values  # type: ignore[misc]
 
 
-def _attributes_of(modules: Mapping[str, nn.Module]) -> Iterator[_Attributes]:
+def _read_of(module: nn.Module, reads: Reads) -> set[str] | None:
+    """The attributes of ``module`` that steps depend on; None for all."""
+    return None if _is_of_torch(module) else reads.get(module)
+
+
+def _attributes_of(modules: Mapping[str, nn.Module], reads: Reads) -> Iterator[_Attributes]:
     for where, module in modules.items():
-        attributes, is_users = vars(module), not type(module).__module__.startswith("torch.")
+        attributes, is_users = vars(module), not _is_of_torch(module)
         names = [name for name in attributes if name not in OF_EVERY_MODULE]
         if not is_users:
             names = [name for name in names if isinstance(attributes[name], float)]
+        read = _read_of(module, reads)
+        if read is not None:
+            names = [name for name in names if name in read]
+            of_buffers = [name for name in module._buffers if name in read]
+            if of_buffers:
+                yield _Attributes(where, module._buffers, of_buffers, [])
         if names or is_users:
             yield _Attributes(where, attributes, names, _containers_in(attributes, names))
 
