@@ -15,7 +15,7 @@ from tests.zoo.sizes import tiny
 from tests.zoo.zoo import ENTRIES, FAMILIES
 
 SIZES = tiny(torch.device("cpu"))
-MENDED = (Kind.CAPTURED, Kind.SAID)
+MENDED = (Kind.CAPTURED, Kind.ROUNDED, Kind.SAID)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ CHOSEN = {
     family.name: [entry.name for entry in family.entries[:: 4 if family.name in MODELS else 1]]
     for family in FAMILIES
 }
-MENDED = (Kind.CAPTURED, Kind.SAID)
+MENDED = (Kind.CAPTURED, Kind.ROUNDED, Kind.SAID)
 LIMIT_SECONDS = 240.0
 """Of a family, one rank of which may wait for the other where that failed alone."""
 
