@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import KEYS, NUM_ROWS, TinyModel, make_optimizers
 from tests.support.tiny_training import assert_same_state, state_of
+from torchembed.step.batches.prefetch import Prefetch
 from torchembed.training import StepForm, StepKind, TrainPipeline
 
 
@@ -64,6 +66,18 @@ def test_each_layout_that_recurs_is_captured(lengths: list[int], copies: bool) -
         "batch['items']: has another shape or dtype than in captured steps"
     )
     assert pipeline.num_captures <= 2 * len(set(lengths))
+
+
+def test_the_host_prepares_nothing_once_layouts_that_take_turns_are_captured() -> None:
+    model, batches = OfHistories(), histories([5, 7, 6] * 12)
+    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
+    with TrainPipeline(model, None, optimizer, capture=True) as pipeline:
+        iterator = iter(batches)
+        for _ in range(28):
+            pipeline.progress(iterator)
+        with mock.patch.object(Prefetch, "prepare", side_effect=AssertionError):
+            kinds = [pipeline.progress(iterator).kind for _ in range(8)]
+    assert {kind.form for kind in kinds} == {"graph"}
 
 
 def test_layouts_beyond_the_most_are_eager_and_said() -> None:

@@ -253,6 +253,32 @@ def test_parts_of_named_forms_are_found_by_their_names() -> None:
     assert kinds[-1].form == "padded"
 
 
+class Sessions:
+    """Histories of a class with a ``to`` of its own."""
+
+    def __init__(self, items: Tensor, label: Tensor, kind: str) -> None:
+        self.items, self.label, self.kind = items, label, kind
+
+    def to(self, device: torch.device) -> "Sessions":
+        return Sessions(self.items.to(device), self.label.to(device), self.kind)
+
+
+class OfSessions(OfHistories):
+    def forward(self, batch: Any) -> Tensor:
+        factor = {"view": 1, "click": 2}[batch.kind]
+        return super().forward({"items": batch.items, "label": batch.label, "factor": factor})
+
+
+def test_objects_with_strings_that_take_turns_are_padded() -> None:
+    batches = [
+        Sessions(batch["items"], batch["label"], ("view", "click")[seed % 2])
+        for seed, batch in enumerate(histories(LENGTHS * 2))
+    ]
+    kinds, said = kinds_as_by_hand(batches, OfSessions, pad={"items": 0})
+    assert [kind.form for kind in kinds[-6:]] == ["padded"] * 6
+    assert said == []
+
+
 def forms_on_ranks() -> list[tuple[list[str], bool, list[str]]]:
     """The forms of steps on batches whose histories have other lengths on each rank, whether they
     equal eager ones, and the warnings; of a model that ignores padding, and of one that does not.

@@ -6,7 +6,7 @@ batch is trained, while the next one is prepared. Each copy reads where the othe
 nothing is copied between steps, and both share one memory pool, since they never run at once.
 
 Each layout of batches that recurs has such a step of its own. Where the next batch has another
-layout than this one, it is prepared by the step of its layout, right before that.
+layout than this one, it is prepared by a further graph, right before the step of its layout.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from torchembed.step.batches.bucketized_buffers import Capacity
 from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.batches.prefetch import Prefetch
 from torchembed.step.engines.captured_call import CapturedCall
+from torchembed.step.engines.captured_preparation import CapturedPreparation
 from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.engines.step_resources import StepResources
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
@@ -197,6 +198,7 @@ class StaticStep:
         self._prepared: int | None = None
         """The number of the batch that the step before has prepared."""
         self._captured: list[CapturedCall | None] = [None, None]
+        self._preparations = [CapturedPreparation(self._prefetch, buffer) for buffer in (0, 1)]
         self.has_replayed = False
         self._captured_forwards: list[CapturedCall] = []
         self._self_check: SelfCheck | None = None
@@ -257,13 +259,36 @@ class StaticStep:
         # A step that has prepared this batch has waited for it.
         if self._prepared != now.number:
             self.buffers.wait_until_filled(buffer)
-            self._prefetch.prepare(buffer, in_place=self._has_captured)
+            failure = self._prepare(buffer)
+            if failure is not None:
+                return failure
             self.buffers.note_use(buffer)
             self._prepared = now.number
         is_warm = self._num_steps >= self._num_warm_ups and self._sizes is not None
         if not is_warm or self._captured[buffer] is not None:
             return None
         return failure_on_any_rank(lambda: self._capture(buffer), self._program.host_state)
+
+    def _prepare(self, buffer: int) -> Reason | None:
+        """Prepare the buffer's batch, by a graph where that was done without one before.
+
+        Returns:
+            The reason why it cannot be captured, which a warning has said; else None.
+        """
+        preparation = self._preparations[buffer]
+        if preparation.can_be_captured and self.bucketized is None and self._has_fixed_shapes:
+            failure = failure_on_any_rank(
+                lambda: preparation.capture(self._captured_call), self._program.host_state
+            )
+            if failure is not None:
+                return failure
+        preparation(in_place=self._has_captured)
+        return None
+
+    def _captured_call(
+        self, call: Callable[[], None], sizes: Sequence[GatheredSize] | None
+    ) -> CapturedCall:
+        return CapturedCall(call, sizes, self._streams.step, self._resources.pool)
 
     def _capture(self, buffer: int) -> None:
         """Capture the step that trains the buffer's batch, once one that it can repeat has run.
@@ -286,7 +311,7 @@ class StaticStep:
         step = functools.partial(self._step, buffer)
         uses = self._program.attribute_uses
         with uses.observed() as observed:
-            captured = CapturedCall(step, sizes, self._streams.step, self._resources.pool)
+            captured = self._captured_call(step, sizes)
         if not captured.calls_again:
             self._left[buffer] = uses.left_by(observed)
         self._captured[buffer] = captured
@@ -304,7 +329,7 @@ class StaticStep:
             return
         forward = functools.partial(self._self_check.forward, buffer, self.lookup(buffer))
         try:
-            call = CapturedCall(forward, [], self._streams.step, self._resources.pool)
+            call = self._captured_call(forward, [])
         except RuntimeError:
             if self._program.group is None:
                 raise
@@ -327,6 +352,8 @@ class StaticStep:
 
     def release(self) -> None:
         """Destroy the graphs, which keep the ranks' communicators from being destroyed."""
+        for preparation in self._preparations:
+            preparation.release()
         for captured in (*self._captured, *self._captured_forwards):
             if captured is not None:
                 captured.release()
