@@ -25,7 +25,9 @@ NUM_MODULES, NUM_SAMPLES, NUM_ROWS, DIM, NUM_STEPS = 7, 4, 11, 4, 8
 RANKS = range(2)
 PLACEMENTS = {
     f"tables.{number}": placement
-    for number, placement in enumerate(["row_wise", "column_wise", "data_parallel", "row_wise"])
+    for number, placement in enumerate(
+        ["row_wise", "column_wise", "data_parallel", "row_wise", "data_parallel"]
+    )
 }
 Batch = dict[str, Any]
 

@@ -347,27 +347,33 @@ def test_gradients_are_clipped_by_their_norm() -> None:
 
 
 def trained_on_rank() -> list[tuple[list[float], list[Any]]]:
-    """The losses of this rank and its weights, after the plain loop and after captured steps."""
+    """The losses of this rank and its weights, by the plain loop and by pipelines' steps."""
     rank, found = dist.get_rank(), []
 
     def batches() -> Iterator[Batch]:
         return ({"ids": (b["ids"] * 3 + rank) % NUM_ROWS} for b in stacked())
 
-    for train in (plain, lambda *arguments: captured(*arguments)[0]):
+    for capture in (None, False, True):
         model = Model(each, mode="sum")
         placements = {f"tables.{number}": "data_parallel" for number in range(NUM_MODULES)}
         torchembed.shard_embeddings(model, made_mesh("cpu", 1), placements)
-        losses = train(model, Adagrad, batches())
+        if capture is None:
+            losses = plain(model, Adagrad, batches())
+        else:
+            losses, counts = by_pipeline(model, Adagrad, batches(), capture=capture)
+            # The gradients of this rank's rows are summed, and their mean over ranks is applied.
+            assert counts == {**ONE_LOOKUP, "find_runs": 2, "rowwise_update": 2}
         found.append((losses, [p.detach().numpy().copy() for p in model.parameters()]))
     return found
 
 
 def test_modules_that_every_rank_holds_train_as_in_the_plain_loop() -> None:
     of_ranks = run_on_ranks(2, trained_on_rank)
-    for by_hand, by_pipeline in of_ranks:
-        assert by_pipeline[0] == by_hand[0]
-        for found, expected in zip(by_pipeline[1], by_hand[1], strict=True):
-            np.testing.assert_array_equal(found, expected)
+    for by_hand, *by_pipelines in of_ranks:
+        for losses, weights in by_pipelines:
+            assert losses == by_hand[0]
+            for found, expected in zip(weights, by_hand[1], strict=True):
+                np.testing.assert_array_equal(found, expected)
     weights = zip(of_ranks[0][0][1], of_ranks[1][0][1], strict=True)
     for of_first, of_second in weights:
         np.testing.assert_array_equal(of_first, of_second)

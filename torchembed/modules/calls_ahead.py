@@ -53,6 +53,11 @@ class ModuleOfOneTable(TableModule):
     calls_ahead: CallHandler | None = None
     """Sees each call before it is looked up, and may answer it; set by captured steps."""
 
+    @property
+    def is_on_several_ranks(self) -> bool:
+        """True where ranks exchange ids, vectors or gradients of the table."""
+        raise NotImplementedError
+
     def joined_slot(self, arguments: CallArguments) -> tuple[CallKind, CallSlot] | None:
         """A call of ``forward`` with ``arguments`` as part of a joined lookup; None where it cannot
         be one."""

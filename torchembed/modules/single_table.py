@@ -161,6 +161,10 @@ class SingleTable(ModuleOfOneTable):
         return self._joined_kind(kind.pooling, is_jagged=kind.is_jagged) == kind
 
     @property
+    def is_on_several_ranks(self) -> bool:
+        return self._table.gradient_reduction is not None
+
+    @property
     def on_bad_id(self) -> OnBadId:
         """What becomes of ids outside the table."""
         return self._on_bad_id
@@ -170,7 +174,7 @@ class SingleTable(ModuleOfOneTable):
         itself or together with others, all of which train."""
         group = self.updated_group
         trains = all(t.parameter.requires_grad and t.holds_parameter() for t in group.tables)
-        if group.rule is None or not trains or self._table.gradient_reduction is not None:
+        if group.rule is None or not trains:
             return None
         return LookupKind(group, pooling, self._on_bad_id, is_jagged)
 

@@ -227,7 +227,8 @@ class FusedOptimizer(ReplayedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            for table_group in self._table_groups(index, group):
+            of_tables = self._table_groups(index, group)
+            for table_group in {*of_tables, *self._update_groups(index, group)}:
                 if table_group.num_awaited:
                     raise RuntimeError(
                         f"gradients of table {table_group.tables[0].spec.name}, which every rank "

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchembed.core import ranks
 from torchembed.core.trees import Tree, layout_of, tensors_in
 from torchembed.modules.bad_ids import IdCheck, deferred_id_checks
 from torchembed.modules.calls_ahead import ModuleOfOneTable
-from torchembed.modules.sharded.sharded_single_table import ShardedSingleTable
 from torchembed.modules.staged_collection import Bucketized
-from torchembed.sharding.transport.collectives import gather_numbers
 from torchembed.step.bad_id_flag import reduce_checks
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls import JoinedCall, observed_joined_calls
@@ -42,9 +41,8 @@ class EagerLookups:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._model, self._group = model, group
         modules = [module for module in model.modules() if isinstance(module, ModuleOfOneTable)]
-        self._ranks = next((m.ranks for m in modules if isinstance(m, ShardedSingleTable)), None)
-        # Of tables that every rank holds, gradients are averaged table by table.
-        self._can_join = len(modules) > 1 and (group is None or self._ranks is not None)
+        self._is_shared = any(module.is_on_several_ranks for module in modules)
+        self._can_join = len(modules) > 1 and (group is None or self._is_shared)
         self._known: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
         """For each layout the number of its calls, or that they are to be observed."""
         self._calls: dict[int, list[JoinedCall]] = {}
@@ -85,10 +83,10 @@ class EagerLookups:
     def _agreed(self, choice: int) -> int:
         """``choice`` where all ranks that share tables of modules have made it, else what all of
         them can do. Collective where there are such."""
-        if self._ranks is None:
+        if not self._is_shared:
             return choice
-        of_ranks = {number for (number,) in gather_numbers((choice,), self._ranks.group)}
-        return choice if len(of_ranks) == 1 else min(_OBSERVE, *of_ranks)
+        least, negated = ranks.start_minimum(choice, -choice)()
+        return choice if least == -negated else min(_OBSERVE, least)
 
     def _bucketized(self, number: int, batch: Tree) -> list[Bucketized] | None:
         """What the calls of ``number`` look up of ``batch``; None where they are out of date, or

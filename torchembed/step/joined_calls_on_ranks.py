@@ -1,14 +1,13 @@
-"""The agreement of ranks on which calls of sharded modules become one exchange."""
+"""The agreement of ranks on which calls of modules that they share become one lookup."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from torchembed.core import ranks
 from torchembed.modules.calls_ahead import CallKind, CallSlot, ModuleOfOneTable
 from torchembed.modules.sharded.joined_exchange import ExchangeKind, ExchangeSlot
-from torchembed.modules.sharded.sharded_single_table import ShardedSingleTable
 
 
 class _Call(Protocol):
@@ -32,34 +31,37 @@ C = TypeVar("C", bound=_Call)
 def agreed_calls(calls: Sequence[C], modules: Sequence[ModuleOfOneTable]) -> list[C]:
     """``calls`` with the sizes of all ranks in the kinds and slots of those that are exchanged.
 
-    Collective where one of the model's ``modules`` is sharded. Where ranks have called these in
-    different ways, whose ids cannot be one exchange, calls of sharded modules are left out.
+    Collective where one of the model's ``modules`` is on several ranks. Where ranks have called
+    these in different ways, whose ids and gradients cannot be one exchange, their calls are left
+    out.
     """
-    ranks = [module.ranks for module in modules if isinstance(module, ShardedSingleTable)]
-    if not ranks:
+    numbers = {id(m): number for number, m in enumerate(modules) if m.is_on_several_ranks}
+    if not numbers:
         return list(calls)
-    numbers = {id(module): number for number, module in enumerate(modules)}
-    exchanged: list[tuple[C, ExchangeKind, ExchangeSlot]] = []
-    forms, sizes = [], []
-    for call in calls:
+    shared = [call for call in calls if id(call.module) in numbers]
+    forms = [(numbers[id(call.module)], *_form(call)) for call in shared]
+    sizes = [_size(call) for call in shared]
+    of_ranks = ranks.gather_objects((forms, sizes))
+    found = [call for call in calls if id(call.module) not in numbers]
+    if any(of_rank != forms for of_rank, _ in of_ranks):
+        return found
+    for call, *of_call in zip(shared, *(of_rank for _, of_rank in of_ranks), strict=True):
         kind, slot = call.kind, call.slot
         if isinstance(kind, ExchangeKind) and isinstance(slot, ExchangeSlot):
-            exchanged.append((call, kind, slot))
-            dtypes = tuple(map(str, call.dtypes))
-            forms.append((numbers[id(call.module)], slot.hotness, kind.is_jagged, dtypes))
-            sizes.append((kind.num_own_bags, slot.num_ids))
-    mine = forms, sizes
-    of_ranks = [mine] * dist.get_world_size(ranks[0].group)
-    dist.all_gather_object(of_ranks, mine, group=ranks[0].group)
-    others = [call for call in calls if not isinstance(call.kind, ExchangeKind)]
-    if any(of_rank != forms for of_rank, _ in of_ranks):
-        return others
-    for (call, kind, slot), *of_call in zip(exchanged, *(s for _, s in of_ranks), strict=True):
-        num_bags = tuple(bags for bags, _ in of_call)
-        most_ids = max(num_ids for _, num_ids in of_call)
-        others.append(
-            call._replace(
-                kind=kind._replace(num_bags=num_bags), slot=slot._replace(most_ids=most_ids)
-            )
-        )
-    return others
+            num_bags, num_ids = zip(*of_call, strict=True)
+            kind, slot = kind._replace(num_bags=num_bags), slot._replace(most_ids=max(num_ids))
+        found.append(call._replace(kind=kind, slot=slot))
+    return found
+
+
+def _form(call: _Call) -> tuple[Hashable, ...]:
+    """What must be the same on all ranks for ``call`` to be part of a joined lookup."""
+    slot, dtypes = call.slot, tuple(map(str, call.dtypes))
+    hotness = slot.hotness if isinstance(slot, ExchangeSlot) else None
+    return hotness, call.kind.is_jagged, dtypes
+
+
+def _size(call: _Call) -> tuple[int, int]:
+    """The number of bags of an exchange on this rank, and of ids."""
+    num_bags = call.kind.num_own_bags if isinstance(call.kind, ExchangeKind) else 0
+    return num_bags, call.slot.num_ids

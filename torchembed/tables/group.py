@@ -298,8 +298,12 @@ class TableGroup:
         if reduction is None:
             self._append(rows, gradients, runs)
         else:
-            self.num_awaited += 1
-            reduction(RecordedGradients(rows, gradients, runs), self.weight, self._take_awaited)
+            self._await_mean(reduction, RecordedGradients(rows, gradients, runs))
+
+    def _await_mean(self, reduction: GradientReduction, recorded: RecordedGradients) -> None:
+        """Keep the mean over ranks of gradients, once backward is done."""
+        self.num_awaited += 1
+        reduction(recorded, self.weight, self._take_awaited)
 
     def _take_awaited(self, rows: Tensor, gradients: RowGradients) -> None:
         if self.num_awaited:  # none are wanted any more after discard

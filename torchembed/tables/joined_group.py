@@ -107,7 +107,7 @@ class JoinedGroup(TableGroup):
 
     def check_nothing_pending(self) -> None:
         """Raise ``RuntimeError`` where gradients of a lookup of several tables are pending."""
-        if self.pending:
+        if self.pending or self.num_awaited:
             names = ", ".join(table.spec.name for table in self.tables)
             raise RuntimeError(
                 f"tables {names} have gradients that no optimizer step has applied; call step() or "
@@ -123,10 +123,13 @@ class JoinedGroup(TableGroup):
     ) -> None:
         """Keep the gradients of ``rows`` of this group, all of tables of ``groups``, until the
         optimizer's step; the sink of a lookup of several tables."""
-        if not len(self.pending):
+        if not len(self.pending) and not self.num_awaited:
             self._recorded_of.clear()
         self._recorded_of.update(map(id, groups))
-        if groups:
+        reduction = groups[0].tables[0].gradient_reduction if groups else None
+        if reduction is not None:
+            self._await_mean(reduction, RecordedGradients(rows, gradients, runs))
+        elif groups:
             self._append(rows, gradients, runs)
 
     def clear_pending(self) -> None:
@@ -139,7 +142,8 @@ class JoinedGroup(TableGroup):
         return [*self.pending, *(entry for group in self.members for entry in group.pending)]
 
     def merged_pending(self) -> RecordedGradients | None:
-        """The pending gradients of all members as one entry, or None where there are none.
+        """The pending gradients of all members as one entry, or None where there are none, or some
+        are on their way over ranks.
 
         Members without any, where others have some, are updated apart from them from now on.
 
@@ -147,6 +151,8 @@ class JoinedGroup(TableGroup):
             RuntimeError: where that begins while a step is captured, whose repetition would not
                 follow.
         """
+        if self.num_awaited or any(group.num_awaited for group in self.members):
+            return None
         of_members = [group for group in self.members if group.pending]
         updated = set(map(id, of_members))
         if len(self.pending):
@@ -224,10 +230,11 @@ def join_groups(groups: Iterable[TableGroup]) -> list[TableGroup]:
         if group.joined is not None:
             group.joined.leave(group)
         is_single = len(group.tables) == 1 and table.may_join and not group.weight.is_meta
-        is_local = table.gradient_reduction is None and table.sum_over_columns is None
-        if is_single and is_local and not group.index.changes_on_admission:
+        has_whole_rows = table.sum_over_columns is None
+        if is_single and has_whole_rows and not group.index.changes_on_admission:
             weight = group.weight
-            key = weight.shape[1], weight.dtype, weight.device, table.spec.index, table.is_sharded
+            of_ranks = table.is_sharded, table.gradient_reduction
+            key = weight.shape[1], weight.dtype, weight.device, table.spec.index, of_ranks
             alike.setdefault((*key, table.parameter.requires_grad), []).append(group)
         else:
             found.append(group)

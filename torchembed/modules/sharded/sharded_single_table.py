@@ -167,9 +167,8 @@ class ShardedSingleTable(ModuleOfOneTable):
         return self
 
     @property
-    def ranks(self) -> TableRanks:
-        """The ranks that share the table."""
-        return self._ranks
+    def is_on_several_ranks(self) -> bool:
+        return True
 
     def extra_repr(self) -> str:
         return (
