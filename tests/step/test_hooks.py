@@ -39,6 +39,8 @@ from torchembed.modules.dense.mlp import MLP
 from torchembed.optim.joint import separate
 from torchembed.step.engines.eager_engine import EagerEngine
 from torchembed.step.engines.static_engine import StaticEngine
+from torchembed.step.watches.hooks import PythonHooks
+from torchembed.step.watches.watched_values import WatchedValues
 from torchembed.training import TrainPipeline
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -229,6 +231,43 @@ def test_many_hooks_are_one_line_and_further_ones_say_nothing() -> None:
         pipeline.progress(iterator)
     optimizers[1].register_step_post_hook(hooks.note)
     pipeline.progress(iterator)
+
+
+def test_hooks_of_an_optimizer_that_steps_after_replays_are_called() -> None:
+    batches, runs = fixed_batches(9), []
+    for _ in range(2):
+        model, hooks = deep_model(), Hooks()
+        optimizers = make_optimizers(model)
+        dense = optimizers[1].param_groups[0]["params"]
+
+        def clip(optimizer: object, *_: object, hooks: Hooks = hooks, dense: Any = dense) -> None:
+            del optimizer
+            hooks.calls.append(nn.utils.clip_grad_norm_(dense, 0.05).item())
+
+        optimizers[1].register_step_pre_hook(clip)
+        optimizers[1].register_step_post_hook(hooks.note)
+        runs.append((model, optimizers, hooks))
+    (by_hand, optimizers, expected), (model, of_pipeline, found) = runs
+    losses = [step_by_hand(by_hand, LOSS, optimizers, batch).item() for batch in batches]
+    pipeline, iterator = TrainPipeline(model, LOSS, of_pipeline, capture=True), iter(batches)
+    with taped_captures():
+        assert [pipeline.progress(iterator).loss.item() for _ in batches] == losses
+    assert pipeline.engine.is_captured
+    assert found.calls == expected.calls
+    assert_same_state(model, state_of(by_hand))
+
+
+def test_hooks_that_would_see_other_gradients_are_noticed() -> None:
+    model, hooks = deep_model(), Hooks()
+    of_tables, adam = make_optimizers(model)
+    adam.register_step_pre_hook(hooks.note)
+    (first, *_), others = adam.param_groups[0]["params"], adam.param_groups[0]["params"][1:]
+    sgd = torchembed.optim.DenseSGD([first], lr=0.1)
+    adam.param_groups[0]["params"] = others
+    for optimizers in ([adam, of_tables], [of_tables, sgd, adam]):
+        values = WatchedValues(model, [], [])
+        assert PythonHooks(model, optimizers, values).are_there
+    assert not PythonHooks(model, [of_tables, adam], WatchedValues(model, [], [])).are_there
 
 
 def test_hooks_of_torch_itself_are_captured() -> None:

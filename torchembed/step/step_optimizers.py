@@ -108,6 +108,20 @@ def follows_replays(optimizer: torch.optim.Optimizer) -> bool:
     return bool(follow) and all(follow)
 
 
+def unchanged_by_replays(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> list[torch.optim.Optimizer]:
+    """Those of ``optimizers``, in the given order, that find all weights and gradients as in a loop
+    by hand where they step after a replay: none that follows replays comes after them, and none
+    leaves gradients behind."""
+    parts = separate(optimizers)
+    follow = [follows_replays(part) for part in parts]
+    if any(f and not isinstance(p, FusedOptimizer) for p, f in zip(parts, follow, strict=True)):
+        return []
+    # Rows' gradients are gone after the step in a loop by hand, too.
+    return parts[len(parts) - follow[::-1].index(True) :] if True in follow else parts
+
+
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     """``optimizer.step()``, that changes no tensor where ``skip``, float32 ``[1]``, is not zero.
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from torchembed.step.stages import Reason
+from torchembed.step.step_optimizers import unchanged_by_replays
 from torchembed.step.watches.replaced_methods import ReplacedMethod, ReplacedMethods
 from torchembed.step.watches.watched_values import WatchedValues
 
@@ -71,6 +72,9 @@ class _Hook(NamedTuple):
 class PythonHooks:
     """The hooks on a model, its parameters and optimizers, and torch's global ones, and the methods
     that replace others, that only a step without a graph calls.
+
+    Hooks on an optimizer that steps after replays, and that finds then what it finds in a loop by
+    hand, are none of them.
 
     Args:
         model: whose modules and parameters are looked at.
@@ -142,7 +146,10 @@ class PythonHooks:
     def _find(self) -> Iterator[_Hook]:
         for place, hooks in _GLOBAL.items():
             yield from _hooks_in(hooks, place)
+        called = unchanged_by_replays(self._optimizers)
         for optimizer in self._optimizers:
+            if any(optimizer is other for other in called):
+                continue
             where = f"optimizer {type(optimizer).__name__}"
             yield from _hooks_of(optimizer, where, _OF_OPTIMIZERS)
         for path, module in self._model.named_modules():
