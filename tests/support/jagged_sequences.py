@@ -98,10 +98,8 @@ class CumulativeSums(Model):
 
 class Attention(Model):
     def sample(self, vectors: JaggedTensor) -> Tensor:
-        places = torch.arange(self.longest)
-        mask = places < vectors.lengths().unsqueeze(1)
-        dense = vectors.values().new_zeros(NUM_SAMPLES, self.longest, DIM)
-        dense = dense.masked_scatter(mask.unsqueeze(2), vectors.values())
+        mask = torch.arange(self.longest) < vectors.lengths().unsqueeze(1)
+        dense = vectors.to_padded_dense(self.longest)
         keys = self.before(dense)
         scores = (keys @ keys.mT).masked_fill(~mask.unsqueeze(1), -1e9).softmax(2)
         return (scores @ dense * mask.unsqueeze(2)).sum(1)

@@ -62,11 +62,9 @@ class OfSessions(nn.Module):
 
     def padded(self, history: JaggedTensor) -> tuple[Tensor, Tensor]:
         """Vectors ``[B, T, D]`` and a mask ``[B, T]`` of what they are of."""
-        values, offsets = history.values(), history.offsets()
-        places = torch.arange(self.sizes.history, device=values.device)
-        mask = places < history.lengths().unsqueeze(1)
-        index = (offsets[:-1].unsqueeze(1) + places).clamp_max(max(len(values) - 1, 0))
-        return self.before(values[index]) * mask.unsqueeze(2), mask
+        dense = history.to_padded_dense(self.sizes.history)
+        mask = torch.arange(dense.shape[1], device=dense.device) < history.lengths().unsqueeze(1)
+        return self.before(dense) * mask.unsqueeze(2), mask
 
 
 @JAGGED_SEQUENCES.model("means of segments", jagged_sessions, computes_loss=True)
@@ -86,6 +84,18 @@ class PaddedAttention(OfSessions):
         dense, mask = self.padded(history)
         scores = (dense * target.unsqueeze(1)).sum(2).masked_fill(~mask, -1e9)
         return ((scores.softmax(dim=1) * mask).unsqueeze(2) * dense).sum(1)
+
+
+@JAGGED_SEQUENCES.model("histories padded by an index", jagged_sessions, computes_loss=True)
+class PaddedByAnIndex(PaddedAttention):
+    """As people pad without a method for it; places of no id read any row, and are masked."""
+
+    def padded(self, history: JaggedTensor) -> tuple[Tensor, Tensor]:
+        values, offsets = history.values(), history.offsets()
+        places = torch.arange(self.sizes.history, device=values.device)
+        mask = places < history.lengths().unsqueeze(1)
+        index = (offsets[:-1].unsqueeze(1) + places).clamp_max(max(len(values) - 1, 0))
+        return self.before(values[index]) * mask.unsqueeze(2), mask
 
 
 @JAGGED_SEQUENCES.model("one jagged feature of many", mixed_sessions, computes_loss=True)

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+from torchembed.core.padded_dense import padded_dense
 
 
 class KeyedTensor:
@@ -48,3 +51,19 @@ class JaggedTensor:
     def lengths(self) -> Tensor:
         """``[B]``."""
         return self._offsets.diff()
+
+    def to_padded_dense(self, desired_length: int, padding_value: float = 0.0) -> Tensor:
+        """``[B, desired_length, ...]``: the first rows of each sample, and ``padding_value`` behind
+        them. Waits for no GPU, so that captured steps may hold it; deterministic.
+
+        Raises:
+            TypeError, ValueError: where ``desired_length`` is no whole number of at least 0.
+        """
+        if isinstance(desired_length, bool) or not isinstance(desired_length, (int, torch.SymInt)):
+            raise TypeError(
+                "desired_length must be a whole number, which no GPU has to be asked for, got "
+                f"{desired_length!r}; pass the longest that the model takes"
+            )
+        if desired_length < 0:
+            raise ValueError(f"desired_length must not be negative, got {desired_length}")
+        return padded_dense(self._values, self._offsets, desired_length, padding_value)
