@@ -109,6 +109,35 @@ def global_variable() -> Run:
     return Run(TinyModel(), lambda logits, labels: scaled(LOSS(logits, labels)), set_factor)
 
 
+def default_value() -> Run:
+    settings = types.SimpleNamespace(factor=1.0)
+
+    def loss_fn(logits: Tensor, labels: Tensor, state: Any = settings) -> Tensor:
+        return LOSS(logits, labels) * state.factor
+
+    return Run(TinyModel(), loss_fn, functools.partial(setattr, settings, "factor"))
+
+
+def keyword_of_a_partial() -> Run:
+    def loss_fn(logits: Tensor, labels: Tensor, factors: dict[str, float]) -> Tensor:
+        return LOSS(logits, labels) * factors["loss"]
+
+    factors = {"loss": 1.0}
+    partial = functools.partial(loss_fn, factors=factors)
+    return Run(TinyModel(), partial, functools.partial(factors.__setitem__, "loss"))
+
+
+def attribute_of_a_function() -> Run:
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return LOSS(logits, labels) * loss_fn.factors[0]  # type: ignore[attr-defined]
+
+    def set_factor(factor: float) -> None:
+        loss_fn.factors = (factor, 1.0)  # type: ignore[attr-defined]
+
+    set_factor(1.0)
+    return Run(TinyModel(), loss_fn, set_factor)
+
+
 class Configured(TinyModel):
     """Reads a namespace, a dict in a dict, and an attribute of its class."""
 
@@ -188,6 +217,9 @@ PLACES: dict[Callable[[], Run], str] = {
     attribute_of_a_trainer: "factor of Trainer of the loss function",
     closure: "factor of the closure of closure.<locals>.<lambda>",
     global_variable: "FACTOR of the globals of tests.step.test_read_values",
+    default_value: "factor of state of the defaults of default_value.<locals>.loss_fn",
+    keyword_of_a_partial: "contents of factors of the keywords of loss function function",
+    attribute_of_a_function: "factors of function attribute_of_a_function.<locals>.loss_fn",
     namespace: "factor of config of model Configured",
     dict_in_a_dict: "contents of loss of options of model Configured",
     attribute_of_a_class: "scale of class Configured",

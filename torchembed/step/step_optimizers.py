@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchembed.autograd.gradient_slots import slot_of
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
 from torchembed.optim.joint import JointOptimizer, separate
@@ -52,6 +53,19 @@ class StepOptimizers:
         for optimizer in (*self.of_tables, *self.captured):
             if hasattr(optimizer, "before_replay"):
                 optimizer.before_replay()  # type: ignore[attr-defined]
+
+    def gradients_in_slots(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients that a step has left in buffers of torchembed's dense optimizers, where
+        replays of the step write theirs."""
+        dense = [o for o in self.captured if not isinstance(o, FusedOptimizer)]
+        parameters = [p for o in dense for group in o.param_groups for p in group["params"]]
+        return [
+            (parameter, parameter.grad)
+            for parameter in parameters
+            if (slot := slot_of(parameter)) is not None
+            and parameter.grad is not None
+            and slot.holds(parameter.grad)
+        ]
 
     def take_gradients_of_others(self) -> list[tuple[Tensor, Tensor | None]]:
         """Take the captured gradients that steps after each replay need, and free the others."""

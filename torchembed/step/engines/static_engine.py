@@ -207,6 +207,8 @@ class StaticStep:
         self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
         self._left: list[list[LeftAttribute]] = [[], []]
         """Attributes of modules that replays leave behind."""
+        self._in_slots: list[tuple[Tensor, Tensor]] = []
+        """Dense parameters with gradients that both buffers' captured steps write."""
         self._trained: list[TrainedBatch | None] = [None, None]
         self._places = [
             ResultPlace(self._resources.results, holds_features=capacity is None) for _ in range(2)
@@ -319,6 +321,7 @@ class StaticStep:
             self._losses[buffer] = None
         else:
             self._places[buffer].is_replayed = True
+            self._in_slots = self._optimizers.gradients_in_slots()
             self._gradients[buffer] = self._optimizers.take_gradients_of_others()
             self._capture_forward(buffer)
         self._program.record.note_capture()
@@ -385,6 +388,10 @@ class StaticStep:
                 parameter.grad = grad
             for attribute in self._left[buffer]:
                 attribute.put()
+            # For whoever reads them after the step. The first one tells whether they were cleared.
+            if self._in_slots and self._in_slots[0][0].grad is not self._in_slots[0][1]:
+                for parameter, grad in self._in_slots:
+                    parameter.grad = grad
         else:
             with (
                 fork_and_join(self._streams.step),

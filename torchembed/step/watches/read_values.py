@@ -9,7 +9,7 @@ import types
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,7 +19,8 @@ CONTAINERS = (list, dict, set, deque)
 """Types of values whose items are looked at."""
 MAX_ITEMS = 32
 """Number of items that are looked at of each list, dict or set."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+_DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
 _NAMESPACES = frozenset(("SimpleNamespace", "Namespace"))
 _OWN = frozenset(("torchembed", "torchrec", "fbgemm_gpu"))
 """Packages whose values are left out, since steps follow them."""
@@ -31,7 +32,7 @@ _MAX_DEPTH = 3
 _OF_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"))
 _OF_VARIABLES = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 
-Values = Mapping[str, object]
+Values = Mapping[Any, object]
 
 
 class ReadValues(NamedTuple):
@@ -40,14 +41,14 @@ class ReadValues(NamedTuple):
     where: str
     """The mapping in warnings."""
     values: Values
-    names: list[str]
+    names: list[Any]
 
 
 def values_read(
     modules: Mapping[str, nn.Module], forwards: Mapping[type, object], loss_fn: object
 ) -> list[ReadValues]:
-    """The numbers, strings, tensors, lists, dicts and sets that code reads, but those of the
-    modules.
+    """The values that code reads, but those of the modules, and functions, classes and modules of
+    Python that variables and classes hold.
 
     Args:
         modules: by their names in warnings.
@@ -73,12 +74,10 @@ def values_read(
         objects.setdefault(where, vars(called))
     if isinstance(called, nn.Module):
         objects[f"the buffers of {where}"] = called._buffers
+    if isinstance(loss_fn, functools.partial):
+        code.note_values(f"the keywords of {where}", loss_fn.keywords)
     held = {id(vars(module)) for module in modules.values()}
-    found = [place for place in _places(code, objects) if id(place.values) not in held]
-    return [
-        place._replace(names=[name for name in place.names if _is_value(place.values.get(name))])
-        for place in found
-    ]
+    return [place for place in _places(code, objects) if id(place.values) not in held]
 
 
 def called_for_loss(loss_fn: object) -> object:
@@ -122,10 +121,6 @@ def _is_object(value: object) -> bool:
     return kind.__name__ in _NAMESPACES or not _is_of_library(kind)
 
 
-def _is_value(value: object) -> bool:
-    return isinstance(value, (*_PLAIN, *CONTAINERS))
-
-
 def _is_of_library(of: type | types.FunctionType) -> bool:
     return _is_library((of.__module__ or "").partition(".")[0])
 
@@ -149,18 +144,37 @@ class _Code:
         self.attributes: set[str] = set()
         self._variables: dict[int, ReadValues] = {}
         """For each module of Python, its global variables that are read."""
-        self._closures: dict[types.FunctionType, ReadValues] = {}
+        self._values: list[ReadValues] = []
+        """Of functions: variables of the functions around them, default values, attributes."""
         self._functions: set[types.FunctionType] = set()
         self._kinds: dict[type, None] = {}
         """Classes whose objects have attributes that are read, and their bases."""
 
     def places(self) -> list[ReadValues]:
-        """The variables of modules and closures, and attributes of classes."""
+        """The variables of modules, values of functions, and attributes of classes."""
         of_classes = [
             ReadValues(f"class {k.__name__}", vars(k), [n for n in vars(k) if n in self.attributes])
             for k in self._kinds
         ]
-        return [*self._variables.values(), *self._closures.values(), *of_classes]
+        # Functions that others call by their names change rarely, and are many.
+        shared = [
+            place._replace(
+                names=[
+                    n
+                    for n in place.names
+                    if not isinstance(place.values[n], (*_CODE, *_DESCRIPTORS))
+                ]
+            )
+            for place in (*self._variables.values(), *of_classes)
+        ]
+        return [*shared, *self._values]
+
+    def note_values(self, where: str, values: Values) -> None:
+        """Note all of ``values``."""
+        if values:
+            self._values.append(ReadValues(where, values, [*values]))
+            for value in values.values():
+                self.follow(value)
 
     def follow_kind(self, kind: type) -> None:
         """Read the methods of ``kind`` that are named, by what is read from now on too."""
@@ -202,12 +216,14 @@ class _Code:
         known.names.extend(name for name in names if name in values and name not in known.names)
         for name in names:
             self.follow(values.get(name))
-        if function.__closure__:
-            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-            where, closure = f"the closure of {function.__qualname__}", _Cells(cells)
-            self._closures[function] = ReadValues(where, closure, [*closure])
-            for value in closure.values():
-                self.follow(value)
+        of_function = function.__qualname__
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self.note_values(f"the closure of {of_function}", _Cells(cells))
+        self.note_values(f"function {of_function}", vars(function))
+        defaults, arguments = function.__defaults__ or (), function.__code__.co_argcount
+        of_defaults = function.__code__.co_varnames[arguments - len(defaults) : arguments]
+        for by_name in (dict(zip(of_defaults, defaults, strict=True)), function.__kwdefaults__):
+            self.note_values(f"the defaults of {of_function}", by_name or {})
 
 
 class _Cells(Mapping[str, object]):
