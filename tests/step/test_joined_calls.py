@@ -196,6 +196,10 @@ CASES: list[tuple[Any, Any, str, dict[str, Any]]] = [
     (each_by_keyword, in_lists, "bags", {"mode": "mean"}),
     (each_weighted, in_lists, "bags", {"mode": "sum"}),
     (of_several_lengths, stacked, "bags", {"mode": "mean"}),
+    (of_several_lengths, stacked, "bags", {"mode": "mean", "padding_idx": 3}),
+    (each_by_keyword, in_lists, "bags", {"mode": "mean", "padding_idx": 3, "on_bad_id": "clamp"}),
+    (of_several_lengths, stacked, "bags", {"mode": "max"}),
+    (each_by_keyword, in_lists, "bags", {"mode": "max", "padding_idx": 3, "on_bad_id": "zero"}),
     (each, stacked, "vectors", {}),
     (each, in_lists, "vectors", {"padding_idx": 0}),
 ]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
+from torchembed.core.types import OnBadId
 from torchembed.modules import bad_ids
 from torchembed.modules.calls_ahead import CallArguments
 
@@ -74,3 +75,11 @@ def ids_as_feature(ids: Tensor) -> SparseFeatures:
     return SparseFeatures(
         keys=("input",), values=ids.reshape(-1), batch_size=ids.numel(), hotness=(1,)
     )
+
+
+def looked_up_ids(ids: Tensor, num_ids: int, on_bad_id: OnBadId) -> Tensor:
+    """``ids [L]`` as they are looked up in a table whose ids are in ``[0, num_ids)``, -1 for those
+    that are not."""
+    if on_bad_id is OnBadId.CLAMP:
+        return ids.clamp(0, num_ids - 1)
+    return ids.masked_fill((ids < 0) | (ids >= num_ids), -1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.call_features import bags_as_feature, ids_as_feature
+from torchembed.modules.call_features import bags_as_feature, ids_as_feature, looked_up_ids
 from torchembed.modules.calls_ahead import CallArguments
 from torchembed.modules.counted_tensor import CountedTensor, elements_of
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
@@ -115,10 +115,25 @@ class EmbeddingBag(SingleTable):
         if isinstance(input, CountedTensor):
             return self._of_counted(input, offsets, per_sample_weights)
         answer = self._answered(CallArguments(input, offsets, per_sample_weights))
-        if answer is not None:
+        if answer is not None and self._is_as_looked_up:
             return answer
         features = self._bags(input, offsets, per_sample_weights)
+        if answer is not None:
+            return self._of_answer(features, answer)
         return self._result(features, is_trained=self.training)
+
+    @property
+    def _is_as_looked_up(self) -> bool:
+        """False where pooling leaves out padding in ways that kernels do not."""
+        return self.mode == "sum" or (self.mode == "mean" and self.padding_idx is None)
+
+    def _of_answer(self, features: SparseFeatures, answer: Tensor) -> Tensor:
+        """The result of a call from what was looked up ahead: vectors of all ids, or sums."""
+        ids = looked_up_ids(features.values, self.num_embeddings, self.on_bad_id)
+        is_padding = ids == (-1 if self.padding_idx is None else self.padding_idx)
+        if self.mode == "max":
+            return self._maxima(features, answer, (ids >= 0) & ~is_padding)
+        return self._divided(features, answer, is_padding)
 
     def _of_counted(
         self, ids: CountedTensor, offsets: Tensor | None, per_sample_weights: Tensor | None
@@ -147,17 +162,19 @@ class EmbeddingBag(SingleTable):
 
     def joined_slot(self, arguments: CallArguments) -> tuple[LookupKind, JoinedSlot] | None:
         ids, offsets, _ = arguments
-        # A mean that leaves out padding is divided by itself, and ids behind the last bag would
-        # come before the next call's.
-        is_mean_of_some = self.mode == "mean" and self.padding_idx is not None
-        if self.mode == "max" or is_mean_of_some:
-            return None
+        # Ids behind the last bag would come before the next call's.
         if offsets is not None and (self.include_last_offset or ids.dim() != 1):
             return None
         if offsets is None and ids.dim() != 2:
             return None
-        kind = self._joined_kind(Pooling(self.mode), is_jagged=offsets is not None)
-        num_bags = len(ids if offsets is None else offsets)
+        if self.mode == "max":
+            kind, num_bags = self._joined_kind(None, is_jagged=False), ids.numel()
+        else:
+            pooling = Pooling(self.mode) if self._is_as_looked_up else Pooling.SUM
+            if not self._is_as_looked_up and self.weight.dtype is not torch.float32:
+                return None  # its sums would be rounded before they are divided
+            kind = self._joined_kind(pooling, is_jagged=offsets is not None)
+            num_bags = len(ids if offsets is None else offsets)
         shape = num_bags, self.embedding_dim
         slot = JoinedSlot(self._table, ids.numel(), num_bags, shape, self.padding_idx)
         return None if kind is None else (kind, slot)
@@ -173,7 +190,7 @@ class EmbeddingBag(SingleTable):
             is_spare = torch.arange(rows.numel(), device=rows.device) >= count
             rows = rows.masked_fill(is_spare, -1)
         if self.mode == "max":
-            return self._maxima(features, rows)
+            return self._maxima(features, self._vectors(rows), rows >= 0)
         # The mean does not count ids of the padding row, as in torch. The kernel would, so that
         # sums are looked up and divided here.
         divides = self.mode == "mean" and is_padding is not None
@@ -185,22 +202,27 @@ class EmbeddingBag(SingleTable):
             torch.promote_types(dtype, torch.float32) if divides else dtype,
         )
         if self.mode == "mean" and is_padding is not None:
-            counted = torch.nn.functional.pad((~is_padding).cumsum(0), (1, 0))
-            ends = features.offsets
-            if ends is None:
-                assert features.hotness is not None
-                bags = torch.arange(features.batch_size + 1, device=rows.device)
-                ends = bags * features.hotness[0]
-            pooled = pooled / counted[ends.long()].diff().clamp_min(1).unsqueeze(1)
+            pooled = self._divided(features, pooled, is_padding)
         return pooled.to(dtype)
 
-    def _maxima(self, features: SparseFeatures, rows: Tensor) -> Tensor:
-        """The maxima of the bags, ``[B, D]``, without rows of -1: padding and bad ids."""
-        vectors, batch_size = self._vectors(rows), features.batch_size
+    def _divided(self, features: SparseFeatures, sums: Tensor, is_padding: Tensor) -> Tensor:
+        """The means of the bags with ``sums [B, D]``, of ids that are no padding."""
+        counted = torch.nn.functional.pad((~is_padding).cumsum(0), (1, 0))
+        ends = features.offsets
+        if ends is None:
+            assert features.hotness is not None
+            bags = torch.arange(features.batch_size + 1, device=sums.device)
+            ends = bags * features.hotness[0]
+        return sums / counted[ends.long()].diff().clamp_min(1).unsqueeze(1)
+
+    def _maxima(self, features: SparseFeatures, vectors: Tensor, is_counted: Tensor) -> Tensor:
+        """The maxima of the bags, ``[B, D]``, of those of ``vectors [L, D]`` that count: no padding
+        and no bad ids."""
+        batch_size, device = features.batch_size, vectors.device
         bags = bags_of_positions(
-            rows.numel(), features.offsets, features.hotness, batch_size, rows.device
+            len(vectors), features.offsets, features.hotness, batch_size, device
         )
-        return max_of_bags(vectors, rows >= 0, bags, batch_size)
+        return max_of_bags(vectors, is_counted, bags, batch_size)
 
     def _bags(
         self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
-from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.call_features import bags_as_feature, ids_as_feature
+from torchembed.core.types import Pooling
+from torchembed.modules.call_features import bags_as_feature, ids_as_feature, looked_up_ids
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.embedding import EmbeddingBag
 from torchembed.modules.inside_ddp import DenseOwner
@@ -228,9 +228,7 @@ class ShardedSingleTable(ModuleOfOneTable):
 
     def _checked_ids(self, ids: Tensor) -> Tensor:
         """``ids [L]`` as they are looked up, -1 for those that are not."""
-        if self._on_bad_id is OnBadId.CLAMP:
-            return ids.clamp(0, self.num_embeddings - 1)
-        return ids.masked_fill((ids < 0) | (ids >= self.num_embeddings), -1)
+        return looked_up_ids(ids, self.num_embeddings, self._on_bad_id)
 
 
 class ShardedEmbeddingBag(ShardedSingleTable):
