@@ -189,6 +189,44 @@ def test_offsets_may_be_computed() -> None:
     assert kinds[-1].form == "padded"
 
 
+class OfTables(nn.Module):
+    """A bag of each of three tables, as the first DLRM has them: a list of ids, offsets ``[F, B]``;
+    two of the tables are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(
+            torchembed.EmbeddingBag(NUM_ROWS + number // 2, 4, mode="sum", seed=number)
+            for number in range(3)
+        )
+        self.over = nn.Linear(12, 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        vectors = [
+            bag(ids, offsets)
+            for bag, ids, offsets in zip(self.bags, batch["ids"], batch["offsets"], strict=True)
+        ]
+        logits = self.over(torch.cat(vectors, dim=1))[:, 0]
+        return F.binary_cross_entropy_with_logits(logits, batch["label"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_lists_of_ids_of_several_tables_are_captured(dtype: torch.dtype) -> None:
+    batches = []
+    for seed in range(16):
+        of_tables = [bags(1, first_seed=3 * seed + number)[0] for number in range(3)]
+        batches.append(
+            {
+                "ids": [batch["values"].to(dtype) for batch in of_tables],
+                "offsets": torch.stack([batch["offsets"] for batch in of_tables]).to(dtype),
+                "label": of_tables[0]["label"],
+            }
+        )
+    kinds = kinds_as_by_hand(batches, OfTables)
+    assert [kind.form for kind in kinds[-4:]] == ["padded"] * 4
+
+
 class Reads(OfBags):
     """Does something else with the ids or the weights, too."""
 

@@ -78,6 +78,21 @@ def for_model(batch: Tree) -> Tree:
     return map_leaves(function, batch, lambda node: _is_counted(node) or is_part(node))
 
 
+class Rooms:
+    """Tensors that have the shapes of parts with room for padding, and no memory to speak of."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Tensor] = {}
+
+    def of(self, path: str, tensor: Tensor, length: int) -> Tensor:
+        """The one for the part ``tensor`` at ``path``, with ``length`` columns."""
+        shape, room = (*tensor.shape[:-1], length), self._known.get(path)
+        is_alike = room is not None and room.dtype is tensor.dtype and room.shape == shape
+        if room is None or not is_alike or room.device != tensor.device:
+            room = self._known[path] = tensor.new_empty(()).expand(shape)
+        return room
+
+
 class CountedParts:
     """The parts of batches that lookups alone read, and how many elements captured steps have for
     them, once their lengths vary.
@@ -90,6 +105,7 @@ class CountedParts:
         self._parts: dict[str, Sequence[str]] = {}
         self._sizes: dict[str, int] = {}
         """The length that each had, until lengths vary; then its capacity."""
+        self._rooms = Rooms()
         self._is_refused = self._do_vary = False
         self.changes = 0
 
@@ -114,8 +130,8 @@ class CountedParts:
                 if steps and path not in self._parts and part_at(batch, steps) is tensor:
                     self._parts[path], self._sizes[path] = steps, len(tensor)
 
-    def found(self, batch: Tree) -> Iterator[tuple[CountedPart, int]]:
-        """Each counted part of ``batch``, and the capacity that steps have for it."""
+    def found(self, batch: Tree) -> Iterator[tuple[CountedPart, CountedPart]]:
+        """Each counted part of ``batch``, and one of the shape that steps take."""
         if any(getattr(features, "hotness", None) is None for features in sparse_features(batch)):
             return  # other engines train it
         tensors: dict[str, Tensor] = {}
@@ -133,7 +149,8 @@ class CountedParts:
             size = with_headroom(len(tensor), self._sizes[path])
             self.changes += size != self._sizes[path]
             self._sizes[path] = size
-            yield CountedPart(tensor, torch.tensor([len(tensor)]), path), size
+            part = CountedPart(tensor, torch.tensor([len(tensor)]), path)
+            yield part, part._replace(elements=self._rooms.of(path, tensor, size))
 
     @contextlib.contextmanager
     def observed(self, model: nn.Module, batch: Tree) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchembed.core.trees import Tree, map_leaves, nodes_by_path, tensors_in
 from torchembed.modules.counted_tensor import CountedTensor
 from torchembed.step.batches.batch_layout import is_part, map_parts, with_sparse_features
-from torchembed.step.batches.counted_parts import CountedParts, part_at, steps_of
+from torchembed.step.batches.counted_parts import CountedParts, Rooms, part_at, steps_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +107,7 @@ class PaddedParts:
             given = padding if isinstance(padding, Padding) else Padding(value=padding)
             self._parts[path] = (steps[1:] if steps[0] == "batch" and steps[1:] else steps), given
         self._lengths: dict[str, int] = {}
+        self._rooms = Rooms()
         self.counted = CountedParts()
         self.num_read = self._changes = 0
 
@@ -153,12 +154,12 @@ class PaddedParts:
                 self._changes += path in self._lengths
                 self._lengths[path] = longest = length
             has_spare = has_spare or length < longest
-            forms[id(tensor)] = tensor.new_zeros(()).expand(*tensor.shape[:-1], longest)
+            forms[id(tensor)] = self._rooms.of(path, tensor, longest)
             values[id(tensor)] = padding.value
-        for part, capacity in self.counted.found(batch):
+        for part, form in self.counted.found(batch):
             tensor = part.elements
             if id(tensor) not in forms:
-                forms[id(tensor)] = part._replace(elements=tensor.new_zeros(()).expand(capacity))
+                forms[id(tensor)] = form
                 sources[id(tensor)] = part
                 values[id(tensor)], counted[part.name], has_spare = 0, tensor, True
         if not forms:
