@@ -35,12 +35,14 @@ class RowBlock(NamedTuple):
 
 
 @functools.cache
-def row_block(dim: int, *dtypes: torch.dtype, num_warps: int = NUM_WARPS) -> RowBlock:
+def row_block(
+    dim: int, *dtypes: torch.dtype, num_warps: int = NUM_WARPS, num_accesses: int = 1
+) -> RowBlock:
     """A block of whole rows of ``dim`` elements, or of one row's part where they are long.
 
-    Each thread holds the 16 bytes of one access in the widest of ``dtypes``.
+    Each thread holds ``num_accesses`` accesses of 16 bytes in the widest of ``dtypes``.
     """
-    elements_per_thread = 16 // max(dtype.itemsize for dtype in dtypes)
+    elements_per_thread = num_accesses * 16 // max(dtype.itemsize for dtype in dtypes)
     elements = num_warps * 32 * elements_per_thread
     columns = min(next_power_of_2(dim), elements)
     return RowBlock(elements // columns, columns)
