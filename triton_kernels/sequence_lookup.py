@@ -20,6 +20,9 @@ from torchembed.triton_kernels.row_blocks import (
     store_rows,
 )
 
+# Two loads of rows are in flight on each thread; with one, memory waits for threads.
+_NUM_ACCESSES = 2
+
 
 @triton.jit(do_not_specialize=["num_ids"])
 def _sequence_lookup_forward_kernel(
@@ -56,7 +59,7 @@ def launch_sequence_lookup_forward(
     out = torch.empty(num_ids, dim, dtype=output_dtype, device=weight.device)
     if out.numel() == 0:
         return out
-    block = row_block(dim, weight.dtype, output_dtype)
+    block = row_block(dim, weight.dtype, output_dtype, num_accesses=_NUM_ACCESSES)
     grid = (cdiv(num_ids, block.rows), cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
         _sequence_lookup_forward_kernel[grid](
