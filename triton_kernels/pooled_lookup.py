@@ -1,8 +1,8 @@
 """The Triton kernels of ``pooled_lookup``.
 
 Byte floors. Forward: each id and its row read once, each bag's vector written once,
-``L * (id bytes + D * weight bytes) + B * F * D * output bytes``. Gradient map: 4 bytes written for
-each id, and 4 for its scale. Gradient of per-id weights: each id's row and gradient row read once.
+``L * (id bytes + D * weight bytes) + B * F * D * output bytes``. Gradient of per-id
+weights: each id's row and gradient row read once.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchembed.core.types import COPY_FIELDS
 from torchembed.triton_kernels.bags import bag_bounds, bag_extent, feature_at
+from torchembed.triton_kernels.gradient_map import launch_pooled_lookup_gradient_map
 from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.push import TRITON_DTYPES, pushed_to
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
@@ -24,14 +25,8 @@ from torchembed.triton_kernels.row_blocks import (
     row_block,
     store_rows,
 )
-from torchembed.triton_kernels.searching import (
-    count_not_above,
-    count_not_above_each,
-    most_entries,
-)
 
 _COPY_FIELDS = tl.constexpr(COPY_FIELDS)
-_BLOCK = 1024
 _UNROLL = 4
 # Fewer bags than these do not fill a GPU; each program may then have more registers, and more rows
 # in flight.
@@ -281,96 +276,6 @@ def _launch_forward(
             num_warps=NUM_WARPS,
             maxnreg=_REGISTERS_OF_FEW if has_few else None,
         )
-
-
-@triton.jit(do_not_specialize=["num_ids", "num_bags", "batch_size"])
-def _pooled_lookup_gradient_map_kernel(
-    bounds_ptr,
-    per_id_weights_ptr,
-    gradient_rows_ptr,
-    scales_ptr,
-    num_ids,
-    num_bags,
-    num_features,
-    batch_size,
-    FIXED: tl.constexpr,
-    MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MOST_FEATURES: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """``gradient_rows[p] = b * F + f`` for position p of bag (f, b), and what scales its gradient.
-    A position of no bag has gradient row 0, whose use is masked by its row of -1.
-
-    Example: two features and a batch of 2, ``offsets = [0, 2, 2, 3, 5]``: ``gradient_rows`` are
-    0 0 1 3 3; under MEAN ``scales`` are 1/2 1/2 1 1/2 1/2.
-    """
-    first_position = tl.program_id(0).to(INDEX) * BLOCK
-    position = first_position + tl.arange(0, BLOCK)
-    inside = position < num_ids
-    if FIXED:
-        feature = count_not_above_each(
-            bounds_ptr + 1, num_features, first_position, 1, batch_size, BLOCK, MOST_FEATURES
-        )
-        in_bag = feature < num_features
-        first = tl.load(bounds_ptr + feature, mask=in_bag, other=0).to(INDEX)
-        length = tl.load(bounds_ptr + feature + 1, mask=in_bag, other=1).to(INDEX) - first
-        sample = (position - first * batch_size) // length
-    else:
-        bag = count_not_above(bounds_ptr + 1, num_bags, position, 1, 1)
-        in_bag = bag < num_bags
-        first = tl.load(bounds_ptr + bag, mask=in_bag, other=0)
-        length = tl.load(bounds_ptr + bag + 1, mask=in_bag, other=1) - first
-        # An empty batch has no bags to find, but the divisor is computed all the same.
-        num_samples = tl.maximum(batch_size, 1)
-        feature = bag // num_samples
-        sample = bag % num_samples
-    gradient_row = tl.where(in_bag, sample * num_features + feature, 0).to(tl.int32)
-    tl.store(gradient_rows_ptr + position, gradient_row, mask=inside)
-    if scales_ptr is not None:
-        scale = tl.full([BLOCK], 1.0, tl.float32)
-        if per_id_weights_ptr is not None:
-            scale = as_float32(tl.load(per_id_weights_ptr + position, mask=inside, other=0.0))
-        if MEAN:
-            scale = tl.div_rn(scale, length.to(tl.float32))
-        tl.store(scales_ptr + position, scale, mask=inside)
-
-
-def launch_pooled_lookup_gradient_map(
-    ids_like: Tensor,
-    offsets: Tensor | None,
-    hotness: list[int],
-    per_id_weights: Tensor | None,
-    num_features: int,
-    batch_size: int,
-    mean: bool,
-) -> tuple[Tensor, Tensor]:
-    """``torchembed::pooled_lookup_gradient_map``: what backward of
-    :func:`torchembed.ops.pooled_lookup.pooled_lookup` needs to know of each position."""
-    num_ids, device = ids_like.numel(), ids_like.device
-    has_scales = mean or per_id_weights is not None
-    gradient_rows = torch.empty(num_ids, dtype=torch.int32, device=device)
-    scales = torch.empty(num_ids if has_scales else 0, dtype=torch.float32, device=device)
-    if num_ids == 0:
-        return gradient_rows, scales
-    with torch.cuda.device_of(ids_like):
-        bounds = bag_bounds(offsets, hotness, device)
-        _pooled_lookup_gradient_map_kernel[(cdiv(num_ids, _BLOCK),)](
-            bounds.tensor,
-            per_id_weights,
-            gradient_rows,
-            scales if has_scales else None,
-            num_ids,
-            num_features * batch_size,
-            num_features,
-            batch_size,
-            FIXED=bounds.fixed,
-            MEAN=mean,
-            BLOCK=_BLOCK,
-            MOST_FEATURES=most_entries(num_features),
-            INDEX=index_type(ids_like),
-        )
-    return gradient_rows, scales
 
 
 @triton.jit(do_not_specialize=["num_ids"])

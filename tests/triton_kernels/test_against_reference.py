@@ -21,7 +21,13 @@ from torchembed.ops.pooled_lookup import reference as pooled_reference
 from torchembed.ops.rowwise_update.reference import rowwise_update_reference
 from torchembed.ops.segments.reference import find_runs_reference
 from torchembed.ops.sequence_lookup.reference import sequence_lookup_forward_reference
-from torchembed.triton_kernels import linearize_ids, pooled_lookup, segments, sequence_lookup
+from torchembed.triton_kernels import (
+    gradient_map,
+    linearize_ids,
+    pooled_lookup,
+    segments,
+    sequence_lookup,
+)
 from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
 
 NUM_ROWS = 11
@@ -131,7 +137,7 @@ def test_pooled_lookup(dim: int, fixed: bool, weighted: bool, device: torch.devi
 
     arguments = (sample.rows, *grouping, per_id_weights, *sizes)
     expected = pooled_reference.pooled_lookup_gradient_map_reference(*arguments)
-    result = pooled_lookup.launch_pooled_lookup_gradient_map(*moved(arguments, device))
+    result = gradient_map.launch_pooled_lookup_gradient_map(*moved(arguments, device))
     for actual, wanted in zip(result, expected, strict=True):
         assert_same_bits(actual, wanted)
 

@@ -23,6 +23,7 @@ from torchembed.triton_kernels import (
     column_sums,
     cross,
     dense_update,
+    gradient_map,
     jagged,
     linear,
     linearize_ids,
@@ -94,7 +95,7 @@ def launch_pooled_lookup(
     grouping = (offsets, hotness)
     sizes = (2, BATCH_SIZE, mean)
     pooled_lookup.launch_pooled_lookup_forward(weight, ids(), *grouping, weights, *sizes, dtype)
-    pooled_lookup.launch_pooled_lookup_gradient_map(ids(), *grouping, weights, *sizes)
+    gradient_map.launch_pooled_lookup_gradient_map(ids(), *grouping, weights, *sizes)
     pooled_lookup.launch_pooled_lookup_weights_backward(grad, weight, ids(), *grouping, mean)
 
 

@@ -12,6 +12,7 @@ from torchembed.core.types import OnBadId, OptimizerKind
 from torchembed.core.update_records import RowUpdate
 from torchembed.triton_kernels import (
     bags,
+    gradient_map,
     linearize_ids,
     pooled_lookup,
     rounding,
@@ -103,7 +104,7 @@ def test_pooled_lookup_forward(device: torch.device) -> None:
 
 def test_pooled_lookup_gradient_map(device: torch.device) -> None:
     rows, offsets = integers(device, 0, 2, 2, 1, -1), integers(device, 0, 2, 2, 3, 5)
-    gradient_rows, scales = pooled_lookup.launch_pooled_lookup_gradient_map(
+    gradient_rows, scales = gradient_map.launch_pooled_lookup_gradient_map(
         rows, offsets, [], None, 2, 2, True
     )
     assert gradient_rows.tolist() == [0, 0, 1, 3, 3]

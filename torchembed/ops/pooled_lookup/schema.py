@@ -81,7 +81,7 @@ pooled_lookup_gradient_map_op = define_op(
     " -> (Tensor, Tensor)",
     reference=pooled_lookup_gradient_map_reference,
     fake=_gradient_map_fake,
-    triton=f"{_TRITON}:launch_pooled_lookup_gradient_map",
+    triton="torchembed.triton_kernels.gradient_map:launch_pooled_lookup_gradient_map",
     native=_native.native_op("pooled_lookup_gradient_map"),
     native_missing=_native.missing_reason(),
     check=check_pooled_lookup_gradient_map,
