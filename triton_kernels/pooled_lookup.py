@@ -20,6 +20,7 @@ from torchembed.triton_kernels.push import TRITON_DTYPES, pushed_to
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import (
     NUM_WARPS,
+    RowBlock,
     index_type,
     load_rows,
     row_block,
@@ -33,6 +34,10 @@ _UNROLL = 4
 _FEW_BAGS = 2**15
 _UNROLL_OF_FEW = 8
 _REGISTERS_OF_FEW = 64
+# Rows of more bytes than these, and 16-bit ones, are pooled by one warp each, which waits for no
+# other one; where bags have at least so many ids, since each warp takes few bags.
+_WIDE_BYTES = 512
+_MANY_IDS_OF_BAG = 4
 
 
 @triton.jit
@@ -228,6 +233,30 @@ class _Pushed(NamedTuple):
     dtype: torch.dtype
 
 
+class _Sizes(NamedTuple):
+    """Sizes of a launch of the forward kernel; they change no bit of what it writes."""
+
+    block: RowBlock
+    unroll: int
+    unroll_of_rest: int
+    num_warps: int
+    max_registers: int | None
+
+
+def _forward_sizes(dim: int, dtype: torch.dtype, num_ids: int, num_bags: int) -> _Sizes:
+    """The sizes that were the fastest on an H200, of those that were tried."""
+    if num_bags < _FEW_BAGS:
+        return _Sizes(row_block(dim, dtype), _UNROLL_OF_FEW, _UNROLL, NUM_WARPS, _REGISTERS_OF_FEW)
+    row_bytes = dim * dtype.itemsize
+    is_wide = row_bytes > _WIDE_BYTES or dtype.itemsize == 2
+    if not is_wide or num_ids < _MANY_IDS_OF_BAG * num_bags:
+        return _Sizes(row_block(dim, dtype), _UNROLL, _UNROLL, NUM_WARPS, None)
+    # Two accesses of 16 bytes on each of 32 threads, or four.
+    num_accesses = 2 if row_bytes <= 1024 else 4
+    block = row_block(dim, dtype, num_warps=1, num_accesses=num_accesses)
+    return _Sizes(block, _UNROLL, 2, 1, None)
+
+
 def _launch_forward(
     weight: Tensor,
     rows: Tensor,
@@ -243,9 +272,9 @@ def _launch_forward(
     """Launch the forward kernel; ``out`` is the matrix of results or, with ``to``, the addresses of
     the ranks' buffers."""
     dim = weight.shape[1]
-    block = row_block(dim, weight.dtype)
-    has_few = num_features * batch_size < _FEW_BAGS
-    num_ranks = 1 if to is None else to.num_ranks
+    num_bags = num_features * batch_size
+    sizes = _forward_sizes(dim, weight.dtype, rows.numel(), num_bags)
+    block, num_ranks = sizes.block, 1 if to is None else to.num_ranks
     blocks_per_feature = cdiv(batch_size if to is None else to.max_rows, block.rows)
     grid = (num_features * num_ranks * blocks_per_feature, cdiv(dim, block.columns))
     with torch.cuda.device_of(weight):
@@ -267,14 +296,14 @@ def _launch_forward(
             DIM=dim,
             BLOCK_BAGS=block.rows,
             BLOCK_D=block.columns,
-            UNROLL=_UNROLL_OF_FEW if has_few else _UNROLL,
-            UNROLL_OF_REST=_UNROLL,
+            UNROLL=sizes.unroll,
+            UNROLL_OF_REST=sizes.unroll_of_rest,
             INDEX=index_type(weight, rows, out),
             NUM_RANKS=num_ranks,
             PUSHED=None if to is None else TRITON_DTYPES[to.dtype],
             VECTOR=1 if to is None else to.vector,
-            num_warps=NUM_WARPS,
-            maxnreg=_REGISTERS_OF_FEW if has_few else None,
+            num_warps=sizes.num_warps,
+            maxnreg=sizes.max_registers,
         )
 
 

@@ -147,6 +147,27 @@ def test_pooled_lookup(dim: int, fixed: bool, weighted: bool, device: torch.devi
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.bfloat16), (200, torch.float32), (600, torch.float16)]
+)
+def test_warps_that_pool_wide_rows_alone(
+    dim: int,
+    dtype: torch.dtype,
+    fixed: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pooled_lookup, "_FEW_BAGS", 0)
+    monkeypatch.setattr(pooled_lookup, "_MANY_IDS_OF_BAG", 0)
+    sample = bags(fixed, batch_size=5)
+    weight = small_integers(NUM_ROWS, dim, seed=6, dtype=dtype)
+    grouping = (None if fixed else sample.offsets.int(), list(sample.hotness or []))
+    arguments = (weight, sample.rows, *grouping, None, 3, sample.batch_size, False, torch.float32)
+    result = pooled_lookup.launch_pooled_lookup_forward(*moved(arguments, device))
+    assert_same_bits(result, pooled_reference.pooled_lookup_forward_reference(*arguments))
+
+
 def update_arguments(
     rows: Tensor, dim: int, kind: OptimizerKind, dtype: torch.dtype, options: bool
 ) -> list[Any]:

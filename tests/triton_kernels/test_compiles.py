@@ -304,6 +304,23 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(
         assert not re.search(r"[ls][dt]\.local", text)
 
 
+@pytest.mark.parametrize(("dim", "dtype"), [(256, torch.float32), (64, torch.float16)])
+def test_warps_that_pool_wide_rows_alone(
+    dim: int, dtype: torch.dtype, ptx: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooled_lookup, "_FEW_BAGS", 0)
+    monkeypatch.setattr(pooled_lookup, "_MANY_IDS_OF_BAG", 0)
+    weight = torch.zeros(NUM_ROWS, dim, dtype=dtype)
+    pooled_lookup.launch_pooled_lookup_forward(
+        weight, ids(), OFFSETS, [], None, 2, BATCH_SIZE, False, dtype
+    )
+    text = ptx["_pooled_lookup_forward_kernel"]
+    assert re.search(r"ld\.global\S*\.v4\.b32", text)
+    assert ".reqntid 32" in text
+    assert "bar.sync" not in text
+    assert not re.search(r"[ls][dt]\.local", text)
+
+
 def test_parts_of_a_weight_are_updated_16_bytes_at_a_time(ptx: dict[str, str]) -> None:
     launch_dense_update(OptimizerKind.ADAGRAD, True)
     for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
