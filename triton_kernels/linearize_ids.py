@@ -108,3 +108,51 @@ def launch_linearize_ids(
             INDEX=index_type(values),
         )
     return rows, first_bad
+
+
+@triton.jit(do_not_specialize=["num_ids", "bounds_stride"])
+def _locate_bad_id_kernel(
+    values_ptr,
+    first_bad_ptr,
+    bounds_ptr,
+    location_ptr,
+    num_ids,
+    num_features,
+    bounds_stride,
+    MOST_FEATURES: tl.constexpr,
+):
+    """``location = position, values[position], f, bounds[f]`` of the bad id, which is of feature f;
+    only the first two where there are no bounds.
+
+    Example: ``values = [7, 1, 9]``, ``first_bad = [2]``, ``bounds = [0, 1, 3]`` give 2 9 1 1.
+    """
+    position = tl.load(first_bad_ptr)
+    value = tl.load(values_ptr + tl.minimum(position, num_ids - 1)).to(tl.int64)
+    tl.store(location_ptr, position)
+    tl.store(location_ptr + 1, value)
+    if bounds_ptr is not None:
+        feature = count_not_above_each(
+            bounds_ptr + bounds_stride, num_features, position, bounds_stride, 1, 1, MOST_FEATURES
+        )
+        first = tl.load(bounds_ptr + feature * bounds_stride).to(tl.int64)
+        tl.store(location_ptr + 2 + tl.arange(0, 1), feature)
+        tl.store(location_ptr + 3 + tl.arange(0, 1), first)
+
+
+def launch_locate_bad_id(
+    values: Tensor, first_bad: Tensor, bounds: Tensor | None, location: Tensor
+) -> None:
+    """``torchembed::locate_bad_id``; see :func:`torchembed.ops.linearize_ids.locate_bad_id`."""
+    num_features = 0 if bounds is None else bounds.numel() - 1
+    with torch.cuda.device_of(values):
+        _locate_bad_id_kernel[(1,)](
+            values,
+            first_bad,
+            bounds,
+            location,
+            values.numel(),
+            num_features,
+            1 if bounds is None else bounds.stride(0),
+            MOST_FEATURES=most_entries(num_features),
+            num_warps=1,
+        )

@@ -50,6 +50,20 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
             {"rows_dtype": torch.int8},
         ),
     ],
+    "locate_bad_id": [
+        (ValueError, r"^values must hold at least one id, got none$", {"values": IDS[:0]}),
+        (TypeError, r"^first_bad must be int64, got int32; take", {"first_bad": OFFSETS[:1].int()}),
+        (ValueError, r"^first_bad must hold 1 elements", {"first_bad": OFFSETS}),
+        (ValueError, r"^location must hold 4 elements", {"location": torch.zeros(2, dtype=LONG)}),
+        (ValueError, r"^location must hold 2 elements", {"bounds": None}),
+        (ValueError, r"^bounds must have 1 dim", {"bounds": OFFSETS.view(1, 3)}),
+        (ValueError, r"^bounds must be on cpu as values is, got meta", {"bounds": NOT_THERE}),
+        (
+            ValueError,
+            r"^location must be on the device of values, cpu, or in pinned memory .*, got meta$",
+            {"location": torch.zeros(4, dtype=LONG, device="meta")},
+        ),
+    ],
     "pooled_lookup_forward": [
         (
             ValueError,

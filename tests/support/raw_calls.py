@@ -32,6 +32,12 @@ FITTING: dict[str, dict[str, Any]] = {
         "on_bad_id": 0,
         "rows_dtype": LONG,
     },
+    "locate_bad_id": {
+        "values": IDS,
+        "first_bad": torch.tensor([1]),
+        "bounds": torch.tensor([0, 1, 3]),
+        "location": torch.zeros(4, dtype=LONG),
+    },
     "pooled_lookup_forward": {
         "weight": WEIGHT,
         "rows": IDS,

@@ -85,6 +85,9 @@ def launch_linearize_ids(offsets: Tensor | None, hotness: list[int]) -> None:
         linearize_ids.launch_linearize_ids(
             ids(dtype), offsets, hotness, tables, tables, BATCH_SIZE, on_bad_id, dtype
         )
+        bounds = None if offsets is None else offsets[::BATCH_SIZE]
+        location = ids(count=2 if bounds is None else 4)
+        linearize_ids.launch_locate_bad_id(ids(dtype), ids(count=1), bounds, location)
 
 
 def launch_pooled_lookup(
@@ -265,7 +268,7 @@ def test_compiles_with_wide_addresses(ptx: dict[str, str], monkeypatch: pytest.M
     monkeypatch.setattr(row_blocks, "NARROW_LIMIT", 0)
     for name in ("linearize fixed", "find runs", "pooled jagged", "adam", "cross"):
         LAUNCHES[name]()
-    assert len(ptx) == 12
+    assert len(ptx) == 13
 
 
 def test_cross_products_are_on_tensor_cores_and_fit_twice(ptx: dict[str, str]) -> None:

@@ -185,6 +185,17 @@ def test_rowwise_update(device: torch.device) -> None:
     assert weight.squeeze(1).tolist() == [10, 6]
 
 
+def test_locate_bad_id(device: torch.device) -> None:
+    location = torch.full((4,), -9, device=device)
+    linearize_ids.launch_locate_bad_id(
+        torch.tensor([7, 1, 9], device=device),
+        torch.tensor([2], device=device),
+        torch.tensor([0, 1, 3], device=device),
+        location,
+    )
+    assert location.tolist() == [2, 9, 1, 1]
+
+
 @triton.jit
 def _count_kernel(entries_ptr, values_ptr, counts_ptr, BLOCK: tl.constexpr):
     value = tl.load(values_ptr + tl.arange(0, BLOCK))

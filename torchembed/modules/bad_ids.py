@@ -3,6 +3,7 @@ for offsets outside the ids."""
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.stand_ins import is_stand_in
+from torchembed.ops.linearize_ids import locate_bad_id
 
 
 class IdCheck(NamedTuple):
@@ -49,27 +51,53 @@ def deferred_id_checks() -> Iterator[list[IdCheck]]:
         _collected.lists.pop()
 
 
-class _Copied(NamedTuple):
-    """A check whose numbers are being copied to the host."""
+class _Reported(NamedTuple):
+    """A check whose numbers are being written to the host's memory."""
 
-    copied: torch.cuda.Event
-    """Recorded after the copy."""
+    written: torch.cuda.Event
+    """Recorded after they are."""
     found: Tensor
-    """Pinned copy of :attr:`IdCheck.found`."""
+    """:attr:`IdCheck.found` in pinned memory."""
     num_ids: int
     describe: Callable[..., str]
+
+
+class _Writing(NamedTuple):
+    """Pinned memory that a GPU writes to."""
+
+    written: torch.cuda.Event
+    memory: Tensor
+
+
+class _PinnedMemory:
+    """Keeps pinned memory until a GPU has written to it, whatever becomes of who wanted it: what
+    writes is a kernel, of which torch's cache of pinned memory does not know."""
+
+    def __init__(self) -> None:
+        self._writing: deque[_Writing] = deque()
+        self._lock = threading.Lock()
+
+    def keep(self, memory: Tensor, written: torch.cuda.Event) -> None:
+        """Keep ``memory`` until ``written`` has passed."""
+        with self._lock:
+            while self._writing and self._writing[0].written.query():
+                self._writing.popleft()
+            self._writing.append(_Writing(written, memory))
+
+
+_pinned_memory = _PinnedMemory()
 
 
 class BadIdReport:
     """Turns the ``first_bad`` of a batch's ids into an ``IndexError``.
 
-    On a GPU the position is copied to pinned memory without waiting and read at a later call, once
-    the copy is done. Nothing is recorded while a CUDA graph is captured: the owner of the graph
-    checks ids by :func:`deferred_id_checks`.
+    A GPU writes it to pinned memory of the host, which does not wait and reads it at a later call.
+    Nothing is recorded while a CUDA graph is captured: the owner of the graph checks ids by
+    :func:`deferred_id_checks`.
     """
 
     def __init__(self) -> None:
-        self._in_flight: list[_Copied] = []
+        self._in_flight: list[_Reported] = []
 
     def __reduce__(self) -> tuple[type["BadIdReport"], tuple[()]]:
         """Copies and pickles start without batches in flight."""
@@ -104,22 +132,23 @@ class BadIdReport:
             if position < values.numel():
                 raise IndexError(describe(*_found(values, first_bad, bounds).tolist()))
             return
-        # Batches that were copied before are reported now: reading this one would block the host.
+        # Batches that are written already are reported now: to wait for this one would block the
+        # host.
         self.check(wait=False)
         if torch.cuda.is_current_stream_capturing() or values.numel() == 0:
             return
-        found = _found(values, first_bad, bounds)
-        pinned = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
-        pinned.copy_(found, non_blocking=True)
+        pinned = torch.empty(2 if bounds is None else 4, dtype=torch.int64, pin_memory=True)
+        locate_bad_id(values, first_bad, bounds, pinned)
         event = torch.cuda.Event()
         event.record()
-        self._in_flight.append(_Copied(event, pinned, values.numel(), describe))
+        _pinned_memory.keep(pinned, event)
+        self._in_flight.append(_Reported(event, pinned, values.numel(), describe))
 
     def check(self, *, wait: bool) -> None:
         """Raise for an earlier batch's bad id; ``wait`` for all batches submitted so far."""
         while self._in_flight:
             event, found, num_ids, describe = self._in_flight[0]
-            # In order: a later batch's copy ends after this one's.
+            # In order: a later batch is written after this one.
             if not event.query():
                 if not wait:
                     return
@@ -135,12 +164,9 @@ def _found(values: Tensor, first_bad: Tensor, bounds: Tensor | None) -> Tensor:
     """The numbers of :attr:`IdCheck.found` for the first bad id."""
     if values.numel() == 0:
         return first_bad.new_zeros(2 if bounds is None else 4)
-    value = values[first_bad.clamp_max(values.numel() - 1)].long()
-    if bounds is None:
-        return torch.cat([first_bad, value])
-    # Counted on the device, since a search on the host would wait for it.
-    feature = (bounds[1:] <= first_bad).sum(0, keepdim=True)
-    return torch.cat([first_bad, value, feature, bounds[feature].long()])
+    found = first_bad.new_empty(2 if bounds is None else 4)
+    locate_bad_id(values, first_bad, bounds, found)
+    return found
 
 
 def is_readable(offsets: Tensor) -> bool:

@@ -54,3 +54,28 @@ def check_linearize_ids_contents(
     contents.check_in_range("first_rows", first_rows, 0, end, advice)
     contents.check_in_range("num_rows", num_rows, 0, end, advice)
     contents.check_in_range("first_rows + num_rows", first_rows + num_rows, 0, end, advice)
+
+
+def check_locate_bad_id(
+    values: Tensor, first_bad: Tensor, bounds: Tensor | None, location: Tensor
+) -> None:
+    checks.check_ids("values", values)
+    checks.check_contiguous("values", values)
+    if values.numel() == 0:
+        raise ValueError("values must hold at least one id, got none")
+    checks.check_dtype("first_bad", first_bad, (torch.int64,), "take it from linearize_ids")
+    checks.check_numel("first_bad", first_bad, 1, "as linearize_ids gives it")
+    checks.check_dtype("location", location, (torch.int64,), "make it by dtype=torch.int64")
+    checks.check_same_device("values", values, first_bad=first_bad, bounds=bounds)
+    checks.check_contiguous("location", location)
+    if bounds is None:
+        checks.check_numel("location", location, 2, "position and value")
+    else:
+        checks.check_dim("bounds", bounds, 1)
+        checks.check_dtype("bounds", bounds, checks.ID_DTYPES, "call .long()")
+        checks.check_numel("location", location, 4, "position, value, feature and its first id")
+    if location.device != values.device and not (values.is_cuda and location.is_pinned()):
+        raise ValueError(
+            f"location must be on the device of values, {values.device}, or in pinned memory of "
+            f"the host for a GPU, got {location.device}"
+        )

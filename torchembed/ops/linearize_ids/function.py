@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.core.types import OnBadId
 from torchembed.ops.bags import hotness_of_bags
-from torchembed.ops.linearize_ids.schema import linearize_ids_op
+from torchembed.ops.linearize_ids.schema import linearize_ids_op, locate_bad_id_op
 
 
 class LinearRows(NamedTuple):
@@ -61,3 +61,24 @@ def linearize_ids(
             rows_dtype,
         )
     )
+
+
+def locate_bad_id(
+    values: Tensor, first_bad: Tensor, bounds: Tensor | None, location: Tensor
+) -> None:
+    """Write which id is the ``first_bad`` to ``location``: its position and its value and, where
+    ``bounds`` are given, its feature and the position of that feature's first id.
+
+    Where no id is bad, only the position, ``L``, has a meaning. Never synchronizes.
+
+    Args:
+        values: ids, int32 or int64, ``[L]``, at least one.
+        first_bad: as :func:`linearize_ids` gives it.
+        bounds: ``[F + 1]``, int32 or int64: where the ids of each feature begin, and end.
+        location: int64 ``[2]``, with ``bounds`` ``[4]``; changed. On the device of ``values``, or
+            for a GPU in pinned memory of the host, which must be kept until the GPU has written.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    locate_bad_id_op(values.contiguous(), first_bad, bounds, location)

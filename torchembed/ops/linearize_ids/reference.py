@@ -45,3 +45,15 @@ def linearize_ids_reference(
     else:
         rows = torch.where(in_bag & ~bad, first + ids, -1)
     return rows.to(rows_dtype), first_bad
+
+
+def locate_bad_id_reference(
+    values: Tensor, first_bad: Tensor, bounds: Tensor | None, location: Tensor
+) -> None:
+    value = values[first_bad.clamp_max(values.numel() - 1)].long()
+    if bounds is None:
+        location.copy_(torch.cat([first_bad, value]), non_blocking=True)
+        return
+    feature = (bounds[1:] <= first_bad).sum(0, keepdim=True)
+    found = torch.cat([first_bad, value, feature, bounds[feature].long()])
+    location.copy_(found, non_blocking=True)

@@ -8,8 +8,12 @@ from torchembed.core.dispatch import define_op
 from torchembed.ops.linearize_ids.checks import (
     check_linearize_ids,
     check_linearize_ids_contents,
+    check_locate_bad_id,
 )
-from torchembed.ops.linearize_ids.reference import linearize_ids_reference
+from torchembed.ops.linearize_ids.reference import (
+    linearize_ids_reference,
+    locate_bad_id_reference,
+)
 
 
 def _fake(
@@ -36,4 +40,19 @@ linearize_ids_op = define_op(
     native_missing=_native.missing_reason(),
     check=check_linearize_ids,
     check_contents=check_linearize_ids_contents,
+)
+
+
+def _fake_location(
+    values: Tensor, first_bad: Tensor, bounds: Tensor | None, location: Tensor
+) -> None:
+    return None
+
+
+locate_bad_id_op = define_op(
+    "locate_bad_id(Tensor values, Tensor first_bad, Tensor? bounds, Tensor(a!) location) -> ()",
+    reference=locate_bad_id_reference,
+    fake=_fake_location,
+    triton="torchembed.triton_kernels.linearize_ids:launch_locate_bad_id",
+    check=check_locate_bad_id,
 )
