@@ -242,6 +242,26 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
+def step_size(update: RowUpdate) -> torch.Tensor:
+    """What the update multiplies a row's change by, float32 ``[1]``: ``lr``, and for Adam its
+    corrected step size."""
+    if update.optimizer != OptimizerKind.ADAM:
+        return update.lr
+    # One launch more, so that every program reads the corrected step in place of taking powers of
+    # the betas in float64.
+    corrected = torch.empty_like(update.lr)
+    with torch.cuda.device_of(update.lr):
+        _rowwise_update_adam_step_kernel[(1,)](
+            corrected,
+            update.lr,
+            update.step,
+            LOG_BETA1=_log(update.beta1),
+            LOG_BETA2=_log(update.beta2),
+            num_warps=1,
+        )
+    return corrected
+
+
 def launch_rowwise_update(update: RowUpdate) -> None:
     """``torchembed::rowwise_update``; see :func:`torchembed.ops.rowwise_update.rowwise_update`."""
     weight, state0, row_keys = update.weight, update.state0, update.row_keys
@@ -250,21 +270,8 @@ def launch_rowwise_update(update: RowUpdate) -> None:
         return
     sums = empty_chunk_sums(num_ids, dim, weight.device)
     index = index_type(weight, update.grad, update.order, sums.chunks)
-    lr = update.lr
     with torch.cuda.device_of(weight):
         sum_chunks(sums, update, index)
-        if update.optimizer == OptimizerKind.ADAM:
-            # One launch more, so that every program reads the corrected step in place of taking
-            # powers of the betas in float64.
-            lr = torch.empty_like(update.lr)
-            _rowwise_update_adam_step_kernel[(1,)](
-                lr,
-                update.lr,
-                update.step,
-                LOG_BETA1=_log(update.beta1),
-                LOG_BETA2=_log(update.beta2),
-                num_warps=1,
-            )
         has_row_state = state0 is not None and state0.dim() == 2
         block_columns = min(next_power_of_2(dim), _BLOCK_ELEMENTS)
         block_runs = _BLOCK_ELEMENTS // block_columns
@@ -283,7 +290,7 @@ def launch_rowwise_update(update: RowUpdate) -> None:
             update.grad,
             update.gradient_rows,
             update.scales,
-            lr,
+            step_size(update),
             update.step,
             update.grad_multiplier,
             update.skip,

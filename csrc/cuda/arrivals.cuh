@@ -48,38 +48,61 @@ __device__ void wait_for_fetches() {
   TORCHEMBED_ASYNC("cp.async.wait_group %0;" ::"n"(kNumLeft) : "memory");
 }
 
-// A warp's pipeline stages in shared memory. A stage holds a row, its state where the state is a
-// row too, and a gradient.
-template <class Grad, bool kRowwise>
+// A warp's pipeline stages in shared memory. A stage holds a row, its states where these are rows
+// too, and a gradient.
+template <class Grad, int kDim, Rule kRule>
 class Arrivals {
+  using Shape = RowShape<kDim>;
+  static constexpr int kNumStates = kRule == Rule::kAdam ? 2 : has_row_state<kRule> ? 1 : 0;
+
  public:
   static constexpr int kRowBytes = kDim * sizeof(float), kGradBytes = kDim * sizeof(Grad);
-  static constexpr int kStageBytes = (kRowwise ? 1 : 2) * kRowBytes + kGradBytes;
+  static constexpr int kStageBytes = (1 + kNumStates) * kRowBytes + kGradBytes;
 
   __device__ Arrivals(char* shared, int first_stage)
-      : lane_(shared + first_stage * kStageBytes + lane_of_warp() * 16),
+      : lane_(shared + first_stage * kStageBytes + lane_of_warp() * kLaneBytes<float>),
         address_(static_cast<uint32_t>(__cvta_generic_to_shared(lane_))),
-        // lane_ steps by 16 bytes a lane, but a lane's four 16-bit gradients take 8: the difference
-        // is subtracted here, so that one base address serves rows and gradients.
+        // lane_ steps by the bytes of a lane's float32 elements, but its 16-bit gradients take half
+        // as many: the difference is subtracted here, so that one base address serves rows and
+        // gradients.
         gradient_offset_(kStageBytes - kGradBytes -
-                         lane_of_warp() * (16 - 4 * static_cast<int>(sizeof(Grad)))) {}
+                         lane_of_warp() * (kLaneBytes<float> - kLaneBytes<Grad>)) {}
 
-  __device__ void fetch(int stage, const Matrices<Grad>& matrices, int gradient_row,
-                        int row) const {
+  // Starts to copy the row and its states.
+  __device__ void fetch_row(int stage, const Matrices<Grad, kDim>& matrices, int row) const {
     const uint32_t target = address_ + stage * kStageBytes;
-    fetch_bytes<16>(target, matrices.weight.at(row));
-    if constexpr (!kRowwise) fetch_bytes<16>(target + kRowBytes, matrices.state.at(row));
-    fetch_bytes<4 * sizeof(Grad)>(target + gradient_offset_, matrices.grad.at(gradient_row));
+    fetch_parts(target, matrices.weight.at(row));
+    if constexpr (kNumStates > 0) fetch_parts(target + kRowBytes, matrices.state0.at(row));
+    if constexpr (kNumStates > 1) fetch_parts(target + 2 * kRowBytes, matrices.state1.at(row));
   }
 
-  __device__ Packed<float> weight(int stage) const { return at<float>(stage, 0); }
-  __device__ Packed<float> state(int stage) const { return at<float>(stage, kRowBytes); }
-  __device__ Packed<Grad> gradient(int stage) const { return at<Grad>(stage, gradient_offset_); }
+  __device__ void fetch_gradient(int stage, const Matrices<Grad, kDim>& matrices, int row) const {
+    fetch_parts(address_ + stage * kStageBytes + gradient_offset_, matrices.grad.at(row));
+  }
+
+  __device__ Packed<float, kDim> weight(int stage) const { return at<float>(stage, 0); }
+  __device__ Packed<float, kDim> state0(int stage) const { return at<float>(stage, kRowBytes); }
+  __device__ Packed<float, kDim> state1(int stage) const { return at<float>(stage, 2 * kRowBytes); }
+  __device__ Packed<Grad, kDim> gradient(int stage) const {
+    return at<Grad>(stage, gradient_offset_);
+  }
 
  private:
   template <class Value>
-  __device__ Packed<Value> at(int stage, int offset) const {
-    Packed<Value> packed;
+  static constexpr int kLaneBytes = Shape::kVector * sizeof(Value);
+
+  template <class Value>
+  static __device__ void fetch_parts(uint32_t target, Value* row) {
+#pragma unroll
+    for (int part = 0; part < Shape::kParts; ++part) {
+      fetch_bytes<kLaneBytes<Value>>(target + part * kLanes * kLaneBytes<Value>,
+                                     row + part * Shape::kPart);
+    }
+  }
+
+  template <class Value>
+  __device__ Packed<Value, kDim> at(int stage, int offset) const {
+    Packed<Value, kDim> packed;
     packed.load(reinterpret_cast<const Value*>(lane_ + stage * kStageBytes + offset));
     return packed;
   }

@@ -14,8 +14,8 @@ namespace {
 // below are exact.
 constexpr float kLeastRadicand = 0x1p-100f, kMostRadicand = 0x1p100f;
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;
-// The lower bound of dividends. They need no upper one: their squares are part of a radicand.
-constexpr float kLeastDividend = 0x1p-60f;
+// The bounds of dividends. They need no upper one where their squares are part of a radicand.
+constexpr float kLeastDividend = 0x1p-60f, kMostDividend = 0x1p10f;
 
 __device__ float moderate_root(float radicand) {
   float estimate;

@@ -1,5 +1,4 @@
-// Rows as the 32 lanes of a warp hold them, four elements a lane, for the kernels of
-// update_rows.cu.
+// Rows as the 32 lanes of a warp hold them, for the kernels of update_rows.cu.
 
 #pragma once
 
@@ -7,43 +6,55 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <type_traits>
-
-#include "update_rows.h"
 
 namespace torchembed {
 namespace {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kLanes = 32;
-constexpr int kDim = kUpdateDim;
-static_assert(kDim == 4 * kLanes, "a lane has four elements of a row");
 
 __device__ int lane_of_warp() { return threadIdx.x % kLanes; }
 
+// How the lanes of a warp share a row: kParts times each has kVector neighbouring elements, which
+// it loads and stores by one instruction, and neighbouring lanes have neighbouring ones.
+template <int kDim>
+struct RowShape {
+  static constexpr int kVector = 4;
+  static constexpr int kPart = kVector * kLanes;
+  static constexpr int kParts = kDim / kPart;
+  static constexpr int kCount = kVector * kParts;
+  static_assert(kParts * kPart == kDim, "lanes have equally many elements");
+};
+
 // A lane's elements of a row.
+template <int kDim>
 struct Elements {
-  float at[4];
+  static constexpr int kCount = RowShape<kDim>::kCount;
+
+  float at[kCount];
 
   template <class Function>
   __device__ void for_each(const Function& function) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] = function(at[i], i);
+    for (int i = 0; i < kCount; ++i) at[i] = function(at[i], i);
   }
 };
 
 // A matrix as a lane sees it: the lane's own elements of each row.
-template <class Value>
+template <class Value, int kDim>
 class LaneOfMatrix {
  public:
   explicit __device__ LaneOfMatrix(Value* matrix)
-      : matrix_(matrix), offset_(4 * sizeof(Value) * lane_of_warp()) {
+      : matrix_(matrix), offset_(RowShape<kDim>::kVector * sizeof(Value) * lane_of_warp()) {
     // The empty asm hides from the compiler how the offset is computed. It would otherwise fold it
     // into the address of each matrix; so it takes one multiply-add for a row's address, whose
     // result all matrices of the same width share.
     asm("" : "+l"(offset_));
   }
 
+  // The first of the lane's elements; those of the next part are RowShape::kPart elements on.
   __device__ Value* at(int row) const {
     constexpr int64_t kRowBytes = kDim * sizeof(Value);
     using Byte = std::conditional_t<std::is_const_v<Value>, const char, char>;
@@ -66,49 +77,100 @@ __device__ int same_on_all_lanes(int value) {
 #endif
 }
 
-// A lane's elements of a row in the dtype that they have in memory, loaded by one instruction.
-// Conversion waits until they are used, so that loads in flight take no more registers than needed.
-template <class Value>
+// A lane's elements of a row in the dtype that they have in memory, loaded by one instruction for
+// each part. Conversion waits until they are used, so that loads in flight take no more registers
+// than needed.
+template <class Value, int kDim>
 struct Packed {
-  std::conditional_t<sizeof(Value) == 4, float4, uint2> four;
+  using Shape = RowShape<kDim>;
+  static constexpr int kWords = Shape::kVector * sizeof(Value) / 4;
+  using OfPart = std::conditional_t<kWords == 4, uint4, uint2>;
 
-  __device__ void load(const Value* row) { four = *reinterpret_cast<const decltype(four)*>(row); }
+  OfPart parts[Shape::kParts];
+
+  __device__ void load(const Value* row) {
+#pragma unroll
+    for (int part = 0; part < Shape::kParts; ++part) {
+      parts[part] = *reinterpret_cast<const OfPart*>(row + part * Shape::kPart);
+    }
+  }
 
   // Bypasses the first-level cache, which is not coherent with stores of other multiprocessors.
   __device__ void load_fresh(const Value* row) {
-    four = __ldcg(reinterpret_cast<const decltype(four)*>(row));
-  }
-
-  __device__ Elements elements() const {
-    if constexpr (std::is_same_v<Value, float>) {
-      return {four.x, four.y, four.z, four.w};
-    } else if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
-      return {__uint_as_float(four.x << 16), __uint_as_float(four.x & 0xFFFF0000u),
-              __uint_as_float(four.y << 16), __uint_as_float(four.y & 0xFFFF0000u)};
-    } else {
-      const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
-      const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
-      return {low.x, low.y, high.x, high.y};
+#pragma unroll
+    for (int part = 0; part < Shape::kParts; ++part) {
+      parts[part] = __ldcg(reinterpret_cast<const OfPart*>(row + part * Shape::kPart));
     }
   }
+
+  __device__ Elements<kDim> elements() const {
+    Elements<kDim> found;
+#pragma unroll
+    for (int part = 0; part < Shape::kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const unsigned int bits = word(parts[part], i);
+        if constexpr (std::is_same_v<Value, float>) {
+          found.at[part * Shape::kVector + i] = __uint_as_float(bits);
+        } else {
+          float* const two = found.at + part * Shape::kVector + 2 * i;
+          if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
+            two[0] = __uint_as_float(bits << 16);
+            two[1] = __uint_as_float(bits & 0xFFFF0000u);
+          } else {
+            const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&bits));
+            two[0] = both.x;
+            two[1] = both.y;
+          }
+        }
+      }
+    }
+    return found;
+  }
+
+ private:
+  static __device__ unsigned int word(const uint4& four, int i) {
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+  }
+  static __device__ unsigned int word(const uint2& two, int i) { return i == 0 ? two.x : two.y; }
 };
 
-__device__ void store_elements(float* row, const Elements& elements) {
-  const auto& at = elements.at;
-  *reinterpret_cast<float4*>(row) = make_float4(at[0], at[1], at[2], at[3]);
+template <int kDim>
+__device__ void store_elements(float* row, const Elements<kDim>& elements) {
+  using Shape = RowShape<kDim>;
+#pragma unroll
+  for (int part = 0; part < Shape::kParts; ++part) {
+    const float* const at = elements.at + part * Shape::kVector;
+    *reinterpret_cast<float4*>(row + part * Shape::kPart) = make_float4(at[0], at[1], at[2], at[3]);
+  }
 }
 
-// The sum of squares over a row. A butterfly of shuffles adds the same pairs on every lane, and
-// float addition commutes, so all lanes get the same bits and none must broadcast its result.
-__device__ float sum_squares(const Elements& row) {
-  float sum = row.at[0] * row.at[0];
+// The sum of squares over a row, in the order of the Triton kernel: four neighbouring elements,
+// then the 32 such sums of a part, then the parts. A butterfly of shuffles adds the same pairs on
+// every lane, and float addition commutes, so all lanes get the same bits and none must broadcast
+// its result.
+template <int kDim>
+__device__ float sum_squares(const Elements<kDim>& row) {
+  using Shape = RowShape<kDim>;
+  float sums[Shape::kParts];
 #pragma unroll
-  for (int i = 1; i < 4; ++i) sum += row.at[i] * row.at[i];
+  for (int part = 0; part < Shape::kParts; ++part) {
+    const float* const at = row.at + part * Shape::kVector;
+    float sum = at[0] * at[0];
 #pragma unroll
-  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
-    sum += __shfl_xor_sync(kAllLanes, sum, apart);
+    for (int i = 1; i < Shape::kVector; ++i) sum += at[i] * at[i];
+#pragma unroll
+    for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, apart);
+    }
+    sums[part] = sum;
   }
-  return sum;
+#pragma unroll
+  for (int apart = Shape::kParts / 2; apart > 0; apart /= 2) {
+#pragma unroll
+    for (int part = 0; part < apart; ++part) sums[part] += sums[part + apart];
+  }
+  return sums[0];
 }
 
 }  // namespace

@@ -14,20 +14,23 @@ namespace torchembed {
 namespace {
 
 // A lane's view of the matrices that are read and written.
-template <class Grad>
+template <class Grad, int kDim>
 struct Matrices {
-  LaneOfMatrix<float> weight;
-  LaneOfMatrix<float> state;
-  LaneOfMatrix<const Grad> grad;
+  LaneOfMatrix<float, kDim> weight, state0, state1;
+  LaneOfMatrix<const Grad, kDim> grad;
 
   explicit __device__ Matrices(const RowUpdate& update)
-      : weight(update.weight), state(update.state), grad(static_cast<const Grad*>(update.grad)) {}
+      : weight(update.weight),
+        state0(update.state0),
+        state1(update.state1),
+        grad(static_cast<const Grad*>(update.grad)) {}
 };
 
 // Divides by sqrt(total) + eps. All lanes take the same branch, since `total` is the row's. The
 // dividends need no test: `total` contains their squares, which bounds the quotient, and the last
 // bit of the quotient of a tiny one is given up, see ModerateDivisor.
-__device__ void divide_by_root(Elements& gradient, float total, float eps) {
+template <int kDim>
+__device__ void divide_by_root(Elements<kDim>& gradient, float total, float eps) {
   float divisor = moderate_root(total) + eps;
   if (total >= kLeastRadicand && total <= kMostRadicand && divisor >= kLeastDivisor &&
       divisor <= kMostDivisor) {
@@ -39,18 +42,21 @@ __device__ void divide_by_root(Elements& gradient, float total, float eps) {
   }
 }
 
-// The same with a total for each element. One test for the lane's four elements, so that the four
-// roots and quotients are computed without a branch between them.
-__device__ void divide_by_roots(Elements& gradient, const Elements& totals, float eps) {
-  float least = INFINITY, most = 0.0f, least_dividend = INFINITY;
+// The same with a total for each element. One test for the lane's elements, so that their roots and
+// quotients are computed without a branch between them. Unless totals contain the squares of the
+// dividends, kBoundsDividends must be true.
+template <bool kBoundsDividends, int kDim>
+__device__ void divide_by_roots(Elements<kDim>& gradient, const Elements<kDim>& totals, float eps) {
+  float least = INFINITY, most = 0.0f, least_dividend = INFINITY, most_dividend = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < Elements<kDim>::kCount; ++i) {
     least = fminf(least, totals.at[i]);
     most = fmaxf(most, totals.at[i]);
     least_dividend = fminf(least_dividend, fabsf(gradient.at[i]));
+    if constexpr (kBoundsDividends) most_dividend = fmaxf(most_dividend, fabsf(gradient.at[i]));
   }
   if (least >= kLeastRadicand && most <= kMostRadicand && least_dividend >= kLeastDividend &&
-      eps >= 0.0f && eps <= kMostDivisor / 2.0f) {
+      most_dividend <= kMostDividend && eps >= 0.0f && eps <= kMostDivisor / 2.0f) {
     gradient.for_each([&](float value, int i) {
       return ModerateDivisor(moderate_root(totals.at[i]) + eps).divide(value);
     });
@@ -60,26 +66,33 @@ __device__ void divide_by_roots(Elements& gradient, const Elements& totals, floa
   }
 }
 
+template <Rule kRule>
+constexpr bool has_row_state = kRule == Rule::kAdagrad || kRule == Rule::kAdam;
+
 // A row and its state, loaded before the gradients are summed, so that their latency is hidden.
-template <bool kRowwise>
+template <int kDim, Rule kRule>
 struct Row {
-  Packed<float> weight;
-  std::conditional_t<kRowwise, float, Packed<float>> state;
+  struct Nothing {};
+  using PackedRow = Packed<float, kDim>;
+
+  PackedRow weight;
+  std::conditional_t<has_row_state<kRule>, PackedRow,
+                     std::conditional_t<kRule == Rule::kRowwiseAdagrad, float, Nothing>>
+      state0;
+  std::conditional_t<kRule == Rule::kAdam, PackedRow, Nothing> state1;
 
   template <class Grad>
-  __device__ void load(const RowUpdate& update, const Matrices<Grad>& matrices, int row) {
+  __device__ void load(const RowUpdate& update, const Matrices<Grad, kDim>& matrices, int row) {
     weight.load(matrices.weight.at(row));
-    if constexpr (kRowwise) {
-      state = update.state[row];
-    } else {
-      state.load(matrices.state.at(row));
-    }
+    if constexpr (kRule == Rule::kRowwiseAdagrad) state0 = update.state0[row];
+    if constexpr (has_row_state<kRule>) state0.load(matrices.state0.at(row));
+    if constexpr (kRule == Rule::kAdam) state1.load(matrices.state1.at(row));
   }
 
   template <class Grad>
-  __device__ void step(const RowUpdate& update, const Matrices<Grad>& matrices, float lr, int row,
-                       Elements gradient) const {
-    Elements old = weight.elements();
+  __device__ void step(const RowUpdate& update, const Matrices<Grad, kDim>& matrices, float lr,
+                       int row, Elements<kDim> gradient) const {
+    Elements<kDim> old = weight.elements();
     if (update.grad_multiplier != nullptr || update.max_gradient > 0.0f ||
         update.weight_decay != 0.0f) {
       const float multiplier = update.grad_multiplier == nullptr ? 1.0f : *update.grad_multiplier;
@@ -93,16 +106,28 @@ struct Row {
         return value;
       });
     }
-    if constexpr (kRowwise) {
+    if constexpr (kRule == Rule::kRowwiseAdagrad) {
       const float row_total =
-          state + sum_squares(gradient) * (1.0f / kDim);  // exact: kDim is a power of two
-      if (lane_of_warp() == 0) update.state[row] = row_total;
+          state0 + sum_squares(gradient) * (1.0f / kDim);  // exact: kDim is a power of two
+      if (lane_of_warp() == 0) update.state0[row] = row_total;
       divide_by_root(gradient, row_total, update.eps);
-    } else {
-      Elements squares = state.elements();
+    } else if constexpr (kRule == Rule::kAdagrad) {
+      Elements<kDim> squares = state0.elements();
       squares.for_each([&](float value, int i) { return value + gradient.at[i] * gradient.at[i]; });
-      store_elements(matrices.state.at(row), squares);
-      divide_by_roots(gradient, squares, update.eps);
+      store_elements(matrices.state0.at(row), squares);
+      divide_by_roots<false>(gradient, squares, update.eps);
+    } else if constexpr (kRule == Rule::kAdam) {
+      Elements<kDim> first = state0.elements(), second = state1.elements();
+      first.for_each([&](float value, int i) {
+        return value + (gradient.at[i] - value) * update.one_minus_beta1;
+      });
+      second.for_each([&](float value, int i) {
+        return value + (gradient.at[i] * gradient.at[i] - value) * update.one_minus_beta2;
+      });
+      store_elements(matrices.state0.at(row), first);
+      store_elements(matrices.state1.at(row), second);
+      divide_by_roots<true>(first, second, update.eps);
+      gradient = first;
     }
     old.for_each([&](float value, int i) { return value - lr * gradient.at[i]; });
     store_elements(matrices.weight.at(row), old);

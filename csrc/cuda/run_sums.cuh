@@ -14,7 +14,8 @@ namespace {
 constexpr int kChunk = kRunChunk;
 static_assert(kChunk == kLanes, "a lane looks up one occurrence of a chunk");
 // Rows whose loads are issued before the first of them is used.
-constexpr int kSumUnroll = 8;
+template <int kDim>
+constexpr int kSumUnroll = kDim <= 128 ? 8 : 1024 / kDim;
 
 __device__ int index_at(const void* indices, bool wide, int64_t at) {
   return wide ? static_cast<int>(static_cast<const int64_t*>(indices)[at])
@@ -37,10 +38,11 @@ struct Occurrence {
 
 // Adds `found`, the gradient of the occurrence that `lane` holds, to `total`. All lanes call it,
 // since the factor comes from that lane by a shuffle.
-template <class Grad>
-__device__ void add_gradient(Elements& total, const RowUpdate& update, const Packed<Grad>& found,
-                             const Occurrence& occurrence, int lane) {
-  Elements gradient = found.elements();
+template <class Grad, int kDim>
+__device__ void add_gradient(Elements<kDim>& total, const RowUpdate& update,
+                             const Packed<Grad, kDim>& found, const Occurrence& occurrence,
+                             int lane) {
+  Elements<kDim> gradient = found.elements();
   if (update.scales != nullptr) {
     const float scale = __shfl_sync(kAllLanes, occurrence.scale, lane);
     gradient.for_each([&](float value, int) { return value * scale; });
@@ -50,42 +52,45 @@ __device__ void add_gradient(Elements& total, const RowUpdate& update, const Pac
 
 // Adds the gradients of `count` sorted positions, at most kLanes, from `start` on. Each lane looks
 // up one occurrence, then all lanes read each gradient.
-template <class Grad>
-__device__ void add_gradients(Elements& total, const RowUpdate& update,
-                              const LaneOfMatrix<const Grad>& grad, int start, int count) {
+template <class Grad, int kDim>
+__device__ void add_gradients(Elements<kDim>& total, const RowUpdate& update,
+                              const LaneOfMatrix<const Grad, kDim>& grad, int start, int count) {
+  constexpr int kUnroll = kSumUnroll<kDim>;
   Occurrence mine;
   if (lane_of_warp() < count) mine.find(update, start + lane_of_warp());
 #pragma unroll 1
-  for (int first = 0; first < count; first += kSumUnroll) {
-    Packed<Grad> found[kSumUnroll];
+  for (int first = 0; first < count; first += kUnroll) {
+    Packed<Grad, kDim> found[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       // Past the end lanes hold row 0, which is loaded and not added: loads without a branch can
       // all be in flight.
       const int row = __shfl_sync(kAllLanes, mine.gradient_row, first + i);
       found[i].load(grad.at(row));
     }
 #pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (first + i < count) add_gradient(total, update, found[i], mine, first + i);
     }
   }
 }
 
 // Adds `count` rows of sums from row `first_row` on, which other warps may have written.
-__device__ void add_sums(Elements& total, const LaneOfMatrix<float>& sums, int first_row,
-                         int count) {
+template <int kDim>
+__device__ void add_sums(Elements<kDim>& total, const LaneOfMatrix<float, kDim>& sums,
+                         int first_row, int count) {
+  constexpr int kUnroll = kSumUnroll<kDim>;
 #pragma unroll 1
-  for (int first = 0; first < count; first += kSumUnroll) {
-    Packed<float> found[kSumUnroll];
+  for (int first = 0; first < count; first += kUnroll) {
+    Packed<float, kDim> found[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       found[i].load_fresh(sums.at(first_row + min(first + i, count - 1)));
     }
 #pragma unroll
-    for (int i = 0; i < kSumUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (first + i >= count) break;
-      const Elements sum = found[i].elements();
+      const Elements<kDim> sum = found[i].elements();
       total.for_each([&](float value, int j) { return value + sum.at[j]; });
     }
   }

@@ -60,24 +60,51 @@ GradType grad_type(ScalarType type) {
   }
 }
 
-// `stream` is as in sort_rows. The optimizer is row-wise Adagrad where `state` has an element for
-// each row, Adagrad where it has one for each element of the weight.
-void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& unique_rows,
-                    const Tensor& starts, const Tensor& order, const Tensor& num_runs,
-                    const Tensor& chunk_runs, const Tensor& grad,
-                    std::optional<Tensor> gradient_rows, std::optional<Tensor> scales,
-                    const Tensor& lr, std::optional<Tensor> grad_multiplier,
-                    std::optional<Tensor> skip, double eps, double weight_decay,
-                    double max_gradient, int64_t num_blocks, int64_t stream) {
-  for (const Tensor* rows : {&weight, &grad}) {
-    STD_TORCH_CHECK(rows->dim() == 2 && rows->size(1) == kUpdateDim && rows->is_contiguous(),
-                    "weight and grad must be contiguous and have ", kUpdateDim, " columns");
+// Numbers of states that each optimizer has, and whether they are rows.
+struct States {
+  int64_t count;
+  bool are_rows;
+};
+
+States states_of(int64_t optimizer) {
+  switch (static_cast<Rule>(optimizer)) {
+    case Rule::kSgd:
+      return {0, true};
+    case Rule::kAdagrad:
+      return {1, true};
+    case Rule::kRowwiseAdagrad:
+      return {1, false};
+    case Rule::kAdam:
+      return {2, true};
   }
-  const bool is_rowwise = state.numel() == weight.size(0);
-  STD_TORCH_CHECK(state.is_contiguous() && (is_rowwise || state.numel() == weight.numel()),
-                  "state must be contiguous and have ", weight.size(0), " or ", weight.numel(),
-                  " elements, got ", state.numel());
-  check_memory("state", state, weight, state.numel());
+  STD_TORCH_CHECK(false, "optimizer must be a value of OptimizerKind, got ", optimizer);
+}
+
+float* state_data(const char* name, const std::optional<Tensor>& state, const Tensor& weight,
+                  bool is_needed, bool are_rows) {
+  STD_TORCH_CHECK(state.has_value() == is_needed, name,
+                  is_needed ? " must be given" : " must be None", " for this optimizer");
+  if (!is_needed) return nullptr;
+  check_memory(name, *state, weight, are_rows ? weight.numel() : weight.size(0));
+  return state->mutable_data_ptr<float>();
+}
+
+// `stream` is as in sort_rows. For Adam `lr` is the corrected step size.
+void update_rows_on(const Tensor& weight, std::optional<Tensor> state0,
+                    std::optional<Tensor> state1, const Tensor& unique_rows, const Tensor& starts,
+                    const Tensor& order, const Tensor& num_runs, const Tensor& chunk_runs,
+                    const Tensor& grad, std::optional<Tensor> gradient_rows,
+                    std::optional<Tensor> scales, const Tensor& lr,
+                    std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
+                    int64_t optimizer, double eps, double one_minus_beta1, double one_minus_beta2,
+                    double weight_decay, double max_gradient, int64_t num_blocks, int64_t stream) {
+  const int64_t dim = weight.dim() == 2 ? weight.size(1) : 0;
+  for (const Tensor* rows : {&weight, &grad}) {
+    STD_TORCH_CHECK(
+        rows->dim() == 2 && has_update_of(dim) && rows->size(1) == dim && rows->is_contiguous(),
+        "weight and grad must be contiguous and both have 128, 256 or 512 columns");
+  }
+  const States states = states_of(optimizer);
   check_memory("grad", grad, weight, grad.numel());
   const int64_t num_ids = order.numel();
   STD_TORCH_CHECK(num_ids < (int64_t{1} << 31), "order must hold fewer than 2**31 ids, got ",
@@ -97,12 +124,15 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   // Scratch memory for the largest number of chunks that the ids can have: how many they have is
   // known on the GPU alone, and the host does not wait for it.
   const Tensor sums =
-      torch::stable::new_empty(weight, {num_chunks + num_groups, kUpdateDim}, ScalarType::Float);
+      torch::stable::new_empty(weight, {num_chunks + num_groups, dim}, ScalarType::Float);
   const Tensor counts =
       torch::stable::new_empty(order, {1 + num_chunks + num_groups}, ScalarType::Int);
   RowUpdate update;
+  update.dim = static_cast<int>(dim);
+  update.rule = static_cast<Rule>(optimizer);
   update.weight = weight.mutable_data_ptr<float>();
-  update.state = state.mutable_data_ptr<float>();
+  update.state0 = state_data("state0", state0, weight, states.count > 0, states.are_rows);
+  update.state1 = state_data("state1", state1, weight, states.count > 1, states.are_rows);
   update.unique_rows = rows.data;
   update.starts = values<int32_t>("starts", starts, weight, num_ids + 1);
   update.order = values<int32_t>("order", order, weight, num_ids);
@@ -115,16 +145,17 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
   update.grad_multiplier = values<float>("grad_multiplier", grad_multiplier, weight, 1);
   update.skip = values<float>("skip", skip, weight, 1);
   update.chunk_sums = sums.mutable_data_ptr<float>();
-  update.group_sums = update.chunk_sums + num_chunks * kUpdateDim;
+  update.group_sums = update.chunk_sums + num_chunks * dim;
   update.num_taken = counts.mutable_data_ptr<int32_t>();
   update.num_summed = update.num_taken + 1;
   update.num_grouped = update.num_summed + num_chunks;
   update.num_ids = static_cast<int>(num_ids);
   update.num_chunks = static_cast<int>(num_chunks);
-  update.is_rowwise = is_rowwise;
   update.rows_are_wide = rows.wide;
   update.gradient_rows_are_wide = of_gradients.wide;
   update.eps = static_cast<float>(eps);
+  update.one_minus_beta1 = static_cast<float>(one_minus_beta1);
+  update.one_minus_beta2 = static_cast<float>(one_minus_beta2);
   update.weight_decay = static_cast<float>(weight_decay);
   update.max_gradient = static_cast<float>(max_gradient);
   update.num_blocks = static_cast<int>(num_blocks);
@@ -135,10 +166,12 @@ void update_rows_on(const Tensor& weight, const Tensor& state, const Tensor& uni
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
   library.def(
-      "update_rows(Tensor(a!) weight, Tensor(b!) state, Tensor unique_rows, Tensor starts,"
-      " Tensor order, Tensor num_runs, Tensor chunk_runs, Tensor grad, Tensor? gradient_rows,"
-      " Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip, float eps,"
-      " float weight_decay, float max_gradient, int num_blocks, int stream) -> ()");
+      "update_rows(Tensor(a!) weight, Tensor(b!)? state0, Tensor(c!)? state1, Tensor unique_rows,"
+      " Tensor starts, Tensor order, Tensor num_runs, Tensor chunk_runs, Tensor grad, Tensor? "
+      "gradient_rows,"
+      " Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip, int optimizer,"
+      " float eps, float one_minus_beta1, float one_minus_beta2, float weight_decay, float "
+      "max_gradient, int num_blocks, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CUDA, library) {

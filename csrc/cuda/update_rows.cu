@@ -1,311 +1,58 @@
-// Sums the gradients of each run and updates its row by Adagrad, for each element or for the row;
-// rows are float32.
-//
-// The kernel is bound by memory: each run's row and state are read from and written to scattered
-// addresses, so enough of these accesses must be in flight. A warp takes a block of short runs,
-// finds the gradients of 32 occurrences at a time, one on each lane, and keeps the copies of
-// kStages gradients, rows and states in flight. Neighbouring runs go to different warps, since the
-// rows of a small table are neighbours and all have many occurrences. Long runs are divided into
-// chunks, and each warp sums some of them between its short runs, since short runs wait for memory
-// and chunks for the cache. The warp that adds a group's last chunk sums the group, and the warp
-// that adds a run's last sum updates its row. So no warp waits for another one, and the order of
-// every sum is that of run_sums.py, whichever warp comes last.
-//
-// Byte floor, for L occurrences of U rows: position and gradient row index of each occurrence, the
-// gradient rows that the batch has (each read once, as far as the cache reaches), and
-// 2 * U * (D + state) * 4 for rows and their state, read and written.
+// Updates of rows of 128 columns, and the choice among all of them.
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
-#include "arrivals.cuh"
-#include "row_step.cuh"
-#include "run_sums.cuh"
+#include "update_kernel.cuh"
 #include "update_rows.h"
+#include "update_wide_rows.h"
 
 namespace torchembed {
 namespace {
 
-// The most warps that the registers of a multiprocessor allow; one block fills a multiprocessor.
-constexpr int kMostWarps = 32;
-// Pipeline stages of a warp: occurrences whose row, state and gradient are in shared memory or
-// being copied there.
-constexpr int kStages = 4;
-// Blocks of a cluster, which the GPU places on neighbouring multiprocessors. The kernel needs no
-// cluster itself. But matrix products that run concurrently do, and would have to wait for whole
-// free neighbourhoods if blocks of this kernel were scattered over all of them.
-constexpr int kBlocksOfCluster = 8;
-// The approximate number of occurrences that a warp takes at a time, the bounds of the number of
-// their runs, and the chunks that it sums in between.
-constexpr uint32_t kOccurrencesOfBlock = 20;
-constexpr uint32_t kLeastRuns = 8, kMostRuns = 16;
-constexpr int kChunksOfBlock = 4;
-
-// Sums the chunk of `run` that starts in `window`, then its group and its run where it completes
-// them. Chunk k of a run is stored at entry window(start) + k: at most one whole chunk starts in a
-// window, so no other run's chunk has that entry, and nothing needs to be allocated.
-template <class Grad, bool kRowwise>
-__device__ void sum_chunk(const RowUpdate& update, const Matrices<Grad>& matrices, float lr,
-                          int window, int run) {
-  const int start = same_on_all_lanes(update.starts[run]);
-  const int length = same_on_all_lanes(update.starts[run + 1]) - start;
-  const int num_chunks = length / kChunk, num_groups = num_chunks / kChunk;
-  const int num_left = num_chunks % kChunk;
-  const int first_window = start / kChunk, first_group = first_window / kChunk;
-  const int chunk = window - first_window;
-
-  Elements total{};
-  add_gradients(total, update, matrices.grad, start + chunk * kChunk, kChunk);
-  const LaneOfMatrix<float> chunk_sums(update.chunk_sums), group_sums(update.group_sums);
-  store_elements(chunk_sums.at(window), total);
-  const int group = chunk / kChunk;
-  if (group < num_groups) {
-    if (!is_last_of(update.num_grouped + first_group + group, kChunk)) return;
-    total = Elements{};
-    add_sums(total, chunk_sums, first_window + group * kChunk, kChunk);
-    store_elements(group_sums.at(first_group + group), total);
-  }
-  if (!is_last_of(update.num_summed + first_window, num_groups + num_left)) return;
-
-  const int row = index_at(update.unique_rows, update.rows_are_wide, run);
-  Row<kRowwise> old;
-  old.load(update, matrices, row);
-  total = Elements{};
-  add_sums(total, group_sums, first_group, num_groups);
-  add_sums(total, chunk_sums, first_window + num_groups * kChunk, num_left);
-  const int rest = length % kChunk;
-  add_gradients(total, update, matrices.grad, start + length - rest, rest);
-  old.step(update, matrices, lr, row, total);
-}
-
-// Updates the rows of short runs, one run on each lane that has one. The warp goes through their
-// occurrences one after another, all lanes on one row.
-template <class Grad, bool kRowwise>
-__device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad>& matrices, float lr,
-                                  const Arrivals<Grad, kRowwise>& arrivals, uint32_t run_of_lane,
-                                  bool has_run) {
-  const int lane = lane_of_warp();
-  int row = 0, start = 0, length = 0;
-  if (has_run) {
-    row = index_at(update.unique_rows, update.rows_are_wide, run_of_lane);
-    start = update.starts[run_of_lane];
-    length = update.starts[run_of_lane + 1] - start;
-    if (length >= kChunk) length = 0;
-  }
-  int up_to = length;  // occurrences of this run and of those before
-#pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, up_to, step);
-    if (lane >= step) up_to += other;
-  }
-  const int num_occurrences = same_on_all_lanes(__shfl_sync(kAllLanes, up_to, kLanes - 1));
-
-  Elements total{};
-#pragma unroll 1
-  for (int done = 0; done < num_occurrences; done += kLanes) {
-    // Lanes past the end look up the last occurrence again, so that no lane reads out of bounds.
-    const int occurrence = min(done + lane, num_occurrences - 1);
-    // A binary search over the lanes for the first run that ends after the occurrence; shuffles
-    // need all lanes, so each takes the same number of steps.
-    int run = 0;
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      if (__shfl_sync(kAllLanes, up_to, run + step - 1) <= occurrence) run += step;
-    }
-    const int left = __shfl_sync(kAllLanes, up_to, run) - occurrence;
-    const int end = __shfl_sync(kAllLanes, start + length, run);
-    // The row is read with each occurrence and used with the last one of its run: short runs have
-    // few, and a branch costs more than the reads.
-    const int row_of_run = __shfl_sync(kAllLanes, row, run);
-    Occurrence mine;
-    mine.find(update, end - left);
-    float row_state = 0.0f;
-    if constexpr (kRowwise) row_state = update.state[row_of_run];
-    const bool is_last = left == 1 && done + lane < num_occurrences;
-    const unsigned ends_run = same_on_all_lanes(__ballot_sync(kAllLanes, is_last));
-    const int here = min(kLanes, num_occurrences - done);
-
-    const auto fetch = [&](int number, int stage) {
-      if (number < here) {
-        const int from = __shfl_sync(kAllLanes, mine.gradient_row, number);
-        const int to = __shfl_sync(kAllLanes, row_of_run, number);
-        arrivals.fetch(stage, matrices, from, to);
-      }
-      // Committed also where nothing was fetched, so that wait_for_fetches<kStages - 1> always
-      // means that the oldest stage has arrived.
-      commit_fetches();
-    };
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) fetch(i, i);
-#pragma unroll 1
-    for (int first = 0; first < here; first += kStages) {
-#pragma unroll
-      for (int i = 0; i < kStages; ++i) {
-        const int number = first + i;
-        if (number >= here) break;
-        fetch(number + kStages - 1, (i + kStages - 1) % kStages);
-        wait_for_fetches<kStages - 1>();
-        add_gradient(total, update, arrivals.gradient(i), mine, number);
-        if (ends_run >> number & 1) {
-          Row<kRowwise> old;
-          old.weight = arrivals.weight(i);
-          if constexpr (kRowwise) {
-            old.state = __shfl_sync(kAllLanes, row_state, number);
-          } else {
-            old.state = arrivals.state(i);
-          }
-          const int to = __shfl_sync(kAllLanes, row_of_run, number);
-          old.step(update, matrices, lr, to, total);
-          total = Elements{};
-        }
-      }
-    }
-    // Only empty groups are left. The next round must count its groups from none.
-    wait_for_fetches<0>();
-  }
-}
-
-// The number of runs that a warp takes at a time: fewer where runs are long, so that the last
-// blocks end at about the same time, and such that the rounds of all warps come out even. The
-// product is of 64 bits, since 20 occurrences times 2**31 runs overflow 32.
-__device__ uint32_t count_runs_of_block(const RowUpdate& update, uint32_t num_runs,
-                                        uint32_t num_warps) {
-  uint32_t most = kMostRuns;
-  if (num_runs > kMostRuns * num_warps) {
-    const uint64_t occurrences = uint64_t{kOccurrencesOfBlock} * num_runs;
-    most = min(max(static_cast<uint32_t>(occurrences / update.num_ids), kLeastRuns), kMostRuns);
-  }
-  const uint32_t num_rounds = max((num_runs + most * num_warps - 1) / (most * num_warps), 1u);
-  return (num_runs + num_rounds * num_warps - 1) / (num_rounds * num_warps);
-}
-
-// Takes the next block of runs that no warp has taken; the result is valid on the first lane.
-// Blocks are taken dynamically, since runs differ in length and warps in the chunks that they sum.
-__device__ uint32_t take_block(const RowUpdate& update) {
-  return lane_of_warp() == 0 ? atomicAdd(update.num_taken, 1) : 0;
-}
-
-template <class Grad, bool kRowwise>
-__global__ void __launch_bounds__(kMostWarps* kLanes, 1) update_kernel(const RowUpdate update) {
-  extern __shared__ char shared[];
-  const Arrivals<Grad, kRowwise> arrivals(shared, threadIdx.x / kLanes * kStages);
-  // The whole grid reads the same flag, so either all rows are updated or none.
-  if (update.skip != nullptr && *update.skip != 0.0f) return;
-  const uint32_t num_runs = *update.num_runs, num_windows = update.num_chunks;
-  const Matrices<Grad> matrices(update);
-  const float lr = *update.lr;
-  const uint32_t num_warps = gridDim.x * (blockDim.x / kLanes);
-  const uint32_t warp = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
-  const uint32_t lane = lane_of_warp();
-  const uint32_t runs_of_block = count_runs_of_block(update, num_runs, num_warps);
-  const uint32_t runs_of_round = runs_of_block * num_warps;
-
-  uint32_t window = 0, next_windows = warp;
-  int run_of_window = -1;
-  unsigned chunks = 0;
-  uint32_t taken = take_block(update);
-  for (bool has_runs = true; has_runs || chunks != 0 || next_windows < num_windows;) {
-    if (chunks == 0 && next_windows < num_windows) {
-      window = next_windows + lane * num_warps;
-      run_of_window = window < num_windows ? update.chunk_runs[window] : -1;
-      chunks = __ballot_sync(kAllLanes, run_of_window >= 0);
-      next_windows += kLanes * num_warps;
-    }
-    for (int few = 0; few < kChunksOfBlock && chunks != 0; ++few) {
-      const int next = __ffs(chunks) - 1;
-      sum_chunk<Grad, kRowwise>(update, matrices, lr, __shfl_sync(kAllLanes, window, next),
-                                __shfl_sync(kAllLanes, run_of_window, next));
-      chunks &= chunks - 1;
-    }
-    if (!has_runs) continue;
-    const uint32_t block = __shfl_sync(kAllLanes, taken, 0);
-    const uint32_t first_run = block / num_warps * runs_of_round + block % num_warps;
-    has_runs = first_run < num_runs;
-    if (has_runs) {
-      // The next block is taken before this one is worked on, which hides the latency of the
-      // atomic.
-      taken = take_block(update);
-      const uint32_t run = first_run + lane * num_warps;
-      update_short_runs<Grad, kRowwise>(update, matrices, lr, arrivals, run,
-                                        lane < runs_of_block && run < num_runs);
-    }
-  }
-}
-
-// Launches about as many blocks as asked for, in whole clusters, of as many warps as fit into the
-// shared memory of a multiprocessor.
-template <class Grad, bool kRowwise>
-cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stream) {
-  constexpr int kBytesOfWarp = kStages * Arrivals<Grad, kRowwise>::kStageBytes;
-  const auto kernel = update_kernel<Grad, kRowwise>;
-  int num_bytes = 0, generation = 0;
-  cudaError_t error =
-      cudaDeviceGetAttribute(&num_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  const int num_warps = std::min(kMostWarps, num_bytes / kBytesOfWarp);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 num_warps * kBytesOfWarp);
-  }
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kBlocksOfCluster;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = std::max(update.num_blocks / kBlocksOfCluster, 1) * kBlocksOfCluster;
-  config.blockDim = num_warps * kLanes;
-  config.dynamicSmemBytes = num_warps * kBytesOfWarp;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  int num_clusters = 0;
-  if (generation < 9 ||
-      cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config) != cudaSuccess) {
-    // Clears the error of the query, which would otherwise be reported of the launch.
-    cudaGetLastError();
-  }
-  // Clusters are a preference: without them the kernel runs as well alone.
-  if (num_clusters == 0) config.numAttrs = 0;
-  return cudaLaunchKernelEx(&config, kernel, update);
-}
-
 template <class Grad>
-cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
+cudaError_t launch_narrow(const RowUpdate& update, int device, cudaStream_t stream) {
+  switch (update.rule) {
+    case Rule::kSgd:
+      return launch_update<Grad, 128, Rule::kSgd>(update, device, stream);
+    case Rule::kAdagrad:
+      return launch_update<Grad, 128, Rule::kAdagrad>(update, device, stream);
+    case Rule::kRowwiseAdagrad:
+      return launch_update<Grad, 128, Rule::kRowwiseAdagrad>(update, device, stream);
+    case Rule::kAdam:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t launch(const RowUpdate& update, GradType grad_type, int device, cudaStream_t stream) {
   // Counters start at zero. The memset is on the same stream, so it is captured with the kernel.
   const int32_t* const end_of_counts = update.num_grouped + update.num_chunks / kChunk;
   const size_t num_counts = end_of_counts - update.num_taken;
   const cudaError_t error =
       cudaMemsetAsync(update.num_taken, 0, num_counts * sizeof(int32_t), stream);
   if (error != cudaSuccess) return error;
-  return update.is_rowwise ? launch_update<Grad, true>(update, device, stream)
-                           : launch_update<Grad, false>(update, device, stream);
+  if (update.dim != 128) return launch_wide_update(update, grad_type, device, stream);
+  switch (grad_type) {
+    case GradType::kFloat32:
+      return launch_narrow<float>(update, device, stream);
+    case GradType::kFloat16:
+      return launch_narrow<__half>(update, device, stream);
+    case GradType::kBFloat16:
+      return launch_narrow<__nv_bfloat16>(update, device, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 const char* update_rows(const RowUpdate& update, GradType grad_type, int device, void* stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
   // The library links a CUDA runtime of its own, whose current device may not be torch's, which the
   // caller has set.
   int current = device;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
   if (error == cudaSuccess) {
-    switch (grad_type) {
-      case GradType::kFloat32:
-        error = launch<float>(update, device, queue);
-        break;
-      case GradType::kFloat16:
-        error = launch<__half>(update, device, queue);
-        break;
-      case GradType::kBFloat16:
-        error = launch<__nv_bfloat16>(update, device, queue);
-        break;
-    }
+    error = launch(update, grad_type, device, static_cast<cudaStream_t>(stream));
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -8,28 +8,34 @@
 
 namespace torchembed {
 
-// Columns of the rows that the kernels take.
-constexpr int kUpdateDim = 128;
-
 enum class GradType { kFloat32, kFloat16, kBFloat16 };
+
+// The values of OptimizerKind in torchembed/core/types.py.
+enum class Rule { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
+
+// Whether the kernels take rows of `dim` columns.
+constexpr bool has_update_of(int64_t dim) { return dim == 128 || dim == 256 || dim == 512; }
 
 // The kernels' arguments. Optional ones are null where they are not given.
 struct RowUpdate {
-  float* weight;            // [R, kUpdateDim]
-  float* state;             // [R] where is_rowwise, else as weight
+  int dim;  // columns of a row, D
+  Rule rule;
+  float* weight;            // [R, D]
+  float* state0;            // as weight; [R] for row-wise Adagrad, null for SGD
+  float* state1;            // as weight for Adam, else null
   const void* unique_rows;  // int32, or int64 where rows_are_wide
   const int32_t* starts;
   const int32_t* order;
   const int32_t* num_runs;
   const int32_t* chunk_runs;  // [num_chunks]: the run whose whole chunk starts in a window, or -1
-  const void* grad;           // [G, kUpdateDim]
+  const void* grad;           // [G, D]
   const void* gradient_rows;  // of each position; int32, or int64 where gradient_rows_are_wide
   const float* scales;        // of each position
-  const float* lr;
+  const float* lr;            // for Adam the corrected step size
   const float* grad_multiplier;
   const float* skip;
-  float* chunk_sums;  // scratch, [num_chunks, kUpdateDim]
-  float* group_sums;  // scratch, [num_chunks / kRunChunk, kUpdateDim]
+  float* chunk_sums;  // scratch, [num_chunks, D]
+  float* group_sums;  // scratch, [num_chunks / kRunChunk, D]
   // Three arrays of counters in one allocation, one after the other, so that one memset clears
   // them.
   int32_t* num_taken;    // scratch, [1]: blocks of runs that warps have taken
@@ -37,10 +43,10 @@ struct RowUpdate {
   int32_t* num_grouped;  // scratch, [num_chunks / kRunChunk]: finished chunks of a group
   int num_ids;
   int num_chunks;  // num_ids / kRunChunk: windows, each of which has one whole chunk at most
-  bool is_rowwise;
   bool rows_are_wide;
   bool gradient_rows_are_wide;
   float eps;
+  float one_minus_beta1, one_minus_beta2;
   float weight_decay;
   float max_gradient;
   int num_blocks;

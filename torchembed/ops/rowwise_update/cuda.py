@@ -10,11 +10,13 @@ from torchembed.core.dispatch import CudaKernel
 from torchembed.core.types import OptimizerKind
 from torchembed.core.update_records import RowUpdate
 
-_DIM = 128
+_DIM, _WIDE_DIMS = 128, (256, 512)
 _OLDEST_GPU = (8, 0)
+_WIDE_GENERATION = 9
+"""The major version of the GPUs that kernels of wide rows are compiled for."""
 _MAX_ROWS = 2**31
-_KINDS = (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
-_COVERS = f"Adagrad and row-wise Adagrad of float32 rows of {_DIM} columns"
+_COVERS = f"float32 rows of {_DIM} columns but for Adam, and on Hopper of {_WIDE_DIMS[0]} and"
+_COVERS += f" {_WIDE_DIMS[1]} columns"
 
 
 @functools.cache
@@ -42,30 +44,42 @@ def _runs_on(device: torch.device) -> bool:
     return is_new_enough and library_sort_on(device) is not None
 
 
+def _takes(dim: int, optimizer: int, device: torch.device) -> bool:
+    """True where the kernel for rows of ``dim`` columns exists and is faster than Triton's."""
+    if dim in _WIDE_DIMS:
+        return torch.cuda.get_device_capability(device)[0] == _WIDE_GENERATION
+    return dim == _DIM and optimizer != OptimizerKind.ADAM
+
+
 def _launch_update_rows(update: RowUpdate) -> object:
     """``torchembed::rowwise_update``; see :func:`torchembed.ops.rowwise_update.rowwise_update`.
 
     The bits are those of the Triton kernel, which is slower for the calls that this one takes.
     """
-    weight, grad, state0 = update.weight, update.grad, update.state0
+    weight, grad = update.weight, update.grad
     num_rows, dim = weight.shape
+    states = [state for state in (update.state0, update.state1) if state is not None]
     if (
-        state0 is None
-        or update.optimizer not in _KINDS
-        or weight.dtype != torch.float32
-        or dim != _DIM
+        weight.dtype != torch.float32
+        or not _takes(dim, update.optimizer, weight.device)
         or max(num_rows, grad.shape[0]) >= _MAX_ROWS
         # The kernel reads and writes matrices 16 bytes at a time.
-        or any(rows.data_ptr() % 16 != 0 for rows in (weight, grad, state0) if rows.dim() == 2)
+        or any(rows.data_ptr() % 16 != 0 for rows in (weight, grad, *states) if rows.dim() == 2)
         or not _runs_on(weight.device)
     ):
         return NotImplemented
     if update.order.numel() == 0 or num_rows == 0:
         return None
+    lr = update.lr
+    if update.optimizer == OptimizerKind.ADAM:
+        from torchembed.triton_kernels.rowwise_update import step_size
+
+        lr = step_size(update)
     with torch.cuda.device_of(weight):
         torch.ops.torchembed_native.update_rows(
             weight,
-            state0,
+            update.state0,
+            update.state1,
             update.unique_rows,
             update.starts,
             update.order,
@@ -74,10 +88,13 @@ def _launch_update_rows(update: RowUpdate) -> object:
             grad,
             update.gradient_rows,
             update.scales,
-            update.lr,
+            lr,
             update.grad_multiplier,
             update.skip,
+            update.optimizer,
             update.eps,
+            1 - update.beta1,
+            1 - update.beta2,
             update.weight_decay,
             update.max_gradient,
             _num_blocks(weight.device),

@@ -1,0 +1,15 @@
+// Updates of wide rows, which have a file of their own since they are compiled for fewer GPUs.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "update_rows.h"
+
+namespace torchembed {
+
+// Launches the update of rows of 256 or 512 columns; `update`'s counters are zero.
+cudaError_t launch_wide_update(const RowUpdate& update, GradType grad_type, int device,
+                               cudaStream_t stream);
+
+}  // namespace torchembed
