@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
 from tests.support.jagged_sequences import by_hand, by_pipeline
-from tests.support.mixed_clicks import FIXED, MixedModel, make_batch
+from tests.support.mixed_clicks import FIXED, NUM_SAMPLES, MixedModel, make_batch
 from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
 from torchembed.modules import pooled_slots
 from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute
+from torchembed.training import TrainPipeline, train
 
 
 @pytest.fixture
@@ -45,6 +46,45 @@ def test_they_are_captured_and_equal_on_one_rank(hotness_of_lookups: list[Any]) 
     assert set(hotness_of_lookups) == {None, (2,) * (len(FIXED) - 1)}
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def mapped(seed: int) -> tuple[None, dict[str, Any], torch.Tensor]:
+    """The batch of :func:`make_batch` as a loader may give it."""
+    batch = make_batch(seed)
+    fixed, history = batch["ids"].parts
+    columns = fixed.values.view(len(FIXED), NUM_SAMPLES, 2)
+    jagged = torchembed.JaggedTensor(history.values, history.offsets)
+    ids = {**dict(zip(FIXED, columns, strict=True)), "history": jagged}
+    return None, ids, batch["labels"]
+
+
+class OfParts(MixedModel):
+    """Called with the parts of a batch; of any number of samples."""
+
+    def forward(self, dense: None, sparse: torchembed.MixedFeatures) -> torch.Tensor:
+        pooled, found = self.bags(sparse).values(), self.items(sparse)
+        return pooled.sum(1) + found["history"].to_padded_dense(4).sum((1, 2))
+
+
+def trained_with_fewer_batches() -> tuple[int, list[str]]:
+    """The steps of all ranks and their forms, where rank 1 has two batches fewer."""
+    model, rank = OfParts(), dist.get_rank()
+    torchembed.shard_embeddings(model, init_device_mesh("cpu", (2,)), plan=plan_of("table_wise"))
+    batches = [mapped(2 * seed + rank) for seed in range(8 - 2 * rank)]
+    model.deep.requires_grad_(False)
+    loss_fn = torch.nn.functional.binary_cross_entropy_with_logits
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torchembed.optim.Adagrad([{"params": parameters}], lr=0.05)
+    with TrainPipeline(model, loss_fn, [optimizer], capture=True) as pipeline:
+        history = train(pipeline, batches)
+        forms = {str(kind.form) for kind in pipeline.kinds}
+    return history.num_steps, sorted(forms)
+
+
+def test_a_rank_without_batches_is_given_empty_ones_of_their_parts() -> None:
+    for num_steps, forms in run_on_ranks(2, trained_with_fewer_batches):
+        assert num_steps == 8
+        assert forms == ["eager", "jagged", "padded"]
 
 
 def plan_of(placement: str) -> dict[str, str]:

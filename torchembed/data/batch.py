@@ -19,7 +19,8 @@ class Batch(NamedTuple):
     dense: Tensor | None
     """``[B, num_dense]``, float32; None where the model takes None."""
     sparse: SparseFeatures
-    """Ids of every categorical feature, ``B`` samples."""
+    """Ids of every categorical feature, ``B`` samples; or ``MixedFeatures``, which models that give
+    them to collections alone take for the same."""
     labels: Tree
     """``[B, ...]``, as the loss takes them: clicks, numbers, classes; or a tree of such tensors."""
 

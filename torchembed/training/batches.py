@@ -1,12 +1,14 @@
 """Batches of all ranks in lockstep, where ranks may have different numbers of batches."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
+from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.ranks import any_rank_each, check_cpu_backend, gather_objects
 from torchembed.core.trees import Tree, map_tensors
 from torchembed.data.batch import Batch, WeightedBatch, as_batch
@@ -20,10 +22,8 @@ class BatchLayout(NamedTuple):
 
     num_dense: int | None
     """None where batches have no dense part."""
-    keys: tuple[str, ...]
-    id_dtype: torch.dtype
-    hotness: tuple[int, ...] | None
-    weight_dtype: torch.dtype | None
+    sparse: SparseFeatures | MixedFeatures
+    """Without samples, on the CPU."""
     labels: Tree
     """Without samples, on the CPU."""
     weights: Tensor | None
@@ -33,30 +33,23 @@ class BatchLayout(NamedTuple):
     def of(cls, batch: Batch | WeightedBatch) -> "BatchLayout":
         """The layout of ``batch``."""
         weights = batch.weights if isinstance(batch, WeightedBatch) else None
-        sparse = batch.sparse
+        sparse: SparseFeatures | MixedFeatures = batch.sparse
+        if isinstance(sparse, MixedFeatures):
+            sparse = MixedFeatures(tuple(map(_empty_features, sparse.parts)))
+        else:
+            sparse = _empty_features(sparse)
         return cls(
             num_dense=None if batch.dense is None else batch.dense.shape[1],
-            keys=sparse.keys,
-            id_dtype=sparse.values.dtype,
-            hotness=sparse.hotness,
-            weight_dtype=None if sparse.weights is None else sparse.weights.dtype,
+            sparse=sparse,
             labels=map_tensors(_empty_like, batch.labels),
             weights=None if weights is None else _empty_like(weights),
         )
 
     def empty_batch(self) -> Batch | WeightedBatch:
         """A batch of this layout without samples, ``B = 0``."""
-        has_offsets = self.hotness is None
-        sparse = SparseFeatures(
-            keys=self.keys,
-            values=torch.empty(0, dtype=self.id_dtype),
-            batch_size=0,
-            offsets=torch.zeros(1, dtype=self.id_dtype) if has_offsets else None,
-            hotness=self.hotness,
-            weights=None if self.weight_dtype is None else torch.empty(0, dtype=self.weight_dtype),
-        )
         dense = None if self.num_dense is None else torch.empty(0, self.num_dense)
-        batch = Batch(dense, sparse, self.labels)
+        # Mixed ones are taken for the same.
+        batch = Batch(dense, cast("SparseFeatures", self.sparse), self.labels)
         return batch if self.weights is None else WeightedBatch(*batch, self.weights)
 
 
@@ -65,6 +58,17 @@ class OtherLayout(NamedTuple):
 
     kind: str
     """The name of their type."""
+
+
+def _empty_features(features: SparseFeatures) -> SparseFeatures:
+    """Features of the same form without samples."""
+    return dataclasses.replace(
+        features,
+        values=_empty_like(features.values),
+        batch_size=0,
+        offsets=None if features.offsets is None else _empty_like(features.offsets).new_zeros(1),
+        weights=None if features.weights is None else _empty_like(features.weights),
+    )
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -152,10 +156,10 @@ def _agreed_layout(batch: Tree) -> BatchLayout | OtherLayout:
     of_batches = [layout for layout in known if isinstance(layout, BatchLayout)]
     first = of_batches[0]
     for layout in of_batches[1:]:
-        if (layout.keys, layout.num_dense) != (first.keys, first.num_dense):
+        if (layout.sparse.keys, layout.num_dense) != (first.sparse.keys, first.num_dense):
             raise ValueError(
                 "batches must have the same features and dense columns on every rank, got "
-                f"{list(first.keys)} with {first.num_dense} and {list(layout.keys)} with "
-                f"{layout.num_dense}"
+                f"{list(first.sparse.keys)} with {first.num_dense} and "
+                f"{list(layout.sparse.keys)} with {layout.num_dense}"
             )
     return first
