@@ -11,6 +11,7 @@ from tests.zoo.schedule_habits import SCHEDULES
 from tests.zoo.sequence_models import SEQUENCES
 from tests.zoo.state_habits import STATE
 from tests.zoo.task_models import TASKS
+from tests.zoo.value_habits import VALUES
 
 FAMILIES = (
     POOLED,
@@ -24,5 +25,6 @@ FAMILIES = (
     SCHEDULES,
     RANDOM,
     GRADIENTS,
+    VALUES,
 )
 ENTRIES = {entry.name: entry for family in FAMILIES for entry in family.entries}
