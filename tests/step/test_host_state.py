@@ -138,3 +138,30 @@ def test_a_capture_that_succeeds_changes_nothing_back() -> None:
 
     assert failure_on_any_rank(capture, state) is None
     assert model.count == 1
+
+
+def test_what_a_model_changes_is_put_back_also_after_an_error() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+            self.seen, self.generator = [0], random.Random(0)
+
+        def forward(self) -> None:
+            self.get_buffer("count").add_(1)
+            self.seen += [1]
+            self.last = self.generator.random(), random.random(), torch.rand(1)
+            raise ValueError("a model of the caller")
+
+    model = Changing()
+    buffer, numbers = model.get_buffer("count"), (model.generator.getstate(), random.getstate())
+    of_torch = torch.random.get_rng_state()
+    state = HostState(model, torch.device("cpu"))
+    with pytest.raises(ValueError, match="of the caller"), state.unchanged():
+        model()
+    assert model.get_buffer("count") is buffer
+    assert buffer.tolist() == [0, 0]
+    assert model.seen == [0]
+    assert not hasattr(model, "last")
+    assert (model.generator.getstate(), random.getstate()) == numbers
+    assert torch.equal(torch.random.get_rng_state(), of_torch)

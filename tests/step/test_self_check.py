@@ -113,7 +113,9 @@ def test_a_difference_in_one_comparison_alone_ends_nothing() -> None:
     assert (kinds[-1], said) == (True, [])
 
 
-def test_a_difference_in_gradients_is_found() -> None:
+@pytest.mark.parametrize("max_grad_norm", [None, 100.0, 0.01])
+def test_a_difference_in_gradients_is_found(max_grad_norm: float | None) -> None:
+    """Also where they are clipped: the factor is of a part of the gradient alone."""
     factors = itertools.count(1.0)
 
     class Scaled(torch.autograd.Function):
@@ -123,7 +125,7 @@ def test_a_difference_in_gradients_is_found() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * next(factors)
+            return torch.cat([grad[:1] * next(factors), grad[1:]])
 
     class Model(Deep):
         def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
@@ -131,9 +133,21 @@ def test_a_difference_in_gradients_is_found() -> None:
 
     model = Model()
     optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.125)
-    _, _, (said,) = train(model, optimizers=[optimizer], self_check_every=1000)
+    _, _, (said,) = train(
+        model, optimizers=[optimizer], self_check_every=1000, max_grad_norm=max_grad_norm
+    )
     assert "the gradient of dense." in said
     assert "has the norm" in said
+
+
+@pytest.mark.parametrize("max_grad_norm", [100.0, 0.01])
+def test_clipped_gradients_that_equal_stay_captured(max_grad_norm: float) -> None:
+    model = Deep()
+    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.125)
+    kinds, _, said = train(
+        model, optimizers=[optimizer], self_check_every=2, max_grad_norm=max_grad_norm
+    )
+    assert (kinds[-1], said) == (True, [])
 
 
 def test_other_calls_than_in_the_graph_are_a_difference() -> None:

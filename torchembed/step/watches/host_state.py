@@ -70,23 +70,36 @@ class HostState:
         self._drawn.append(next(drawn, ""))
 
     def saved(self) -> Callable[[], None]:
-        """A function that puts everything back to where it is now, and random numbers of the device
-        with it."""
+        """A function that puts everything back to where it is now, and with it random numbers of
+        the device and what buffers hold."""
         generators = self._generators()
         states = [(generator, generator.get()) for generator in generators]
         attributes = [
             _saved_attributes(module) for _, module in watched_modules(self._model, self._loss_fn)
         ]
         restore_random_numbers = saved_random_numbers(self._device)
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
 
+        @torch.no_grad()
         def restore() -> None:
             for generator, state in states:
                 generator.set(state)
             for restore_attributes in attributes:
                 restore_attributes()
             restore_random_numbers()
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
         return restore
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context at whose end everything is put back, as :meth:`saved` does."""
+        restore = self.saved()
+        try:
+            yield
+        finally:
+            restore()
 
     def _generators(self) -> list[_Generator]:
         found = [

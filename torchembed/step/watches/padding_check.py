@@ -23,7 +23,7 @@ from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason
 from torchembed.step.step_optimizers import StepOptimizers
 from torchembed.step.watches.checked_indices import check_indices
-from torchembed.step.watches.self_check import Summary, forward_summary, unchanged
+from torchembed.step.watches.self_check import Summary, forward_summary
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -160,7 +160,7 @@ def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> 
     optimizers.zero_grad()
     error = "another rank's model raises an error"
     found: tuple[Summary, Tensor] | None = None
-    with unchanged(program.model, program.device):
+    with program.host_state.unchanged():
         with _Calls() as calls:
             try:
                 found = forward_summary(program, LookedUpBatch(batch))

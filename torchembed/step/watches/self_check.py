@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.autograd.gradient_slots import GradientSlot, slot_of
 from torchembed.core import ranks
-from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.core.trees import Tree, tensors_in
 from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.optim.clipping import clip_gradients
 from torchembed.step.batches.counted_parts import for_model
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import reusing
@@ -150,15 +150,22 @@ class SelfCheck:
         """
         replay = self._replays[buffer]
         assert replay is not None
-        model, device = self._program.model, self._program.device
-        with unchanged(model, device):
+        program = self._program
+        with program.host_state.unchanged():
             replay()
         # Now, since the graph of forward and that of the step use the same memory.
         numbers, by_graph = self._of_graph[buffer].numbers, self._of_graph[buffer].values()
         self._optimizers.zero_grad()
-        with unchanged(model, device):
-            of_model, model_loss = forward_summary(self._program, look_up())
+        with program.host_state.unchanged():
+            of_model, model_loss = forward_summary(program, look_up())
             model_loss.backward()
+        if program.max_grad_norm is not None:
+            clip_gradients(
+                list(program.model.parameters()),
+                program.max_grad_norm,
+                device=program.device,
+                group=program.group,
+            )
         of_model.add("the loss of the step", model_loss)
         slots = self._filled_slots()
         for name, _, grad in slots:
@@ -197,10 +204,8 @@ class SelfCheck:
 
     def _filled_slots(self) -> list[tuple[str, GradientSlot, Tensor]]:
         """The gradients of backward whose counterparts are still there after a replay: those that
-        torchembed's optimizers keep in flat buffers, and that nothing clips."""
+        torchembed's optimizers keep in flat buffers."""
         found: list[tuple[str, GradientSlot, Tensor]] = []
-        if self._program.max_grad_norm is not None:
-            return found
         for name, parameter in self._program.model.named_parameters():
             slot = slot_of(parameter)
             if slot is not None and parameter.grad is not None:
@@ -305,15 +310,3 @@ def _called_from_python(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             compiled.append(f"{name}." if name else "")
         elif not isinstance(module, torch.jit.ScriptModule):
             yield name, module
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context that leaves the buffers of ``model`` and torch's random numbers as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    restore_random_numbers = saved_random_numbers(device)
-    yield
-    restore_random_numbers()
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)

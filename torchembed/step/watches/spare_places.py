@@ -106,7 +106,7 @@ def difference_of_spare_places(
     Raises:
         Exception: what the model raises for ``batch`` as it was read.
     """
-    restore = _saved(program)
+    restore = program.host_state.saved()
     try:
         with _poisoned_memory():
             plain, loss = _forward(program, LookedUpBatch(batch))
@@ -166,20 +166,6 @@ def _difference(plain: _Computed, padded: _Computed) -> str | None:
         if number.shape != other.shape:  # has spare places itself
             by_padded[place] = by_plain[place]
     return first_difference(numbers, by_padded, by_plain, _WAYS)
-
-
-def _saved(program: StepProgram) -> Callable[[], None]:
-    """A function that puts back what forward changes of the model and of random generators."""
-    restore_host = program.host_state.saved()
-    buffers = [(buffer, buffer.clone()) for buffer in program.model.buffers()]
-
-    def restore() -> None:
-        restore_host()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-    return restore
 
 
 @contextlib.contextmanager
