@@ -23,7 +23,9 @@ from torchembed.training import TrainPipeline
 
 NUM_MODULES, NUM_SAMPLES, NUM_ROWS, DIM, NUM_STEPS = 20, 6, 11, 4, 9
 Batch = dict[str, Any]
-ONE_LOOKUP = {"linearize_ids": 1, "pooled_lookup_forward": 1, "find_runs": 1, "rowwise_update": 1}
+ONE_LOOKUP = dict.fromkeys(
+    ("linearize_ids", "locate_bad_id", "pooled_lookup_forward", "find_runs", "rowwise_update"), 1
+)
 
 
 class Counted(TorchDispatchMode):
