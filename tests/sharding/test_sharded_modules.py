@@ -367,6 +367,25 @@ def test_rows_are_those_of_the_first_rank_of_what_is_loaded_or_of_the_seed() -> 
         assert_whole(found, expected)
 
 
+def rounded_on_rank() -> Any:
+    """The weight of a module of 16-bit rows that every rank holds, after steps that round
+    stochastically; each rank has drawn a seed of its own."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(torchembed.EmbeddingBag(9, DIM, mode="sum", dtype=torch.bfloat16))
+    torchembed.shard_embeddings(model, made_mesh("cpu", 1), {"0": "data_parallel"})
+    optimizer = torchembed.optim.SGD(model.parameters(), lr=0.001)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(torch.arange(9).view(3, 3)).float().square().sum().backward()
+        optimizer.step()
+    return next(model.parameters()).detach().float().numpy()
+
+
+def test_replicas_round_alike_whatever_their_seeds() -> None:
+    first, second = run_on_ranks(len(RANKS), rounded_on_rank)
+    np.testing.assert_array_equal(first, second)
+
+
 def saved_on_rank(folder: str) -> None:
     model = Model(each, mode="sum")
     torchembed.shard_embeddings(model, made_mesh("cpu", 1), PLACEMENTS)

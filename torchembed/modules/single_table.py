@@ -1,5 +1,6 @@
 """The base of ``EmbeddingBag`` and ``Embedding``: one table, under the parameter ``weight``."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -116,6 +117,16 @@ class SingleTable(ModuleOfOneTable):
         """Set the padding row to zeros, as torch does."""
         if self.padding_idx is not None and not self.weight.is_meta:
             self.weight.data[self.padding_idx].zero_()
+
+    def reseed(self, seed: int) -> None:
+        """Let initial rows from now on, and the rounding of rows, follow from ``seed``."""
+        table = self._table
+        if seed == table.spec.seed:
+            return
+        table.spec = dataclasses.replace(table.spec, seed=seed)
+        for group in (table.group, table.group.joined):
+            if group is not None:
+                group.make_index()
 
     def reset_parameters(self) -> None:
         """Give every row its initial value again: standard normal, zeros for the padding row."""

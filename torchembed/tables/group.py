@@ -190,12 +190,16 @@ class TableGroup:
         self.pending = PendingGradients(self)
         self.num_awaited = 0
         self.joined: JoinedGroup | None = None
+        self.make_index()
+        self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
+        """``[0]``; requires a gradient, so that programs of ``torch.compile`` have a backward."""
+
+    def make_index(self) -> None:
+        """Make the index anew from the specs of the tables, without any contents."""
         indexed = [
             IndexedTable(t.spec.key, t.first_row, t.num_rows, t.first_column) for t in self.tables
         ]
-        self._set_index(self.tables[0].spec.index(indexed, weight.device))
-        self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
-        """``[0]``; requires a gradient, so that programs of ``torch.compile`` have a backward."""
+        self._set_index(self.tables[0].spec.index(indexed, self.weight.device))
 
     def _set_index(self, index: RowIndex) -> None:
         self.index = index

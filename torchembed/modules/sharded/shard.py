@@ -1,6 +1,5 @@
 """``shard_embeddings``: spreads a model's tables over ranks, in place."""
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Literal
@@ -168,9 +167,22 @@ def shard_embeddings(
                 for table in collection.table_set.tables
             ]
             _replace(model, collection, _sharded(collection, plans, ranks, device))
+    _agree_on_seeds(model, ranks)
     _shard_singles(model, singles, checked, ranks, device)
     _train_data_parallel(model, ranks)
     return model
+
+
+def _agree_on_seeds(model: nn.Module, ranks: TableRanks) -> None:
+    """Give modules of one table the seeds that they have on the first rank, or those that every
+    rank holds would round differently."""
+    modules = [module for module in model.modules() if isinstance(module, SingleTable)]
+    if modules:
+        seeds = [module.table_set.tables[0].spec.seed for module in modules]
+        first = dist.get_global_rank(ranks.group, 0)
+        dist.broadcast_object_list(seeds, src=first, group=ranks.group)
+        for module, seed in zip(modules, seeds, strict=True):
+            module.reseed(seed)
 
 
 def _shard_singles(
@@ -181,22 +193,16 @@ def _shard_singles(
     device: torch.device,
 ) -> None:
     """Replace the modules of one table, by name, whose tables ``plan`` shards."""
-    sharded = {
-        name: module
-        for name, module in singles.items()
-        if plan.table(name).placement is not Placement.DATA_PARALLEL
-    }
-    if not sharded:
-        return
-    # Ranks may have drawn their own seeds and rows: the first rank's count, as in DDP.
-    seeds = [module.table_set.tables[0].spec.seed for module in sharded.values()]
     first = dist.get_global_rank(ranks.group, 0)
-    dist.broadcast_object_list(seeds, src=first, group=ranks.group)
-    for (name, module), seed in zip(sharded.items(), seeds, strict=True):
+    for name, module in singles.items():
+        of_module = plan.table(name)
+        if of_module.placement is Placement.DATA_PARALLEL:
+            continue
         if not module.weight.is_meta:
+            # Ranks may have drawn their own rows: the first rank's count, as in DDP.
             dist.broadcast(module.weight.data, src=first, group=ranks.group)
-        spec = dataclasses.replace(single_spec(module), seed=seed)
-        made = ShardedSingleTable.of(module, name, spec, plan.table(name), ranks, device)
+        spec = single_spec(module)
+        made = ShardedSingleTable.of(module, name, spec, of_module, ranks, device)
         _replace(model, module, made)
 
 
