@@ -4,6 +4,7 @@ or not in such steps, and are told why."""
 import dataclasses
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,24 @@ def test_padded_steps_equal_the_loop_by_hand(model_class: type[Model], kind: str
     losses, kinds = by_pipeline(model, batches, kind)
     assert losses == expected
     assert kinds[-3:] == ["padded"] * 3
+    assert_same_state(model, state_of(plain))
+
+
+class ReadsLengths(SegmentMeans):
+    """Weights samples by the numbers of their ids, which the batch has."""
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        lengths = batch["jagged"].lengths().sum(0).float()
+        return super().forward(batch) * (1 + lengths.mean() / 8)
+
+
+def test_lengths_of_a_batch_may_be_read() -> None:
+    batches = [make_batch(seed) for seed in range(8)]
+    plain, model = ReadsLengths(), ReadsLengths()
+    expected = by_hand(plain, batches)
+    losses, kinds = by_pipeline(model, batches)
+    assert losses == expected
+    assert kinds[-1] == "padded"
     assert_same_state(model, state_of(plain))
 
 

@@ -90,10 +90,35 @@ def with_capacity(batch: Tree, num_ids: int) -> Tree:
     return map_leaves(with_room_for_ids, batch, is_features)
 
 
-def without_ids(batch: Tree) -> Tree:
-    """``batch`` with its sparse features on the meta device, where they have shapes alone."""
-    meta = torch.device("meta")
-    return map_leaves(lambda features: features.to(meta), batch, is_features)
+def without_ids(batch: Tree, buffer: Tree) -> Tree:
+    """``batch`` in new memory like that of ``buffer``, which may hold more ids, but for ids and
+    their weights: these are on the meta device, where they have shapes alone. A
+    ``KeyedJaggedTensor`` is there as a whole."""
+    features_of_buffer, dense = iter(sparse_features(buffer)), iter(dense_tensors(buffer))
+
+    def bare(features: Features) -> Features:
+        like, found = next(features_of_buffer), features.to(torch.device("meta"))
+        if not isinstance(found, SparseFeatures) or found.offsets is None:
+            return found
+        assert isinstance(like, SparseFeatures)
+        assert like.offsets is not None
+        return dataclasses.replace(found, offsets=torch.empty_like(like.offsets))
+
+    return map_parts(bare, lambda _: torch.empty_like(next(dense)), batch)
+
+
+def tensors_without_ids(batch: Tree, bare: Tree) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of a ``batch`` in its buffer, and those of ``bare``, as :func:`without_ids` gives
+    it, that hold the same."""
+    sources, targets = dense_tensors(batch), dense_tensors(bare)
+    pairs = zip(sparse_features(batch), sparse_features(bare), strict=True)
+    for features, of_bare in pairs:
+        if isinstance(of_bare, SparseFeatures) and of_bare.offsets is not None:
+            assert isinstance(features, SparseFeatures)
+            assert features.offsets is not None
+            sources.append(features.offsets)
+            targets.append(of_bare.offsets)
+    return sources, targets
 
 
 def num_ids_in(batch: Tree) -> int:

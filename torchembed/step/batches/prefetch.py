@@ -12,9 +12,8 @@ from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.staged_collection import Admitted, Routed
 from torchembed.step.bad_id_flag import BadIdFlag, either, reduce_checks
 from torchembed.step.batches.batch_layout import (
-    dense_tensors,
+    tensors_without_ids,
     with_capacity,
-    with_dense_tensors,
     without_ids,
 )
 from torchembed.step.batches.bucketized_buffers import BucketizedBuffers, Capacity
@@ -68,11 +67,7 @@ class Prefetch:
             assert calls is not None
             numbers = torch.tensor(capacity.numbers, dtype=torch.int64)
             self._numbers = numbers.to(program.device)
-            bare = without_ids(example)
-            self.batches = [
-                with_dense_tensors(bare, map(torch.empty_like, dense_tensors(batch)))
-                for batch in self.buffers.batches
-            ]
+            self.batches = [without_ids(example, batch) for batch in self.buffers.batches]
             self.bucketized = BucketizedBuffers(
                 self.buffers, calls, program.device, len(capacity.numbers)
             )
@@ -115,7 +110,7 @@ class Prefetch:
             return  # nothing has been copied there yet, on any rank
         source, batch = self.buffers.batches[buffer], self.batches[buffer]
         if self.bucketized is not None:
-            source, batch = dense_tensors(source), dense_tensors(batch)
+            source, batch = tensors_without_ids(source, batch)
         _copy_tree(source, batch)
         if not self.calls:
             return

@@ -51,9 +51,10 @@ class _Prefetched:
 class PaddedEngine:
     """Static steps on batches that differ in the lengths of bags.
 
-    The model is given its sparse features on the meta device, so that one that computes with ids
-    itself, of which there are spare ones, fails instead. Where it looks up a vector for each id,
-    zeros are behind the vectors of a feature's bags, and it is compared with itself without these.
+    The model is given its ids on the meta device, so that one that computes with them, of which
+    there are spare ones, fails instead; offsets of ``SparseFeatures`` are the batch's. Where it
+    looks up a vector for each id, zeros are behind the vectors of a feature's bags, and it is
+    compared with itself without these.
 
     Args:
         program: what a step does.
