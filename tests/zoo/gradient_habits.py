@@ -249,6 +249,37 @@ def grad_scaler(sizes: Sizes) -> Case:
     )
 
 
+@GRADIENTS.habit("fp16 autocast with a GradScaler")
+def half_autocast(sizes: Sizes) -> Case:
+    case = grad_scaler(sizes)
+    case.autocast = torch.float16
+    return case
+
+
+@GRADIENTS.habit("generator and discriminator in turns by a flag")
+def players(sizes: Sizes) -> Case:
+    class Players(Ranker):
+        def __init__(self, sizes: Sizes) -> None:
+            super().__init__(sizes)
+            self.critic = nn.Linear(1, 1)
+            self.is_critics_turn = False
+
+        def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+            made = super().forward(dense, sparse)
+            if self.is_critics_turn:
+                return self.critic(made.detach())
+            return -self.critic(made) + 0.0 * made
+
+    model = Players(sizes)
+    case = with_adam(model)
+
+    def before_step(number: int) -> None:
+        model.is_critics_turn = number % 2 == 1
+
+    case.before_step = before_step
+    return case
+
+
 @GRADIENTS.habit("bf16 autocast")
 def autocast(sizes: Sizes) -> Case:
     model = Ranker(sizes)
