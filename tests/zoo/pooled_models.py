@@ -416,6 +416,31 @@ class SeparateModules(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, batch["label"])
 
 
+@POOLED.model("separate modules of several modes", tuples_of_ids, computes_loss=True)
+class SeveralModes(nn.Module):
+    """Sums, means and maxima of bags, with and without padding, and single vectors."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        shape, device = (sizes.num_rows, sizes.dim), sizes.device
+        self.bags = nn.ModuleList(
+            torchembed.EmbeddingBag(
+                *shape, mode=mode, padding_idx=padding, device=device, seed=number
+            )
+            for number, (mode, padding) in enumerate(
+                itertools.product(["sum", "mean", "max"], [None, 3])
+            )
+        )
+        self.users = torchembed.Embedding(*shape, padding_idx=0, device=device, seed=6)
+        self.out = layers(7 * sizes.dim + sizes.num_dense, sizes.hidden, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        pair, user = batch["ids"][:2].T, batch["ids"][2]
+        found = [bag(pair) for bag in self.bags]
+        flat = torch.cat([*found, self.users(user), batch["dense"]], dim=1)
+        return F.binary_cross_entropy_with_logits(self.out(flat)[:, 0], batch["label"])
+
+
 @POOLED.model("DLRM of one collection")
 class OneCollection(Pooled):
     """The same model with one collection for all features."""
