@@ -110,6 +110,31 @@ def norms_of_gradients(sizes: Sizes) -> Case:
     )
 
 
+@VALUES.habit("gradients that vectors retain")
+def retained_gradients(sizes: Sizes) -> Case:
+    class Retains(Ranker):
+        kept: Tensor
+
+        def features(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+            self.kept = super().features(dense, sparse)
+            self.kept.retain_grad()
+            return self.kept
+
+    model, norms = Retains(sizes), list[Tensor]()
+
+    def after_step(number: int, loss: Tensor) -> None:
+        del number, loss
+        assert model.kept.grad is not None
+        norms.append(model.kept.grad.norm())
+
+    return Case(
+        model=model,
+        optimizers=[adagrad(model)],
+        after_step=after_step,
+        kept=lambda: {f"norm {number}": norm for number, norm in enumerate(norms)},
+    )
+
+
 @VALUES.habit("weights averaged by a list of tensors")
 def averaged_by_lists(sizes: Sizes) -> Case:
     case = with_adam(Ranker(sizes))

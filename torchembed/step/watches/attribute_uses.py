@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.trees import Tree, layout_of, map_tensors
+from torchembed.core.trees import Tree, layout_of, map_tensors, tensors_in
 from torchembed.step.stages import Reason
 from torchembed.step.watches.watched_values import OF_EVERY_MODULE, NotCapturable, WatchedValues
 
@@ -126,6 +126,9 @@ class AttributeUses:
                 value = holder[name]
                 if layout_of(value) is None:
                     what = "forward sets it, which no graph does; set tensors or numbers"
+                    raise NotCapturable(Reason(what, f"{name} of {where}"))
+                if any(tensor.retains_grad for tensor in tensors_in(value)):
+                    what = "forward has it retain its gradient, which no graph leaves there"
                     raise NotCapturable(Reason(what, f"{name} of {where}"))
                 left.append(LeftAttribute(holder, name, map_tensors(Tensor.detach, value)))
         return left
