@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_WAITING = {"aten::_coalesce", "aten::is_nonzero"}
+_WAITING = {"aten::_coalesce", "aten::is_nonzero", "aten::masked_scatter_backward"}
 """Operations without these tags that make the host wait for a GPU as well."""
 _MASKABLE = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"}
 """Operations that count the True elements of a mask among their indices, and only then wait."""

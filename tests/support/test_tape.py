@@ -135,6 +135,9 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "a branch": lambda vectors: vectors if vectors.sum() > 0 else -vectors,
     "nonzero": lambda vectors: vectors + vectors.detach().nonzero().shape[0],
     "a mask": lambda vectors: vectors + vectors.detach()[vectors > 0].sum(),
+    "a masked scatter's backward": lambda vectors: torch.zeros_like(vectors).masked_scatter(
+        torch.ones_like(vectors, dtype=torch.bool), vectors
+    ),
     "tolist": lambda vectors: vectors * vectors.detach()[0].tolist()[0],
     "numpy": lambda vectors: vectors * float(vectors.detach().numpy().max()),
     "host memory": lambda vectors: vectors + torch.tensor([1.0] * 8),
