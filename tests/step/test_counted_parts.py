@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import torchembed
 from tests.support.histories import by_hand
@@ -211,10 +212,11 @@ class OfTables(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, batch["label"])
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_lists_of_ids_of_several_tables_are_captured(dtype: torch.dtype) -> None:
+def bags_of_tables(
+    count: int, dtype: torch.dtype = torch.int64, first_seed: int = 0
+) -> list[Batch]:
     batches = []
-    for seed in range(16):
+    for seed in range(first_seed, first_seed + count):
         of_tables = [bags(1, first_seed=3 * seed + number)[0] for number in range(3)]
         batches.append(
             {
@@ -223,7 +225,12 @@ def test_lists_of_ids_of_several_tables_are_captured(dtype: torch.dtype) -> None
                 "label": of_tables[0]["label"],
             }
         )
-    kinds = kinds_as_by_hand(batches, OfTables)
+    return batches
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_lists_of_ids_of_several_tables_are_captured(dtype: torch.dtype) -> None:
+    kinds = kinds_as_by_hand(bags_of_tables(16, dtype), OfTables)
     assert [kind.form for kind in kinds[-4:]] == ["padded"] * 4
 
 
@@ -313,29 +320,47 @@ def test_counted_tensors_may_be_read_by_lookups_alone(use: Callable[[Tensor], ob
     assert (ids.device, ids.dtype, ids.dim()) == (torch.device("cpu"), torch.int64, 1)
 
 
-def trained_on_ranks(is_sharded: bool) -> tuple[list[str], bool]:
+def states_on_ranks(
+    model: nn.Module, batches: list[Batch], *, capture: bool
+) -> tuple[list[float], list[Any], list[str]]:
+    """Losses, this rank's part of the state, and the forms of steps."""
+    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
+    with TrainPipeline(model, None, optimizer, capture=capture) as pipeline:
+        iterator, losses, forms = iter(batches), [], []
+        for _ in batches:
+            result = pipeline.progress(iterator)
+            losses.append(result.loss.item())
+            forms.append(str(result.kind.form))
+    held = [t.to_local() if isinstance(t, DTensor) else t for t in model.state_dict().values()]
+    return losses, [tensor.tolist() for tensor in held], forms
+
+
+def trained_on_ranks() -> list[tuple[list[str], bool]]:
     """The forms of steps on batches of other lengths on each rank, and whether they equal eager
-    steps; the module whole on each rank, or sharded."""
-    results = []
-    for capture in (False, True):
-        model = OfBags(mode="sum")
-        if is_sharded:
-            torchembed.shard_embeddings(model, init_device_mesh("cpu", (2,)))
-        optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
-        with TrainPipeline(model, None, optimizer, capture=capture) as pipeline:
-            batches = bags(20, first_seed=100 * dist.get_rank())
-            iterator, losses, forms = iter(batches), [], []
-            for _ in batches:
-                result = pipeline.progress(iterator)
-                losses.append(result.loss.item())
-                forms.append(str(result.kind.form))
-        results.append((losses, forms))
-    return results[1][1], results[0][0] == results[1][0]
+    steps: of a module that is whole on each rank, and of sharded ones."""
+    seed, found = 100 * dist.get_rank(), []
+    weighted = {"is_weighted": True, "mode": "sum"}
+    cases: list[tuple[Callable[[], nn.Module], bool, list[Batch]]] = [
+        (OfBags, False, bags(20, first_seed=seed)),
+        (OfBags, True, bags(20, first_seed=seed)),
+        (lambda: OfBags(**weighted), True, bags(20, first_seed=seed, is_weighted=True)),
+        (OfTables, True, bags_of_tables(20, first_seed=seed)),
+    ]
+    for make, is_sharded, batches in cases:
+        results = []
+        for capture in (False, True):
+            model = make()
+            if is_sharded:
+                torchembed.shard_embeddings(model, init_device_mesh("cpu", (2,)))
+            results.append(states_on_ranks(model, batches, capture=capture))
+        eager, captured = results
+        found.append((captured[2], captured[:2] == eager[:2]))
+    return found
 
 
-@pytest.mark.parametrize(("is_sharded", "form"), [(False, "padded"), (True, "eager")])
-def test_ranks_have_spare_ids_alike(is_sharded: bool, form: str) -> None:
-    (forms, is_equal), other = run_on_ranks(2, trained_on_ranks, is_sharded)
-    assert other == (forms, is_equal)
-    assert is_equal
-    assert forms[-3:] == [form] * 3
+def test_ranks_have_spare_ids_alike() -> None:
+    for first, second in zip(*run_on_ranks(2, trained_on_ranks), strict=True):
+        assert first == second
+        forms, is_equal = first
+        assert is_equal
+        assert forms[-3:] == ["padded"] * 3

@@ -11,23 +11,14 @@ from torchembed.modules.calls_ahead import CallArguments
 
 
 def bags_as_feature(
-    arguments: CallArguments,
-    mode: str,
-    include_last_offset: bool,
-    count: Tensor | None = None,
+    arguments: CallArguments, mode: str, include_last_offset: bool
 ) -> SparseFeatures:
     """The checked ``arguments`` of a bag's ``forward``, as one feature.
-
-    Args:
-        arguments: of the call.
-        mode, include_last_offset: of the module.
-        count: int64 ``[1]``, where the last bag ends without ``include_last_offset``; the number of
-            ids by default.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit together, or the module's settings.
     """
-    ids, offsets, per_sample_weights = arguments
+    ids, offsets, per_sample_weights, count = arguments
     checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
     if per_sample_weights is not None:
         if mode != "sum":

@@ -16,6 +16,8 @@ class CallArguments(NamedTuple):
     input: Tensor
     offsets: Tensor | None = None
     per_sample_weights: Tensor | None = None
+    count: Tensor | None = None
+    """int64 ``[1]``: the number of ids, where spare ones are behind them; None where all count."""
 
 
 class CallHandler(Protocol):
@@ -129,6 +131,7 @@ class CallPlaces(NamedTuple):
     input: TensorPlace
     offsets: TensorPlace | None
     per_sample_weights: TensorPlace | None
+    count: TensorPlace | None
 
 
 def places_of(arguments: CallArguments, known: KnownTensors) -> CallPlaces | None:

@@ -139,8 +139,9 @@ class EmbeddingBag(SingleTable):
         self, ids: CountedTensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
         """``forward`` of ids with spare ones behind them, which are looked up nowhere."""
-        arguments = CallArguments(ids.elements, offsets, elements_of(per_sample_weights))
-        features = bags_as_feature(arguments, self.mode, self.include_last_offset, ids.count)
+        weights = elements_of(per_sample_weights)
+        arguments = CallArguments(ids.elements, offsets, weights, ids.count)
+        features = bags_as_feature(arguments, self.mode, self.include_last_offset)
         return self._result(features, is_trained=self.training, count=ids.count)
 
     def lookup(
@@ -161,7 +162,7 @@ class EmbeddingBag(SingleTable):
         return self._stateless(self._bags(input, offsets, per_sample_weights))
 
     def joined_slot(self, arguments: CallArguments) -> tuple[LookupKind, JoinedSlot] | None:
-        ids, offsets, _ = arguments
+        ids, offsets, *_ = arguments
         # Ids behind the last bag would come before the next call's.
         if offsets is not None and (self.include_last_offset or ids.dim() != 1):
             return None

@@ -92,6 +92,10 @@ class JoinedCall:
         of_weights = [call.places.per_sample_weights for call in self._calls]
         weighted = [place for place in of_weights if place is not None]
         weights = self._gathered("weights", tensors, weighted) if weighted else None
+        counts = [call.places.count for call in self._calls]
+        counted = [place.of(tensors) for place in counts if place is not None]
+        if counted:
+            return self._counted(tensors, torch.cat(counted), num_ids, values, weights)
         features = SparseFeatures(
             keys=tuple(map(str, range(len(num_ids)))),
             values=values,
@@ -100,6 +104,39 @@ class JoinedCall:
             weights=weights,
         )
         return JoinedIds(features, self._offsets(tensors, num_ids))
+
+    def _counted(
+        self,
+        tensors: Sequence[Tensor],
+        counts: Tensor,
+        num_ids: Sequence[int],
+        values: Tensor,
+        weights: Tensor | None,
+    ) -> JoinedIds:
+        """The ids of all calls where only the first ``counts`` of each are the batch's: these come
+        first, and all spare ones behind the last bag."""
+        ends = counts.cumsum(0)
+        begins = torch.cat([ends - counts, ends[-1:]])
+
+        def firsts() -> Tensor:
+            sizes = [counts.new_full((1,), size) for size in (0, *num_ids[:-1])]
+            return torch.cat(sizes).cumsum(0)
+
+        is_cuda = counts.is_cuda
+        positions = torch.arange(values.numel(), device=values.device)
+        of_call = torch.searchsorted(ends, positions, right=True).clamp_max(len(num_ids) - 1)
+        shift = self._constant("firsts", firsts, is_cuda=is_cuda) - begins[:-1]
+        sources = (positions + shift[of_call]).clamp_max(values.numel() - 1)
+        features = SparseFeatures(
+            keys=tuple(map(str, range(len(num_ids)))),
+            values=values[sources],
+            batch_size=1,
+            hotness=tuple(num_ids),
+            weights=None if weights is None else weights[sources],
+        )
+        given = [p.of(tensors) for call in self._calls if (p := call.places.offsets) is not None]
+        shifted = [o + begin.to(o.dtype) for o, begin in zip(given, begins, strict=False)]
+        return JoinedIds(features, torch.cat([*shifted, begins[-1:].to(given[0].dtype)]))
 
     def _gathered(
         self, name: str, tensors: Sequence[Tensor], places: Sequence[TensorPlace]

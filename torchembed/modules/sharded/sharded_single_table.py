@@ -10,6 +10,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
 from torchembed.modules.call_features import bags_as_feature, ids_as_feature, looked_up_ids
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
+from torchembed.modules.counted_tensor import CountedTensor, elements_of
 from torchembed.modules.embedding import EmbeddingBag
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.sharded.joined_exchange import ExchangeKind, ExchangeSlot
@@ -249,7 +250,7 @@ class ShardedEmbeddingBag(ShardedSingleTable):
         self.mode, self.include_last_offset = source.mode, source.include_last_offset
 
     def joined_slot(self, arguments: CallArguments) -> tuple[ExchangeKind, ExchangeSlot] | None:
-        ids, offsets, weights = arguments
+        ids, offsets, weights, _ = arguments
         if (offsets is None) is not (ids.dim() == 2) or self.include_last_offset:
             return None
         num_bags, hotness = len(ids if offsets is None else offsets), None
@@ -274,6 +275,9 @@ class ShardedEmbeddingBag(ShardedSingleTable):
             ``[B, D]``, dtype of ``weight``.
         """
         arguments = CallArguments(input, offsets, per_sample_weights)
+        if isinstance(input, CountedTensor) and self.mode != "max":
+            weights = elements_of(per_sample_weights)
+            arguments = CallArguments(input.elements, offsets, weights, input.count)
         features = bags_as_feature(arguments, self.mode, self.include_last_offset)
         if self.mode != "max":
             return self._vectors(arguments, features)

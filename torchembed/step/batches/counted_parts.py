@@ -15,6 +15,7 @@ from torchembed.core.trees import Tree, map_leaves, nodes_by_path, tensors_in
 from torchembed.modules.calls_ahead import CallArguments, KnownTensors
 from torchembed.modules.counted_tensor import CountedTensor
 from torchembed.modules.embedding import EmbeddingBag
+from torchembed.modules.sharded.sharded_single_table import ShardedEmbeddingBag
 from torchembed.step.batches.batch_layout import is_part, sparse_features
 
 _HEADROOM = 1.25
@@ -167,13 +168,18 @@ class CountedParts:
         read: dict[int, Tensor] = {}
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
             names = dict(zip(CallArguments._fields, args, strict=False)) | kwargs
             ids, offsets = names.get("input"), names.get("offsets")
             weights = names.get("per_sample_weights")
             given = [tensor for tensor in (ids, weights) if tensor is not None]
             if offsets is None or any(type(t) is not Tensor or t.dim() != 1 for t in given):
                 return
+            if isinstance(module, ShardedEmbeddingBag) and (
+                module.mode == "max"
+                or module.include_last_offset
+                or known.place_of(offsets) is None
+            ):
+                return  # its ids are exchanged in forward, which no graph holds where sizes vary
             places = [known.place_of(tensor) for tensor in given]
             wholes = [
                 tensors[place.number]
@@ -183,7 +189,7 @@ class CountedParts:
             if len(wholes) == len(given):
                 read.update((id(whole), whole) for whole in wholes)
 
-        bags = [module for module in modules if isinstance(module, EmbeddingBag)]
+        bags = [m for m in modules if isinstance(m, (EmbeddingBag, ShardedEmbeddingBag))]
         hooks = [bag.register_forward_pre_hook(note, with_kwargs=True) for bag in bags]
         try:
             yield
