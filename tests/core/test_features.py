@@ -33,6 +33,15 @@ def test_holds_jagged_and_fixed_bags() -> None:
     jagged(batch_size=0, offsets=torch.zeros(1, dtype=torch.int32), values=VALUES[:0])
 
 
+def test_moves_keep_what_has_been_checked() -> None:
+    features = jagged(weights=torch.ones(6))
+    assert features.to("cpu") is features
+    meta = features.to("meta")
+    assert all(t is not None and t.is_meta for t in (meta.values, meta.offsets, meta.weights))
+    assert (meta.keys, meta.batch_size, meta.hotness) == (features.keys, 3, None)
+    assert not features.values.is_meta
+
+
 def test_takes_lists_for_tuples() -> None:
     features = jagged(keys=["user", "genre"], offsets=None, hotness=[1, 1])
     assert features.keys == ("user", "genre")

@@ -228,3 +228,15 @@ def test_tuples_and_lists_of_other_classes_stay_of_theirs() -> None:
     mapped = map_tensors(Tensor.neg, numbered)
     assert (type(mapped), mapped.number, mapped[0].tolist()) == (Numbered, 5, [-1])
     assert numbered[0].tolist() == [1]
+
+
+def test_what_cannot_be_changed_is_kept_where_nothing_changes() -> None:
+    record = Record(names=("a",), value=torch.zeros(1))
+    pair = Pair(record, (torch.ones(1), "name"))
+    assert map_tensors(lambda tensor: tensor, pair) is pair
+    other = map_tensors(lambda tensor: tensor + 1, pair)
+    assert other is not pair and other.first is not record
+    lists = Pair([record], {"a": record})
+    found = map_tensors(lambda tensor: tensor, lists)
+    assert found.first is not lists.first and found.second is not lists.second
+    assert found.first[0] is record

@@ -6,6 +6,7 @@ methods, without importing TorchRec.
 """
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeAlias, cast
@@ -157,12 +158,17 @@ class SparseFeatures:
         return counts.unsqueeze(1).expand(shape)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "SparseFeatures":
-        return dataclasses.replace(
-            self,
-            values=function(self.values),
-            offsets=None if self.offsets is None else function(self.offsets),
-            weights=None if self.weights is None else function(self.weights),
-        )
+        """The batch with ``function(tensor)`` for each tensor, of the same shape and dtype; itself
+        where these are the same."""
+        before = self.values, self.offsets, self.weights
+        after = [None if tensor is None else function(tensor) for tensor in before]
+        if all(map(operator.is_, before, after)):
+            return self
+        # Not dataclasses.replace: what has been checked is not checked again, at each step.
+        other = object.__new__(type(self))
+        names = ("values", "offsets", "weights")
+        vars(other).update(vars(self), **dict(zip(names, after, strict=True)))
+        return other
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SparseFeatures":
         """The same batch on ``device``."""

@@ -9,6 +9,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -56,6 +57,13 @@ def _has_attributes(kind: type) -> bool:
     method ``to``. Libraries' keep in theirs what they have computed, too."""
     has_to = callable(getattr(kind, "to", None))
     return has_to and kind.__dictoffset__ != 0 and not _is_of_library(kind)
+
+
+@functools.cache
+def _is_frozen(kind: type) -> bool:
+    """True for dataclasses whose fields cannot be set."""
+    is_dataclass = _field_names(kind) is not None
+    return is_dataclass and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def _parts_of(tree: Tree, *, init_only: bool = True) -> Mapping[Any, Tree] | None:
@@ -127,6 +135,9 @@ def map_leaves(
 ) -> Tree:
     """``tree`` with ``function(leaf)`` in place of each leaf, for which it is called in order.
 
+    Lists, mappings and what else can be changed are new ones; tuples and frozen dataclasses whose
+    parts all stay the same are kept.
+
     Args:
         function: may return anything.
         tree: as :data:`Tree` says; an object of a class of the user's own is copied without a call
@@ -142,6 +153,8 @@ def map_leaves(
         parts = [map_leaves(function, part, is_leaf) for part in tree]
         kind = type(tree)
         if isinstance(tree, tuple):
+            if all(map(operator.is_, parts, tree)):
+                return tree
             make = getattr(kind, "_make", kind)  # of named tuples, whatever their constructor takes
             return make(parts)
         if kind is list:
@@ -158,6 +171,8 @@ def map_leaves(
     if found is None:
         return tree
     mapped = {key: map_leaves(function, part, is_leaf) for key, part in found.items()}
+    if _is_frozen(kind) and all(mapped[key] is part for key, part in found.items()):
+        return tree
     return _with_parts(tree, mapped)
 
 

@@ -27,11 +27,18 @@ class IdCheck(NamedTuple):
     """Makes the error's message from the numbers in ``found``."""
 
 
+IdChecks = Callable[[], contextlib.AbstractContextManager[list[IdCheck]]]
+""":func:`deferred_id_checks`, or another function that makes such contexts."""
+
+
 class _Collected(threading.local):
     """Lists that collect this thread's checks, the innermost last."""
 
     def __init__(self) -> None:
-        self.lists: list[list[IdCheck]] = []
+        self.lists: list[list[IdCheck] | None] = []
+        """None in place of a list for checks that raise at once."""
+        self.consequence = ""
+        """The end of the message of errors that are raised at once."""
 
 
 _collected = _Collected()
@@ -48,6 +55,28 @@ def deferred_id_checks() -> Iterator[list[IdCheck]]:
     try:
         yield checks
     finally:
+        _collected.lists.pop()
+
+
+class ChecksAtOnce(contextlib.AbstractContextManager[list[IdCheck]]):
+    """A context in which lookups on a CPU raise for a bad id as they do outside of any, and give an
+    empty list; for one thread, and not within itself.
+
+    Args:
+        consequence: a sentence for the end of the message.
+    """
+
+    def __init__(self, consequence: str) -> None:
+        self._consequence, self._before = f". {consequence}", ""
+
+    def __enter__(self) -> list[IdCheck]:
+        self._before = _collected.consequence
+        _collected.lists.append(None)
+        _collected.consequence = self._consequence
+        return []
+
+    def __exit__(self, *error: object) -> None:
+        _collected.consequence = self._before
         _collected.lists.pop()
 
 
@@ -122,15 +151,15 @@ class BadIdReport:
         # Tracing has no ids yet.
         if is_stand_in(first_bad):
             return
-        if _collected.lists:
-            _collected.lists[-1].append(
-                IdCheck(_found(values, first_bad, bounds), values.numel(), describe)
-            )
+        collected = _collected.lists[-1] if _collected.lists else None
+        if collected is not None:
+            collected.append(IdCheck(_found(values, first_bad, bounds), values.numel(), describe))
             return
         if not values.is_cuda:
             position = int(first_bad)
             if position < values.numel():
-                raise IndexError(describe(*_found(values, first_bad, bounds).tolist()))
+                message = describe(*_found(values, first_bad, bounds).tolist())
+                raise IndexError(f"{message}{_collected.consequence}")
             return
         # Batches that are written already are reported now: to wait for this one would block the
         # host.

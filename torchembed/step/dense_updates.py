@@ -15,6 +15,7 @@ from torchembed.optim import DenseOptimizer
 from torchembed.step.step_optimizers import skipping, update
 from torchembed.step.streams import event_on, fork_and_join, join, wait_for
 
+_NOTHING = contextlib.nullcontext()
 _MIN_ELEMENTS = 1 << 16
 """The least size of a weight that is worth an update kernel of its own."""
 
@@ -45,7 +46,7 @@ class PlainUpdates:
 
     def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
         del skip  # nothing is updated before
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def update(self, skip: Tensor | None) -> None:
         update(self._optimizers, skip)

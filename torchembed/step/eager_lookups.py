@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree, layout_of, tensors_in
-from torchembed.modules.bad_ids import IdCheck, deferred_id_checks
+from torchembed.modules.bad_ids import IdCheck, IdChecks
 from torchembed.modules.calls_ahead import ModuleOfOneTable
 from torchembed.modules.staged_collection import Bucketized
 from torchembed.step.bad_id_flag import reduce_checks
@@ -36,13 +36,19 @@ class EagerLookups:
     Args:
         model: its modules are those that it has now.
         group: the ranks that train it; None for one.
+        id_checks: makes a context that collects the checks of lookups, or in which they raise.
+
+    Attributes:
+        can_join: True where there are modules that may be looked up together.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-        self._model, self._group = model, group
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, id_checks: IdChecks
+    ) -> None:
+        self._model, self._group, self._id_checks = model, group, id_checks
         modules = [module for module in model.modules() if isinstance(module, ModuleOfOneTable)]
         self._is_shared = any(module.is_on_several_ranks for module in modules)
-        self._can_join = len(modules) > 1 and (group is None or self._is_shared)
+        self.can_join = len(modules) > 1 and (group is None or self._is_shared)
         self._known: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
         """For each layout the number of its calls, or that they are to be observed."""
         self._calls: dict[int, list[JoinedCall]] = {}
@@ -56,14 +62,12 @@ class EagerLookups:
 
     @contextlib.contextmanager
     def around_step(self, batch: Tree) -> Iterator[LookedUpBatch]:
-        """``batch``, which is on the device, with what was looked up of it; trained within."""
-        if not self._can_join:
-            yield LookedUpBatch(batch)
-            return
+        """``batch``, which is on the device, with what was looked up of it; trained within, where
+        modules :attr:`can_join`."""
         layout = _layout_in_memory(batch)
         choice, bucketized = self._known.get(layout, _NOTHING), list[Bucketized]()
         if choice > _OBSERVE:
-            with deferred_id_checks() as checks:
+            with self._id_checks() as checks:
                 found = self._bucketized(choice, batch)
             choice, bucketized = (_OBSERVE, []) if found is None else (choice, found)
         else:
@@ -107,7 +111,7 @@ class EagerLookups:
         bucketized: Sequence[Bucketized],
         checks: list[IdCheck],
     ) -> LookedUpBatch:
-        with deferred_id_checks() as of_routes:
+        with self._id_checks() as of_routes:
             lookups = []
             for call, of_call in zip(calls, bucketized, strict=True):
                 lookup = call.collection

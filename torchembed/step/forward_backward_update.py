@@ -4,6 +4,7 @@ On a GPU the parts run on several streams, and what others wait for comes first:
 then rows. On a CPU, and in eager steps, all streams are None and the parts come one after another.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -12,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.core.features import Features
-from torchembed.core.trees import map_leaves, map_tensors
-from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.core.trees import map_tensors
+from torchembed.modules.bad_ids import IdChecks, deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.optim.clipping import clip_gradients
 from torchembed.step.bad_id_flag import either, reduce_checks
-from torchembed.step.batches.batch_layout import is_part
+from torchembed.step.batches.batch_layout import without_gradients
 from torchembed.step.batches.counted_parts import for_model
 from torchembed.step.batches.padded_parts import PaddedParts
 from torchembed.step.dense_updates import DenseUpdates
@@ -125,6 +125,7 @@ class StepProgram:
         return AdmissionEpochs(self.device) if changes_tables else None
 
 
+_NOTHING = contextlib.nullcontext()
 PrepareNext = Callable[[torch.cuda.Stream | None], None]
 """Prepares the next batch concurrently with the step, after what the given stream holds."""
 
@@ -137,6 +138,8 @@ class ForwardBackwardUpdate:
         optimizers: the program's, by who steps them.
         streams: where the parts run.
         dense_updates: when the captured optimizers of dense parameters update.
+        id_checks: makes a context that collects the checks of forward's lookups, or in which they
+            raise.
     """
 
     def __init__(
@@ -145,8 +148,10 @@ class ForwardBackwardUpdate:
         optimizers: StepOptimizers,
         streams: StepStreams,
         dense_updates: DenseUpdates,
+        id_checks: IdChecks = deferred_id_checks,
     ) -> None:
         self._program, self._optimizers = program, optimizers
+        self._id_checks = id_checks
         self._streams, self._dense_updates = streams, dense_updates
         self.has_begun_update = False
         """True if a step has begun to change rows and parameters."""
@@ -168,11 +173,11 @@ class ForwardBackwardUpdate:
         """
         program, streams = self._program, self._streams
         self._optimizers.zero_grad()
-        with named_range("torchembed: forward"), deferred_id_checks() as checks:
+        with named_range("torchembed: forward"), self._id_checks() as checks:
             if batch.calls and prepare_next is not None:
                 # On several ranks its exchange of ids would delay this step's vectors.
                 prepare_next(None if program.group is None else streams.vectors)
-            with reusing(batch.calls, batch.lookups, batch.data):
+            with reusing(batch.calls, batch.lookups, batch.data) if batch.calls else _NOTHING:
                 # Further steps take the batch's containers as they are now.
                 data = for_model(batch.data)
                 loss, output = program.compute_loss(program.model, data)
@@ -215,8 +220,7 @@ class ForwardBackwardUpdate:
         if batch.epoch is not None:
             for call in batch.calls:
                 call.collection.release(batch.epoch)
-        trained = map_leaves(_detached, data, is_part)
-        result = StepOutputs(found, map_tensors(Tensor.detach, output), trained)
+        result = StepOutputs(found, map_tensors(Tensor.detach, output), without_gradients(data))
         return TrainedBatch(result, skip, report, [*batch.checks, *checks])
 
     @property
@@ -247,6 +251,8 @@ class ForwardBackwardUpdate:
         graph got its gradient, also for the lookups', whose leaves are tables. Deferred gradients
         of weights need not wait for those, so backward has a stream of its own.
         """
+        if self._streams.gradients is None:
+            return None
         tables = [t for p in self._program.model.parameters() if (t := table_of(p)) is not None]
         return self._streams.gradients if all(table.group.rule for table in tables) else None
 
@@ -268,8 +274,3 @@ class ForwardBackwardUpdate:
             with on_stream(stream), named_range("torchembed: rows"):
                 (update_early if early else update)(optimizers, skip)
         return recorded
-
-
-def _detached(part: Tensor | Features) -> Tensor | Features:
-    """``part`` itself where it has no gradient, as all of a batch but what a model adds to it."""
-    return part.detach() if isinstance(part, Tensor) and part.requires_grad else part

@@ -263,8 +263,8 @@ class TrainPipeline:
         self._in_flight.wait_until(max(self._steps_ahead - 1, 0))
         if self._engines.captures:
             self._engines.values.look()
-        if self._engines.is_stale:
-            self.close()
+            if self._engines.is_stale:
+                self.close()
         self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
         now = self._upcoming.pop()
         if now is None:

@@ -11,6 +11,8 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+_NOTHING = contextlib.nullcontext()
+
 
 class StepStreams(NamedTuple):
     """The streams of a step, each None on a CPU.
@@ -54,17 +56,15 @@ def on_stream(
     stream: torch.cuda.Stream | None,
 ) -> contextlib.AbstractContextManager[object]:
     """A context whose work runs on ``stream``."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+    return _NOTHING if stream is None else torch.cuda.stream(stream)
 
 
-@contextlib.contextmanager
-def fork(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """A context whose work runs on ``stream``: after what the current stream holds on entering, and
+def fork(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """A context whose work runs on ``stream``: after what the current stream holds now, and
     concurrently with what the current stream gets later."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with on_stream(stream):
-        yield
+    return on_stream(stream)
 
 
 @contextlib.contextmanager
@@ -104,5 +104,4 @@ def named_range(name: str) -> contextlib.AbstractContextManager[object]:
     Without one of ``torch.profiler`` or ``torch.autograd.profiler`` it does nothing:
     ``record_function`` takes 7 us, which a step of half a millisecond would spend on each part.
     """
-    is_seen = profiler._is_profiler_enabled
-    return record_function(name) if is_seen else contextlib.nullcontext()
+    return record_function(name) if profiler._is_profiler_enabled else _NOTHING

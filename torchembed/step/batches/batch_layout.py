@@ -20,8 +20,15 @@ from torchembed.core.features import (
     as_sparse_features,
     torchrec_class,
 )
-from torchembed.core.trees import Tree, is_tensor, layout_of, leaves_in, map_leaves
+from torchembed.core.trees import (
+    Tree,
+    is_tensor,
+    layout_of,
+    leaves_in,
+    map_leaves,
+)
 
+_UNCHANGEABLE = frozenset((Tensor, SparseFeatures, type(None)))
 S = TypeVar("S", bound="Tensor | Features")
 
 
@@ -261,7 +268,25 @@ def _has_same_contents(one: Tensor, other: Tensor) -> bool:
 def with_own_containers(batch: Tree) -> Tree:
     """``batch`` with the same tensors in containers of its own: what a model adds to them, or takes
     out, is not changed in ``batch``."""
-    return map_leaves(_same, batch, is_part)
+    return batch if is_unchangeable(batch) else map_leaves(_same, batch, is_part)
+
+
+def without_gradients(batch: Tree) -> Tree:
+    """``batch`` with tensors that have no gradient, as all have but what a model adds to it."""
+    tensors = batch if is_unchangeable(batch) else leaves_in(batch, is_part)
+    if not any(isinstance(part, Tensor) and part.requires_grad for part in tensors):
+        return batch
+    return map_leaves(_detached, batch, is_part)
+
+
+def _detached(part: Tensor | Features) -> Tensor | Features:
+    return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
+
+
+def is_unchangeable(batch: Tree) -> bool:
+    """True for a tuple of parts, the usual batch; walking a tree takes ten times as long, at each
+    step."""
+    return isinstance(batch, tuple) and _UNCHANGEABLE.issuperset(map(type, batch))
 
 
 def _same(part: S) -> S:

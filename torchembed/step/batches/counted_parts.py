@@ -16,7 +16,7 @@ from torchembed.modules.calls_ahead import CallArguments, KnownTensors
 from torchembed.modules.counted_tensor import CountedTensor
 from torchembed.modules.embedding import EmbeddingBag
 from torchembed.modules.sharded.sharded_single_table import ShardedEmbeddingBag
-from torchembed.step.batches.batch_layout import is_part, sparse_features
+from torchembed.step.batches.batch_layout import is_part, is_unchangeable, sparse_features
 
 _HEADROOM = 1.25
 """The capacity is so many times what a batch needs that outgrows it, so that few captures serve
@@ -72,6 +72,9 @@ def _is_counted(node: object) -> TypeGuard[CountedPart]:
 def for_model(batch: Tree) -> Tree:
     """``batch`` as a model is given it: in containers of its own, since models may add parts or
     take them out, and with tensors that lookups alone may read in the place of counted parts."""
+
+    if is_unchangeable(batch):
+        return batch
 
     def function(part: Any) -> Tree:
         return CountedTensor.of(*part) if _is_counted(part) else part

@@ -65,7 +65,7 @@ class EngineChoice:
         self.values = program.values
         self._padding = PaddingCheck(program)
         self.hooks = PythonHooks(program.model, program.optimizers, self.values)
-        self._eager = EagerEngine(program)
+        self._eager = EagerEngine(program, checks_at_once=True)
         self._static = StaticEngine(program)
         self._jagged: JaggedEngine | None = None
         """Made for the first jagged batch."""
@@ -112,10 +112,12 @@ class EngineChoice:
 
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch:
         """Train ``now``, and prepare the first of those that are ``upcoming``."""
+        if not self.captures:
+            return self._run_eagerly(now)
         # By what all ranks have read: engines differ in their collectives, so every rank must take
         # the same one.
-        kinds = now.agree().kinds if self.captures else NO_KIND
-        if self.captures and self.hooks.are_there:
+        kinds = now.agree().kinds
+        if self.hooks.are_there:
             kinds = self._kinds_with_hooks(kinds)
         has_place = not kinds.static or self._static.has_place_for(now)
         if not has_place:
@@ -141,6 +143,14 @@ class EngineChoice:
             # The first jagged step was needed to know what of further batches can be done ahead.
             for batch in upcoming:
                 self.prefetch(batch)
+        return trained
+
+    def _run_eagerly(self, now: ReadBatch) -> TrainedBatch:
+        """Train ``now`` where no step is captured."""
+        self.last, trained = self._eager, self._eager.run(now)
+        if self.last_kind.why is not self.not_captured:
+            self.last_kind = StepKind(StepForm.EAGER, self.not_captured)
+        self._program.record.note_step(self.last_kind)
         return trained
 
     def _kind_of_last(self, now: ReadBatch, why_eager: Reason | None) -> StepKind:
