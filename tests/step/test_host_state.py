@@ -70,6 +70,60 @@ def test_random_numbers_of_the_host_are_drawn_in_every_step(name: str) -> None:
     )
 
 
+GENERATOR = np.random.default_rng(0)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def of_a_closure() -> Loss:
+    generator = random.Random(0)
+    return lambda logits, labels: LOSS(logits, labels) * generator.uniform(0.5, 1.5)
+
+
+def of_a_global_variable() -> Loss:
+    GENERATOR.bit_generator.state = np.random.default_rng(0).bit_generator.state
+    return lambda logits, labels: LOSS(logits, labels) * float(GENERATOR.uniform(0.5, 1.5))
+
+
+def of_python() -> Loss:
+    random.seed(0)
+    return lambda logits, labels: LOSS(logits, labels) * random.uniform(0.5, 1.5)
+
+
+class Smoothing:
+    """A loss function with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return LOSS(logits, labels) * torch.rand((), generator=self.generator).item()
+
+
+OF_LOSSES: dict[Callable[[], Loss], str] = {
+    of_a_closure: "generator of the closure of of_a_closure.<locals>.<lambda>",
+    of_a_global_variable: "GENERATOR of the globals of tests.step.test_host_state",
+    of_python: "Python's random",
+    Smoothing: "generator of loss function Smoothing",
+}
+
+
+@pytest.mark.parametrize("make", OF_LOSSES)
+def test_random_numbers_that_a_loss_function_draws(make: Callable[[], Loss]) -> None:
+    batches, by_hand, loss_fn = fixed_batches(NUM_STEPS), TinyModel(is_deep=True), make()
+    optimizers = make_optimizers(by_hand)
+    losses = [step_by_hand(by_hand, loss_fn, optimizers, batch).item() for batch in batches]
+    model, loss_fn = TinyModel(is_deep=True), make()
+    pipeline = TrainPipeline(model, loss_fn, make_optimizers(model), capture=True)
+    iterator = iter(batches)
+    with taped_captures(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [pipeline.progress(iterator).loss.item() for _ in batches] == losses
+    assert_same_state(model, state_of(by_hand))
+    (text,) = [str(warning.message) for warning in caught]
+    assert f": {OF_LOSSES[make]}: forward draws from it" in text
+
+
 def test_torchs_generator_of_the_cpu_is_that_of_the_device_on_a_cpu() -> None:
     for device, is_drawn in (("cpu", False), ("cuda", True)):
         state = HostState(nn.Linear(2, 2), torch.device(device))

@@ -15,7 +15,8 @@ from torch import nn
 
 from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.step.stages import Reason
-from torchembed.step.watches.read_values import CONTAINERS
+from torchembed.step.watches.read_values import CONTAINERS, ReadValues, values_read
+from torchembed.step.watches.replaced_methods import forward_of
 from torchembed.step.watches.watched_values import OF_EVERY_MODULE, watched_modules
 
 _NUM_OBSERVED = 2
@@ -33,8 +34,8 @@ class _Generator(NamedTuple):
 
 
 class HostState:
-    """The random generators of the host, those that modules hold among them, and the attributes of
-    modules.
+    """The random generators of the host, those among them that modules hold or code of forward and
+    of the loss function reads, and the attributes of modules.
 
     Args:
         model: whose modules are looked at.
@@ -108,10 +109,17 @@ class HostState:
         ]
         if self._device.type != "cpu":
             found.append(_of_torch("torch's generator of the CPU", torch.default_generator))
-        for where, module in watched_modules(self._model, self._loss_fn):
-            for name, value in vars(module).items():
-                generator = _generator(f"{name} of {where}", value)
+        modules = dict(watched_modules(self._model, self._loss_fn))
+        forwards = {type(module): forward_of(type(module)) for module in modules.values()}
+        places = [ReadValues(w, vars(module), [*vars(module)]) for w, module in modules.items()]
+        places += values_read(modules, forwards, self._loss_fn)
+        seen = set[int]()
+        for where, values, names in places:
+            for name in names:
+                value = values.get(name)
+                generator = None if id(value) in seen else _generator(f"{name} of {where}", value)
                 if generator is not None:
+                    seen.add(id(value))
                     found.append(generator)
         return found
 
