@@ -83,15 +83,14 @@ __device__ int same_on_all_lanes(int value) {
 template <class Value, int kDim>
 struct Packed {
   using Shape = RowShape<kDim>;
-  static constexpr int kWords = Shape::kVector * sizeof(Value) / 4;
-  using OfPart = std::conditional_t<kWords == 4, uint4, uint2>;
+  using Four = std::conditional_t<sizeof(Value) == 4, float4, uint2>;
 
-  OfPart parts[Shape::kParts];
+  Four parts[Shape::kParts];
 
   __device__ void load(const Value* row) {
 #pragma unroll
     for (int part = 0; part < Shape::kParts; ++part) {
-      parts[part] = *reinterpret_cast<const OfPart*>(row + part * Shape::kPart);
+      parts[part] = *reinterpret_cast<const Four*>(row + part * Shape::kPart);
     }
   }
 
@@ -99,7 +98,7 @@ struct Packed {
   __device__ void load_fresh(const Value* row) {
 #pragma unroll
     for (int part = 0; part < Shape::kParts; ++part) {
-      parts[part] = __ldcg(reinterpret_cast<const OfPart*>(row + part * Shape::kPart));
+      parts[part] = __ldcg(reinterpret_cast<const Four*>(row + part * Shape::kPart));
     }
   }
 
@@ -107,32 +106,26 @@ struct Packed {
     Elements<kDim> found;
 #pragma unroll
     for (int part = 0; part < Shape::kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const unsigned int bits = word(parts[part], i);
-        if constexpr (std::is_same_v<Value, float>) {
-          found.at[part * Shape::kVector + i] = __uint_as_float(bits);
-        } else {
-          float* const two = found.at + part * Shape::kVector + 2 * i;
-          if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
-            two[0] = __uint_as_float(bits << 16);
-            two[1] = __uint_as_float(bits & 0xFFFF0000u);
-          } else {
-            const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&bits));
-            two[0] = both.x;
-            two[1] = both.y;
-          }
-        }
-      }
+      const float4 four = converted(parts[part]);
+      float* const at = found.at + part * Shape::kVector;
+      at[0] = four.x, at[1] = four.y, at[2] = four.z, at[3] = four.w;
     }
     return found;
   }
 
  private:
-  static __device__ unsigned int word(const uint4& four, int i) {
-    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+  static __device__ float4 converted(const Four& four) {
+    if constexpr (std::is_same_v<Value, float>) {
+      return four;
+    } else if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
+      return {__uint_as_float(four.x << 16), __uint_as_float(four.x & 0xFFFF0000u),
+              __uint_as_float(four.y << 16), __uint_as_float(four.y & 0xFFFF0000u)};
+    } else {
+      const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
+      const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
+      return {low.x, low.y, high.x, high.y};
+    }
   }
-  static __device__ unsigned int word(const uint2& two, int i) { return i == 0 ? two.x : two.y; }
 };
 
 template <int kDim>

@@ -11,18 +11,15 @@ namespace torchembed {
 enum class GradType { kFloat32, kFloat16, kBFloat16 };
 
 // The values of OptimizerKind in torchembed/core/types.py.
-enum class Rule { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
+enum class Rule : uint8_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
 
 // Whether the kernels take rows of `dim` columns.
 constexpr bool has_update_of(int64_t dim) { return dim == 128 || dim == 256 || dim == 512; }
 
 // The kernels' arguments. Optional ones are null where they are not given.
 struct RowUpdate {
-  int dim;  // columns of a row, D
-  Rule rule;
   float* weight;            // [R, D]
   float* state0;            // as weight; [R] for row-wise Adagrad, null for SGD
-  float* state1;            // as weight for Adam, else null
   const void* unique_rows;  // int32, or int64 where rows_are_wide
   const int32_t* starts;
   const int32_t* order;
@@ -43,13 +40,16 @@ struct RowUpdate {
   int32_t* num_grouped;  // scratch, [num_chunks / kRunChunk]: finished chunks of a group
   int num_ids;
   int num_chunks;  // num_ids / kRunChunk: windows, each of which has one whole chunk at most
+  Rule rule;
   bool rows_are_wide;
   bool gradient_rows_are_wide;
   float eps;
-  float one_minus_beta1, one_minus_beta2;
   float weight_decay;
   float max_gradient;
   int num_blocks;
+  int dim;        // columns of a row, D
+  float* state1;  // as weight for Adam, else null
+  float one_minus_beta1, one_minus_beta2;
 };
 
 // Launches on `stream` of `device`, which is the caller's current one, and returns the runtime's
