@@ -195,9 +195,11 @@ def expected_rows(shape: Shape, batch: ShapeBatch, tables: Sequence[Tensor]) -> 
     gradient_limit = sizes * (counts.unsqueeze(1) + 2) * _UNIT
     change, change_limit = _change(shape.rule, gradient, gradient_limit)
     value = _rows_of(tables, unique, shape.num_rows).sub_(change)
-    step = _UNIT if shape.dtype == torch.float32 else torch.finfo(shape.dtype).eps
+    # Of the tables, since a library may lack the shape's.
+    dtype = tables[0].dtype
+    step = _UNIT if dtype == torch.float32 else torch.finfo(dtype).eps
     # The smallest positive number of float16 is the distance of the smallest numbers.
-    limit = change_limit + value.abs() * step + torch.finfo(shape.dtype).smallest_normal * step
+    limit = change_limit + value.abs() * step + torch.finfo(dtype).smallest_normal * step
     return ExpectedRows(unique, Expected(value, limit))
 
 

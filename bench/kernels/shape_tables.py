@@ -20,6 +20,11 @@ class ShapeTables(abc.ABC):
     @abc.abstractmethod
     def __init__(self, shape: Shape, device: torch.device) -> None: ...
 
+    @staticmethod
+    def why_not(shape: Shape) -> str | None:
+        """Why the library cannot take ``shape``; None where it can."""
+        return None
+
     @abc.abstractmethod
     def prepare(self, batch: ShapeBatch) -> object:
         """``batch`` in the form that the library takes; not timed."""
@@ -164,6 +169,12 @@ class FbgemmShape(ShapeTables):
             for (accumulator,) in self._tables.split_optimizer_states():
                 accumulator.fill_(rule.initial_accumulator)
         self._fill()
+
+    @staticmethod
+    def why_not(shape: Shape) -> str | None:
+        if shape.rule == ADAM and shape.dtype != torch.float32:
+            return "its Adam takes float32 rows alone"
+        return None
 
     def prepare(self, batch: ShapeBatch) -> tuple[Tensor, Tensor, Tensor | None, list[int]]:
         return batch.ids, batch.offsets, batch.weights, batch.num_ids

@@ -5,10 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from bench.data.workload import RULES, SGD, Rule
-from bench.kernels.shape import Shape, excess, expected_vectors, floor_bytes, make_shape_batch
+from bench.data.workload import ADAM, RULES, SGD, Rule
+from bench.kernels.shape import (
+    Shape,
+    excess,
+    expected_rows,
+    expected_vectors,
+    floor_bytes,
+    make_shape_batch,
+)
 from bench.kernels.shape_tables import FbgemmShape, ShapeTables, TorchembedShape
-from bench.kernels.shapes import SHAPES, compare, errors, short_name
+from bench.kernels.shapes import SHAPES, compare, errors, measure, short_name
 from torchembed.core.types import Pooling
 
 CPU = torch.device("cpu")
@@ -63,6 +70,21 @@ def test_fbgemm_is_called_as_its_users_call_it() -> None:
         of_vectors, of_rows = _errors(dataclasses.replace(form, rule=SGD), FbgemmShape)
         assert of_vectors <= 1
         assert of_rows <= 1
+
+
+def test_what_a_library_lacks_is_said_and_not_measured() -> None:
+    shape = dataclasses.replace(SMALL, dtype=torch.float16, rule=ADAM)
+    row = measure(shape, FbgemmShape, [make_shape_batch(shape, 0, CPU)])
+    assert row["not_printed_because"] == "its Adam takes float32 rows alone"
+    assert "in_all_microseconds" not in row
+
+
+def test_limits_are_those_of_the_dtype_that_the_tables_have() -> None:
+    shape = dataclasses.replace(SMALL, dtype=torch.bfloat16, rule=SGD)
+    batch = make_shape_batch(shape, 0, CPU)
+    tables = [torch.zeros(shape.num_rows, shape.dim, dtype=torch.float16)] * shape.num_tables
+    limits = expected_rows(shape, batch._replace(grad=batch.grad * 1e-9), tables).values.limit
+    assert limits.min() >= 2**-24  # the distance of float16's smallest numbers
 
 
 def test_the_shapes_are_different_ones() -> None:
