@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchembed.core import ranks
-from torchembed.modules.table_module import TableModule
+from torchembed.modules.table_module import TableModule, TableWeight
 from torchembed.step.stages import Reason
 from torchembed.step.watches.read_values import (
     CONTAINERS,
@@ -123,7 +123,10 @@ class WatchedValues:
         read = values_read(modules, self._forwards, self._loss_fn)
         self._attributes = [*_attributes_of(modules, reads), *_as_attributes(read)]
         # Also of modules whose values are not looked at, which may be given methods.
-        self._growing = [vars(module) for module in self._model.modules()]
+        # Holders of tables' weights, which are many, are called for a parametrization alone.
+        self._growing = [
+            vars(module) for module in self._model.modules() if not isinstance(module, TableWeight)
+        ]
         kinds = dict.fromkeys(type(module) for module in self._model.modules())
         self._kinds = [kind for kind in kinds if isinstance(forward_of(kind), FunctionType)]
         self._gets = [(_getter(names), values) for _, values, names, _ in self._attributes]
