@@ -26,4 +26,6 @@ KNOWN_FAULTS_ON_RANKS = {
     "dropout rate changed between steps": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
     "layer replaced in the middle": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
     "hook that is registered in the middle": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
+    "a weight of the loss that the loop changes": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
+    "settings that the loop changes": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
 }
