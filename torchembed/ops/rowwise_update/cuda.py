@@ -10,13 +10,22 @@ from torchembed.core.dispatch import CudaKernel
 from torchembed.core.types import OptimizerKind
 from torchembed.core.update_records import RowUpdate
 
-_DIM, _WIDE_DIMS = 128, (256, 512)
+_RULES = {
+    128: (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD),
+    256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM),
+    512: (OptimizerKind.ROWWISE_ADAGRAD,),
+}
+"""Columns of a row, and the rules whose updates are faster than Triton's at that width."""
+_WIDEST_OF_ALL = 128
+"""The most columns for which there are kernels for every GPU that is new enough."""
 _OLDEST_GPU = (8, 0)
 _WIDE_GENERATION = 9
 """The major version of the GPUs that kernels of wide rows are compiled for."""
 _MAX_ROWS = 2**31
-_COVERS = f"float32 rows of {_DIM} columns but for Adam, and on Hopper of {_WIDE_DIMS[0]} and"
-_COVERS += f" {_WIDE_DIMS[1]} columns"
+_COVERS = (
+    "float32 rows of 128 columns, but for Adam, and on Hopper of 256, but for SGD, and of 512 for "
+    "row-wise Adagrad"
+)
 
 
 @functools.cache
@@ -45,10 +54,10 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def _takes(dim: int, optimizer: int, device: torch.device) -> bool:
-    """True where the kernel for rows of ``dim`` columns exists and is faster than Triton's."""
-    if dim in _WIDE_DIMS:
-        return torch.cuda.get_device_capability(device)[0] == _WIDE_GENERATION
-    return dim == _DIM and optimizer != OptimizerKind.ADAM
+    """True where there is a kernel for rows of ``dim`` columns."""
+    if dim > _WIDEST_OF_ALL and torch.cuda.get_device_capability(device)[0] != _WIDE_GENERATION:
+        return False
+    return optimizer in _RULES.get(dim, ())
 
 
 def _launch_update_rows(update: RowUpdate) -> object:
