@@ -86,7 +86,7 @@ def test_a_failed_capture_is_the_reason_of_all_steps_after_it(
     def fails(*_: object) -> None:
         raise ValueError("no graph of this")
 
-    monkeypatch.setattr("torchembed.step.engines.static_engine.CapturedCall", fails)
+    monkeypatch.setattr("torchembed.step.engines.static_step.CapturedCall", fails)
     model = make_model(CPU)
     with (
         pytest.warns(UserWarning, match="no graph of this"),

@@ -24,9 +24,9 @@ from torchembed.modules import bad_ids
 from torchembed.ops.jagged import function as jagged_function
 from torchembed.sharding.transport.collectives import GatheredSize
 from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
-from torchembed.step.engines import static_engine
+from torchembed.step.engines import static_step
 from torchembed.step.engines.captured_call import CapturedCall
-from torchembed.step.engines.static_engine import StaticStep
+from torchembed.step.engines.static_step import StaticStep
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -254,7 +254,7 @@ def taped_captures() -> Iterator[None]:
         # A check of contents, which the CPU alone does.
         mock.patch.object(jagged_function, "_check_room"),
         mock.patch.object(BucketizedBuffers, "_bucketize", bucketize),
-        mock.patch.object(static_engine, "CapturedCall", TapedCall),
+        mock.patch.object(static_step, "CapturedCall", TapedCall),
         mock.patch.object(StaticStep, "_has_fixed_shapes", property(_has_fixed_shapes)),
     ):
         yield

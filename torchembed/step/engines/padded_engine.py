@@ -27,7 +27,7 @@ from torchembed.step.batches.bucketized_buffers import Capacity, bucketize
 from torchembed.step.batches.counted_parts import with_headroom
 from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.engines.jagged_engine import JaggedEngine
-from torchembed.step.engines.static_engine import StaticStep
+from torchembed.step.engines.static_step import StaticStep
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import ReadBatch, Reason, TrainedBatch
