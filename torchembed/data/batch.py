@@ -123,7 +123,7 @@ def as_labeled_batch(item: Any) -> Batch | WeightedBatch | LabeledInputs:
 
 
 def _hint_for(item: object) -> str:
-    """What may have been meant, where a batch was iterated in place of batches."""
+    """A hint for callers that iterated a batch in place of batches; empty without a sign of it."""
     return ", as a batch gives where batches are to be iterated" if isinstance(item, Tensor) else ""
 
 

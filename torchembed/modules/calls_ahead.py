@@ -24,7 +24,7 @@ class CallHandler(Protocol):
     """Sees each call of the modules that it was given to, as their ``calls_ahead``."""
 
     def __call__(self, module: "ModuleOfOneTable", arguments: CallArguments, /) -> Tensor | None:
-        """What was looked up for the call; None where the module is to look it up."""
+        """The vectors that were looked up for the call; None where the module is to look it up."""
         ...
 
 
@@ -75,7 +75,7 @@ class ModuleOfOneTable(TableModule):
         raise NotImplementedError
 
     def _answered(self, arguments: CallArguments) -> Tensor | None:
-        """What :attr:`calls_ahead` has for a call of ``forward``, if anything."""
+        """The vectors that :attr:`calls_ahead` has for a call of ``forward``, if any."""
         handler = self.calls_ahead
         if handler is None or torch.compiler.is_compiling() or is_stand_in(arguments.input):
             return None

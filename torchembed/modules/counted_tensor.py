@@ -10,9 +10,9 @@ _PROPERTIES = ("device", "dtype", "is_cuda", "layout", "ndim", "requires_grad")
 _HARMLESS = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [Tensor.dim, Tensor.is_floating_point]
 )
-"""What tells nothing of the number of elements."""
+"""Functions whose results tell nothing of the number of elements."""
 _CONVERSIONS = frozenset([Tensor.to, Tensor.long, Tensor.int, Tensor.float, Tensor.contiguous])
-"""What gives a tensor itself where it is of the form that is asked for already."""
+"""Functions that give a tensor itself where it is of the form that is asked for already."""
 
 
 class CountedTensor(Tensor):

@@ -177,7 +177,7 @@ class SingleTable(ModuleOfOneTable):
 
     @property
     def on_bad_id(self) -> OnBadId:
-        """What becomes of ids outside the table."""
+        """The treatment of ids outside the table."""
         return self._on_bad_id
 
     def _joined_kind(self, pooling: Pooling | None, *, is_jagged: bool) -> LookupKind | None:

@@ -55,7 +55,7 @@ class LookupSettings(NamedTuple):
     on_bad_id: OnBadId
     weight_form: WeightGradient
     dtype: torch.dtype
-    """Of the weights, and of what the modules return."""
+    """The dtype of the weights, and of what the modules return."""
     device: torch.device
     is_weighted: bool
     """True where ids have weights."""

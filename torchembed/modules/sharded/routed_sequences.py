@@ -38,8 +38,8 @@ class JaggedParts(NamedTuple):
     """Number of ids of each part; None where the host does not know."""
 
     def needed_capacity(self) -> Tensor:
-        """What :func:`send_jagged` must be given, ``[n]``: the most ids that go to one rank, and,
-        where the host does not know them, the numbers of ids of the parts."""
+        """The capacity that :func:`send_jagged` must be given, ``[n]``: the most ids that go to one
+        rank, and, where the host does not know them, the numbers of ids of the parts."""
         needed = self.route.needed_capacity().reshape(1)
         if self.num_ids is not None:
             return needed
