@@ -8,13 +8,12 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
@@ -22,11 +21,8 @@ from torchembed.step.batches.batch_layout import to_device
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason
 from torchembed.step.step_optimizers import StepOptimizers
-from torchembed.step.watches.checked_indices import check_indices
 from torchembed.step.watches.self_check import Summary, forward_summary
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
+from torchembed.step.watches.trial_calls import TrialCalls
 
 _DEVIATIONS = 8.0
 """How many standard deviations of rounding errors may lie between two ways to compute a number."""
@@ -132,25 +128,6 @@ class _Computed(NamedTuple):
     """True where random numbers were drawn."""
 
 
-class _Calls(TorchDispatchMode):
-    """Notes whether random numbers are drawn, and refuses indices that are out of range."""
-
-    draws = False
-
-    def __torch_dispatch__(
-        self,
-        func: "OpOverload",
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        # On a GPU it would end the process, where it is no more than this trial's.
-        check_indices(func, args, kwargs)
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **kwargs)
-
-
 def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> "_Computed | str":
     """Call the model for ``batch`` without an update; waits for the device.
 
@@ -161,7 +138,7 @@ def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> 
     error = "another rank's model raises an error"
     found: tuple[Summary, Tensor] | None = None
     with program.host_state.unchanged():
-        with _Calls() as calls:
+        with TrialCalls() as calls:
             try:
                 found = forward_summary(program, LookedUpBatch(batch))
             except Exception as raised:  # noqa: BLE001 - said where it is of padding alone
@@ -181,7 +158,7 @@ def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> 
     norms = [norm for norm, _ in summary.values().tolist()]
     outputs = [(n.name, n.shape, norm) for n, norm in zip(summary.numbers, norms, strict=True)]
     epsilon = max(number.epsilon for number in summary.numbers)
-    return _Computed(outputs, epsilon, loss.item(), gradients, calls.draws)
+    return _Computed(outputs, epsilon, loss.item(), gradients, bool(calls.draws))
 
 
 def _difference(given: _Computed, padded: _Computed) -> str | None:

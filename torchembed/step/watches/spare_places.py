@@ -11,29 +11,23 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
-from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.lookup_calls import reusing
 from torchembed.step.stages import LookedUpBatch
 from torchembed.step.step_optimizers import StepOptimizers
-from torchembed.step.watches.checked_indices import check_indices
 from torchembed.step.watches.self_check import (
     OTHER_NUMBERS,
     Summary,
     first_difference,
-    observed_outputs,
+    forward_summary,
 )
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
+from torchembed.step.watches.trial_calls import Draw, TrialCalls
 
 _ADVICE = (
     "go by the offsets of what the collection returns, whose values have spare places behind "
@@ -43,43 +37,11 @@ _FILLS = "fill_uninitialized_memory"
 _WAYS = ("with spare places", "without them")
 
 
-class _Draw(NamedTuple):
-    """Random numbers that were drawn."""
-
-    operation: str
-    shapes: list[tuple[int, ...]]
-
-
-class _Calls(TorchDispatchMode):
-    """Notes what draws random numbers, and refuses indices that are out of range."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws: list[_Draw] = []
-
-    def __torch_dispatch__(
-        self,
-        func: "OpOverload",
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        # On a GPU it would end the process, where it is no more than this trial's.
-        check_indices(func, args, kwargs)
-        outcome = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            results = outcome if isinstance(outcome, (tuple, list)) else (outcome,)
-            shapes = [tuple(result.shape) for result in results if isinstance(result, Tensor)]
-            self.draws.append(_Draw(func._schema.name, shapes))
-        return outcome
-
-
 class _Computed(NamedTuple):
     """The numbers of one forward and backward."""
 
     summary: Summary
-    draws: list[_Draw]
+    draws: list[Draw]
 
     def by_name(self) -> list[list[float]]:
         """The norm and the sum of each number."""
@@ -131,15 +93,8 @@ def difference_of_spare_places(
 
 
 def _forward(program: StepProgram, batch: LookedUpBatch) -> tuple[_Computed, Tensor]:
-    summary, calls = Summary(), _Calls()
-    with (
-        deferred_id_checks(),
-        observed_outputs(program.model, summary),
-        reusing(batch.calls, batch.lookups, batch.data),
-        calls,
-    ):
-        loss, _ = program.compute_loss(program.model, batch.data)
-    summary.add("the loss", loss)
+    with TrialCalls() as calls:
+        summary, loss = forward_summary(program, batch)
     return _Computed(summary, calls.draws), loss
 
 
