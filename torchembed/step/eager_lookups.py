@@ -22,7 +22,7 @@ from torchembed.step.stages import LookedUpBatch
 _NUM_LAYOUTS = 8
 """The most layouts of batches that are remembered, the newest."""
 _NOTHING, _OBSERVE = 0, 1
-"""What a rank can do with a batch besides using the calls of an earlier one, which have the numbers
+"""Choices of a rank for a batch besides using the calls of an earlier one, which have the numbers
 after these."""
 
 
@@ -93,8 +93,8 @@ class EagerLookups:
         return choice if least == -negated else min(_OBSERVE, least)
 
     def _bucketized(self, number: int, batch: Tree) -> list[Bucketized] | None:
-        """What the calls of ``number`` look up of ``batch``; None where they are out of date, or
-        where forward should say what is wrong with the batch."""
+        """The ids of ``batch`` that the calls of ``number`` look up; None where they are out of
+        date, or where forward should say what is wrong with the batch."""
         calls = self._calls.get(number)
         if calls is None or not all(call.is_current for call in calls):
             return None

@@ -84,7 +84,7 @@ class _PermuteFeatures(torch.autograd.Function):
 
 
 class _Places(NamedTuple):
-    """Where each value of a permuted batch was."""
+    """The former places of the values of a permuted batch."""
 
     places: Tensor
     """int64 ``[num_ids]``."""

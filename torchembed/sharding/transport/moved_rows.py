@@ -11,7 +11,7 @@ from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
 
 
 class RowMoves(NamedTuple):
-    """Where each of ``n`` rows goes among ``m`` rows of a result, and each of those comes from."""
+    """Moves of ``n`` given rows to ``m`` rows of a result, in both directions."""
 
     sources: Tensor
     """int64 ``[m]``: the row that each row of the result is a copy of; -1 for zeros."""

@@ -27,7 +27,7 @@ class Capacity(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those of all lookup calls, one after the other."""
+        """The numbers of all lookup calls, one after the other."""
         return tuple(number for of_call in self.per_call for number in of_call)
 
 

@@ -16,7 +16,7 @@ from torchembed.step.batches.counted_parts import CountedParts, Rooms, part_at, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Padding:
-    """What a part of a batch is padded with along its last dimension, and to which length.
+    """Padding of a part of a batch along its last dimension: the value, and the length.
 
     Raises:
         TypeError, ValueError: for a value that is no number, or a length below 1.

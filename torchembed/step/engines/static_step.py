@@ -103,9 +103,9 @@ class StaticStep:
         self._places = [
             ResultPlace(self._resources.results, holds_features=capacity is None) for _ in range(2)
         ]
-        """Where the results of the two buffers' batches lie."""
+        """The places of the results of the two buffers' batches."""
         self._losses: list[Tensor | None] = [None, None]
-        """Where captured steps write their losses, outside of the graphs' pool; None before."""
+        """Memory for the losses of captured steps, outside of the graphs' pool; None before."""
         self.dense_updates = self._resources.dense_updates
         self._train = ForwardBackwardUpdate(
             program, self._optimizers, self._streams, self.dense_updates
