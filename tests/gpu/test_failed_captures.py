@@ -10,6 +10,8 @@ import torchembed
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
 from torchembed.core.random_numbers import saved_random_numbers
+from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
+from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.watches.host_state import HostState
@@ -18,8 +20,10 @@ from torchembed.training import TrainPipeline
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def fail(device: torch.device) -> Callable[[], None]:
+@pytest.fixture(params=["a step", "bucketized ids"])
+def fail(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], None]:
     """Fails to capture a draw of random numbers, after which the host waits for the device."""
     stream, numbers = torch.cuda.Stream(), torch.zeros(3, device=device)
 
@@ -27,10 +31,19 @@ def fail(device: torch.device) -> Callable[[], None]:
         numbers.copy_(torch.rand_like(numbers))
         numbers[0].item()
 
+    buffers = BucketizedBuffers(InputBuffers(numbers, device), [], device, 0)
+    monkeypatch.setattr(buffers, "_bucketize", lambda buffer: wait())
+
+    def capture() -> None:
+        if request.param == "a step":
+            CapturedCall(wait, None, stream, None)
+        else:
+            buffers.capture(stream)
+
     def fail() -> None:
         state = HostState(nn.Linear(2, 2), device)
         with pytest.warns(UserWarning, match="could not be captured"):
-            failure_on_any_rank(lambda: CapturedCall(wait, None, stream, None), state)
+            failure_on_any_rank(capture, state)
 
     return fail
 

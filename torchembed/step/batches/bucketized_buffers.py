@@ -4,6 +4,7 @@ What that needs to know of the other ranks, how many ids each sends at most, is 
 how many ids features have for which a vector each is looked up.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torchembed.core.trees import Tree
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.step.batches.input_buffers import InputBuffers
+from torchembed.step.graph_capture import captured_graph
 from torchembed.step.lookup_calls import LookupCall
 from torchembed.step.stages import BucketizedBatch
 from torchembed.step.streams import wait_for
@@ -105,14 +107,8 @@ class BucketizedBuffers:
         """Capture the work for both buffers, where that was not done, and do it again."""
         for buffer in (0, 1):
             if self._graphs[buffer] is None:
-                graph = torch.cuda.CUDAGraph()
-                # In the mode "global" calls of other threads, such as the one that reads batches,
-                # would break the capture.
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    self._bucketize(buffer)
-                    # On one rank that may be nothing, and torch warns of graphs without any work.
-                    torch.zeros(1, device=self._device)
-                self._graphs[buffer] = graph
+                call = functools.partial(self._bucketize_on_gpu, buffer)
+                self._graphs[buffer] = captured_graph(call, stream)
                 # A capture computes nothing, and the graph's memory is new: the buffer's batch must
                 # be there when the step reads it.
                 self.bucketize(buffer)
@@ -123,6 +119,11 @@ class BucketizedBuffers:
             if graph is not None:
                 graph.reset()
         self._graphs = [None, None]
+
+    def _bucketize_on_gpu(self, buffer: int) -> None:
+        self._bucketize(buffer)
+        # On one rank that may be nothing, and torch warns of graphs without any work.
+        torch.zeros(1, device=self._device)
 
     def _bucketize(self, buffer: int) -> None:
         batch = bucketize(self._calls, self._buffers.batches[buffer], self._device)
