@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from tests.support.steps_on_ranks import (
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
+from torchembed.step.watches.watched_values import WatchedValues
 from torchembed.training import TrainPipeline
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -55,9 +57,12 @@ class Deep(TinyModel):
         self.scale = 0.5
         self.register_buffer("mean", torch.zeros(8))
         self.weights = [1.0, 2.0]
+        self.factors = np.array([1.0, 2.0])
+        self.steps = [np.array(0.5)]
         self.noise = nn.Dropout(0.0)
 
     def change(self, vectors: Tensor) -> Tensor:
+        vectors = vectors * float(self.factors[0]) + float(self.steps[0])
         return self.noise(vectors) * self.scale * self.weights[0] - self.mean
 
     def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
@@ -115,6 +120,8 @@ class SetsAttributes(Deep):
         elif self.kind == "list":
             self.history.append(vectors.detach())
             return vectors + sum(self.history) / len(self.history)
+        elif self.kind == "array":
+            self.factors += 0.5
         elif self.kind == "deque":
             self.seen.append(self.seen[-1] + 0.5)
             return vectors * sum(self.seen)
@@ -129,6 +136,7 @@ class SetsAttributes(Deep):
         ("counter", "count of model SetsAttributes"),
         ("list", "contents of history of model SetsAttributes"),
         ("deque", "contents of seen of model SetsAttributes"),
+        ("array", "contents of factors of model SetsAttributes"),
     ],
 )
 def test_what_forward_rebinds_trains_eagerly(
@@ -172,6 +180,14 @@ def change_list(model: Any, _: Optimizers, number: int) -> None:
     model.weights[0] = 1.0 + number
 
 
+def change_array(model: Any, _: Optimizers, number: int) -> None:
+    model.factors[0] = 1.0 + number
+
+
+def change_array_in_list(model: Any, _: Optimizers, number: int) -> None:
+    model.steps[0].fill(1.0 + number)
+
+
 def change_dropout(model: Any, _: Optimizers, number: int) -> None:
     model.noise.p = 0.01 * number
 
@@ -195,6 +211,8 @@ BETWEEN_STEPS: dict[str, tuple[EachStep, str]] = {
     "an attribute": (scale, "scale of model Deep"),
     "a buffer": (replace_buffer, "mean of model Deep"),
     "an item of a list": (change_list, "contents of weights of model Deep"),
+    "elements of an array": (change_array, "contents of factors of model Deep"),
+    "an array in a list": (change_array_in_list, "contents of item 0 of steps of model Deep"),
     "a module's number": (change_dropout, "p of module noise"),
     "betas": (change_betas, f"betas {ADAM}"),
     "weight decay": (change_decay, f"weight_decay {ADAM}"),
@@ -259,6 +277,61 @@ def test_a_parameter_group_that_is_added_is_trained() -> None:
     pipeline, texts = trained_alike(frozen_head, without_head, lambda: set_at(9, add_group))
     assert texts == []
     assert pipeline.num_captures == 4
+
+
+class ReadsLargeArray(Deep):
+    """Reads the first element of an array that is not compared at each step."""
+
+    def __init__(self, *, is_read: bool, is_writeable: bool = True) -> None:
+        super().__init__()
+        self.large, self.is_read = np.full(1 << 20, 0.5), is_read
+        self.large.setflags(write=is_writeable)
+
+    def change(self, vectors: Tensor) -> Tensor:
+        return vectors * float(self.large[0]) if self.is_read else super().change(vectors)
+
+
+def test_a_large_array_that_forward_reads_is_not_captured() -> None:
+    def change(model: Any, _: Optimizers, number: int) -> None:
+        model.large[0] = 1.0 + number
+
+    pipeline, (text,) = trained_alike(
+        lambda: ReadsLargeArray(is_read=True), joint, lambda: set_at(9, change)
+    )
+    assert text.startswith(EAGER.format("large of model ReadsLargeArray: forward reads an array"))
+    assert pipeline.num_captures == 0
+
+
+@pytest.mark.parametrize(("is_read", "is_writeable"), [(False, True), (True, False)])
+def test_a_large_array_that_does_not_change_is_captured(is_read: bool, is_writeable: bool) -> None:
+    def make() -> nn.Module:
+        return ReadsLargeArray(is_read=is_read, is_writeable=is_writeable)
+
+    pipeline, texts = trained_alike(make, joint, lambda: set_at(9, lambda *_: None))
+    assert (pipeline.num_captures, texts) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("device", "changes"), [("cpu", [0, 0]), ("cuda", [1, 1])], ids=["of the host", "of a GPU"]
+)
+def test_tensors_of_the_host_are_compared_where_steps_run_elsewhere(
+    device: str, changes: list[int]
+) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.tensor(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    model = Scaled()
+    values, found = WatchedValues(model, [], [], device=torch.device(device)), []
+    for change in (lambda: model.factor.fill_(2.0), lambda: None):
+        change()
+        values.look()
+        found.append(values.version)
+    assert found == changes
 
 
 CASE = Case(placements=MIXED, fixed=True)

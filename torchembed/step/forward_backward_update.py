@@ -104,6 +104,7 @@ class StepProgram:
             [*optimizers.of_tables, *optimizers.captured],
             optimizers.others,
             self.loss_fn,
+            self.device,
         )
 
     @functools.cached_property

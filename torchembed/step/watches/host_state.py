@@ -17,6 +17,7 @@ from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.step.stages import Reason
 from torchembed.step.watches.read_values import CONTAINERS, ReadValues, values_read
 from torchembed.step.watches.replaced_methods import forward_of
+from torchembed.step.watches.watched_contents import small_arrays_in
 from torchembed.step.watches.watched_values import OF_EVERY_MODULE, watched_modules
 
 _NUM_OBSERVED = 2
@@ -162,16 +163,19 @@ def _reads_in_a_thread() -> bool:
 
 
 def _saved_attributes(module: nn.Module) -> Callable[[], None]:
-    """A function that puts back attributes and buffers of ``module``, and items of its lists, dicts
-    and sets."""
+    """A function that puts back attributes and buffers of ``module``, items of its lists, dicts and
+    sets, and elements of its small NumPy arrays."""
     attributes, buffers = dict(vars(module)), dict(module._buffers)
     contents = [
         (value, value.copy())
         for name, value in attributes.items()
         if name not in OF_EVERY_MODULE and isinstance(value, CONTAINERS)
     ]
+    arrays = [(a, a.copy()) for value in attributes.values() for a in small_arrays_in(value)]
 
     def restore() -> None:
+        for array, elements in arrays:
+            array[...] = elements
         now = vars(module)
         for name in now.keys() - attributes.keys():
             del now[name]

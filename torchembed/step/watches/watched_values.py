@@ -24,6 +24,7 @@ from torchembed.step.watches.read_values import (
     values_read,
 )
 from torchembed.step.watches.replaced_methods import forward_of
+from torchembed.step.watches.watched_contents import WatchedContents
 
 _OWN = ("torchembed.", "torchrec.", "fbgemm_gpu.")
 """Packages whose modules are left out: what they change, steps follow."""
@@ -32,6 +33,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_OPTIMIZERS = ("step", "zero_grad")
 """Methods that may be assigned to optimizers."""
 _forward = operator.attrgetter("forward")
+_CPU = torch.device("cpu")
 _MAX_CHANGES = 3
 _WINDOW = 30
 """A value that changes so often in so many steps is not worth a capture each time."""
@@ -64,7 +66,8 @@ class WatchedValues:
     what else the code of a forward and of the loss function reads.
 
     :meth:`look` notes which were replaced, by identity, since the call before. A number or a string
-    is the same where it is equal. Attributes and buffers that no step depends on, by
+    is the same where it is equal, and a NumPy array, and a tensor of the host that steps on a GPU
+    read, where it was not changed in place. Attributes and buffers that no step depends on, by
     :meth:`note_reads`, are left out. Of modules of torch only floats, as a dropout's ``p``, are
     looked at, in addition to their parameters and buffers, and torchembed's own are left out.
 
@@ -73,6 +76,7 @@ class WatchedValues:
         captured: optimizers whose steps graphs repeat.
         others: optimizers that step after each replay.
         loss_fn: of the pipeline; None where the model gives its loss.
+        device: of the steps.
 
     Attributes:
         version: counts changes that every rank is taken to make alike: those of optimizers, and of
@@ -89,8 +93,9 @@ class WatchedValues:
         captured: Iterable[torch.optim.Optimizer],
         others: Iterable[torch.optim.Optimizer],
         loss_fn: object = None,
+        device: torch.device = _CPU,
     ) -> None:
-        self._model, self._loss_fn = model, loss_fn
+        self._model, self._loss_fn, self._device = model, loss_fn, device
         of_optimizers = [(o, _hyperparameters_of(o)) for o in captured]
         of_optimizers += [(o, []) for o in others]
         self._optimizers = [(o, names, _getter(names)) for o, names in of_optimizers]
@@ -134,15 +139,18 @@ class WatchedValues:
             (values, name) for _, values, _, names in self._attributes for name in names
         ]
         self._before = self._now()
-        self._known = dict(self._named())
+        named = dict(self._named())
+        self._contents = WatchedContents(named, self._device)
+        self._known = {**named, **dict(self._contents.named())}
 
     @property
     def unsteady(self) -> Reason | None:
-        """The first value that changes so often that no graph should hold it; None without one."""
+        """The first value that changes so often that no graph should hold it, or may change without
+        notice; None without one."""
         for name, looks in self._changes.items():
             if len(looks) == _MAX_CHANGES and self._num_looks - looks[0] < _WINDOW:
                 return Reason("it changes from step to step, which no graph follows", name)
-        return None
+        return self._contents.unwatchable
 
     def users_modules(self) -> dict[str, nn.Module]:
         """The modules that are neither torch's nor torchembed's, by their names in warnings."""
@@ -179,7 +187,8 @@ class WatchedValues:
             before, now = self._before, self._now()
         except KeyError:  # of an attribute that is gone
             before, now = self._before, list[object]()
-        if len(now) == len(before) and all(map(operator.is_, now, before)):
+        is_same = len(now) == len(before) and all(map(operator.is_, now, before))
+        if is_same and not self._contents.have_changed:
             return
         known = self._known
         self.num_refreshes += 1
