@@ -264,6 +264,7 @@ class TrainPipeline:
         if self._engines.captures:
             self._engines.values.look()
             if self._engines.is_stale:
+                self._engines.note_stale()
                 self.close()
         self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
         now = self._upcoming.pop()
@@ -380,6 +381,7 @@ class TrainPipeline:
             self._engines.is_stale, self._engines.captures and self._engines.hooks.are_there
         )
         if is_stale:
+            self._engines.note_stale()
             self.close()
         if has_hooks:
             # The ranks may have agreed on the batches that were read before there were any.

@@ -12,6 +12,7 @@ class StepRecord:
 
     Attributes:
         kinds: number of steps of each kind, in the order in which kinds came first.
+        num_steps: number of steps so far.
         num_captures: number of steps that were captured; a step is captured once for each of two
             input buffers.
     """
@@ -20,15 +21,15 @@ class StepRecord:
         self.kinds: dict[StepKind, int] = {}
         self.num_captures = 0
         self._last: StepKind | None = None
-        self._num_steps = 0
+        self.num_steps = 0
 
     def note_step(self, kind: StepKind) -> None:
         """Count a step; one line of the log where its kind is not that of the step before."""
-        self._num_steps += 1
+        self.num_steps += 1
         # Most steps have the very object of the step before.
         if kind is not self._last and kind != self._last:
             before = "" if self._last is None else f", no longer {self._last.form}"
-            _logger.info("from step %d on: %s%s", self._num_steps, kind, before)
+            _logger.info("from step %d on: %s%s", self.num_steps, kind, before)
         self._last = kind
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
 

@@ -1,5 +1,6 @@
 """The choice of an engine for a batch: the first that can train every rank's batch."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from torchembed.core import ranks
@@ -19,6 +20,7 @@ from torchembed.step.stages import (
     TrainedBatch,
 )
 from torchembed.step.watches.hooks import PythonHooks
+from torchembed.step.watches.mode_changes import ModeChanges
 from torchembed.step.watches.padding_check import PaddingCheck
 
 _GRAPH, _PADDED = StepKind(StepForm.GRAPH), StepKind(StepForm.PADDED)
@@ -64,6 +66,7 @@ class EngineChoice:
         self.not_captured = not_captured
         self.values = program.values
         self._padding = PaddingCheck(program)
+        self._modes = ModeChanges(program.model)
         self.hooks = PythonHooks(program.model, program.optimizers, self.values)
         self._eager = EagerEngine(program, checks_at_once=True)
         self._static = StaticEngine(program)
@@ -102,6 +105,19 @@ class EngineChoice:
         self._eager.release()
         if self._jagged is not None:
             self._jagged.release()
+
+    def note_stale(self) -> None:
+        """Note that steps begin anew since the model has changed; where that recurs, none is
+        captured any more, and a warning says so. Called on all ranks before the same step."""
+        why = self._modes.note(self._program.record.num_steps)
+        if why is None or not self.captures:
+            return
+        self.not_captured = why
+        warnings.warn(
+            "the train step is not captured as a CUDA graph any more, so it runs eagerly from now "
+            f"on: {why}",
+            stacklevel=4,  # whoever called the pipeline
+        )
 
     def prefetch(self, batch: ReadBatch) -> None:
         """Show a batch that was read to the engine that is going to train it."""

@@ -1,0 +1,102 @@
+"""Parameters frozen and unfrozen, and modules set to evaluation, again and again while a pipeline
+trains: as in a loop by hand, and captured or said."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.tape import taped_captures
+from tests.support.tiny_model import (
+    TinyModel,
+    fixed_batches,
+    make_batch,
+    make_optimizers,
+    step_by_hand,
+)
+from tests.support.tiny_training import LOSS, assert_same_state, state_of
+from torchembed.training import StepForm, TrainPipeline
+
+NUM_STEPS = 24
+Change = Callable[[Any, int], object]
+
+
+class Deep(TinyModel):
+    def __init__(self) -> None:
+        super().__init__(is_deep=True)
+
+
+def freeze_in_turns(model: Any, number: int) -> None:
+    model.dense[0].requires_grad_(number % 4 < 2)
+
+
+def freeze_tables_in_turns(model: Any, number: int) -> None:
+    model.tables.requires_grad_(number % 4 < 2)
+
+
+def set_modes_in_turns(model: Any, number: int) -> None:
+    model.dense[1].train(number % 4 < 2)
+
+
+def unfreeze_layer_by_layer(model: Any, number: int) -> None:
+    for layer, module in enumerate(model.dense):
+        module.requires_grad_(layer * 4 <= number)
+
+
+def trained(change: Change, *, jagged: bool = False) -> tuple[TrainPipeline, list[str]]:
+    """Train by hand and by a pipeline with ``change`` before each step, and hold that both are
+    equal; the pipeline, and the texts of its warnings."""
+    batches = fixed_batches(NUM_STEPS)
+    if jagged:
+        batches = [make_batch(4, number) for number in range(NUM_STEPS)]
+    by_hand = Deep()
+    optimizers, losses = make_optimizers(by_hand), []
+    for number, batch in enumerate(batches):
+        change(by_hand, number)
+        losses.append(step_by_hand(by_hand, LOSS, optimizers, batch).item())
+    model, iterator, found = Deep(), iter(batches), list[float]()
+    with (
+        taped_captures(),
+        warnings.catch_warnings(record=True) as caught,
+        TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline,
+    ):
+        warnings.simplefilter("always")
+        for number in range(NUM_STEPS):
+            change(model, number)
+            found.append(pipeline.progress(iterator).loss.item())
+    assert found == losses
+    assert_same_state(model, state_of(by_hand))
+    return pipeline, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["fixed", "jagged"])
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (freeze_in_turns, "requires_grad of dense.0.weight"),
+        (freeze_tables_in_turns, "requires_grad of tables."),
+        (set_modes_in_turns, "training of module dense.1"),
+    ],
+)
+def test_modes_that_change_again_and_again_train_eagerly(
+    change: Change, where: str, jagged: bool
+) -> None:
+    pipeline, (text,) = trained(change, jagged=jagged)
+    assert where in text
+    kind, num_steps = list(pipeline.kinds.items())[-1]
+    assert kind.form is StepForm.EAGER
+    assert text.endswith(str(kind.why))
+    assert num_steps > NUM_STEPS // 2
+
+
+def test_layers_that_are_unfrozen_one_after_the_other_are_captured() -> None:
+    pipeline, texts = trained(unfreeze_layer_by_layer)
+    assert texts == []
+    assert [*pipeline.kinds][-1].form is StepForm.GRAPH
+
+
+def test_a_mode_that_changes_once_in_a_while_is_captured() -> None:
+    pipeline, texts = trained(lambda model, number: model.dense[0].requires_grad_(number < 12))
+    assert texts == []
+    assert pipeline.num_captures == 4

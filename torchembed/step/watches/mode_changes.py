@@ -1,0 +1,57 @@
+"""Parameters that are frozen or unfrozen, and modules set to training or evaluation, so often that
+captures would not pay."""
+
+import collections
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from torchembed.step.stages import Reason
+
+_MAX_CHANGES = 3
+_WINDOW = 30
+"""A mode that changes so often in so many steps is not worth a capture each time."""
+
+
+class ModeChanges:
+    """Counts how often each parameter was frozen or unfrozen, and each module set to training or
+    evaluation, when steps had to begin anew.
+
+    Args:
+        model: whose modes are those of now at first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._known = model, dict(_modes_of(model))
+        self._changes: dict[str, collections.deque[int]] = {}
+        """For each mode that changed, the numbers of the last steps that found it changed."""
+
+    def note(self, num_steps: int) -> Reason | None:
+        """Note the modes that have changed since the last call, after ``num_steps`` steps.
+
+        Returns:
+            The reason to capture no more, which names the first mode that changes again and again;
+            None without one.
+        """
+        known, self._known = self._known, dict(_modes_of(self._model))
+        unsteady: list[str] = []
+        for name in _changed(known, self._known):
+            steps = self._changes.setdefault(name, collections.deque(maxlen=_MAX_CHANGES))
+            steps.append(num_steps)
+            if len(steps) == _MAX_CHANGES and num_steps - steps[0] < _WINDOW:
+                unsteady.append(name)
+        if not unsteady:
+            return None
+        return Reason("it changes again and again, for which no graph is captured", unsteady[0])
+
+
+def _modes_of(model: nn.Module) -> Iterator[tuple[str, bool]]:
+    for name, parameter in model.named_parameters():
+        yield f"requires_grad of {name}", parameter.requires_grad
+    for name, module in model.named_modules():
+        yield f"training of {f'module {name}' if name else 'the model'}", module.training
+
+
+def _changed(before: Mapping[str, bool], now: Mapping[str, bool]) -> list[str]:
+    """Names of the modes that are there in both, and differ."""
+    return [name for name, mode in now.items() if before.get(name, mode) is not mode]
