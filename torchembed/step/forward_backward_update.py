@@ -17,6 +17,7 @@ from torchembed.core.trees import map_tensors
 from torchembed.modules.bad_ids import IdChecks, deferred_id_checks
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.optim.clipping import clip_gradients
+from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.batches.batch_layout import without_gradients
 from torchembed.step.batches.counted_parts import for_model
@@ -156,6 +157,8 @@ class ForwardBackwardUpdate:
         self._streams, self._dense_updates = streams, dense_updates
         self.has_begun_update = False
         """True if a step has begun to change rows and parameters."""
+        self.forward_sizes: list[GatheredSize] = []
+        """What the ranks told each other in the last forward, of ids that it looked up itself."""
 
     def __call__(
         self,
@@ -181,7 +184,8 @@ class ForwardBackwardUpdate:
             with reusing(batch.calls, batch.lookups, batch.data) if batch.calls else _NOTHING:
                 # Further steps take the batch's containers as they are now.
                 data = for_model(batch.data)
-                loss, output = program.compute_loss(program.model, data)
+                with recorded_sizes() as self.forward_sizes:
+                    loss, output = program.compute_loss(program.model, data)
         # Of lookups that were not prepared ahead, the ids were checked in forward.
         flag = either(batch.flag, reduce_checks(checks, program.group))
         # On a stream that nothing waits for soon: the copy to the host need not delay backward.

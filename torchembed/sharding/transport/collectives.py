@@ -81,13 +81,14 @@ class GatheredSize(NamedTuple):
 @contextlib.contextmanager
 def recorded_sizes() -> Iterator[list[GatheredSize]]:
     """Record the calls of :func:`gather_size` and :func:`gather_numbers` in this thread, in
-    order."""
+    order; contexts around it, also of :func:`replayed_sizes`, go on."""
     recorded: list[GatheredSize] = []
+    gather = _gathering.get()
 
     def gather_and_record(
         numbers: tuple[int, ...], group: dist.ProcessGroup | None
     ) -> list[list[int]]:
-        recorded.append(GatheredSize(numbers, _gather(numbers, group)))
+        recorded.append(GatheredSize(numbers, gather(numbers, group)))
         return recorded[-1].of_ranks
 
     with _gathering_by(gather_and_record):

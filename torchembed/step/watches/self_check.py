@@ -101,13 +101,11 @@ class SelfCheck:
 
     @staticmethod
     def can_check(model: nn.Module) -> bool:
-        """False for models whose forward may not be called once more for a comparison: under DDP,
-        which takes no forward without a backward, and with recurrent layers whose dropout cuDNN
-        draws from a state of its own, which cannot be put back."""
+        """False for models whose forward may not be called once more for a comparison: with
+        recurrent layers whose dropout cuDNN draws from a state of its own, which cannot be put
+        back."""
         return not any(
-            isinstance(module, DistributedDataParallel)
-            or (isinstance(module, nn.RNNBase) and module.dropout > 0)
-            for module in model.modules()
+            isinstance(module, nn.RNNBase) and module.dropout > 0 for module in model.modules()
         )
 
     def __init__(self, program: StepProgram, optimizers: StepOptimizers, every: int) -> None:
@@ -122,7 +120,8 @@ class SelfCheck:
 
     def forward(self, buffer: int, look_up: Callable[[], LookedUpBatch]) -> None:
         """The call to capture for the batch of a buffer: forward, without an update."""
-        self._of_graph[buffer], _ = forward_summary(self._program, look_up())
+        with _without_backward(self._program.model):
+            self._of_graph[buffer], _ = forward_summary(self._program, look_up())
 
     def note_capture(self, buffer: int, replay: Callable[[], None]) -> None:
         """Note how to replay :meth:`forward` of a buffer."""
@@ -211,6 +210,23 @@ class SelfCheck:
             if slot is not None and parameter.grad is not None:
                 found.append((f"the gradient of {name}", slot, parameter.grad))
         return found
+
+
+@contextlib.contextmanager
+def _without_backward(model: nn.Module) -> Iterator[None]:
+    """A context for a forward that no backward follows, for which ``DistributedDataParallel`` in
+    ``model`` would go on waiting."""
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    syncs = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers:
+            stack.enter_context(wrapper.no_sync())
+        try:
+            yield
+        finally:
+            # Such a forward has the next one take its buffers as they are.
+            for wrapper, sync in zip(wrappers, syncs, strict=True):
+                wrapper.require_forward_param_sync = sync
 
 
 def forward_summary(program: StepProgram, batch: LookedUpBatch) -> tuple[Summary, Tensor]:
