@@ -214,6 +214,36 @@ def test_classes_stay_whole_numbers() -> None:
     assert_trains_as_by_hand(TwoTasks, F.cross_entropy, batches, loss_of)
 
 
+WHOLE_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "as they come": lambda output, labels: F.mse_loss(output, labels.float()),
+    "in one column": lambda output, labels: F.mse_loss(output.squeeze(1), labels.float()),
+    "of a column": lambda output, labels: F.mse_loss(output[:, 0], labels.float()),
+}
+
+
+@pytest.mark.parametrize("how", WHOLE_NUMBERS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_an_output_for_each_whole_number_is_compared_with_that_alone(
+    how: str, dtype: torch.dtype
+) -> None:
+    batches = relabeled(lambda b, n: b.labels.to(dtype))
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0], batch[1])[:, 0], batch[2].float())
+
+    assert_trains_as_by_hand(TinyModel, WHOLE_NUMBERS[how], batches, loss_of)
+
+
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_an_output_for_one_class_alone_keeps_its_shape(loss_fn: Any) -> None:
+    batches = relabeled(lambda b, n: torch.zeros_like(b.labels, dtype=torch.int64))
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0], batch[1]), batch[2])
+
+    assert_trains_as_by_hand(TinyModel, loss_fn, batches, loss_of)
+
+
 @pytest.mark.parametrize("is_mapping", [False, True])
 def test_weights_of_samples(is_mapping: bool) -> None:
     def loss_fn(output: Tensor, labels: Tensor, weights: Tensor) -> Tensor:

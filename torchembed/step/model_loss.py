@@ -79,6 +79,13 @@ def takes_probabilities(loss_fn: LossFunction | None) -> bool:
     return of_torch or loss_fn in _OF_PROBABILITIES
 
 
+def _takes_classes(loss_fn: object) -> bool:
+    """True for torch's losses of one class for each sample, whose labels are whole numbers."""
+    if isinstance(loss_fn, functools.partial):
+        return _takes_classes(loss_fn.func)
+    return isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss_fn in _OF_CLASSES
+
+
 def convert_batch(item: object, loss_fn: LossFunction | None) -> Tree:
     """A batch that was read in the form that the model and ``loss_fn`` are called for.
 
@@ -129,9 +136,8 @@ def loss_and_output(
         if isinstance(loss_fn, BatchLoss):
             loss = loss_fn.loss_fn(output, batch)
         else:
-            output, labels = _alike(output, batch.labels, loss_fn)
             weights = (batch.weights,) if isinstance(batch, WeightedBatch) else ()
-            loss = loss_fn(output, labels, *weights)
+            loss, output = _loss_of_labels(output, batch.labels, weights, loss_fn)
         return _checked(loss, "loss_fn"), output
 
 
@@ -144,21 +150,34 @@ def _output_of(model: nn.Module, batch: Tree, loss_fn: LossFunction) -> Tree:
     return model(batch.dense, batch.sparse)
 
 
-def _alike(output: Tree, labels: Tree, loss_fn: LossFunction) -> tuple[Tree, Tree]:
-    """Output and labels, one of them ``[..., 1]`` in the shape of the other one without it.
+def _loss_of_labels(
+    output: Tree, labels: Tree, weights: tuple[Tensor, ...], loss_fn: LabelLoss
+) -> tuple[object, Tree]:
+    """What ``loss_fn`` gives, and the output in the shape in which it was given it."""
+    alike = _alike(output, labels, loss_fn)
+    if alike is None:
+        return loss_fn(output, labels, *weights), output
+    try:
+        return loss_fn(*alike, *weights), alike[0]
+    except IndexError:
+        # It brings them to one shape itself, as by output[:, 0] or output.squeeze(1).
+        return loss_fn(output, labels, *weights), output
 
-    Most losses would broadcast the two to all pairs. Classes, which are whole numbers, have an
-    output for each class.
+
+def _alike(output: Tree, labels: Tree, loss_fn: LabelLoss) -> tuple[Tensor, Tensor] | None:
+    """Output and labels, where one of them is ``[..., 1]``, in the shape of the other one without
+    it; None elsewhere.
+
+    Most losses would broadcast the two to all pairs. Losses of classes take an output for each
+    class, also where there is one class.
     """
-    if not (isinstance(output, Tensor) and isinstance(labels, Tensor)):
-        return output, labels
-    if not (labels.is_floating_point() or takes_probabilities(loss_fn)):
-        return output, labels
+    if not (isinstance(output, Tensor) and isinstance(labels, Tensor)) or _takes_classes(loss_fn):
+        return None
     if output.shape == (*labels.shape, 1):
-        output = output.squeeze(-1)
-    elif labels.shape == (*output.shape, 1):
-        labels = labels.squeeze(-1)
-    return output, labels
+        return output.squeeze(-1), labels
+    if labels.shape == (*output.shape, 1):
+        return output, labels.squeeze(-1)
+    return None
 
 
 def _loss_of(result: Tree) -> tuple[Tensor, Tree]:

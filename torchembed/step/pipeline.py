@@ -110,10 +110,10 @@ class TrainPipeline:
             labels)``, and as ``model(inputs)`` for ``(inputs, labels)``.
         loss_fn: ``(output, labels)`` to their mean loss, or ``(output, labels, weights)`` for
             batches ``(dense, sparse, labels, weights)``; an output ``[B, 1]`` is given to it as
-            ``[B]`` where labels are that. With :class:`~torchembed.training.BatchLoss` of
-            ``(output, batch)`` the model is called as ``model(batch)``. None for a model that is
-            called as ``model(batch)`` and gives its loss, alone, as the first of a tuple or list,
-            or named ``loss``.
+            ``[B]`` where labels are that, unless it takes the column itself. With
+            :class:`~torchembed.training.BatchLoss` of ``(output, batch)`` the model is called as
+            ``model(batch)``. None for a model that is called as ``model(batch)`` and gives its
+            loss, alone, as the first of a tuple or list, or named ``loss``.
         optimizers: one or several, of all parameters that require a gradient, and of no others;
             captured steps update in an order of their own.
         device: where batches go; the model's by default.
