@@ -311,15 +311,17 @@ def _identity(storage: torch.UntypedStorage) -> int:
 
 def _alias(tensor: Tensor) -> Tensor:
     """The same memory as a tensor of its own, which stays there where ``tensor`` is given other
-    memory, and has a version counter of its own: a graph counts no versions."""
+    memory, and has a version counter of its own: a graph counts no versions, and knows no inference
+    mode."""
     if tensor.layout is not torch.strided or tensor._is_zerotensor():
         return tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         return tensor.detach()
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
 def _aliases(

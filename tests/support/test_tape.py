@@ -207,6 +207,17 @@ def test_replays_have_the_gradient_mode_of_the_recording() -> None:
     assert torch.equal(gradient, weight.grad)
 
 
+def test_replays_write_to_tensors_of_inference_mode() -> None:
+    x = torch.arange(3.0)
+    with Tape() as tape:
+        with torch.inference_mode():
+            doubled = (x * 2).add_(1)
+        result = doubled.clone() + x
+    x.add_(1)
+    tape.replay()
+    assert torch.equal(result, 3 * x + 1)
+
+
 def test_memory_of_two_storages_is_put_back() -> None:
     """A table's parameter is a part of its group's memory under a storage of its own."""
     whole = torch.arange(6.0)
