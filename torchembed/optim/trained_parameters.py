@@ -5,14 +5,23 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from torchembed.core import ranks
 from torchembed.tables import table_of
 
 
-def check_optimizers_train(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_optimizers_train(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loss: nn.Module | None = None,
+) -> None:
     """Raise where ``optimizers`` would leave a part of ``model`` as it is, or train something else.
 
     Where one is no ``torch.optim.Optimizer`` but has its methods alone, whoever made it knows what
     it trains.
+
+    Args:
+        loss: a loss function with dense parameters of its own, which optimizers may have; on one
+            rank alone, since gradients are averaged over ranks for what the model holds.
 
     Raises:
         ValueError: names the parameters that require a gradient and no optimizer has, and those of
@@ -21,6 +30,8 @@ def check_optimizers_train(model: nn.Module, optimizers: Sequence[torch.optim.Op
     if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         return
     in_model = {id(_identity(parameter)) for parameter in model.parameters()}
+    if loss is not None and ranks.world_size() == 1:
+        in_model |= {id(p) for p in loss.parameters() if table_of(p) is None}
     foreign = [
         f"one of {type(optimizer).__name__}'s, of shape {tuple(parameter.shape)}"
         for optimizer in optimizers
@@ -31,7 +42,9 @@ def check_optimizers_train(model: nn.Module, optimizers: Sequence[torch.optim.Op
         raise ValueError(
             f"optimizers must have parameters of the model alone, but {_listed(foreign)} is not in "
             "it; make optimizers after shard_embeddings, or whatever else replaces parameters, and "
-            "let the model hold a loss function with parameters, as in model.loss = loss_fn"
+            "let the model hold a loss function that trains tables or, before it is sharded over "
+            "ranks, parameters, as in model.loss = loss_fn; one that trains dense parameters on "
+            "one rank may be the loss_fn, where it is a module and no function around one"
         )
     held = {id(_identity(p)) for p in _parameters_of(optimizers)}
     missing = [

@@ -30,6 +30,7 @@ from torchembed.step.step_optimizers import StepOptimizers, update, update_early
 from torchembed.step.step_record import StepRecord
 from torchembed.step.step_result import StepOutputs
 from torchembed.step.streams import StepStreams, fork, join, named_range, on_stream
+from torchembed.step.trained_modules import TrainedModules
 from torchembed.step.watches.attribute_uses import AttributeUses
 from torchembed.step.watches.host_state import HostState
 from torchembed.step.watches.watched_values import WatchedValues
@@ -90,6 +91,11 @@ class StepProgram:
     def is_cuda(self) -> bool:
         """True if the device is a GPU."""
         return self.device.type == "cuda"
+
+    @functools.cached_property
+    def trained(self) -> TrainedModules:
+        """The model, and the loss function where that is a module of its own."""
+        return TrainedModules.of(self.model, self.loss_fn)
 
     @functools.cached_property
     def record(self) -> StepRecord:
@@ -240,7 +246,7 @@ class ForwardBackwardUpdate:
         join(backward_stream)
         with named_range("torchembed: clip"):
             clip_gradients(
-                list(program.model.parameters()),
+                program.trained.parameters(),
                 program.max_grad_norm,
                 device=program.device,
                 group=program.group,

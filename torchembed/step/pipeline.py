@@ -41,6 +41,7 @@ from torchembed.step.stages import (
 from torchembed.step.step_result import StepResult
 from torchembed.step.steps_in_flight import StepsInFlight
 from torchembed.step.streams import named_range
+from torchembed.step.trained_modules import module_of_loss
 
 _STEPS_AHEAD = 2
 """The most steps that the host is ahead of the device."""
@@ -176,7 +177,7 @@ class TrainPipeline:
         given = _listed(optimizers)
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(given)
         check_loss_fn(loss_fn)
-        check_optimizers_train(model, self.optimizers)
+        check_optimizers_train(model, self.optimizers, module_of_loss(model, loss_fn))
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         is_cuda = self.device.type == "cuda"
         # A bound method would make a reference cycle: graphs should be destroyed with the pipeline,

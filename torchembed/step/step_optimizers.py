@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.modules.table_module import TableModule
 from torchembed.optim import FusedOptimizer
 from torchembed.optim.joint import JointOptimizer, separate
+from torchembed.step.trained_modules import TrainedModules
 
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
@@ -213,13 +214,15 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 class Assumptions:
     """The state of a model and its optimizers that prepared or captured steps rely on."""
 
-    def __init__(self, model: nn.Module, optimizers: StepOptimizers, device: torch.device) -> None:
-        modules = [module for module in model.modules() if isinstance(module, TableModule)]
+    def __init__(
+        self, trained: TrainedModules, optimizers: StepOptimizers, device: torch.device
+    ) -> None:
+        modules = [module for module in trained.modules() if isinstance(module, TableModule)]
         self._table_sets = [module.table_set for module in modules]
         of_tables = {id(table.parameter) for of in self._table_sets for table in of.tables}
         # Tables, which are many, are looked at by their sets: every step asks.
-        self._parameters = [p for p in model.parameters() if id(p) not in of_tables]
-        self._modules = list(model.modules())
+        self._parameters = [p for p in trained.parameters() if id(p) not in of_tables]
+        self._modules = trained.modules()
         self._optimizers, self._is_cuda = optimizers, device.type == "cuda"
         self._model_before = self._model_now()
         self._memory_before: list[int] | None = None

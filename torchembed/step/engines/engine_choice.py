@@ -66,8 +66,8 @@ class EngineChoice:
         self.not_captured = not_captured
         self.values = program.values
         self._padding = PaddingCheck(program)
-        self._modes = ModeChanges(program.model)
-        self.hooks = PythonHooks(program.model, program.optimizers, self.values)
+        self._modes = ModeChanges(program.trained)
+        self.hooks = PythonHooks(program.model, program.optimizers, self.values, program.loss_fn)
         self._eager = EagerEngine(program, checks_at_once=True)
         self._static = StaticEngine(program)
         self._jagged: JaggedEngine | None = None

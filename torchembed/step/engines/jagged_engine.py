@@ -155,7 +155,7 @@ class JaggedEngine:
     def _observe(self, now: ReadBatch) -> TrainedBatch:
         """Train the first batch as it is."""
         optimizers = StepOptimizers(self._program.optimizers)
-        assumptions = Assumptions(self._program.model, optimizers, self._program.device)
+        assumptions = Assumptions(self._program.trained, optimizers, self._program.device)
         with fork_and_join(self._stream):
             batch = to_device(now.data, self._program.device)
             with observed_calls(self._program.model, batch) as calls:

@@ -30,7 +30,7 @@ class StepResources:
     def __init__(self, program: StepProgram) -> None:
         self._program = program
         self.optimizers = StepOptimizers(program.optimizers)
-        self.assumptions = Assumptions(program.model, self.optimizers, program.device)
+        self.assumptions = Assumptions(program.trained, self.optimizers, program.device)
         self.streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
         self.copies = torch.cuda.Stream(program.device) if program.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if program.is_cuda else None

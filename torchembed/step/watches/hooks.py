@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchembed.step.stages import Reason
 from torchembed.step.step_optimizers import unchanged_by_replays
+from torchembed.step.trained_modules import TrainedModules
 from torchembed.step.watches.replaced_methods import ReplacedMethod, ReplacedMethods
 from torchembed.step.watches.watched_values import WatchedValues
 
@@ -80,6 +81,7 @@ class PythonHooks:
         model: whose modules and parameters are looked at.
         optimizers: as the caller gave them.
         values: notices replaced methods.
+        loss_fn: of the pipeline, whose modules and parameters are looked at as well.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class PythonHooks:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         values: WatchedValues,
+        loss_fn: object = None,
     ) -> None:
-        self._model, self._optimizers, self._values = model, list(optimizers), values
+        self._trained = TrainedModules.of(model, loss_fn)
+        self._optimizers, self._values = list(optimizers), values
         self._replaced = ReplacedMethods(model, optimizers)
         self._known: list[_Hook] = []
         self._methods: list[ReplacedMethod] = []
@@ -152,10 +156,9 @@ class PythonHooks:
                 continue
             where = f"optimizer {type(optimizer).__name__}"
             yield from _hooks_of(optimizer, where, _OF_OPTIMIZERS)
-        for path, module in self._model.named_modules():
-            where = f"module {path}" if path else f"model {type(module).__name__}"
+        for where, module in self._trained.named_modules():
             yield from _hooks_of(module, where, _OF_MODULES)
-        for path, parameter in self._model.named_parameters():
+        for path, parameter in self._trained.named_parameters():
             yield from _hooks_of(parameter, f"parameter {path}", _OF_PARAMETERS)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.step.stages import Reason
+from torchembed.step.trained_modules import TrainedModules
 from torchembed.step.watches.read_values import CONTAINERS, ReadValues, values_read
 from torchembed.step.watches.replaced_methods import forward_of
 from torchembed.step.watches.watched_contents import small_arrays_in
@@ -80,7 +81,8 @@ class HostState:
             _saved_attributes(module) for _, module in watched_modules(self._model, self._loss_fn)
         ]
         restore_random_numbers = saved_random_numbers(self._device)
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        trained = TrainedModules.of(self._model, self._loss_fn)
+        buffers = [(buffer, buffer.clone()) for buffer in trained.buffers()]
 
         @torch.no_grad()
         def restore() -> None:

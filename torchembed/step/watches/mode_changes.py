@@ -4,9 +4,8 @@ captures would not pay."""
 import collections
 from collections.abc import Iterator, Mapping
 
-from torch import nn
-
 from torchembed.step.stages import Reason
+from torchembed.step.trained_modules import TrainedModules
 
 _MAX_CHANGES = 3
 _WINDOW = 30
@@ -18,11 +17,11 @@ class ModeChanges:
     evaluation, when steps had to begin anew.
 
     Args:
-        model: whose modes are those of now at first.
+        trained: modules whose modes are those of now at first.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._known = model, dict(_modes_of(model))
+    def __init__(self, trained: TrainedModules) -> None:
+        self._trained, self._known = trained, dict(_modes_of(trained))
         self._changes: dict[str, collections.deque[int]] = {}
         """For each mode that changed, the numbers of the last steps that found it changed."""
 
@@ -33,7 +32,7 @@ class ModeChanges:
             The reason to capture no more, which names the first mode that changes again and again;
             None without one.
         """
-        known, self._known = self._known, dict(_modes_of(self._model))
+        known, self._known = self._known, dict(_modes_of(self._trained))
         unsteady: list[str] = []
         for name in _changed(known, self._known):
             steps = self._changes.setdefault(name, collections.deque(maxlen=_MAX_CHANGES))
@@ -45,11 +44,11 @@ class ModeChanges:
         return Reason("it changes again and again, for which no graph is captured", unsteady[0])
 
 
-def _modes_of(model: nn.Module) -> Iterator[tuple[str, bool]]:
-    for name, parameter in model.named_parameters():
+def _modes_of(trained: TrainedModules) -> Iterator[tuple[str, bool]]:
+    for name, parameter in trained.named_parameters():
         yield f"requires_grad of {name}", parameter.requires_grad
-    for name, module in model.named_modules():
-        yield f"training of {f'module {name}' if name else 'the model'}", module.training
+    for name, module in trained.named_modules():
+        yield f"training of {name}", module.training
 
 
 def _changed(before: Mapping[str, bool], now: Mapping[str, bool]) -> list[str]:

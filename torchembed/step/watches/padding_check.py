@@ -151,7 +151,7 @@ def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> 
         loss.backward()
     gradients = {
         name: parameter.grad.double()
-        for name, parameter in program.model.named_parameters()
+        for name, parameter in program.trained.named_parameters()
         if type(parameter.grad) is Tensor and parameter.grad.layout is torch.strided
     }
     optimizers.zero_grad()

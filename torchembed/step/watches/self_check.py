@@ -160,7 +160,7 @@ class SelfCheck:
             model_loss.backward()
         if program.max_grad_norm is not None:
             clip_gradients(
-                list(program.model.parameters()),
+                program.trained.parameters(),
                 program.max_grad_norm,
                 device=program.device,
                 group=program.group,
@@ -205,7 +205,7 @@ class SelfCheck:
         """The gradients of backward whose counterparts are still there after a replay: those that
         torchembed's optimizers keep in flat buffers."""
         found: list[tuple[str, GradientSlot, Tensor]] = []
-        for name, parameter in self._program.model.named_parameters():
+        for name, parameter in self._program.trained.named_parameters():
             slot = slot_of(parameter)
             if slot is not None and parameter.grad is not None:
                 found.append((f"the gradient of {name}", slot, parameter.grad))

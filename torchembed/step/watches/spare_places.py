@@ -104,7 +104,7 @@ def _backward(
     """Add the gradients of dense parameters to what was ``computed``."""
     optimizers.zero_grad()
     loss.backward()
-    for name, parameter in program.model.named_parameters():
+    for name, parameter in program.trained.named_parameters():
         if parameter.grad is not None:
             computed.summary.add(f"the gradient of {name}", parameter.grad)
     optimizers.zero_grad()
