@@ -1,6 +1,8 @@
 """After a capture that fails, the process goes on as if there had been none."""
 
-from collections.abc import Callable
+import collections
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -90,12 +92,13 @@ def test_memory_is_freed_and_the_stream_is_the_same(
 class Recurrent(TinyModel):
     """An LSTM with dropout, whose masks cuDNN draws from a state that seeds reset."""
 
-    def __init__(self) -> None:
+    def __init__(self, factors: Iterator[float] | None = None) -> None:
         super().__init__(is_deep=True)
         self.lstm = nn.LSTM(1, 4, num_layers=2, batch_first=True, dropout=0.5)
+        self._factors = itertools.repeat(1.0) if factors is None else factors
 
     def forward(self, dense: Tensor, sparse: torchembed.SparseFeatures) -> Tensor:
-        states, _ = self.lstm(self.tables(sparse).values()[:, :, None])
+        states, _ = self.lstm(self.tables(sparse).values()[:, :, None] * next(self._factors))
         return super().forward(dense, sparse) + states[:, -1, :1]
 
 
@@ -113,12 +116,22 @@ def test_dropout_of_cudnn_is_that_of_a_plain_loop(device: torch.device) -> None:
             iterator = iter(batches)
             losses = [pipeline.progress(iterator).loss.item() for _ in batches]
             assert pipeline.num_captures > 0
+            assert pipeline.engine.is_captured  # the comparisons drew the same masks
         return losses, model
 
     expected, by_hand = trained(is_captured=False)
     found, model = trained(is_captured=True)
     assert found == expected
     assert_same_state(model, state_of(by_hand))
+
+
+def test_a_difference_before_dropout_of_cudnn_is_found(device: torch.device) -> None:
+    model = Recurrent(itertools.count(1.0)).to(device)
+    batches = iter([batch.to(device) for batch in fixed_batches(16)])
+    with TrainPipeline(model, LOSS, make_optimizers(model), self_check_every=2) as pipeline:
+        with pytest.warns(UserWarning, match=r"the output of lstm \(LSTM\) has the norm"):
+            collections.deque(map(pipeline.progress, [batches] * 16), maxlen=0)
+        assert not pipeline.engine.is_captured
 
 
 def test_random_numbers_put_back_leave_dropout_of_cudnn_alone(device: torch.device) -> None:

@@ -92,7 +92,7 @@ class StaticStep:
         self.has_replayed = False
         self._captured_forwards: list[CapturedCall] = []
         self._self_check: SelfCheck | None = None
-        if program.self_check_every is not None and SelfCheck.can_check(program.model):
+        if program.self_check_every is not None and SelfCheck.can_check(program.trained):
             self._self_check = SelfCheck(program, self._optimizers, program.self_check_every)
         self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
         self._left: list[list[LeftAttribute]] = [[], []]

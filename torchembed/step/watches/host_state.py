@@ -16,6 +16,7 @@ from torch import nn
 from torchembed.core.random_numbers import saved_random_numbers
 from torchembed.step.stages import Reason
 from torchembed.step.trained_modules import TrainedModules
+from torchembed.step.watches.dropout_states import DropoutStates
 from torchembed.step.watches.read_values import CONTAINERS, ReadValues, values_read
 from torchembed.step.watches.replaced_methods import forward_of
 from torchembed.step.watches.watched_contents import small_arrays_in
@@ -48,6 +49,7 @@ class HostState:
 
     def __init__(self, model: nn.Module, device: torch.device, loss_fn: object = None) -> None:
         self._model, self._device, self._loss_fn = model, device, loss_fn
+        self._dropout_states = DropoutStates(TrainedModules.of(model, loss_fn))
         self._drawn = collections.deque[str](maxlen=_NUM_OBSERVED)
         """For each of the last steps, the first generator that it drew from; empty for none."""
 
@@ -59,28 +61,30 @@ class HostState:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """A context for a step, which notes the generators that it draws from.
+        """A context for a step, which notes the generators and dropout states that it draws from.
 
-        Nothing is noted while a thread of torchembed reads batches, which may draw as well.
+        No generator is noted while a thread of torchembed reads batches, which may draw as well.
         """
-        if _reads_in_a_thread():
+        with self._dropout_states.observed():
+            if _reads_in_a_thread():
+                yield
+                return
+            generators = self._generators()
+            before = [generator.get() for generator in generators]
             yield
-            return
-        generators = self._generators()
-        before = [generator.get() for generator in generators]
-        yield
-        drawn = (g.name for g, state in zip(generators, before, strict=True) if g.get() != state)
-        self._drawn.append(next(drawn, ""))
+        states = zip(generators, before, strict=True)
+        self._drawn.append(next((g.name for g, state in states if g.get() != state), ""))
 
     def saved(self) -> Callable[[], None]:
         """A function that puts everything back to where it is now, and with it random numbers of
-        the device and what buffers hold."""
+        the device, dropout states of :meth:`observed` steps and what buffers hold."""
         generators = self._generators()
         states = [(generator, generator.get()) for generator in generators]
         attributes = [
             _saved_attributes(module) for _, module in watched_modules(self._model, self._loss_fn)
         ]
         restore_random_numbers = saved_random_numbers(self._device)
+        restore_dropout_states = self._dropout_states.saved()
         trained = TrainedModules.of(self._model, self._loss_fn)
         buffers = [(buffer, buffer.clone()) for buffer in trained.buffers()]
 
@@ -91,6 +95,7 @@ class HostState:
             for restore_attributes in attributes:
                 restore_attributes()
             restore_random_numbers()
+            restore_dropout_states()
             for buffer, before in buffers:
                 buffer.copy_(before)
 

@@ -11,7 +11,6 @@ modules and the loss, and with them the step's own loss and its dense gradients.
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,6 +28,9 @@ from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.stages import LookedUpBatch
 from torchembed.step.step_optimizers import StepOptimizers
+from torchembed.step.trained_modules import TrainedModules
+from torchembed.step.watches.called_modules import called_from_python
+from torchembed.step.watches.dropout_states import draws_unseen
 
 _DEVIATIONS = 8.0
 """How many standard deviations of rounding errors may lie between two ways to compute a number."""
@@ -100,13 +102,11 @@ class SelfCheck:
     """
 
     @staticmethod
-    def can_check(model: nn.Module) -> bool:
-        """False for models whose forward may not be called once more for a comparison: with
-        recurrent layers whose dropout cuDNN draws from a state of its own, which cannot be put
-        back."""
-        return not any(
-            isinstance(module, nn.RNNBase) and module.dropout > 0 for module in model.modules()
-        )
+    def can_check(trained: TrainedModules) -> bool:
+        """False for modules whose forward may not be called once more for a comparison: with
+        compiled recurrent layers whose dropout cuDNN draws from a state of its own, which cannot be
+        put back."""
+        return not draws_unseen(trained)
 
     def __init__(self, program: StepProgram, optimizers: StepOptimizers, every: int) -> None:
         self._program, self._optimizers, self._every = program, optimizers, every
@@ -304,25 +304,10 @@ def observed_outputs(model: nn.Module, summary: Summary) -> Iterator[None]:
 
     hooks = [
         module.register_forward_hook(functools.partial(note, name or "the model"))
-        for name, module in _called_from_python(model)
+        for name, module in called_from_python(model)
     ]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _called_from_python(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of ``model`` whose hooks are called. Compiled ones would be compiled anew for
-    a hook within them, so that what is in those is left out."""
-    # Not imported for this: it takes seconds.
-    wrappers = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
-    compiled: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(outer) for outer in compiled):
-            continue
-        if isinstance(module, wrappers) or module._compiled_call_impl is not None:
-            compiled.append(f"{name}." if name else "")
-        elif not isinstance(module, torch.jit.ScriptModule):
-            yield name, module
