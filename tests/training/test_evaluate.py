@@ -1,7 +1,7 @@
 """Metrics against scikit-learn's, and what evaluation leaves behind."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -138,3 +138,59 @@ def test_inputs_with_labels_are_evaluated() -> None:
         evaluate(OfInputs(2), batches)
     with pytest.raises(TypeError, match=r"must be \(inputs, labels\), .* got dict of x, y"):
         evaluate(OfInputs(1), [{"x": x, "y": labels}])
+
+
+class OfBatch(nn.Module):
+    """Takes a mapping, and gives its loss and logits as ``form`` says."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.weight, self.form = nn.Parameter(torch.ones(())), form
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        logits = batch["x"] * self.weight
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["y"])
+        given = {"a mapping": {"loss": loss, "logits": logits}, "a tuple": (loss, logits)}
+        return given.get(self.form, logits)
+
+
+PREDICTIONS: dict[str, Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]] = {
+    "a mapping": lambda output, batch: (output["logits"], batch["y"]),
+    "a tuple": lambda output, batch: (output[1], batch["y"]),
+    "logits": lambda output, batch: (output, batch["y"]),
+}
+
+
+@pytest.mark.parametrize("form", PREDICTIONS)
+def test_models_that_take_the_whole_batch_are_evaluated(form: str) -> None:
+    x, y = torch.tensor([-1.0, 2.0, 0.5, -0.5]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    batches = [{"x": x[:3], "y": y[:3], "name": "a"}, {"x": x[3:], "y": y[3:], "name": "b"}]
+    model = OfBatch(form)
+    assert evaluate(model, batches, predictions=PREDICTIONS[form]) == metrics(x, y)
+    assert model.training
+    with pytest.raises(TypeError, match=r"with the whole batch, give predictions=lambda output,"):
+        evaluate(model, batches)
+
+
+@pytest.mark.parametrize(
+    ("predictions", "error", "message"),
+    [
+        (
+            lambda output, _: output["loss"],
+            TypeError,
+            r"two tensors, \(logits, labels\), got Tensor",
+        ),
+        (lambda output, _: (output["logits"], None), TypeError, "got Tensor, NoneType"),
+        (
+            lambda output, batch: (output["loss"], batch["y"]),
+            ValueError,
+            r"one logit for each label, got logits \[\] and labels \[2\]",
+        ),
+    ],
+)
+def test_what_is_no_prediction_is_refused(
+    predictions: Any, error: type[Exception], message: str
+) -> None:
+    batch = {"x": torch.zeros(2), "y": torch.zeros(2)}
+    with pytest.raises(error, match=message):
+        evaluate(OfBatch("a mapping"), [batch], predictions=predictions)

@@ -2,17 +2,20 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, overload
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchembed.core import ranks
+from torchembed.core.trees import Tree
 from torchembed.data.batch import Batch, LabeledInputs, as_labeled_batch, check_clicks
 from torchembed.training.batches import in_step
 from torchembed.training.stop import StopSignal
+
+_GIVE = "give predictions=lambda output, batch: (logits, labels)"
 
 
 class Evaluation(NamedTuple):
@@ -25,19 +28,33 @@ class Evaluation(NamedTuple):
     num_rows: int
 
 
-@overload
-def evaluate(model: nn.Module, batches: Iterable[object]) -> Evaluation: ...
+Predictions = Callable[[Any, Any], tuple[Tensor, Tensor]]
+"""``(output, batch)`` to logits and labels, each ``[N]`` or of one shape with as many elements."""
 
 
 @overload
 def evaluate(
-    model: nn.Module, batches: Iterable[object], *, stop: StopSignal
+    model: nn.Module, batches: Iterable[object], *, predictions: Predictions | None = None
+) -> Evaluation: ...
+
+
+@overload
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[object],
+    *,
+    predictions: Predictions | None = None,
+    stop: StopSignal,
 ) -> Evaluation | None: ...
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[object], *, stop: StopSignal | None = None
+    model: nn.Module,
+    batches: Iterable[object],
+    *,
+    predictions: Predictions | None = None,
+    stop: StopSignal | None = None,
 ) -> Evaluation | None:
     """Compute AUC and log loss of ``model`` over the batches of all ranks; every rank gets both.
 
@@ -46,31 +63,33 @@ def evaluate(
 
     Args:
         model: gives one logit for each sample; called as ``model(dense, sparse)`` or, for batches
-            ``(inputs, labels)``, as ``model(inputs)``.
-        batches: as for :func:`in_step`; or ``(inputs, labels)``, of which every rank has equally
-            many. torchmetrics must be installed.
+            ``(inputs, labels)``, as ``model(inputs)``. With ``predictions`` it is called as
+            ``model(batch)`` and may give anything.
+        batches: as for :func:`in_step`; or ``(inputs, labels)`` and, with ``predictions``, batches
+            of any form that :class:`TrainPipeline` takes, of which every rank has equally many.
+            torchmetrics must be installed.
+        predictions: ``(output, batch)`` to logits and labels, for models that are trained with
+            ``BatchLoss`` or give their loss: ``lambda output, batch: (output["logits"],
+            batch["label"])``. The batch is as the model left it.
         stop: once a rank is asked to stop, all ranks end after their current batch, and the result
             is None.
 
     Raises:
         FloatingPointError: where a logit is not finite.
-        TypeError: for batches of another form.
-        ValueError: where there is no row, a label is neither 0 nor 1, or an output is not one logit
-            for each label.
+        TypeError: for batches of another form, and where ``predictions`` gives no two tensors.
+        ValueError: where there is no row, a label is neither 0 nor 1, or there is not one logit for
+            each label.
     """
     logits, labels = [], []
     device = next(model.parameters()).device
     with _evaluation_mode(model):
-        for batch in in_step(batches, device, stop=stop, convert=_as_evaluated):
-            output, of_batch = _output_of(model, batch), torch.as_tensor(batch.labels)
-            if not isinstance(output, Tensor) or output.numel() != of_batch.numel():
-                given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-                raise ValueError(
-                    "model must give one logit for each of the labels, of shape "
-                    f"{list(of_batch.shape)}, got {given}; wrap it in a module that gives the "
-                    "logits to evaluate"
-                )
-            logits.append(output.reshape(-1).float())
+        convert = _as_evaluated if predictions is None else _as_it_is
+        for batch in in_step(batches, device, stop=stop, convert=convert):
+            if predictions is None:
+                output, of_batch = _predicted(model, batch)
+            else:
+                output, of_batch = _checked(predictions(model(batch), batch))
+            logits.append(output.reshape(-1).float().to(device))
             labels.append(of_batch.reshape(-1).float().to(device))
     if stop is not None and stop.is_agreed:
         return None
@@ -84,8 +103,17 @@ def evaluate(
     return result
 
 
+def _as_it_is(item: object) -> Tree:
+    return item
+
+
 def _as_evaluated(item: object) -> Batch | LabeledInputs:
-    batch = as_labeled_batch(item)
+    try:
+        batch = as_labeled_batch(item)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{error}. To evaluate a model that is called with the whole batch, {_GIVE}"
+        ) from error
     if isinstance(batch, (Batch, LabeledInputs)):
         return batch
     raise TypeError(
@@ -94,10 +122,36 @@ def _as_evaluated(item: object) -> Batch | LabeledInputs:
     )
 
 
-def _output_of(model: nn.Module, batch: Batch | LabeledInputs) -> object:
+def _predicted(model: nn.Module, batch: Batch | LabeledInputs) -> tuple[Tensor, Tensor]:
+    """The logits of ``model``, and labels."""
     if isinstance(batch, LabeledInputs):
-        return model(batch.inputs)
-    return model(batch.dense, batch.sparse)
+        output = model(batch.inputs)
+    else:
+        output = model(batch.dense, batch.sparse)
+    labels = torch.as_tensor(batch.labels)
+    if not isinstance(output, Tensor) or output.numel() != labels.numel():
+        given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(
+            "model must give one logit for each of the labels, of shape "
+            f"{list(labels.shape)}, got {given}; wrap it in a module that gives the logits to "
+            f"evaluate. Where it is called with the whole batch, {_GIVE}"
+        )
+    return output, labels
+
+
+def _checked(found: object) -> tuple[Tensor, Tensor]:
+    """Logits and labels that ``predictions`` gave."""
+    parts = found if isinstance(found, (tuple, list)) else (found,)
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        given = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(f"predictions must give two tensors, (logits, labels), got {given}")
+    logits, labels = parts
+    if logits.numel() != labels.numel():
+        raise ValueError(
+            "predictions must give one logit for each label, got logits "
+            f"{list(logits.shape)} and labels {list(labels.shape)}"
+        )
+    return logits, labels
 
 
 @contextlib.contextmanager
