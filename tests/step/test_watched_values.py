@@ -396,6 +396,7 @@ def test_changes_of_one_rank_concern_all() -> None:
     kinds = replaced[0]["kinds"]
     assert kinds[:9] == ["eager"] * 4 + ["graph"] * 4 + ["eager"]
     assert kinds[-1] == "graph"
-    assert replaced[1]["kinds"] == kinds
+    # Until then the rank that has changed calls its model.
+    assert replaced[1]["kinds"] == [*kinds[:6], "eager", "eager", *kinds[8:]]
     assert [result["num_captures"] for result in replaced] == [4, 4]
     assert [result["texts"] for result in replaced] == [[], []]

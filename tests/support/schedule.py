@@ -22,6 +22,7 @@ LONGEST_FIRST = (
     "tests/ops/test_pooled_lookup.py",
     "tests/zoo/",
     "tests/step/test_padded_sequences.py",
+    "tests/step/test_changes_on_ranks.py",
 )
 """Those that take over ten seconds: begun late, one would leave the other processes idle."""
 

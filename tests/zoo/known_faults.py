@@ -18,14 +18,4 @@ class KnownFault(NamedTuple):
 
 
 KNOWN_FAULTS: dict[str, KnownFault] = {}
-
-_TWO_STEPS_LATE = "the ranks agree on a batch two steps ahead, and a change concerns the next one"
-
-KNOWN_FAULTS_ON_RANKS = {
-    "number of a module changed between steps": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
-    "dropout rate changed between steps": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
-    "layer replaced in the middle": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
-    "hook that is registered in the middle": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
-    "a weight of the loss that the loop changes": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
-    "settings that the loop changes": KnownFault(Kind.DIFFERENT_SAID, _TWO_STEPS_LATE),
-}
+KNOWN_FAULTS_ON_RANKS: dict[str, KnownFault] = {}

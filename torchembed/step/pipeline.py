@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
-from torchembed.core.trees import Tree
 from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.optim.joint import separate
 from torchembed.optim.trained_parameters import check_optimizers_train
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.step.batches.batch_layout import to_device
 from torchembed.step.batches.layouts import Layouts
-from torchembed.step.batches.padded_parts import Pad, PaddedBatch, PaddedParts
+from torchembed.step.batches.padded_parts import Pad, PaddedParts
 from torchembed.step.batches.read_ahead import InputStalls, ReadAhead
 from torchembed.step.engines.engine import StepEngine
 from torchembed.step.engines.engine_choice import EngineChoice
@@ -33,7 +32,6 @@ from torchembed.step.model_loss import (
 from torchembed.step.stages import (
     NO_KIND,
     Agreement,
-    BatchKinds,
     ReadBatch,
     Reason,
     StepKind,
@@ -85,10 +83,11 @@ class TrainPipeline:
     and attributes of modules as they were when it was captured. Where one is replaced between
     steps, steps are captured anew; where one changes again and again, as what forward rebinds or
     counts does, steps are eager from then on, and a warning names it. Attributes that forward does
-    not read may change; of those that it sets, each step leaves copies. Of several ranks, all are
-    taken to change optimizers alike, and a change of a module begins with the next batch that is
-    read. Of what no module or optimizer holds, what the code of ``forward`` and of the loss
-    function reads by name is looked at, such as global variables and namespaces of settings.
+    not read may change; of those that it sets, each step leaves copies. Of what no module or
+    optimizer holds, what the code of ``forward`` and of the loss function reads by name is looked
+    at, such as global variables and namespaces of settings. Several ranks, which agree on batches
+    when they are read, capture anew two steps later; until then those that have changed call their
+    model, with the collectives of the captured step.
 
     Random numbers of the host (Python's, NumPy's, torch's of the CPU, and generators that modules
     hold) make steps eager where forward draws them, and a warning names the generator; numbers of
@@ -99,8 +98,7 @@ class TrainPipeline:
     are captured. The same holds while a ``forward`` that was assigned to a module, or put in the
     place of a class's, or an optimizer's ``step`` or ``zero_grad`` that others have written is
     there; an optimizer that steps after each replay may have a ``step`` of its own. On several
-    ranks that begins with the next batch that is read, unless every rank calls
-    :meth:`take_up_changes` after a hook was registered on one of them.
+    ranks the hooks of one make the steps of all eager, two steps after they are called first.
 
     A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
     as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
@@ -209,7 +207,7 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._layouts = Layouts(model, max_layouts)
-        self._num_read = self._local_version = 0
+        self._num_read = self._values_version = 0
         if self._engines.captures:
             ranks.check_cpu_backend()
 
@@ -302,9 +300,9 @@ class TrainPipeline:
         if not self._engines.captures:
             return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
         values = self._engines.values
-        if values.local_version != self._local_version:
-            self._local_version = values.local_version
-            if values.are_held:
+        if values.version != self._values_version:
+            self._values_version = values.version
+            if values.outdated is not None:
                 self._layouts.begin_anew(number)
         padded = self._padding.padded(data)
         form = data if padded is None else padded.form
@@ -313,26 +311,14 @@ class TrainPipeline:
             self._layouts.begin_anew(number, forget=True)
         kinds = self._layouts.kinds_of(form, number)
         why = self._layouts.why_eager(form) if kinds == NO_KIND else None
-        batch = self._agreed_on(data, number, kinds, why, padded)
-        self._engines.prefetch(batch)
-        return batch
-
-    def _agreed_on(
-        self,
-        data: Tree,
-        number: int,
-        kinds: BatchKinds,
-        why: Reason | None,
-        padded: PaddedBatch | None,
-    ) -> ReadBatch:
-        """The batch of ``data``, of ``kinds`` by its layout, which ranks begin to agree on;
-        collective."""
         if self._engines.hooks.are_there:
             # On all ranks, since that is what they then agree on.
             kinds, why = NO_KIND, self._engines.hooks.reason
         has_spare = padded is not None and padded.has_spare
         agree = self._layouts.start_agreement(data, kinds, has_spare=has_spare)
-        return ReadBatch(data, number, kinds, agree, why, padded)
+        batch = ReadBatch(data, number, kinds, agree, why, padded)
+        self._engines.prefetch(batch)
+        return batch
 
     def close(self) -> None:
         """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
@@ -371,26 +357,16 @@ class TrainPipeline:
         """Capture anew on all ranks where the model was changed on one of them.
 
         Collective. What all ranks change alike, as modes of modules and dense parameters, needs no
-        such call; after a table that some ranks only hold was frozen, moved or loaded, or a hook
-        was registered, every rank calls it before the next step. :func:`train` begins with it.
+        such call, nor do hooks and values; after a table that some ranks only hold was frozen,
+        moved or loaded, every rank calls it before the next step. :func:`train` begins with it.
 
         Raises:
             IndexError, TimeoutError: as :meth:`close`.
         """
         ranks.check_cpu_backend()
-        is_stale, has_hooks = ranks.any_rank_each(
-            self._engines.is_stale, self._engines.captures and self._engines.hooks.are_there
-        )
-        if is_stale:
+        if ranks.any_rank(self._engines.is_stale):
             self._engines.note_stale()
             self.close()
-        if has_hooks:
-            # The ranks may have agreed on the batches that were read before there were any.
-            self._upcoming.replace(
-                lambda batch: self._agreed_on(
-                    batch.data, batch.number, batch.kinds, batch.why, batch.padded
-                )
-            )
 
     @property
     def engines(self) -> tuple[StepEngine, ...]:

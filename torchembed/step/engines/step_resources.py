@@ -2,6 +2,7 @@
 
 import torch
 
+from torchembed.core import ranks
 from torchembed.step.dense_updates import DenseUpdates, EarlyUpdates, LateUpdates, UpdatesOfMeans
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.step_optimizers import Assumptions, StepOptimizers
@@ -24,7 +25,7 @@ class StepResources:
         pool: of the memory of all captures; None on a CPU.
         results: memory that all of them write results to.
         dense_updates: when dense weights are updated.
-        values_version: version of the values that captures hold; None before the first capture.
+        has_captured: True if a step was captured.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -35,7 +36,7 @@ class StepResources:
         self.copies = torch.cuda.Stream(program.device) if program.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if program.is_cuda else None
         self.results = ResultMemory()
-        self.values_version: int | None = None
+        self.has_captured = False
         captured = self.optimizers.captured
         self.dense_updates: DenseUpdates = LateUpdates(captured)
         # No weight may change before all gradients are there where their norm decides.
@@ -46,12 +47,8 @@ class StepResources:
                 self.dense_updates = UpdatesOfMeans(captured, self.streams.dense)
 
     @property
-    def has_captured(self) -> bool:
-        """True if a step was captured."""
-        return self.values_version is not None
-
-    @property
     def are_stale(self) -> bool:
         """True if the model or an optimizer changed in a way that steps do not follow."""
-        has_other_values = self.values_version not in (None, self._program.values.version)
-        return has_other_values or self.assumptions.are_stale
+        # Of several ranks, one whose values have changed calls the model until all begin anew.
+        is_outdated = ranks.world_size() == 1 and self._program.values.outdated is not None
+        return is_outdated or self.assumptions.are_stale

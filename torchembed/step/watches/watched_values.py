@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchembed.core import ranks
 from torchembed.modules.table_module import TableModule, TableWeight
 from torchembed.step.stages import Reason
 from torchembed.step.watches.read_values import (
@@ -79,12 +78,11 @@ class WatchedValues:
         device: of the steps.
 
     Attributes:
-        version: counts changes that every rank is taken to make alike: those of optimizers, and of
-            one rank all.
-        local_version: counts the others, those of modules on one of several ranks.
+        version: counts the looks that found a change.
+        held: the version that captures hold; None while there is none. Whoever captures or releases
+            sets it.
         num_refreshes: counts the looks that found anything replaced, added or removed, changes or
             not.
-        are_held: True while a capture holds values; whoever captures or releases sets it.
     """
 
     def __init__(
@@ -99,8 +97,10 @@ class WatchedValues:
         of_optimizers = [(o, _hyperparameters_of(o)) for o in captured]
         of_optimizers += [(o, []) for o in others]
         self._optimizers = [(o, names, _getter(names)) for o, names in of_optimizers]
-        self.version = self.local_version = self._num_looks = self.num_refreshes = 0
-        self.are_held = False
+        self.version = self._num_looks = self.num_refreshes = 0
+        self.held: int | None = None
+        self._last_change = ""
+        """The name of a value that changed last."""
         self._reads: weakref.WeakKeyDictionary[nn.Module, set[str] | None]
         self._reads = weakref.WeakKeyDictionary()
         """The attributes of users' modules that steps depend on; None for all of a module, as of
@@ -142,6 +142,13 @@ class WatchedValues:
         named = dict(self._named())
         self._contents = WatchedContents(named, self._device)
         self._known = {**named, **dict(self._contents.named())}
+
+    @property
+    def outdated(self) -> Reason | None:
+        """The change since values were captured; None without one, or without a capture."""
+        if self.held is None or self.held == self.version:
+            return None
+        return Reason("it has changed, and steps are captured anew", self._last_change)
 
     @property
     def unsteady(self) -> Reason | None:
@@ -199,13 +206,10 @@ class WatchedValues:
         for name in changed:
             looks = self._changes.setdefault(name, collections.deque(maxlen=_MAX_CHANGES))
             looks.append(self._num_looks)
-        if not changed:
-            return
-        of_optimizers = dict(self._hyperparameters())
-        if ranks.world_size() == 1 or any(name in of_optimizers for name in changed):
-            self.version += 1
-        else:
-            self.local_version += 1
+        if changed:
+            # What was replaced says more than what came or went with it.
+            replaced = (name for name in changed if name in known and name in self._known)
+            self.version, self._last_change = self.version + 1, next(replaced, changed[0])
 
     def _now(self) -> list[object]:
         # Each step asks: what is long is done in C.
