@@ -14,7 +14,8 @@ import torchembed
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, state_of
-from torchembed.step.watches.self_check import Number, _Comparison, _difference
+from torchembed.step.watches.forward_numbers import Number
+from torchembed.step.watches.self_check import _Comparison, _difference
 from torchembed.training import TrainPipeline
 
 NUM_STEPS = 16
@@ -168,8 +169,8 @@ def test_other_calls_than_in_the_graph_are_a_difference() -> None:
 
 def comparison(graph: list[float], model: list[float], *shape: int) -> _Comparison:
     epsilon = torch.finfo(torch.float32).eps
-    values = [torch.tensor([pair], dtype=torch.float64) for pair in (graph, model)]
-    return _Comparison([Number("x", shape, epsilon)], *values, 1)
+    by_graph, by_model = (torch.tensor([pair], dtype=torch.float64) for pair in (graph, model))
+    return _Comparison([Number("x", shape, epsilon)], by_graph, by_model, 1)
 
 
 def test_rounding_is_no_difference() -> None:

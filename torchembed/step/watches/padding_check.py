@@ -21,11 +21,8 @@ from torchembed.step.batches.batch_layout import to_device
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason
 from torchembed.step.step_optimizers import StepOptimizers
-from torchembed.step.watches.self_check import Summary, forward_summary
-from torchembed.step.watches.trial_calls import TrialCalls
-
-_DEVIATIONS = 8.0
-"""How many standard deviations of rounding errors may lie between two ways to compute a number."""
+from torchembed.step.watches.forward_numbers import DEVIATIONS
+from torchembed.step.watches.trial_steps import in_words, trial_step
 
 
 class PaddingCheck:
@@ -93,7 +90,6 @@ class PaddingCheck:
         device, model = self._program.device, self._program.model
         given = to_device(now.data, device)
         batches = given, given if now.padded is None else now.padded.filled(device)
-        restore = self._program.host_state.saved()
         try:
             found = self._both(*batches)
             if model.training and any(isinstance(c, _Computed) and c.draws for c in found):
@@ -102,7 +98,6 @@ class PaddingCheck:
                     found = self._both(*batches)
         finally:
             self._optimizers.zero_grad()
-            restore()
         one, other = found
         if isinstance(one, _Computed) and isinstance(other, _Computed):
             return _difference(one, other)
@@ -134,31 +129,21 @@ def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> 
     Returns:
         What it computes; an error in words where it raises one on some rank.
     """
-    optimizers.zero_grad()
-    error = "another rank's model raises an error"
-    found: tuple[Summary, Tensor] | None = None
-    with program.host_state.unchanged():
-        with TrialCalls() as calls:
-            try:
-                found = forward_summary(program, LookedUpBatch(batch))
-            except Exception as raised:  # noqa: BLE001 - said where it is of padding alone
-                error = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
-        # Backward is collective, so either all ranks come to it or none.
-        if ranks.any_rank(found is None):
-            return error
-        assert found is not None
-        summary, loss = found
-        loss.backward()
-    gradients = {
-        name: parameter.grad.double()
-        for name, parameter in program.trained.named_parameters()
-        if type(parameter.grad) is Tensor and parameter.grad.layout is torch.strided
-    }
-    optimizers.zero_grad()
+    gradients: dict[str, Tensor] = {}
+
+    def note(name: str, grad: Tensor) -> None:
+        if type(grad) is Tensor and grad.layout is torch.strided:
+            gradients[name] = grad.to(torch.float64, copy=True)
+
+    try:
+        trial = trial_step(program, optimizers, lambda: LookedUpBatch(batch), note)
+    except Exception as error:  # noqa: BLE001 - said where it is of padding alone
+        return in_words(error)
+    summary = trial.summary
     norms = [norm for norm, _ in summary.values().tolist()]
     outputs = [(n.name, n.shape, norm) for n, norm in zip(summary.numbers, norms, strict=True)]
     epsilon = max(number.epsilon for number in summary.numbers)
-    return _Computed(outputs, epsilon, loss.item(), gradients, bool(calls.draws))
+    return _Computed(outputs, epsilon, trial.loss.item(), gradients, bool(trial.draws))
 
 
 def _difference(given: _Computed, padded: _Computed) -> str | None:
@@ -168,7 +153,7 @@ def _difference(given: _Computed, padded: _Computed) -> str | None:
     through them. Gradients are compared all together: one alone may be the sum of many numbers that
     cancel out, and then consists of rounding errors.
     """
-    relative = _DEVIATIONS * given.epsilon * math.sqrt(2 * len(given.outputs))
+    relative = DEVIATIONS * given.epsilon * math.sqrt(2 * len(given.outputs))
     differences, squares = [0.0], [0.0]
     for name in given.gradients.keys() | padded.gradients.keys():
         one, other = given.gradients.get(name), padded.gradients.get(name)

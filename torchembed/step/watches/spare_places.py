@@ -11,23 +11,16 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchembed.core import ranks
 from torchembed.core.trees import Tree
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.stages import LookedUpBatch
 from torchembed.step.step_optimizers import StepOptimizers
-from torchembed.step.watches.self_check import (
-    OTHER_NUMBERS,
-    Summary,
-    first_difference,
-    forward_summary,
-)
-from torchembed.step.watches.trial_calls import Draw, TrialCalls
+from torchembed.step.watches.forward_numbers import OTHER_NUMBERS, Summary, first_difference
+from torchembed.step.watches.trial_steps import Trial, in_words, trial_step
 
 _ADVICE = (
     "go by the offsets of what the collection returns, whose values have spare places behind "
@@ -35,17 +28,6 @@ _ADVICE = (
 )
 _FILLS = "fill_uninitialized_memory"
 _WAYS = ("with spare places", "without them")
-
-
-class _Computed(NamedTuple):
-    """The numbers of one forward and backward."""
-
-    summary: Summary
-    draws: list[Draw]
-
-    def by_name(self) -> list[list[float]]:
-        """The norm and the sum of each number."""
-        return self.summary.values().tolist()
 
 
 def difference_of_spare_places(
@@ -66,57 +48,43 @@ def difference_of_spare_places(
         look_up: gives the same batch with its vectors, which have spare places.
 
     Raises:
-        Exception: what the model raises for ``batch`` as it was read.
+        Exception: what the model raises for ``batch`` as it was read; on all ranks where on one.
     """
-    restore = program.host_state.saved()
     try:
         with _poisoned_memory():
-            plain, loss = _forward(program, LookedUpBatch(batch))
-            _backward(program, optimizers, plain, loss)
-            restore()
-            error = padded = None
+            plain = _trial(program, optimizers, lambda: LookedUpBatch(batch))
             try:
-                padded, loss = _forward(program, look_up())
-            except Exception as raised:  # noqa: BLE001 - said below, once all ranks know
-                error = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
-            # Backward is collective, so either all ranks come to it or none.
-            if not ranks.any_rank(error is not None):
-                assert padded is not None
-                _backward(program, optimizers, padded, loss)
-                error = _difference(plain, padded)
+                padded = _trial(program, optimizers, look_up)
+            except Exception as error:  # noqa: BLE001 - said, the same on all ranks
+                found = in_words(error)
             else:
-                error = error or "another rank's model cannot"
+                found = _difference(plain, padded)
     finally:
         optimizers.zero_grad()
-        restore()
-    return None if error is None else f"{error}; {_ADVICE}"
+    return None if found is None else f"{found}; {_ADVICE}"
 
 
-def _forward(program: StepProgram, batch: LookedUpBatch) -> tuple[_Computed, Tensor]:
-    with TrialCalls() as calls:
-        summary, loss = forward_summary(program, batch)
-    return _Computed(summary, calls.draws), loss
+def _trial(
+    program: StepProgram, optimizers: StepOptimizers, look_up: Callable[[], LookedUpBatch]
+) -> Trial:
+    """A trial whose summary ends with the gradients of dense parameters."""
+    gradients = Summary()
+
+    def note(name: str, grad: Tensor) -> None:
+        gradients.add(f"the gradient of {name}", grad)
+
+    trial = trial_step(program, optimizers, look_up, note)
+    trial.summary.extend(gradients)
+    return trial
 
 
-def _backward(
-    program: StepProgram, optimizers: StepOptimizers, computed: _Computed, loss: Tensor
-) -> None:
-    """Add the gradients of dense parameters to what was ``computed``."""
-    optimizers.zero_grad()
-    loss.backward()
-    for name, parameter in program.trained.named_parameters():
-        if parameter.grad is not None:
-            computed.summary.add(f"the gradient of {name}", parameter.grad)
-    optimizers.zero_grad()
-
-
-def _difference(plain: _Computed, padded: _Computed) -> str | None:
+def _difference(plain: Trial, padded: Trial) -> str | None:
     if plain.draws != padded.draws:
         return "forward draws random numbers for spare places too, and so others than without them"
     numbers, others = plain.summary.numbers, padded.summary.numbers
     if [number.name for number in numbers] != [number.name for number in others]:
         return OTHER_NUMBERS
-    by_plain, by_padded = plain.by_name(), padded.by_name()
+    by_plain, by_padded = plain.summary.values().tolist(), padded.summary.values().tolist()
     for place, (number, other) in enumerate(zip(numbers, others, strict=True)):
         if number.shape != other.shape:  # has spare places itself
             by_padded[place] = by_plain[place]
