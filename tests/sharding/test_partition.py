@@ -15,8 +15,9 @@ from torchembed.modules.sharded.checked_ids import checked_ids
 from torchembed.sharding import Placement
 from torchembed.sharding.planning.partition import RangePartition
 from torchembed.sharding.planning.plan import place_table
+from torchembed.sharding.transport.fixed_route import FixedRoute
+from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
-from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WirePrecision
 from torchembed.tables import TableSpec

@@ -16,7 +16,8 @@ from tests.support.mixed_clicks import FIXED, NUM_SAMPLES, MixedModel, make_batc
 from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
 from torchembed.modules import pooled_slots
-from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute
+from torchembed.sharding.transport.fixed_route import FixedRoute
+from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.training import TrainPipeline, train
 
 

@@ -23,8 +23,9 @@ from torchembed.modules.sharded.sharded_collection import SlotExchange
 from torchembed.modules.slots import SlotRows
 from torchembed.modules.spread_ids import IdSpreader
 from torchembed.ops.row_gradients import WeightGradient
+from torchembed.sharding.transport.fixed_route import FixedRoute
+from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.sharding.transport.moved_rows import RowMoves, moved, moves_from, moves_to
-from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute
 from torchembed.sharding.transport.table_ranks import TableRanks
 
 

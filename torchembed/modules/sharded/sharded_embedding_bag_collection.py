@@ -31,8 +31,10 @@ from torchembed.ops.side_by_side import after_reserved
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.columns import ColumnCopy, place_columns
+from torchembed.sharding.transport.fixed_route import FixedRoute
+from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
-from torchembed.sharding.transport.routes import FixedRoute, JaggedRoute, Route
+from torchembed.sharding.transport.route import Route
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import Admission
 

@@ -37,8 +37,8 @@ from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCol
 from torchembed.modules.spread_ids import IdSpreader
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
+from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.sharding.transport.layout import SlotPart
-from torchembed.sharding.transport.routes import JaggedRoute
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import Admission
 
