@@ -4,7 +4,6 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torchembed.autograd.weight_gradients import (
 )
 from torchembed.core.left_behind import LeftBehind
 from torchembed.sharding.transport.finished_work import wait_for
+from torchembed.sharding.transport.mean_reduction import Numbers, Reducer, Reduction
 from torchembed.sharding.transport.pushed_mean import PushedMean
 from torchembed.sharding.transport.sparse_mean import average_sparse_gradient
 from torchembed.sharding.wire import BUCKET_BYTES
@@ -40,28 +40,6 @@ class _Bucket:
         self.num_bytes = 0
         self.missing: set[object] = set()
         """Parameters whose gradients are not there yet, and ``_NUMBERS``."""
-
-
-class _Numbers(NamedTuple):
-    """Additional numbers that are averaged with the gradients of a bucket."""
-
-    flat: Tensor
-    put: Callable[[Tensor], None]
-    """Takes their mean."""
-    ready: torch.cuda.Event | None
-    """Recorded on a GPU once they are computed, for other streams to wait for."""
-
-
-class _Reduction(NamedTuple):
-    """A reduction of a bucket that was started."""
-
-    work: dist.Work | torch.cuda.Event
-    memory: list[Tensor]
-    """Tensors that are reduced in place, those of ``numbers`` last."""
-    gradients: list[Tensor]
-    """Gradients that the mean is copied to from the first of ``memory``; empty where it is reduced
-    in their own memory."""
-    numbers: Sequence[_Numbers]
 
 
 class GradientMean(LeftBehind):
@@ -112,15 +90,15 @@ class GradientMean(LeftBehind):
         self._order = self._parameters[::-1]
         self._arrived: dict[Tensor, None] | None = {}
         """Parameters in the order of their gradients in the first backward; None after it."""
-        self._push = push
+        self._reducer = Reducer(group, dtype, push)
         self._group = group
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         """Buckets of the current backward, in order; empty between backwards, unless one failed."""
         self._bucket_of: dict[Tensor, _Bucket] = {}
-        self._reductions: list[_Reduction] = []
-        self._numbers: list[_Numbers] = []
+        self._reductions: list[Reduction] = []
+        self._numbers: list[Numbers] = []
         self._carriers: list[_Bucket] = []
         """The last buckets, two at most, one of which carries the additional numbers."""
         self._left_out: set[nn.Parameter] = set()
@@ -193,7 +171,7 @@ class GradientMean(LeftBehind):
         if numbers.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        self._numbers.append(_Numbers(numbers, put, ready))
+        self._numbers.append(Numbers(numbers, put, ready))
 
     def _begin(self) -> None:
         """Note that a backward runs, at whose end all other gradients will be reduced."""
@@ -291,52 +269,24 @@ class GradientMean(LeftBehind):
                 gradients = [p.grad for p in bucket.parameters if p.grad is not None]
                 memory = torch.cat([gradient.reshape(-1) for gradient in gradients])
                 spans = FlatSpans(memory, [(0, memory.numel())])
-            self._reductions.append(self._start(spans, gradients, numbers))
+            self._reduce_tensors(spans, gradients, numbers)
 
-    def _start(
-        self, spans: FlatSpans | None, gradients: list[Tensor], numbers: Sequence[_Numbers]
-    ) -> _Reduction:
-        """Start to average ``spans`` and ``numbers``."""
-        for _, _, ready in numbers:
-            if ready is not None:
-                torch.cuda.current_stream().wait_event(ready)
-        flats = [flat for flat, _, _ in numbers]
-        memory = [] if spans is None else spans.parts()
-        if self._push is not None:
-            dtype = self._dtype or (flats[0] if spans is None else spans.flat).dtype
-            whole = [FlatSpans(flat, [(0, flat.numel())]) for flat in flats]
-            numbered = whole if spans is None else [spans, *whole]
-            done = self._push.start(numbered, dtype, len(self._reductions))
-            return _Reduction(done, memory + flats, gradients, numbers)
-        if spans is not None and self._dtype not in (None, spans.flat.dtype):
-            # Reduced in another dtype, in a copy, whose mean goes back to the gradients or the
-            # spans.
-            gradients = gradients or memory
-            memory = [torch.cat(memory).to(self._dtype)]
-        memory += flats
-        # One coalesced collective for all tensors of the bucket.
-        options = dist.AllreduceCoalescedOptions()
-        averages = self._averages(memory[0].device)
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
-        options.asyncOp = True
-        work = self._group.allreduce_coalesced(memory, options)
-        return _Reduction(work, memory, gradients, numbers)
-
-    def _averages(self, device: torch.device) -> bool:
-        """True if reductions give the mean, False if they give the sum."""
-        is_pushed = self._push is not None
-        return is_pushed or self._group._get_backend(device).name() == "nccl"
+    def _reduce_tensors(
+        self, spans: FlatSpans | None, gradients: list[Tensor], numbers: Sequence[Numbers]
+    ) -> None:
+        started = self._reducer.start(spans, gradients, numbers, len(self._reductions))
+        self._reductions.append(started)
 
     def _finish(self) -> None:
         """Reduce the remaining buckets, and wait for all; at the end of backward."""
         while self._remaining():
             self._reduce(self._remaining()[0])
         if self._numbers and not self._carriers:
-            self._reductions.append(self._start(None, [], self._numbers))
+            self._reduce_tensors(None, [], self._numbers)
         try:
             for bucket, reduction in itertools.zip_longest(self._buckets, self._reductions):
                 with completing([] if bucket is None else bucket.parameters):
-                    self._wait_for(reduction)
+                    self._reducer.wait_for(reduction)
             self._average_sparse()
         finally:
             self._clear()
@@ -347,28 +297,6 @@ class GradientMean(LeftBehind):
         for parameter in self._sparse:
             if parameter.requires_grad and self._is_averaged(parameter):
                 average_sparse_gradient(parameter, self._group)
-
-    def _wait_for(self, reduction: _Reduction) -> None:
-        """Let the current stream wait for ``reduction``, and copy its results to the gradients."""
-        work, memory, gradients, numbers = reduction
-        if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
-            # Only the current stream waits, not the host.
-            work.wait()
-        else:
-            wait_for(work)
-        # Gloo has no average, so its sum is divided.
-        if not self._averages(memory[0].device):
-            torch._foreach_div_(memory, dist.get_world_size(self._group))  # type: ignore[attr-defined]
-        if gradients:
-            parts = memory[0].split([gradient.numel() for gradient in gradients])
-            shaped = [part.view(g.shape) for g, part in zip(gradients, parts, strict=True)]
-            torch._foreach_copy_(gradients, shaped)  # type: ignore[attr-defined]
-        for flat, put, _ in numbers:
-            put(flat)
-        # The memory was used on other streams: the allocator must not reuse it before this one.
-        for tensor in memory:
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream())
 
     def _agree_on_order(self) -> None:
         """Order parameters on every rank as the first rank's gradients came in the first backward;
@@ -386,10 +314,8 @@ class GradientMean(LeftBehind):
 
     def _discard(self) -> None:
         """Drop the reductions and buckets that a failed backward has left."""
-        for work, memory, *_ in self._reductions:
-            # On a GPU it may be of a capture that failed, and not to be waited for.
-            if not (isinstance(work, torch.cuda.Event) or memory[0].is_cuda):
-                wait_for(work)
+        for reduction in self._reductions:
+            reduction.drop()
         self._clear()
 
     def _clear(self) -> None:
