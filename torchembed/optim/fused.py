@@ -18,6 +18,8 @@ from torchembed.optim.hyperparameters import (
     check_hyperparameters,
     rule_numbers,
 )
+from torchembed.optim.loss_scaling import overflow_flag
+from torchembed.optim.table_state import check_table_state
 from torchembed.tables import (
     RecordedGradients,
     Table,
@@ -189,29 +191,15 @@ class FusedOptimizer(ReplayedOptimizer):
         self, entries: Sequence[RecordedGradients]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The inverse loss scale ``[1]``, unless the scaler has unscaled the gradients before, and
-        the flag ``[1]`` that skips the step; None where there is no scaler.
-
-        As with torch's optimizers, all tables skip where the gradients of one are not finite, on
-        any rank. The collective needs every rank, also one that has no gradients.
-        """
+        the flag ``[1]`` that skips the step; None where there is no scaler."""
         if not hasattr(self, "found_inf"):
             return None, None
-        for entry in entries:
-            entry.wait()
-        scale, found_inf = self.grad_scale, self.found_inf
-        # Where no parameter has a weight.grad, found_inf is the number 0.
-        known = [given.device for given in (scale, found_inf) if isinstance(given, Tensor)]
-        skip = torch.zeros((), device=known[0] if known else "cpu") + found_inf
-        for grad, _, _ in (entry.gradients for entry in entries):
-            skip = skip.maximum(1.0 - torch.isfinite(grad).all().float().to(skip.device))
         tables = [_table(p) for group in self.param_groups for p in group["params"]]
-        for make_maximum in dict.fromkeys(table.max_over_holders for table in tables):
-            if make_maximum is not None:
-                make_maximum(skip)
-        self.overflow = skip
+        self.overflow = overflow_flag(self.found_inf, self.grad_scale, entries, tables)
         # None where scaler.unscale_ has unscaled what is recorded.
+        scale = self.grad_scale
         multiplier = None if scale is None else scale.float().reciprocal().reshape(1)
-        return multiplier, skip.reshape(1)
+        return multiplier, self.overflow.reshape(1)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -335,20 +323,10 @@ class FusedOptimizer(ReplayedOptimizer):
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._publish_state()
-        wanted = {"step", *self.state_names}
         loaded = state_dict["state"]
         for number, parameter in enumerate(parameters):
-            entry, name = loaded.get(number, {}), _table(parameter).spec.name
-            if set(entry) != wanted:
-                raise ValueError(
-                    f"state of table {name} must hold {sorted(wanted)}, got {sorted(entry)}"
-                )
-            for key, tensor in self.state[parameter].items():
-                if tuple(entry[key].shape) != tuple(tensor.shape):
-                    raise ValueError(
-                        f"state {key} of table {name} must have shape {tuple(tensor.shape)}, "
-                        f"got {tuple(entry[key].shape)}"
-                    )
+            name = _table(parameter).spec.name
+            check_table_state(name, loaded.get(number, {}), self.state[parameter])
         super().load_state_dict({**state_dict, "state": {}})
         steps = {
             _table(parameter).group: float(loaded[number]["step"])
