@@ -25,9 +25,11 @@ class DenseOptimizer(ReplayedOptimizer):
 
     Constructing one lays the parameters of each group out in one buffer, of which their ``data``
     become views; gradients that torchembed's modules compute are written into another, and others
-    are copied there by :meth:`step`. Parameters of 16 bits are rounded copies of float32 masters,
-    which are part of the state; one kernel updates the master and rounds it. Make the optimizer
-    after moving or casting the module, and one at a time for a parameter.
+    are copied there by :meth:`step`. Parameters that share a storage with others, as those of
+    recurrent layers on a GPU do, stay there, and each step copies them to the buffer and back.
+    Parameters of 16 bits are rounded copies of float32 masters, which are part of the state; one
+    kernel updates the master and rounds it. Make the optimizer after moving or casting the module,
+    and one at a time for a parameter.
 
     Other writes to a parameter, such as those of ``load_state_dict``, are noticed by the next step;
     a write to ``parameter.data`` of 16 bits is not noticed, and is lost.
@@ -270,6 +272,7 @@ class _Buffer:
         if not chosen:
             return
         flat.take_changed_values()
+        flat.gather_values(chosen)
         parts = flat.gather_gradients(chosen)
         if not self.updated:
             self.step += 1.0 if skip is None else skip[0] == 0

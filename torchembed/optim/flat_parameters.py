@@ -1,5 +1,6 @@
 """Parameters as views of one flat buffer, and their gradients of another."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torchembed.autograd.gradient_slots import GradientSlot, gather_gradients
 from torchembed.core import checks
 from torchembed.core.own_storage import with_own_storage
+from torchembed.optim.shared_storages import cast_shared, shared_storages
 from torchembed.tables import table_of
 
 _ALIGNMENT = 128
@@ -20,6 +22,10 @@ class FlatParameters:
     Making one replaces the data of each parameter, in ``dtype``, by a view of ``values``, and makes
     its part of ``gradients`` the slot of its gradient. ``master`` holds the values in float32; it
     is ``values`` itself where these are float32. Elements between parameters are zero.
+
+    A parameter that shares its storage with others, as the weights of a recurrent layer on a GPU,
+    which cuDNN takes in a layout of its own, stays where it is, and ``values`` has a copy for the
+    time of an update.
 
     Args:
         parameters: dense leaves on one device.
@@ -39,6 +45,11 @@ class FlatParameters:
         if dtype is not torch.float32:
             self.master = torch.zeros(size, device=device, dtype=torch.float32)
         self._ends = [*self._starts[1:], size]
+        shared = shared_storages(self.parameters)
+        apart = set(itertools.chain.from_iterable(shared))
+        pairs = zip(self.parameters, self.views(self.values), strict=True)
+        self._apart = {parameter: value for parameter, value in pairs if parameter in apart}
+        """Parameters with memory of their own, and their ``values``."""
         for parameter, value, master, start, end in zip(
             self.parameters,
             self.views(self.values),
@@ -50,8 +61,11 @@ class FlatParameters:
             master.copy_(parameter.detach())
             value.copy_(parameter.detach())
             parameter.grad = None
-            parameter.data = with_own_storage(value)
+            if parameter not in self._apart:
+                parameter.data = with_own_storage(value)
             GradientSlot(parameter, self.gradients, start, end)
+        for members in shared:
+            cast_shared(members, dtype)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.values_are_current()
 
@@ -72,9 +86,26 @@ class FlatParameters:
         # Every write to a parameter, also by load_state_dict, increments its version counter.
         self._versions = [parameter._version for parameter in self.parameters]
 
+    def _apart_of(self, chosen: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of ``chosen`` parameters that have memory of their own, and their ``values``."""
+        if not self._apart:
+            return [], []
+        found = [parameter for parameter in chosen if parameter in self._apart]
+        return [p.detach() for p in found], [self._apart[p] for p in found]
+
+    def gather_values(self, chosen: Sequence[Tensor]) -> None:
+        """Copy those of ``chosen`` parameters that have memory of their own to ``values``, whatever
+        has written to them since; of 16 bits, what counts is ``master``."""
+        parameters, values = self._apart_of(chosen)
+        if parameters and self.values is self.master:
+            torch._foreach_copy_(values, parameters)  # type: ignore[attr-defined]
+
     def values_were_updated(self, updated: Sequence[Tensor]) -> None:
-        """Note that ``values`` and ``master`` have changed for some parameters, so that a backward
-        which needs their former values is an error."""
+        """Give parameters their ``values``, and note that these and ``master`` have changed for
+        some, so that a backward which needs their former values is an error."""
+        parameters, values = self._apart_of(updated)
+        if parameters:
+            torch._foreach_copy_(parameters, values)  # type: ignore[attr-defined]
         torch.autograd.graph.increment_version(updated)
         self.values_are_current()
 
