@@ -53,6 +53,9 @@ def row_gradient_mean(mean_of_now: Callable[[], GradientMean]) -> GradientReduct
     ``mean_of_now()`` returns: a gradient for each row, and a mark that is positive if any rank has
     touched the row. A row that none has touched is recorded as row -1. Every rank records in the
     same backward.
+
+    A gradient for each row of the table, touched or not, has a size that no rank must tell others,
+    and a sum in one order; placements whose exchange grows with the batch are for large tables.
     """
 
     def reduce(
