@@ -16,7 +16,7 @@ from bench.dense.dense_part import DensePart, plain
 from bench.step.setting import StepSetting
 from torchembed.core.random_bits import random_bits, random_uniform
 from torchembed.data import Batch
-from torchembed.tables.group import TableSpec
+from torchembed.tables.table import TableSpec
 
 LARGEST_ROUNDING = {"bf16": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
 """Largest relative rounding of a loss; in float32 that of a sum of some thousand numbers."""

@@ -1,14 +1,6 @@
 """Tables: rows and their optimizer state, and the index that turns ids into rows."""
 
-from torchembed.tables.group import (
-    GradientReduction,
-    Table,
-    TableGroup,
-    TableOwner,
-    TableSpec,
-    WeightHolder,
-    table_of,
-)
+from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.initializers import (
     Constant,
@@ -31,6 +23,14 @@ from torchembed.tables.row_index import (
     SlotIndex,
 )
 from torchembed.tables.row_stream import RowChunk, read_rows, row_chunks, row_ranges, write_rows
+from torchembed.tables.table import (
+    GradientReduction,
+    Table,
+    TableOwner,
+    TableSpec,
+    WeightHolder,
+    table_of,
+)
 from torchembed.tables.table_addresses import table_at
 from torchembed.tables.table_gradient import TableGradient, why_refused
 from torchembed.tables.table_set import TableSet

@@ -14,7 +14,8 @@ from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables.table_gradient import TableGradient
 
 if TYPE_CHECKING:
-    from torchembed.tables.group import Table, TableGroup
+    from torchembed.tables.group import TableGroup
+    from torchembed.tables.table import Table
 
 
 class RecordedGradients(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.tables.group import Table
+from torchembed.tables.table import Table
 
 
 class RowChunk(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchembed.core.stand_ins import address_of
 
 if TYPE_CHECKING:
-    from torchembed.tables.group import Table
+    from torchembed.tables.table import Table
 
 _tables_at: "weakref.WeakValueDictionary[int, Table]" = weakref.WeakValueDictionary()
 """The table that was last put at an address."""

@@ -14,7 +14,8 @@ from torchembed.core.stand_ins import (
     makes_stand_ins,
     making_real_tensors,
 )
-from torchembed.tables.group import Table, TableGroup
+from torchembed.tables.group import TableGroup
+from torchembed.tables.table import Table
 
 _forming = threading.RLock()
 

@@ -15,7 +15,7 @@ from torchembed.sharding.transport.peer_access import check_peer_access
 from torchembed.sharding.transport.process_groups import borrow_groups, subgroup
 from torchembed.sharding.transport.pushed_mean import PushedMean
 from torchembed.sharding.wire import BUCKET_BYTES, WirePrecision, WireTransport
-from torchembed.tables.group import RankMaximum
+from torchembed.tables.table import RankMaximum
 
 
 def num_nodes(mesh: DeviceMesh) -> int:

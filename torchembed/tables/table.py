@@ -1,0 +1,174 @@
+"""Tables: the rows of one, or a part of them, and what belongs to them."""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.core.left_behind import LeftBehind
+from torchembed.core.random_bits import name_key
+from torchembed.ops.rowwise_update import RowGradients
+from torchembed.tables.initializers import Initializer, Uniform
+from torchembed.tables.row_index import IndexFactory, RangeFactory
+
+if TYPE_CHECKING:
+    from torchembed.tables.group import TableGroup
+    from torchembed.tables.pending_gradients import RecordedGradients
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """A whole table, wherever its rows are."""
+
+    name: str
+    num_rows: int
+    dim: int
+    dtype: torch.dtype = torch.float32
+    initializer: Initializer = Uniform()
+    seed: int = 0
+    index: IndexFactory = RangeFactory()
+    """Makes the index of the groups that hold the table."""
+
+    @property
+    def num_ids(self) -> int | None:
+        """Ids of the table are in ``[0, num_ids)``; None: every 64-bit integer is one."""
+        return None if self.index.takes_any_id else self.num_rows
+
+    @property
+    def key(self) -> int:
+        """64-bit key of the table's initial rows and of its rounding."""
+        return name_key(self.seed, self.name)
+
+
+ColumnSum = Callable[[Tensor], Tensor]
+"""The sum of the ranks' ``[runs]``, one number for each run of equal rows; the ranks that hold the
+table's columns call it at the same step. They may have different capacities of spare runs; what
+comes back has the least of them."""
+
+
+RankMaximum = Callable[[Tensor], None]
+"""Makes a number the greatest of those on the ranks that hold tables of a model, in place; these
+ranks call it at the same step. No GPU is waited for."""
+
+
+GradientReduction = Callable[
+    ["RecordedGradients", Tensor, Callable[[Tensor, RowGradients], None]], None
+]
+"""Takes recorded gradients, the ``weight [R, D]``, and what is called at the end of the backward
+with ``(rows, gradients)`` that are equal on all ranks."""
+
+
+def _as_it_is(rows: Tensor) -> Tensor:
+    return rows
+
+
+class TableOwner(Protocol):
+    """Sorts tables into groups."""
+
+    def form_groups(self) -> None:
+        """Bring the groups in line with the tables' parameters and update keys."""
+        ...
+
+    def current_groups(self) -> "list[TableGroup]":
+        """The groups, brought in line where a parameter was frozen or given other rows."""
+        ...
+
+    def note_change(self) -> None:
+        """Note that a group is updated together with other ones than before."""
+        ...
+
+
+class WeightHolder(Protocol):
+    """A module under whose attribute ``weight`` users see a table."""
+
+    _parameters: dict[str, nn.Parameter | None]
+
+    def held_weight(self) -> Tensor:
+        """The value of ``weight`` now."""
+        ...
+
+
+class Table:
+    """The part of a table that one device holds: rows ``[first_row, first_row + num_rows)``, and of
+    these the columns ``[first_column, first_column + num_columns)``; in one group.
+
+    ``parameter`` is ``[num_rows, num_columns]``, part of the memory of the group's weight under a
+    storage of its own: what ``state_dict``, any ``torch.optim`` optimizer and other libraries see.
+    ``spec`` is of the whole table.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        first_row: int = 0,
+        num_rows: int | None = None,
+        first_column: int = 0,
+        num_columns: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.first_row = first_row
+        self.num_rows = spec.num_rows - first_row if num_rows is None else num_rows
+        self.first_column = first_column
+        self.num_columns = spec.dim - first_column if num_columns is None else num_columns
+        self.parameter: nn.Parameter
+        self.group: TableGroup
+        self.owner: TableOwner
+        self.update_key: Hashable = None
+        """Key of the optimizer and parameter group that update the table; None: weight.grad
+        appears."""
+        self.is_sharded = False
+        """True where this rank holds rows that not every rank holds."""
+        self.as_global: Callable[[Tensor], Tensor] = _as_it_is
+        """Turns this table's rows, or their optimizer state, into what a distributed checkpoint
+        takes."""
+        self.sum_over_columns: ColumnSum | None = None
+        """For a table whose columns are on several ranks."""
+        self.max_over_holders: RankMaximum | None = None
+        """For a table of a model whose ranks hold different ones; the same for all of its tables.
+        """
+        self.gradient_reduction: GradientReduction | None = None
+        """For a table that every rank holds: makes recorded gradients their mean over ranks."""
+        self.may_join = False
+        """True for the table of a module that holds no other: tables of several such modules may be
+        updated in one pass."""
+        self.holder: WeightHolder | None = None
+        """The module whose ``weight`` is ``parameter``; None for a parameter of no module."""
+
+    def holds_parameter(self) -> bool:
+        """False where the module holds another tensor in place of the parameter, as
+        ``torch.func.functional_call``, a parametrization and pruning put it there."""
+        holder = self.holder
+        return holder is None or holder._parameters.get("weight") is self.parameter
+
+    def held_weight(self) -> Tensor:
+        """The rows that lookups read: ``parameter``, or what the module holds in its place."""
+        if self.holder is None or self.holds_parameter():
+            return self.parameter
+        return self.holder.held_weight()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
+        left_out = ("parameter", "group", "owner")
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {**state, "update_key": None, "holder": None}
+
+
+class _TableMark(LeftBehind):
+    """Attached to the parameter of a table."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+
+def mark_parameter(table: Table) -> None:
+    """Let :func:`table_of` find ``table`` by its parameter."""
+    table.parameter.torchembed_table = _TableMark(table)  # type: ignore[attr-defined]
+
+
+def table_of(parameter: Tensor) -> Table | None:
+    """The table whose rows ``parameter`` is, or None for any other tensor."""
+    mark = getattr(parameter, "torchembed_table", None)
+    return mark.table if isinstance(mark, _TableMark) else None
