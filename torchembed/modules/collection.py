@@ -16,8 +16,9 @@ from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig, as_config
 from torchembed.modules.feature_selection import capacity_for, select_features
+from torchembed.modules.lookup_stages import B, R, V
 from torchembed.modules.slots import Slots
-from torchembed.modules.staged_collection import B, R, StagedCollection, V
+from torchembed.modules.staged_collection import StagedCollection
 from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
 from torchembed.modules.table_module import TableWeight, as_on_bad_id
 from torchembed.modules.traced.traced_rows import traced_bad_ids

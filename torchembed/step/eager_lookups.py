@@ -13,7 +13,7 @@ from torchembed.core import ranks
 from torchembed.core.trees import Tree, layout_of, tensors_in
 from torchembed.modules.bad_ids import IdCheck, IdChecks
 from torchembed.modules.calls_ahead import ModuleOfOneTable
-from torchembed.modules.staged_collection import Bucketized
+from torchembed.modules.lookup_stages import Bucketized
 from torchembed.step.bad_id_flag import reduce_checks
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls import JoinedCall, observed_joined_calls

@@ -24,8 +24,8 @@ from torchembed.modules.calls_ahead import (
     places_of,
 )
 from torchembed.modules.joined_lookup import JoinedIds
+from torchembed.modules.lookup_stages import Bucketized, LookedUp
 from torchembed.modules.sharded.joined_exchange import JoinedExchange
-from torchembed.modules.staged_collection import Bucketized, LookedUp
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls_on_ranks import agreed_calls
 

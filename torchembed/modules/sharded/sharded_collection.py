@@ -14,9 +14,10 @@ from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.inside_ddp import DenseOwner
+from torchembed.modules.lookup_stages import B, R, V
 from torchembed.modules.sharded.checked_ids import checked_ids
 from torchembed.modules.slots import SlotName, Slots, submit_bad_id
-from torchembed.modules.staged_collection import B, R, StagedCollection, V
+from torchembed.modules.staged_collection import StagedCollection
 from torchembed.modules.table_module import TableWeight
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import Placement, TablePlan
