@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import torchembed
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import Case, held_rows, make_model, make_optimizer
+from tests.support.steps_on_ranks import NO_RANK, WithLoss, static_batch
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import (
     TinyModel,
@@ -100,3 +105,47 @@ def test_a_mode_that_changes_once_in_a_while_is_captured() -> None:
     pipeline, texts = trained(lambda model, number: model.dense[0].requires_grad_(number < 12))
     assert texts == []
     assert pipeline.num_captures == 4
+
+
+CASE = Case(placements=dict.fromkeys("abcd", "table_wise"), fixed=True)
+
+
+def train_with_a_table_of_one_rank(*, capture: bool) -> tuple[dict[str, Any], list[str], str]:
+    """On a rank of gloo: its rows, its warnings, and the kind of its last step, where the only rank
+    that holds table "a" freezes it again and again."""
+    rank = dist.get_rank()
+    model = make_model(CASE, "meta")
+    torchembed.shard_embeddings(model, CASE.mesh(), CASE.plan(dist.get_world_size()))
+    optimizer, with_loss = make_optimizer(CASE, model), WithLoss(model)
+    assert optimizer is not None
+    batches = (static_batch(CASE, rank, step, NO_RANK) for step in range(NUM_STEPS))
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        TrainPipeline(with_loss, None, [optimizer], device="cpu", capture=capture) as pipeline,
+    ):
+        warnings.simplefilter("always")
+        for step in range(NUM_STEPS):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".a." not in name or step % 4 < 2)
+            pipeline.take_up_changes()
+            pipeline.progress(batches)
+    texts = [str(warning.message) for warning in caught]
+    return held_rows(model), texts, str([*pipeline.kinds][-1])
+
+
+def in_both_ways() -> list[tuple[dict[str, Any], list[str], str]]:
+    return [train_with_a_table_of_one_rank(capture=capture) for capture in (True, False)]
+
+
+def test_a_table_of_one_rank_that_changes_again_and_again_concerns_all() -> None:
+    found = run_on_ranks(2, in_both_ways)
+    of_holder, of_other = sorted(found, key=lambda of_rank: "another rank" in of_rank[0][2])
+    assert "requires_grad of tables.embedding_bags.a.weight: it changes" in of_holder[0][2]
+    assert "another rank's model changes again and again" in of_other[0][2]
+    for captured, eager in found:
+        assert len(captured[1]) == 1
+        assert captured[0].keys() == eager[0].keys()
+        for name, (extent, rows, states) in captured[0].items():
+            assert eager[0][name][0] == extent
+            assert (eager[0][name][1] == rows).all()
+            assert all((a == b).all() for a, b in zip(eager[0][name][2], states, strict=True))

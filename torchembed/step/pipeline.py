@@ -45,6 +45,7 @@ _STEPS_AHEAD = 2
 """The most steps that the host is ahead of the device."""
 _RELEASE_SECONDS = 2.0
 """Longest wait for the steps under way before graphs are destroyed."""
+_OF_ANOTHER_RANK = Reason("another rank's model changes again and again, as its warning says")
 
 
 class TrainPipeline:
@@ -263,7 +264,9 @@ class TrainPipeline:
         if self._engines.captures:
             self._engines.values.look()
             if self._engines.is_stale:
-                self._engines.note_stale()
+                why = self._engines.note_stale()
+                if why is not None:
+                    self._engines.capture_no_more(why)
                 self.close()
         self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
         now = self._upcoming.pop()
@@ -365,7 +368,10 @@ class TrainPipeline:
         """
         ranks.check_cpu_backend()
         if ranks.any_rank(self._engines.is_stale):
-            self._engines.note_stale()
+            why = self._engines.note_stale()
+            # The others may not know of what this rank alone holds.
+            if ranks.any_rank(why is not None):
+                self._engines.capture_no_more(why or _OF_ANOTHER_RANK)
             self.close()
 
     @property

@@ -109,12 +109,16 @@ class EngineChoice:
         if self._jagged is not None:
             self._jagged.release()
 
-    def note_stale(self) -> None:
-        """Note that steps begin anew since the model has changed; where that recurs, none is
-        captured any more, and a warning says so. Called on all ranks before the same step."""
-        why = self._modes.note(self._program.record.num_steps)
-        if why is None or not self.captures:
-            return
+    def note_stale(self) -> Reason | None:
+        """Note that steps begin anew since the model has changed.
+
+        Returns:
+            The reason to capture no more, where this recurs.
+        """
+        return self._modes.note(self._program.record.num_steps) if self.captures else None
+
+    def capture_no_more(self, why: Reason) -> None:
+        """Train eagerly from now on, as a warning says; on all ranks before the same step."""
         self.not_captured = why
         warnings.warn(
             "the train step is not captured as a CUDA graph any more, so it runs eagerly from now "
