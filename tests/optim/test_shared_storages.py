@@ -45,7 +45,7 @@ def lay_out(layers: nn.RNNBase) -> None:
     biases = [w for w in weights_of(layers) if w.dim() == 1]
     num_matrices = sum(w.numel() for w in matrices)
     room = 2 * layers.num_layers * NUM_GATES[type(layers)] * layers.hidden_size
-    whole, start = torch.zeros(num_matrices + room), 0
+    whole, start = torch.zeros(num_matrices + room, dtype=matrices[0].dtype), 0
     for weight in (*matrices, *biases):
         part = whole[start : start + weight.numel()].view(weight.shape)
         weight.data = part.copy_(weight.detach())
@@ -125,6 +125,22 @@ def test_what_others_write_is_trained_on(how: str) -> None:
                 weight.clamp_(-0.125, 0.125)
         train(model, [optimizer])
     assert_same_parameters(*models)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_layers_may_be_laid_out_again(dtype: torch.dtype | None) -> None:
+    """As by ``flatten_parameters()``, which many call at each forward."""
+    models = [Recurrent() for _ in range(2)]
+    lay_out(models[0].layers)
+    optimizers = [DenseAdam(model.parameters(), lr=0.125, dtype=dtype) for model in models]
+    for _ in range(3):
+        lay_out(models[0].layers)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, [optimizer], num_steps=1)
+    assert_same_parameters(*models)
+    models[0].layers.weight_hh_l0.data = models[0].layers.weight_hh_l0.double()
+    with pytest.raises(RuntimeError, match="was moved, cast or replaced after its optimizer"):
+        optimizers[0].step()
 
 
 def test_states_go_to_models_of_another_layout_and_back() -> None:

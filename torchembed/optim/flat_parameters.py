@@ -109,26 +109,35 @@ class FlatParameters:
         torch.autograd.graph.increment_version(updated)
         self.values_are_current()
 
+    def _is_foreign(self, parameter: Tensor) -> bool:
+        """True where the values of ``parameter`` are none of this object's any more."""
+        if parameter in self._apart:
+            # As flatten_parameters() of a recurrent layer does, it may be given other memory.
+            kind = parameter.dtype, parameter.device
+            return kind != (self.values.dtype, self.values.device)
+        address = next(
+            a for p, a in zip(self.parameters, self._addresses, strict=True) if p is parameter
+        )
+        return parameter.data_ptr() != address or parameter.dtype is not self.values.dtype
+
     def take_changed_values(self) -> None:
         """Copy the values of parameters that other code has written to ``master``.
 
         Elements that equal those of ``master``, rounded, keep the digits that rounding dropped.
 
         Raises:
-            RuntimeError: where a parameter has other memory than this object gave it.
+            RuntimeError: where a parameter has other memory than this object gave it, or another
+                dtype or device.
         """
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         dtypes = {parameter.dtype for parameter in self.parameters}
         if addresses != self._addresses or dtypes != {self.values.dtype}:
-            changed = next(
-                parameter
-                for parameter, address in zip(self.parameters, self._addresses, strict=True)
-                if parameter.data_ptr() != address or parameter.dtype is not self.values.dtype
-            )
-            raise RuntimeError(
-                f"a parameter of shape {tuple(changed.shape)} was moved, cast or replaced after "
-                "its optimizer was made; make the optimizer after that"
-            )
+            changed = next(filter(self._is_foreign, self.parameters), None)
+            if changed is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(changed.shape)} was moved, cast or replaced "
+                    "after its optimizer was made; make the optimizer after that"
+                )
         versions = [parameter._version for parameter in self.parameters]
         if versions == self._versions:
             return

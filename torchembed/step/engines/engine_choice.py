@@ -21,7 +21,7 @@ from torchembed.step.stages import (
     TrainedBatch,
 )
 from torchembed.step.watches.hooks import PythonHooks
-from torchembed.step.watches.mode_changes import ModeChanges
+from torchembed.step.watches.model_changes import ModelChanges
 from torchembed.step.watches.padding_check import PaddingCheck
 
 _GRAPH, _PADDED = StepKind(StepForm.GRAPH), StepKind(StepForm.PADDED)
@@ -69,7 +69,7 @@ class EngineChoice:
         self.not_captured = not_captured
         self.values = program.values
         self._padding = PaddingCheck(program)
-        self._modes = ModeChanges(program.trained)
+        self._changes = ModelChanges(program.trained)
         self.hooks = PythonHooks(program.model, program.optimizers, self.values, program.loss_fn)
         self._eager = EagerEngine(program, checks_at_once=True)
         self._static = StaticEngine(program)
@@ -115,7 +115,7 @@ class EngineChoice:
         Returns:
             The reason to capture no more, where this recurs.
         """
-        return self._modes.note(self._program.record.num_steps) if self.captures else None
+        return self._changes.note(self._program.record.num_steps) if self.captures else None
 
     def capture_no_more(self, why: Reason) -> None:
         """Train eagerly from now on, as a warning says; on all ranks before the same step."""

@@ -1,5 +1,5 @@
-"""Parameters frozen and unfrozen, and modules set to evaluation, again and again while a pipeline
-trains: as in a loop by hand, and captured or said."""
+"""Parameters frozen and unfrozen or given other memory, and modules set to evaluation, again and
+again while a pipeline trains: as in a loop by hand, and captured or said."""
 
 import warnings
 from collections.abc import Callable
@@ -44,6 +44,12 @@ def set_modes_in_turns(model: Any, number: int) -> None:
     model.dense[1].train(number % 4 < 2)
 
 
+def move_always(model: Any, number: int) -> None:
+    """As ``flatten_parameters()`` of a recurrent layer does on a GPU."""
+    del number
+    model.dense[0].weight.data = model.dense[0].weight.detach().clone()
+
+
 def unfreeze_layer_by_layer(model: Any, number: int) -> None:
     for layer, module in enumerate(model.dense):
         module.requires_grad_(layer * 4 <= number)
@@ -82,6 +88,7 @@ def trained(change: Change, *, jagged: bool = False) -> tuple[TrainPipeline, lis
         (freeze_in_turns, "requires_grad of dense.0.weight"),
         (freeze_tables_in_turns, "requires_grad of tables."),
         (set_modes_in_turns, "training of module dense.1"),
+        (move_always, "memory of dense.0.weight"),
     ],
 )
 def test_modes_that_change_again_and_again_train_eagerly(
