@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
+from torchembed.modules.bad_ids_of_slots import SlotName
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
+from torchembed.modules.group_rows import GroupRows, UntrainedSlots
 from torchembed.modules.lookup_stages import Admitted
 from torchembed.modules.sharded.sharded_collection import HeldTables
 from torchembed.modules.sharded.sharded_embedding_bag_collection import (
     ShardedEmbeddingBagCollection,
 )
-from torchembed.modules.slots import GroupRows, SlotName, UntrainedSlots
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
