@@ -138,7 +138,8 @@ def test_layers_may_be_laid_out_again(dtype: torch.dtype | None) -> None:
         for model, optimizer in zip(models, optimizers, strict=True):
             train(model, [optimizer], num_steps=1)
     assert_same_parameters(*models)
-    models[0].layers.weight_hh_l0.data = models[0].layers.weight_hh_l0.double()
+    weight = models[0].layers.get_parameter("weight_hh_l0")
+    weight.data = weight.double()
     with pytest.raises(RuntimeError, match="was moved, cast or replaced after its optimizer"):
         optimizers[0].step()
 
