@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchembed.core.host_numbers import HostNumbers
-from torchembed.sharding.transport import routes
+from torchembed.sharding.transport import jagged_route
 from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
 
 NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
@@ -18,7 +18,7 @@ def threads_that_wait() -> Iterator[set[str]]:
     threads: set[str] = set()
     waiting = [
         (HostNumbers, "tolist"),
-        (routes, "exchange_sizes"),
+        (jagged_route, "exchange_sizes"),
         (BucketizedBuffers, "needed"),
     ]
     with contextlib.ExitStack() as stack:
