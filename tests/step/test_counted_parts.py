@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import torchembed
 from tests.support.histories import by_hand
@@ -335,23 +336,29 @@ def states_on_ranks(
     return losses, [tensor.tolist() for tensor in held], forms
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    torchembed.shard_embeddings(model, init_device_mesh("cpu", (2,)))
+    return model
+
+
 def trained_on_ranks() -> list[tuple[list[str], bool]]:
     """The forms of steps on batches of other lengths on each rank, and whether they equal eager
-    steps: of a module that is whole on each rank, and of sharded ones."""
+    steps: of a module that is whole on each rank, and of sharded ones, also under
+    ``DistributedDataParallel``."""
     seed, found = 100 * dist.get_rank(), []
     weighted = {"is_weighted": True, "mode": "sum"}
-    cases: list[tuple[Callable[[], nn.Module], bool, list[Batch]]] = [
-        (OfBags, False, bags(20, first_seed=seed)),
-        (OfBags, True, bags(20, first_seed=seed)),
-        (lambda: OfBags(**weighted), True, bags(20, first_seed=seed, is_weighted=True)),
-        (OfTables, True, bags_of_tables(20, first_seed=seed)),
+    weights = bags(20, first_seed=seed, is_weighted=True)
+    cases: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], list[Batch]]] = [
+        (OfBags, lambda model: model, bags(20, first_seed=seed)),
+        (OfBags, sharded, bags(20, first_seed=seed)),
+        (lambda: OfBags(**weighted), sharded, weights),
+        (OfTables, sharded, bags_of_tables(20, first_seed=seed)),
+        (OfBags, lambda model: DistributedDataParallel(sharded(model)), bags(20, first_seed=seed)),
     ]
-    for make, is_sharded, batches in cases:
+    for make, put_on_ranks, batches in cases:
         results = []
         for capture in (False, True):
-            model = make()
-            if is_sharded:
-                torchembed.shard_embeddings(model, init_device_mesh("cpu", (2,)))
+            model = put_on_ranks(make())
             results.append(states_on_ranks(model, batches, capture=capture))
         eager, captured = results
         found.append((captured[2], captured[:2] == eager[:2]))

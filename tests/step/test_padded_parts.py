@@ -1,5 +1,6 @@
 """Parts of batches that are padded as the caller says, and models that do not ignore it."""
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import torchembed
 from tests.support.histories import Batch, OfHistories, by_hand, histories
@@ -281,16 +283,19 @@ def test_objects_with_strings_that_take_turns_are_padded() -> None:
 
 def forms_on_ranks() -> list[tuple[list[str], bool, list[str]]]:
     """The forms of steps on batches whose histories have other lengths on each rank, whether they
-    equal eager ones, and the warnings; of a model that ignores padding, and of one that does not.
+    equal eager ones, and the warnings; of a model that ignores padding, and of one that does not,
+    and of both under ``DistributedDataParallel``.
     """
     rank, found = dist.get_rank(), []
-    for pads_numbers in (float("nan"), 1.0):
+    for is_wrapped, pads_numbers in itertools.product((False, True), (float("nan"), 1.0)):
         results = []
         for capture in (False, True):
             torch.manual_seed(0)
-            model = WithHistory()
+            model: nn.Module = WithHistory()
             plan = {f"tables.embedding_bags.{key}": "row_wise" for key in KEYS}
             torchembed.shard_embeddings(model, init_device_mesh("cpu", (2,)), plan)
+            if is_wrapped:
+                model = DistributedDataParallel(model)
             batches = []
             for seed, length in enumerate(LENGTHS[rank:] + LENGTHS):
                 click = make_batch(8, 2 * seed + rank)
@@ -324,9 +329,10 @@ def forms_on_ranks() -> list[tuple[list[str], bool, list[str]]]:
 def test_ranks_pad_alike_or_not_at_all() -> None:
     first, second = run_on_ranks(2, forms_on_ranks)
     assert [forms for forms, _, _ in first] == [forms for forms, _, _ in second]
-    (ignores, is_equal, said), (does_not, stays_equal, warned) = first
-    assert (is_equal, stays_equal) == (second[0][1], second[1][1]) == (True, True)
-    assert ignores[-4:] == ["padded"] * 4
-    assert said == second[0][2] == []
-    assert set(does_not) == {"eager"}
-    assert len(warned) == len(second[1][2]) == 1
+    assert all(is_equal for _, is_equal, _ in (*first, *second))
+    for place in (0, 2):  # of the model by itself, and under DistributedDataParallel
+        (ignores, _, said), (does_not, _, warned) = first[place : place + 2]
+        assert ignores[-4:] == ["padded"] * 4
+        assert said == second[place][2] == []
+        assert set(does_not) == {"eager"}
+        assert len(warned) == len(second[place + 1][2]) == 1

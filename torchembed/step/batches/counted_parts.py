@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.core.trees import Tree, map_leaves, nodes_by_path, tensors_in
 from torchembed.modules.calls_ahead import CallArguments, KnownTensors
@@ -160,10 +159,7 @@ class CountedParts:
     def observed(self, model: nn.Module, batch: Tree) -> Iterator[None]:
         """A context for a step on ``batch``, which notes the parts that lookups between offsets
         read."""
-        # DDP takes no forward without a backward of its own, which a comparison would need.
-        modules = list(model.modules())
-        is_wrapped = any(isinstance(module, DistributedDataParallel) for module in modules)
-        if self._is_refused or is_wrapped:
+        if self._is_refused:
             yield
             return
         tensors = tensors_in(batch)
@@ -192,7 +188,7 @@ class CountedParts:
             if len(wholes) == len(given):
                 read.update((id(whole), whole) for whole in wholes)
 
-        bags = [m for m in modules if isinstance(m, (EmbeddingBag, ShardedEmbeddingBag))]
+        bags = [m for m in model.modules() if isinstance(m, (EmbeddingBag, ShardedEmbeddingBag))]
         hooks = [bag.register_forward_pre_hook(note, with_kwargs=True) for bag in bags]
         try:
             yield

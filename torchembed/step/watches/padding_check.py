@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
@@ -38,10 +37,6 @@ class PaddingCheck:
 
     def __init__(self, program: StepProgram) -> None:
         self._program, self._optimizers = program, StepOptimizers(program.optimizers)
-        # DDP takes no forward without a backward of its own.
-        self._is_wrapped = any(
-            isinstance(module, DistributedDataParallel) for module in program.model.modules()
-        )
         self._num_steps = self._next = 0
         self._since: int | None = None
         """When steps had begun anew, as batches of other forms do, at the last comparison."""
@@ -60,7 +55,7 @@ class PaddingCheck:
             return self._refused
         agreement, padding = now.agree(), self._program.padding
         every = self._program.self_check_every
-        is_left_out = self._is_wrapped or (every is None and not padding.counted.are_known)
+        is_left_out = every is None and not padding.counted.are_known
         if not agreement.has_spare or is_left_out:
             return None
         is_due = every is not None and self._num_steps > self._next
