@@ -6,7 +6,7 @@ Objects that outlive the call, caches above all, may not hold one.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -33,6 +33,11 @@ def is_stand_in(tensor: Tensor) -> bool:
 def address_of(tensor: Tensor) -> int:
     """The address of the first element of ``tensor``; 0 for a stand-in, which has none."""
     return tensor.data_ptr() if type(tensor) in _PLAIN else 0
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """:func:`address_of` each of ``tensors``."""
+    return [tensor.data_ptr() if type(tensor) in _PLAIN else 0 for tensor in tensors]
 
 
 def in_transform() -> bool:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 from torch import Tensor
@@ -64,6 +64,16 @@ def _is_frozen(kind: type) -> bool:
     """True for dataclasses whose fields cannot be set."""
     is_dataclass = _field_names(kind) is not None
     return is_dataclass and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _fields_of_library(kind: type) -> Callable[[Tree], tuple[Tree, ...]] | None:
+    """A function from a dataclass of a library to its fields, all of which its constructor takes;
+    None for other types. One pass of C code, since every step walks its batches."""
+    names = _field_names(kind, init_only=False) if _is_of_library(kind) else None
+    if names is None or len(names) < 2 or names != _field_names(kind):
+        return None
+    return operator.attrgetter(*names)
 
 
 def _parts_of(tree: Tree, *, init_only: bool = True) -> Mapping[Any, Tree] | None:
@@ -186,16 +196,23 @@ def leaves_in(tree: Tree, is_leaf: Callable[[object], TypeGuard[L]]) -> list[L]:
 def _collect(tree: Tree, is_leaf: Callable[[object], TypeGuard[L]], found: list[L]) -> None:
     if is_leaf(tree):
         found.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        if not _is_plain(tree):
-            for part in tree:
-                _collect(part, is_leaf, found)
-    elif type(tree) is dict:
-        for part in tree.values():
+        return
+    for part in _children(tree):
+        if type(part) not in _PLAIN:
             _collect(part, is_leaf, found)
-    elif type(tree) not in _PLAIN:
-        for part in (_parts_of(tree) or {}).values():
-            _collect(part, is_leaf, found)
+
+
+def _children(tree: Tree) -> Iterable[Tree]:
+    """The parts of a tree in order; none of what is no tree."""
+    kind = type(tree)
+    if isinstance(tree, (tuple, list)):
+        return () if _is_plain(tree) else tree
+    if kind is dict:
+        return tree.values()
+    get_fields = _fields_of_library(kind)
+    if get_fields is not None:
+        return get_fields(tree)
+    return () if kind in _PLAIN else (_parts_of(tree) or {}).values()
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
@@ -258,9 +275,13 @@ def _layout(tree: Tree) -> Hashable:
     if kind in _PLAIN:
         return kind, tree  # 1, 1.0 and True are equal, and give results of other dtypes
     if isinstance(tree, (tuple, list)):
-        if _is_plain(tree):
-            return kind, tuple(map(type, tree)), tuple(tree)
-        return kind, tuple([_layout(part) for part in tree])
+        kinds = tuple(map(type, tree))
+        if _PLAIN.issuperset(kinds):
+            return kind, kinds, tuple(tree)
+        return kind, tuple(map(_layout, tree))
+    get_fields = _fields_of_library(kind)
+    if get_fields is not None:
+        return kind, tuple(map(_layout, get_fields(tree)))
     parts = _parts_of(tree, init_only=False)
     if parts is None:
         raise _OpaqueError

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 
 from torchembed.core.stand_ins import (
     address_of,
+    addresses_of,
     is_stand_in,
     makes_stand_ins,
     making_real_tensors,
@@ -18,6 +20,9 @@ from torchembed.tables.group import TableGroup
 from torchembed.tables.table import Table
 
 _forming = threading.RLock()
+
+_Parameters: TypeAlias = tuple[list[int], list[bool]]
+"""Of each table, where its rows lie, and whether it trains."""
 
 
 class TableSet:
@@ -91,9 +96,9 @@ class TableSet:
             groups.setdefault(full_key, []).append(table)
         return groups
 
-    def _parameters_now(self) -> list[tuple[int, bool]]:
+    def _parameters_now(self) -> _Parameters:
         parameters = [table.parameter for table in self.tables]
-        return [(address_of(parameter), parameter.requires_grad) for parameter in parameters]
+        return addresses_of(parameters), [parameter.requires_grad for parameter in parameters]
 
     @torch.no_grad()
     def fill_initial_rows(self) -> None:
@@ -130,7 +135,7 @@ class TableSet:
     # What torch.compiler.assume_constant_result does, which would import Dynamo at once.
     follow_parameters._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def current_form(self) -> tuple[list[TableGroup], list[tuple[int, bool]] | None, int]:
+    def current_form(self) -> tuple[list[TableGroup], _Parameters | None, int]:
         """:meth:`current_groups`, of each table where its rows lie and whether it trains, and how
         often a group was given others to be updated with: another form after each change of these.
         """

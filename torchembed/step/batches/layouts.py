@@ -1,6 +1,5 @@
 """The layouts of captured steps: which kinds of step can train a batch, agreed over all ranks."""
 
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
@@ -213,7 +212,8 @@ class Layouts:
             A function that waits for the result and returns it, in any thread.
         """
         num_ids = num_ids_in(batch) if kinds.jagged else 0
-        if ranks.world_size() == 1:
+        num_ranks = ranks.world_size()
+        if num_ranks == 1:
             agreement = Agreement(kinds, num_ids, self.since, (kinds.layout,), has_spare)
             return lambda: agreement
         known = (self._static if kinds.static else self._jagged).numbered(kinds.layout)
@@ -221,15 +221,30 @@ class Layouts:
         # One collective for all numbers. The maximum of a number is the minimum of its negative,
         # and digests are all equal where minimum and maximum are. Each rank has a place for the
         # number of its layout, in which the others' are larger.
-        layouts = [_LARGER] * ranks.world_size()
+        layouts = [_LARGER] * num_ranks
         layouts[ranks.rank()] = kinds.layout
         numbers = *kinds[:2], -num_ids, digest, -digest, -self.since, -has_spare, *layouts
-        return functools.partial(_agreement, ranks.start_minimum(*numbers))
+        return _PendingAgreement(ranks.start_minimum(*numbers))
 
 
-def _agreement(least: Callable[[], tuple[int, ...]]) -> Agreement:
+class _PendingAgreement:
+    """The agreement of all ranks; waits for it when called first. Each step asks several times."""
+
+    __slots__ = ("_found", "_least")
+
+    def __init__(self, least: Callable[[], tuple[int, ...]]) -> None:
+        self._least = least
+        self._found: Agreement | None = None
+
+    def __call__(self) -> Agreement:
+        if self._found is None:
+            self._found = _agreement(self._least())
+        return self._found
+
+
+def _agreement(least: tuple[int, ...]) -> Agreement:
     """The agreement of all ranks, from the minimum over ranks of each of their numbers."""
-    static, jagged, negated_num_ids, digest, negated_digest, *others = least()
+    static, jagged, negated_num_ids, digest, negated_digest, *others = least
     negated_since, negated_spare, *layouts = others
     # Captured steps exchange ids as if every rank's features had one hotness and kind of weights.
     is_alike = digest == -negated_digest
