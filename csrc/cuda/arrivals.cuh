@@ -38,6 +38,27 @@ __device__ void fetch_bytes(uint32_t target, const void* source) {
   }
 }
 
+// The same of bytes that nobody else reads: their place in the cache is the first to be given up.
+template <int kBytes>
+__device__ void fetch_cold_bytes(uint32_t target, const void* source, uint64_t policy) {
+  if constexpr (kBytes == 16) {
+    TORCHEMBED_ASYNC("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target),
+                     "l"(source), "l"(policy) : "memory");
+  } else {
+    static_assert(kBytes == 8);
+    TORCHEMBED_ASYNC("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2;" ::"r"(target),
+                     "l"(source), "l"(policy) : "memory");
+  }
+}
+
+__device__ uint64_t policy_of_cold_bytes() {
+  uint64_t policy = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 // Makes one group of the copies started since the last group. A group may be empty, so that the
 // number of groups says how far the pipeline is even where a warp has run out of rows.
 __device__ void commit_fetches() { TORCHEMBED_ASYNC("cp.async.commit_group;" :: : "memory"); }
@@ -48,67 +69,97 @@ __device__ void wait_for_fetches() {
   TORCHEMBED_ASYNC("cp.async.wait_group %0;" ::"n"(kNumLeft) : "memory");
 }
 
-// A warp's pipeline stages in shared memory. A stage holds a row, its states where these are rows
-// too, and a gradient.
-template <class Grad, int kDim, Rule kRule>
+// A warp's pipeline stages in shared memory. A stage holds a row of Values, its states where these
+// are rows too, and a gradient.
+template <class Value, class Grad, int kDim, Rule kRule>
 class Arrivals {
   using Shape = RowShape<kDim>;
   static constexpr int kNumStates = kRule == Rule::kAdam ? 2 : has_row_state<kRule> ? 1 : 0;
 
  public:
-  static constexpr int kRowBytes = kDim * sizeof(float), kGradBytes = kDim * sizeof(Grad);
-  static constexpr int kStageBytes = (1 + kNumStates) * kRowBytes + kGradBytes;
+  static constexpr int kRowBytes = kDim * sizeof(Value), kStateBytes = kDim * sizeof(float);
+  static constexpr int kGradBytes = kDim * sizeof(Grad);
+  static constexpr int kStageBytes = kRowBytes + kNumStates * kStateBytes + kGradBytes;
 
   __device__ Arrivals(char* shared, int first_stage)
       : lane_(shared + first_stage * kStageBytes + lane_of_warp() * kLaneBytes<float>),
         address_(static_cast<uint32_t>(__cvta_generic_to_shared(lane_))),
-        // lane_ steps by the bytes of a lane's float32 elements, but its 16-bit gradients take half
-        // as many: the difference is subtracted here, so that one base address serves rows and
-        // gradients.
+        // lane_ steps by the bytes of a lane's float32 elements, but its 16-bit ones take half as
+        // many: the difference is subtracted here, so that one base address serves rows, states
+        // and gradients.
+        row_offset_(-lane_of_warp() * (kLaneBytes<float> - kLaneBytes<Value>)),
         gradient_offset_(kStageBytes - kGradBytes -
                          lane_of_warp() * (kLaneBytes<float> - kLaneBytes<Grad>)) {}
 
   // Starts to copy the row and its states.
-  __device__ void fetch_row(int stage, const Matrices<Grad, kDim>& matrices, int row) const {
+  __device__ void fetch_row(int stage, const Matrices<Value, Grad, kDim>& matrices, int row) const {
     const uint32_t target = address_ + stage * kStageBytes;
-    fetch_parts(target, matrices.weight.at(row));
+    fetch_parts(target + row_offset_, matrices.weight.at(row));
     if constexpr (kNumStates > 0) fetch_parts(target + kRowBytes, matrices.state0.at(row));
-    if constexpr (kNumStates > 1) fetch_parts(target + 2 * kRowBytes, matrices.state1.at(row));
+    if constexpr (kNumStates > 1) {
+      fetch_parts(target + kRowBytes + kStateBytes, matrices.state1.at(row));
+    }
   }
 
-  __device__ void fetch_gradient(int stage, const Matrices<Grad, kDim>& matrices, int row) const {
+  // The same, with a policy_of_cold_bytes.
+  __device__ void fetch_cold_row(int stage, const Matrices<Value, Grad, kDim>& matrices, int row,
+                                 uint64_t policy) const {
+    const uint32_t target = address_ + stage * kStageBytes;
+    fetch_cold_parts(target + row_offset_, matrices.weight.at(row), policy);
+    if constexpr (kNumStates > 0) {
+      fetch_cold_parts(target + kRowBytes, matrices.state0.at(row), policy);
+    }
+    if constexpr (kNumStates > 1) {
+      fetch_cold_parts(target + kRowBytes + kStateBytes, matrices.state1.at(row), policy);
+    }
+  }
+
+  __device__ void fetch_gradient(int stage, const Matrices<Value, Grad, kDim>& matrices,
+                                 int row) const {
     fetch_parts(address_ + stage * kStageBytes + gradient_offset_, matrices.grad.at(row));
   }
 
-  __device__ Packed<float, kDim> weight(int stage) const { return at<float>(stage, 0); }
+  __device__ Packed<Value, kDim> weight(int stage) const { return at<Value>(stage, row_offset_); }
   __device__ Packed<float, kDim> state0(int stage) const { return at<float>(stage, kRowBytes); }
-  __device__ Packed<float, kDim> state1(int stage) const { return at<float>(stage, 2 * kRowBytes); }
+  __device__ Packed<float, kDim> state1(int stage) const {
+    return at<float>(stage, kRowBytes + kStateBytes);
+  }
   __device__ Packed<Grad, kDim> gradient(int stage) const {
     return at<Grad>(stage, gradient_offset_);
   }
 
  private:
-  template <class Value>
-  static constexpr int kLaneBytes = Shape::kVector * sizeof(Value);
+  template <class Element>
+  static constexpr int kLaneBytes = Shape::kVector * sizeof(Element);
 
-  template <class Value>
-  static __device__ void fetch_parts(uint32_t target, Value* row) {
+  template <class Element>
+  static __device__ void fetch_parts(uint32_t target, Element* row) {
 #pragma unroll
     for (int part = 0; part < Shape::kParts; ++part) {
-      fetch_bytes<kLaneBytes<Value>>(target + part * kLanes * kLaneBytes<Value>,
-                                     row + part * Shape::kPart);
+      fetch_bytes<kLaneBytes<Element>>(target + part * kLanes * kLaneBytes<Element>,
+                                       row + part * Shape::kPart);
     }
   }
 
-  template <class Value>
-  __device__ Packed<Value, kDim> at(int stage, int offset) const {
-    Packed<Value, kDim> packed;
-    packed.load(reinterpret_cast<const Value*>(lane_ + stage * kStageBytes + offset));
+  template <class Element>
+  static __device__ void fetch_cold_parts(uint32_t target, Element* row, uint64_t policy) {
+#pragma unroll
+    for (int part = 0; part < Shape::kParts; ++part) {
+      fetch_cold_bytes<kLaneBytes<Element>>(target + part * kLanes * kLaneBytes<Element>,
+                                            row + part * Shape::kPart, policy);
+    }
+  }
+
+  template <class Element>
+  __device__ Packed<Element, kDim> at(int stage, int offset) const {
+    Packed<Element, kDim> packed;
+    packed.load(reinterpret_cast<const Element*>(lane_ + stage * kStageBytes + offset));
     return packed;
   }
 
   const char* lane_;
   uint32_t address_;
+  int row_offset_;
   int gradient_offset_;
 };
 

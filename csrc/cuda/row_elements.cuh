@@ -128,13 +128,23 @@ struct Packed {
   }
 };
 
-template <int kDim>
+// kIsCold stores are the first to be evicted from the cache.
+template <bool kIsCold = false, class Four, class Value>
+__device__ void store_four(Value* target, const Four& four) {
+  if constexpr (kIsCold) {
+    __stcs(reinterpret_cast<Four*>(target), four);
+  } else {
+    *reinterpret_cast<Four*>(target) = four;
+  }
+}
+
+template <bool kIsCold = false, int kDim>
 __device__ void store_elements(float* row, const Elements<kDim>& elements) {
   using Shape = RowShape<kDim>;
 #pragma unroll
   for (int part = 0; part < Shape::kParts; ++part) {
     const float* const at = elements.at + part * Shape::kVector;
-    *reinterpret_cast<float4*>(row + part * Shape::kPart) = make_float4(at[0], at[1], at[2], at[3]);
+    store_four<kIsCold>(row + part * Shape::kPart, make_float4(at[0], at[1], at[2], at[3]));
   }
 }
 
@@ -143,7 +153,7 @@ __device__ void store_elements(float* row, const Elements<kDim>& elements) {
 // every lane, and float addition commutes, so all lanes get the same bits and none must broadcast
 // its result.
 template <int kDim>
-__device__ float sum_squares(const Elements<kDim>& row) {
+__device__ float sum_squares_by_fours(const Elements<kDim>& row) {
   using Shape = RowShape<kDim>;
   float sums[Shape::kParts];
 #pragma unroll
@@ -164,6 +174,54 @@ __device__ float sum_squares(const Elements<kDim>& row) {
     for (int part = 0; part < apart; ++part) sums[part] += sums[part + apart];
   }
   return sums[0];
+}
+
+// The same where the Triton kernel's threads have eight neighbouring elements, as they have of rows
+// of 16 bits: eight neighbouring elements one after the other, then the 32 such sums of two parts,
+// then the pairs of parts. Of eight neighbouring elements an even lane has the first four and the
+// next lane the others, so the odd lanes' sums count.
+template <int kDim>
+__device__ float sum_squares_by_eights(const Elements<kDim>& row) {
+  using Shape = RowShape<kDim>;
+  constexpr int kPairs = Shape::kParts / 2;
+  static_assert(kPairs * 2 == Shape::kParts);
+  float sums[kPairs];
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair) {
+    float both = 0.0f;
+#pragma unroll
+    for (int part = 2 * pair; part < 2 * pair + 2; ++part) {
+      const float* const at = row.at + part * Shape::kVector;
+      float first = at[0] * at[0];
+#pragma unroll
+      for (int i = 1; i < Shape::kVector; ++i) first += at[i] * at[i];
+      float sum = __shfl_up_sync(kAllLanes, first, 1);
+#pragma unroll
+      for (int i = 0; i < Shape::kVector; ++i) sum += at[i] * at[i];
+      both = part == 2 * pair ? sum : both + sum;
+    }
+#pragma unroll
+    for (int apart = kLanes / 2; apart > 1; apart /= 2) {
+      both += __shfl_xor_sync(kAllLanes, both, apart);
+    }
+    sums[pair] = both;
+  }
+#pragma unroll
+  for (int apart = kPairs / 2; apart > 0; apart /= 2) {
+#pragma unroll
+    for (int pair = 0; pair < apart; ++pair) sums[pair] += sums[pair + apart];
+  }
+  return __shfl_sync(kAllLanes, sums[0], 1);
+}
+
+// The sum of squares over a row's gradient in the order of the Triton kernel for rows of Values.
+template <class Value, int kDim>
+__device__ float sum_squares(const Elements<kDim>& row) {
+  if constexpr (sizeof(Value) == sizeof(float)) {
+    return sum_squares_by_fours(row);
+  } else {
+    return sum_squares_by_eights(row);
+  }
 }
 
 }  // namespace

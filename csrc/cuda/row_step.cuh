@@ -8,19 +8,21 @@
 
 #include "rounded_math.cuh"
 #include "row_elements.cuh"
+#include "row_rounding.cuh"
 #include "update_rows.h"
 
 namespace torchembed {
 namespace {
 
-// A lane's view of the matrices that are read and written.
-template <class Grad, int kDim>
+// A lane's view of the matrices that are read and written: rows of Values, gradients of Grads.
+template <class Value, class Grad, int kDim>
 struct Matrices {
-  LaneOfMatrix<float, kDim> weight, state0, state1;
+  LaneOfMatrix<Value, kDim> weight;
+  LaneOfMatrix<float, kDim> state0, state1;
   LaneOfMatrix<const Grad, kDim> grad;
 
   explicit __device__ Matrices(const RowUpdate& update)
-      : weight(update.weight),
+      : weight(static_cast<Value*>(update.weight)),
         state0(update.state0),
         state1(update.state1),
         grad(static_cast<const Grad*>(update.grad)) {}
@@ -69,29 +71,34 @@ __device__ void divide_by_roots(Elements<kDim>& gradient, const Elements<kDim>& 
 template <Rule kRule>
 constexpr bool has_row_state = kRule == Rule::kAdagrad || kRule == Rule::kAdam;
 
-// A row and its state, loaded before the gradients are summed, so that their latency is hidden.
-template <int kDim, Rule kRule>
+// A row of Values and its state, loaded before the gradients are summed, so that their latency is
+// hidden.
+template <class Value, int kDim, Rule kRule>
 struct Row {
   struct Nothing {};
   using PackedRow = Packed<float, kDim>;
 
-  PackedRow weight;
+  Packed<Value, kDim> weight;
   std::conditional_t<has_row_state<kRule>, PackedRow,
                      std::conditional_t<kRule == Rule::kRowwiseAdagrad, float, Nothing>>
       state0;
   std::conditional_t<kRule == Rule::kAdam, PackedRow, Nothing> state1;
 
   template <class Grad>
-  __device__ void load(const RowUpdate& update, const Matrices<Grad, kDim>& matrices, int row) {
+  __device__ void load(const RowUpdate& update, const Matrices<Value, Grad, kDim>& matrices,
+                       int row) {
     weight.load(matrices.weight.at(row));
     if constexpr (kRule == Rule::kRowwiseAdagrad) state0 = update.state0[row];
     if constexpr (has_row_state<kRule>) state0.load(matrices.state0.at(row));
     if constexpr (kRule == Rule::kAdam) state1.load(matrices.state1.at(row));
   }
 
-  template <class Grad>
-  __device__ void step(const RowUpdate& update, const Matrices<Grad, kDim>& matrices, float lr,
-                       int row, Elements<kDim> gradient) const {
+  // kIsCold: the row is read by nobody else before the next step, so that its place in the cache is
+  // better given to gradients. `rounding` is the row's, for Values of 16 bits.
+  template <bool kIsCold = false, class Grad>
+  __device__ void step(const RowUpdate& update, const Matrices<Value, Grad, kDim>& matrices,
+                       float lr, int row, Elements<kDim> gradient,
+                       const RowRounding<Value>& rounding = {}) const {
     Elements<kDim> old = weight.elements();
     if (update.grad_multiplier != nullptr || update.max_gradient > 0.0f ||
         update.weight_decay != 0.0f) {
@@ -108,13 +115,13 @@ struct Row {
     }
     if constexpr (kRule == Rule::kRowwiseAdagrad) {
       const float row_total =
-          state0 + sum_squares(gradient) * (1.0f / kDim);  // exact: kDim is a power of two
+          state0 + sum_squares<Value>(gradient) * (1.0f / kDim);  // exact: kDim is a power of two
       if (lane_of_warp() == 0) update.state0[row] = row_total;
       divide_by_root(gradient, row_total, update.eps);
     } else if constexpr (kRule == Rule::kAdagrad) {
       Elements<kDim> squares = state0.elements();
       squares.for_each([&](float value, int i) { return value + gradient.at[i] * gradient.at[i]; });
-      store_elements(matrices.state0.at(row), squares);
+      store_elements<kIsCold>(matrices.state0.at(row), squares);
       divide_by_roots<false>(gradient, squares, update.eps);
     } else if constexpr (kRule == Rule::kAdam) {
       Elements<kDim> first = state0.elements(), second = state1.elements();
@@ -124,13 +131,17 @@ struct Row {
       second.for_each([&](float value, int i) {
         return value + (gradient.at[i] * gradient.at[i] - value) * update.one_minus_beta2;
       });
-      store_elements(matrices.state0.at(row), first);
-      store_elements(matrices.state1.at(row), second);
+      store_elements<kIsCold>(matrices.state0.at(row), first);
+      store_elements<kIsCold>(matrices.state1.at(row), second);
       divide_by_roots<true>(first, second, update.eps);
       gradient = first;
     }
     old.for_each([&](float value, int i) { return value - lr * gradient.at[i]; });
-    store_elements(matrices.weight.at(row), old);
+    if constexpr (std::is_same_v<Value, float>) {
+      store_elements<kIsCold>(matrices.weight.at(row), old);
+    } else {
+      rounding.template store<kIsCold>(matrices.weight.at(row), old);
+    }
   }
 };
 

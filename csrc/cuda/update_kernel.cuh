@@ -41,7 +41,7 @@ constexpr int kStages = 4;
 // would be kept free for nobody.
 constexpr int kMostSharedBytes = 227 * 1024;
 template <class Grad, int kDim, Rule kRule>
-constexpr int kBytesOfWarp = kStages * Arrivals<Grad, kDim, kRule>::kStageBytes;
+constexpr int kBytesOfWarp = kStages * Arrivals<float, Grad, kDim, kRule>::kStageBytes;
 template <class Grad, int kDim, Rule kRule>
 constexpr int kMostWarpsOf =
     std::min(kMostWarps, kMostSharedBytes / kBytesOfWarp<Grad, kDim, kRule>);
@@ -57,10 +57,11 @@ constexpr int kChunksOfBlock = 4;
 
 // Sums the chunk of `run` that starts in `window`, then its group and its run where it completes
 // them. Chunk k of a run is stored at entry window(start) + k: at most one whole chunk starts in a
-// window, so no other run's chunk has that entry, and nothing needs to be allocated.
-template <class Grad, int kDim, Rule kRule>
-__device__ void sum_chunk(const RowUpdate& update, const Matrices<Grad, kDim>& matrices, float lr,
-                          int window, int run) {
+// window, so no other run's chunk has that entry, and nothing needs to be allocated. Where
+// kIsSummed the warp has stored the chunk's sum already.
+template <bool kIsSummed, class Value, class Grad, int kDim, Rule kRule>
+__device__ void sum_chunk(const RowUpdate& update, const Matrices<Value, Grad, kDim>& matrices,
+                          float lr, int window, int run) {
   const int start = same_on_all_lanes(update.starts[run]);
   const int length = same_on_all_lanes(update.starts[run + 1]) - start;
   const int num_chunks = length / kChunk, num_groups = num_chunks / kChunk;
@@ -69,9 +70,11 @@ __device__ void sum_chunk(const RowUpdate& update, const Matrices<Grad, kDim>& m
   const int chunk = window - first_window;
 
   Elements<kDim> total{};
-  add_gradients(total, update, matrices.grad, start + chunk * kChunk, kChunk);
+  if constexpr (!kIsSummed) {
+    add_gradients(total, update, matrices.grad, start + chunk * kChunk, kChunk);
+  }
   const LaneOfMatrix<float, kDim> chunk_sums(update.chunk_sums), group_sums(update.group_sums);
-  store_elements(chunk_sums.at(window), total);
+  if constexpr (!kIsSummed) store_elements(chunk_sums.at(window), total);
   const int group = chunk / kChunk;
   if (group < num_groups) {
     if (!is_last_of(update.num_grouped + first_group + group, kChunk)) return;
@@ -82,21 +85,24 @@ __device__ void sum_chunk(const RowUpdate& update, const Matrices<Grad, kDim>& m
   if (!is_last_of(update.num_summed + first_window, num_groups + num_left)) return;
 
   const int row = index_at(update.unique_rows, update.rows_are_wide, run);
-  Row<kDim, kRule> old;
+  Row<Value, kDim, kRule> old;
   old.load(update, matrices, row);
+  RowRounding<Value> rounding;
+  rounding.find(update, row);
   total = Elements<kDim>{};
   add_sums(total, group_sums, first_group, num_groups);
   add_sums(total, chunk_sums, first_window + num_groups * kChunk, num_left);
   const int rest = length % kChunk;
   add_gradients(total, update, matrices.grad, start + length - rest, rest);
-  old.step(update, matrices, lr, row, total);
+  old.step(update, matrices, lr, row, total, rounding);
 }
 
 // Updates the rows of short runs, one run on each lane that has one. The warp goes through their
 // occurrences one after another, all lanes on one row.
 template <class Grad, int kDim, Rule kRule>
-__device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad, kDim>& matrices,
-                                  float lr, const Arrivals<Grad, kDim, kRule>& arrivals,
+__device__ void update_short_runs(const RowUpdate& update,
+                                  const Matrices<float, Grad, kDim>& matrices, float lr,
+                                  const Arrivals<float, Grad, kDim, kRule>& arrivals,
                                   uint32_t run_of_lane, bool has_run) {
   const int lane = lane_of_warp();
   int row = 0, start = 0, length = 0;
@@ -162,7 +168,7 @@ __device__ void update_short_runs(const RowUpdate& update, const Matrices<Grad, 
         wait_for_fetches<kStages - 1>();
         add_gradient(total, update, arrivals.gradient(i), mine, number);
         if (ends_run >> number & 1) {
-          Row<kDim, kRule> old;
+          Row<float, kDim, kRule> old;
           old.weight = arrivals.weight(i);
           if constexpr (kRule == Rule::kRowwiseAdagrad) {
             old.state0 = __shfl_sync(kAllLanes, row_state, number);
@@ -204,11 +210,11 @@ template <class Grad, int kDim, Rule kRule>
 __global__ void __launch_bounds__(kMostWarpsOf<Grad, kDim, kRule>* kLanes, 1)
     update_kernel(const RowUpdate update) {
   extern __shared__ char shared[];
-  const Arrivals<Grad, kDim, kRule> arrivals(shared, threadIdx.x / kLanes * kStages);
+  const Arrivals<float, Grad, kDim, kRule> arrivals(shared, threadIdx.x / kLanes * kStages);
   // The whole grid reads the same flag, so either all rows are updated or none.
   if (update.skip != nullptr && *update.skip != 0.0f) return;
   const uint32_t num_runs = *update.num_runs, num_windows = update.num_chunks;
-  const Matrices<Grad, kDim> matrices(update);
+  const Matrices<float, Grad, kDim> matrices(update);
   const float lr = *update.lr;
   const uint32_t num_warps = gridDim.x * (blockDim.x / kLanes);
   const uint32_t warp = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
@@ -229,8 +235,9 @@ __global__ void __launch_bounds__(kMostWarpsOf<Grad, kDim, kRule>* kLanes, 1)
     }
     for (int few = 0; few < kChunksOfBlock && chunks != 0; ++few) {
       const int next = __ffs(chunks) - 1;
-      sum_chunk<Grad, kDim, kRule>(update, matrices, lr, __shfl_sync(kAllLanes, window, next),
-                                   __shfl_sync(kAllLanes, run_of_window, next));
+      sum_chunk<false, float, Grad, kDim, kRule>(update, matrices, lr,
+                                                 __shfl_sync(kAllLanes, window, next),
+                                                 __shfl_sync(kAllLanes, run_of_window, next));
       chunks &= chunks - 1;
     }
     if (!has_runs) continue;

@@ -46,17 +46,17 @@ Indices indices(const char* name, const std::optional<Tensor>& tensor, const Ten
   return {tensor->const_data_ptr(), type == ScalarType::Long};
 }
 
-GradType grad_type(ScalarType type) {
-  switch (type) {
+RowType row_type(const char* name, const Tensor& rows) {
+  switch (rows.scalar_type()) {
     case ScalarType::Float:
-      return GradType::kFloat32;
+      return RowType::kFloat32;
     case ScalarType::Half:
-      return GradType::kFloat16;
+      return RowType::kFloat16;
     case ScalarType::BFloat16:
-      return GradType::kBFloat16;
+      return RowType::kBFloat16;
     default:
-      STD_TORCH_CHECK(false, "grad must be float32, float16 or bfloat16, got ",
-                      torch::headeronly::toString(type));
+      STD_TORCH_CHECK(false, name, " must be float32, float16 or bfloat16, got ",
+                      torch::headeronly::toString(rows.scalar_type()));
   }
 }
 
@@ -94,15 +94,21 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state0,
                     std::optional<Tensor> state1, const Tensor& unique_rows, const Tensor& starts,
                     const Tensor& order, const Tensor& num_runs, const Tensor& chunk_runs,
                     const Tensor& grad, std::optional<Tensor> gradient_rows,
-                    std::optional<Tensor> scales, const Tensor& lr,
+                    std::optional<Tensor> scales, const Tensor& lr, std::optional<Tensor> step,
                     std::optional<Tensor> grad_multiplier, std::optional<Tensor> skip,
-                    int64_t optimizer, double eps, double one_minus_beta1, double one_minus_beta2,
-                    double weight_decay, double max_gradient, int64_t num_blocks, int64_t stream) {
+                    std::optional<Tensor> row_offsets, std::optional<Tensor> row_keys,
+                    std::optional<Tensor> first_columns, int64_t optimizer, double eps,
+                    double one_minus_beta1, double one_minus_beta2, double weight_decay,
+                    double max_gradient, int64_t num_blocks, int64_t stream) {
   const int64_t dim = weight.dim() == 2 ? weight.size(1) : 0;
+  RowUpdate update;
+  update.row_type = row_type("weight", weight);
+  update.grad_type = row_type("grad", grad);
   for (const Tensor* rows : {&weight, &grad}) {
-    STD_TORCH_CHECK(
-        rows->dim() == 2 && has_update_of(dim) && rows->size(1) == dim && rows->is_contiguous(),
-        "weight and grad must be contiguous and both have 128, 256 or 512 columns");
+    STD_TORCH_CHECK(rows->dim() == 2 && has_update_of(dim, update.row_type) &&
+                        rows->size(1) == dim && rows->is_contiguous(),
+                    "weight and grad must be contiguous and both have 256 or 512 columns, or 128 "
+                    "where weight is float32");
   }
   const States states = states_of(optimizer);
   check_memory("grad", grad, weight, grad.numel());
@@ -127,10 +133,9 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state0,
       torch::stable::new_empty(weight, {num_chunks + num_groups, dim}, ScalarType::Float);
   const Tensor counts =
       torch::stable::new_empty(order, {1 + num_chunks + num_groups}, ScalarType::Int);
-  RowUpdate update;
   update.dim = static_cast<int>(dim);
   update.rule = static_cast<Rule>(optimizer);
-  update.weight = weight.mutable_data_ptr<float>();
+  update.weight = weight.mutable_data_ptr();
   update.state0 = state_data("state0", state0, weight, states.count > 0, states.are_rows);
   update.state1 = state_data("state1", state1, weight, states.count > 1, states.are_rows);
   update.unique_rows = rows.data;
@@ -159,8 +164,20 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state0,
   update.weight_decay = static_cast<float>(weight_decay);
   update.max_gradient = static_cast<float>(max_gradient);
   update.num_blocks = static_cast<int>(num_blocks);
-  const char* const error = update_rows(update, grad_type(grad.scalar_type()),
-                                        weight.get_device_index(), reinterpret_cast<void*>(stream));
+  const bool is_random = row_keys.has_value();
+  STD_TORCH_CHECK(is_random == row_offsets.has_value() && (is_random || !first_columns) &&
+                      (step.has_value() || !is_random),
+                  "row_offsets, row_keys and step must be given together, and first_columns only "
+                  "with them");
+  const int64_t num_tables = is_random ? row_keys->numel() : 0;
+  STD_TORCH_CHECK(!is_random || num_tables > 0, "row_keys must not be empty");
+  update.row_offsets = values<int64_t>("row_offsets", row_offsets, weight, num_tables + 1);
+  update.row_keys = values<int64_t>("row_keys", row_keys, weight, num_tables);
+  update.first_columns = values<int64_t>("first_columns", first_columns, weight, num_tables);
+  update.step = values<float>("step", step, weight, 1);
+  update.num_tables = static_cast<int>(num_tables);
+  const char* const error =
+      update_rows(update, weight.get_device_index(), reinterpret_cast<void*>(stream));
   STD_TORCH_CHECK(error == nullptr, "updating rows on the GPU failed: ", error);
 }
 
@@ -169,7 +186,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
       "update_rows(Tensor(a!) weight, Tensor(b!)? state0, Tensor(c!)? state1, Tensor unique_rows,"
       " Tensor starts, Tensor order, Tensor num_runs, Tensor chunk_runs, Tensor grad, Tensor? "
       "gradient_rows,"
-      " Tensor? scales, Tensor lr, Tensor? grad_multiplier, Tensor? skip, int optimizer,"
+      " Tensor? scales, Tensor lr, Tensor? step, Tensor? grad_multiplier, Tensor? skip,"
+      " Tensor? row_offsets, Tensor? row_keys, Tensor? first_columns, int optimizer,"
       " float eps, float one_minus_beta1, float one_minus_beta2, float weight_decay, float "
       "max_gradient, int num_blocks, int stream) -> ()");
 }

@@ -24,20 +24,20 @@ cudaError_t launch_narrow(const RowUpdate& update, int device, cudaStream_t stre
   return cudaErrorInvalidValue;
 }
 
-cudaError_t launch(const RowUpdate& update, GradType grad_type, int device, cudaStream_t stream) {
+cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
   // Counters start at zero. The memset is on the same stream, so it is captured with the kernel.
   const int32_t* const end_of_counts = update.num_grouped + update.num_chunks / kChunk;
   const size_t num_counts = end_of_counts - update.num_taken;
   const cudaError_t error =
       cudaMemsetAsync(update.num_taken, 0, num_counts * sizeof(int32_t), stream);
   if (error != cudaSuccess) return error;
-  if (update.dim != 128) return launch_wide_update(update, grad_type, device, stream);
-  switch (grad_type) {
-    case GradType::kFloat32:
+  if (update.dim != 128) return launch_wide_update(update, device, stream);
+  switch (update.grad_type) {
+    case RowType::kFloat32:
       return launch_narrow<float>(update, device, stream);
-    case GradType::kFloat16:
+    case RowType::kFloat16:
       return launch_narrow<__half>(update, device, stream);
-    case GradType::kBFloat16:
+    case RowType::kBFloat16:
       return launch_narrow<__nv_bfloat16>(update, device, stream);
   }
   return cudaErrorInvalidValue;
@@ -45,14 +45,14 @@ cudaError_t launch(const RowUpdate& update, GradType grad_type, int device, cuda
 
 }  // namespace
 
-const char* update_rows(const RowUpdate& update, GradType grad_type, int device, void* stream) {
+const char* update_rows(const RowUpdate& update, int device, void* stream) {
   // The library links a CUDA runtime of its own, whose current device may not be torch's, which the
   // caller has set.
   int current = device;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
   if (error == cudaSuccess) {
-    error = launch(update, grad_type, device, static_cast<cudaStream_t>(stream));
+    error = launch(update, device, static_cast<cudaStream_t>(stream));
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -8,24 +8,26 @@
 
 namespace torchembed {
 
-enum class GradType { kFloat32, kFloat16, kBFloat16 };
+enum class RowType : uint8_t { kFloat32, kFloat16, kBFloat16 };
 
 // The values of OptimizerKind in torchembed/core/types.py.
 enum class Rule : uint8_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
 
-// Whether the kernels take rows of `dim` columns.
-constexpr bool has_update_of(int64_t dim) { return dim == 128 || dim == 256 || dim == 512; }
+// Whether the kernels take rows of `dim` columns; those of 16 bits are wide.
+constexpr bool has_update_of(int64_t dim, RowType type) {
+  return dim == 256 || dim == 512 || (dim == 128 && type == RowType::kFloat32);
+}
 
 // The kernels' arguments. Optional ones are null where they are not given.
 struct RowUpdate {
-  float* weight;            // [R, D]
-  float* state0;            // as weight; [R] for row-wise Adagrad, null for SGD
+  void* weight;             // [R, D] of row_type
+  float* state0;            // [R, D]; [R] for row-wise Adagrad, null for SGD
   const void* unique_rows;  // int32, or int64 where rows_are_wide
   const int32_t* starts;
   const int32_t* order;
   const int32_t* num_runs;
   const int32_t* chunk_runs;  // [num_chunks]: the run whose whole chunk starts in a window, or -1
-  const void* grad;           // [G, D]
+  const void* grad;           // [G, D] of grad_type
   const void* gradient_rows;  // of each position; int32, or int64 where gradient_rows_are_wide
   const float* scales;        // of each position
   const float* lr;            // for Adam the corrected step size
@@ -50,10 +52,17 @@ struct RowUpdate {
   int dim;        // columns of a row, D
   float* state1;  // as weight for Adam, else null
   float one_minus_beta1, one_minus_beta2;
+  // The rounding of 16-bit rows: at random where there are row_keys, else to nearest.
+  const int64_t* row_offsets;    // [num_tables + 1]
+  const int64_t* row_keys;       // [num_tables]
+  const int64_t* first_columns;  // [num_tables]; null where each table has its columns from 0 on
+  const float* step;
+  int num_tables;
+  RowType row_type, grad_type;
 };
 
 // Launches on `stream` of `device`, which is the caller's current one, and returns the runtime's
 // message where that failed, else nullptr. Rows and gradients number less than 2**31.
-const char* update_rows(const RowUpdate& update, GradType grad_type, int device, void* stream);
+const char* update_rows(const RowUpdate& update, int device, void* stream);
 
 }  // namespace torchembed

@@ -10,7 +10,6 @@ namespace torchembed {
 
 // Launches the update of rows of 256 or 512 columns; `update`'s counters are zero. Returns
 // cudaErrorInvalidValue for a rule that has no kernel of that width.
-cudaError_t launch_wide_update(const RowUpdate& update, GradType grad_type, int device,
-                               cudaStream_t stream);
+cudaError_t launch_wide_update(const RowUpdate& update, int device, cudaStream_t stream);
 
 }  // namespace torchembed

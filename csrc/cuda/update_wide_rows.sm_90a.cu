@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "stream_kernel.cuh"
 #include "update_kernel.cuh"
 #include "update_wide_rows.h"
 
@@ -28,19 +29,52 @@ cudaError_t launch_of(const RowUpdate& update, int device, cudaStream_t stream) 
   return cudaErrorInvalidValue;
 }
 
-}  // namespace
+// Rows of 16 bits, with gradients of float32.
+template <class Value>
+cudaError_t launch_16_bits(const RowUpdate& update, cudaStream_t stream) {
+  if (update.rule == Rule::kRowwiseAdagrad && update.dim == 256) {
+    return launch_stream<Value, float, 256, Rule::kRowwiseAdagrad, 4, 20>(update, stream);
+  }
+  if (update.rule == Rule::kRowwiseAdagrad && update.dim == 512) {
+    return launch_stream<Value, float, 512, Rule::kRowwiseAdagrad, 4, 16>(update, stream);
+  }
+  if (update.rule == Rule::kAdagrad && update.dim == 256) {
+    return launch_stream<Value, float, 256, Rule::kAdagrad, 4, 20>(update, stream);
+  }
+  return cudaErrorInvalidValue;
+}
 
-cudaError_t launch_wide_update(const RowUpdate& update, GradType grad_type, int device,
-                               cudaStream_t stream) {
-  switch (grad_type) {
-    case GradType::kFloat32:
+// Whether the update takes the whole GPU. With its few warps the stream kernel then is the faster
+// one for float32 rows too, but the slower one where it must leave multiprocessors to others.
+bool takes_all_multiprocessors(const RowUpdate& update, int device) {
+  int count = 0;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+         update.num_blocks >= count;
+}
+
+cudaError_t launch_32_bits(const RowUpdate& update, int device, cudaStream_t stream) {
+  switch (update.grad_type) {
+    case RowType::kFloat32:
+      if (update.dim == 256 && update.rule == Rule::kRowwiseAdagrad &&
+          takes_all_multiprocessors(update, device)) {
+        return launch_stream<float, float, 256, Rule::kRowwiseAdagrad, 8, 14>(update, stream);
+      }
       return launch_of<float>(update, device, stream);
-    case GradType::kFloat16:
+    case RowType::kFloat16:
       return launch_of<__half>(update, device, stream);
-    case GradType::kBFloat16:
+    case RowType::kBFloat16:
       return launch_of<__nv_bfloat16>(update, device, stream);
   }
   return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_wide_update(const RowUpdate& update, int device, cudaStream_t stream) {
+  if (update.row_type == RowType::kFloat32) return launch_32_bits(update, device, stream);
+  if (update.grad_type != RowType::kFloat32) return cudaErrorInvalidValue;
+  return update.row_type == RowType::kFloat16 ? launch_16_bits<__half>(update, stream)
+                                              : launch_16_bits<__nv_bfloat16>(update, stream);
 }
 
 }  // namespace torchembed

@@ -13,7 +13,7 @@ from tests.support.tolerance import assert_same_bits
 from tests.support.values import normal
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.core.update_records import RowUpdate
-from torchembed.ops.rowwise_update import RowGradients, UpdateRule, cuda
+from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule, cuda
 from torchembed.ops.rowwise_update.cuda import cuda_kernel
 from torchembed.ops.segments import Runs, find_runs
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.gpu
 
 DIM = 128
 DIMS = (128, 256, 512)
+HALVES = (torch.float16, torch.bfloat16)
 KINDS = (
     OptimizerKind.ROWWISE_ADAGRAD,
     OptimizerKind.ADAGRAD,
@@ -48,23 +49,46 @@ def launch(kernel: Callable[..., Any], weight: Tensor, rows: Tensor, **options: 
     states = [
         normal(*shape, seed=4 + n, device=weight.device).abs() for n in range(rule.num_states)
     ]
+    gradients: RowGradients = options["gradients"]
+    row_offsets, row_keys, first_columns = options.get("rounding") or (None, None, None)
+    state0, state1 = [*states, None, None][:2]
     update = RowUpdate(
-        *(weight, *states, *[None] * (2 - len(states))),
-        *(*find_runs(rows, num_rows), *options["gradients"]),
-        *(scalar(0.1, weight.device), scalar(3.0, weight.device)),
-        *(options["multiplier"], options["skip"]),
-        *(None, None, None, int(rule.kind), rule.eps, rule.beta1, rule.beta2),
-        *(rule.weight_decay, rule.max_gradient),
+        weight,
+        state0,
+        state1,
+        *find_runs(rows, num_rows),
+        *gradients,
+        scalar(0.1, weight.device),
+        scalar(3.0, weight.device),
+        options["multiplier"],
+        options["skip"],
+        row_offsets=row_offsets,
+        row_keys=row_keys,
+        first_columns=first_columns,
+        optimizer=int(rule.kind),
+        eps=rule.eps,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=rule.weight_decay,
+        max_gradient=rule.max_gradient,
     )
     return [kernel(update), weight, *states]
 
 
-def check(rows: Tensor, num_rows: int, gradients: RowGradients, **options: Any) -> None:
+def check(
+    rows: Tensor,
+    num_rows: int,
+    gradients: RowGradients,
+    dtype: torch.dtype = torch.float32,
+    size: float = 1.0,
+    **options: Any,
+) -> None:
     weight = normal(num_rows, gradients.grad.shape[1], seed=3, device=rows.device)
+    weight = weight.mul_(size).to(dtype)
     kernel = cuda_kernel()
     assert kernel is not None
     for kind in KINDS:
-        if not cuda._takes(weight.shape[1], kind, rows.device):
+        if not cuda._takes(weight, gradients.grad, kind):
             continue  # on this GPU Triton's kernel does
         found, expected = (
             launch(each, weight, rows, gradients=gradients, kind=kind, **options)
@@ -92,6 +116,40 @@ def test_pooled_gradients(grad_dtype: torch.dtype, dim: int, device: torch.devic
     grad = normal(num_bags, dim, seed=0, dtype=grad_dtype, device=device)
     rows = skewed(num_ids, 20_000, device).int()
     check(rows, 20_000, RowGradients(grad, gradient_rows))
+
+
+def rounding_keys(num_rows: int, device: torch.device) -> RoundingKeys:
+    """Those of three tables, of which the second one is empty."""
+    offsets = torch.tensor([0, num_rows // 3, num_rows // 3, num_rows], device=device)
+    keys = torch.tensor([17, -(2**60) + 5, 2**62 - 11], device=device)
+    return RoundingKeys(offsets, keys, torch.tensor([0, 256, 2**33], device=device))
+
+
+@pytest.mark.parametrize("dim", DIMS[1:])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rows_of_16_bits(dtype: torch.dtype, dim: int, device: torch.device) -> None:
+    num_ids, num_bags, num_rows = 50_000, 10_000, 20_000
+    gradient_rows = (torch.arange(num_ids, device=device) * 7 % num_bags).int()
+    # Small steps, so that most elements are rounded from between two neighbours.
+    grad = normal(num_bags, dim, seed=0, device=device) * 1e-2
+    rows = skewed(num_ids, num_rows, device).int()
+    keys = rounding_keys(num_rows, device)
+    for rounding in (keys, keys._replace(first_columns=None), None):
+        check(rows, num_rows, RowGradients(grad, gradient_rows), dtype=dtype, rounding=rounding)
+    scales = normal(num_ids, seed=1, device=device)
+    for size in (1e-6, 6e4):  # subnormal numbers of float16, and its largest ones
+        gradients = RowGradients(grad * size, gradient_rows, scales)
+        check(rows, num_rows, gradients, dtype=dtype, rounding=keys, size=size)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_extreme_rows_of_16_bits(dtype: torch.dtype, device: torch.device) -> None:
+    values = [0.0, -0.0, 1e-45, -1e-38, 1e-20, 3e19, -3e38, float("inf"), float("nan"), 1.0]
+    grad = torch.tensor(values, device=device).repeat_interleave(256).view(-1, 256)
+    grad[:, 4:] = 1e-3
+    rows = torch.arange(len(values), device=device)
+    for rounding in (rounding_keys(len(values), device), None):
+        check(rows, len(values), RowGradients(grad), dtype=dtype, rounding=rounding)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -122,15 +180,29 @@ def test_runs_of_every_length(length: int, device: torch.device) -> None:
     for dtype, dim in itertools.product((torch.bfloat16, torch.float32), DIMS):
         grad = normal(rows.numel(), dim, seed=0, dtype=dtype, device=device)
         check(rows, 20, RowGradients(grad))
+    grad = normal(rows.numel(), 256, seed=0, device=device)
+    check(rows, 20, RowGradients(grad), dtype=torch.float16, rounding=rounding_keys(20, device))
 
 
 def test_few_warps_for_many_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_num_blocks", lambda device: 1)
+    monkeypatch.setattr(cuda, "_num_blocks", lambda update: 1)
     hot = skewed(60_000, 500, device)
     for num_single in (300, 20_000):  # with long runs, and with many short ones
         rows = torch.cat([torch.arange(num_single, device=device), hot])
         grad = normal(rows.numel(), DIM, seed=0, dtype=torch.bfloat16, device=device)
         check(rows, 20_000, RowGradients(grad))
+        grad = normal(rows.numel(), 256, seed=0, device=device)
+        check(rows, 20_000, RowGradients(grad), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_blocks", [66, 110])
+def test_wide_rows_on_part_of_the_gpu(
+    num_blocks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_num_blocks", lambda update: num_blocks)
+    rows = skewed(60_000, 20_000, device)
+    for dtype in (torch.float32, torch.float16):
+        check(rows, 20_000, RowGradients(normal(60_000, 256, seed=0, device=device)), dtype=dtype)
 
 
 def test_replays_of_a_graph(device: torch.device) -> None:
@@ -169,13 +241,17 @@ def test_extreme_gradients(device: torch.device) -> None:
 
 @pytest.mark.parametrize("flag", [1.0, float("nan")])
 def test_skips(flag: float, device: torch.device) -> None:
-    gradients = RowGradients(normal(100, DIM, seed=0, device=device))
-    check(skewed(100, 20, device), 20, gradients, skip=scalar(flag, device))
+    for dim in DIMS:
+        gradients = RowGradients(normal(100, dim, seed=0, device=device))
+        for dtype in (torch.float32, torch.bfloat16):
+            check(skewed(100, 20, device), 20, gradients, dtype=dtype, skip=scalar(flag, device))
 
 
 def test_no_run_at_all(device: torch.device) -> None:
-    gradients = RowGradients(normal(50, DIM, seed=0, device=device))
-    check(torch.full((50,), -1, device=device), 20, gradients)
+    for dim in DIMS:
+        gradients = RowGradients(normal(50, dim, seed=0, device=device))
+        for dtype in (torch.float32, torch.bfloat16):
+            check(torch.full((50,), -1, device=device), 20, gradients, dtype=dtype)
 
 
 def test_leaves_other_calls_to_triton(device: torch.device) -> None:
@@ -189,6 +265,8 @@ def test_leaves_other_calls_to_triton(device: torch.device) -> None:
     adam = OptimizerKind.ADAM
     cases.append(launch(kernel.launch, weight, rows, gradients=RowGradients(grad), kind=adam))
     cases.append(launch(kernel.launch, weight.bfloat16(), rows, gradients=RowGradients(grad)))
+    wide, of_16_bits = weight.repeat(1, 2).bfloat16(), RowGradients(grad.repeat(1, 2).bfloat16())
+    cases.append(launch(kernel.launch, wide, rows, gradients=of_16_bits))
     assert [result for result, *_ in cases] == [NotImplemented] * len(cases)
 
 
@@ -199,13 +277,13 @@ def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
 
     def call(weight: Tensor, state: Tensor, grad: Tensor, runs: Runs = runs) -> None:
         rowwise = int(OptimizerKind.ROWWISE_ADAGRAD)
-        scalars = (one, None, None, rowwise, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0)
+        scalars = (one, *[None] * 6, rowwise, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0)
         update(weight, state, None, *runs, grad, None, None, *scalars)
 
     weight, state, grad = (
         torch.zeros(*shape, device=device) for shape in ((5, DIM), (5,), (3, DIM))
     )
-    columns = "weight and grad must be contiguous and both have 128, 256 or 512 columns"
+    columns = "weight and grad must be contiguous and both have 256 or 512 columns, or 128 where "
     with pytest.raises(RuntimeError, match=columns):
         call(weight[:, :64].contiguous(), state, grad)
     with pytest.raises(RuntimeError, match=columns):

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch import distributed
 
 from torchembed import _native
 from torchembed.autograd.weight_gradients import are_waiting
@@ -15,7 +16,12 @@ _RULES = {
     256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM),
     512: (OptimizerKind.ROWWISE_ADAGRAD,),
 }
-"""Columns of a row, and the rules whose updates are faster than Triton's at that width."""
+"""Columns of a float32 row, and the rules whose updates are faster than Triton's at that width."""
+_RULES_OF_16_BITS = {
+    256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD),
+    512: (OptimizerKind.ROWWISE_ADAGRAD,),
+}
+"""The same for rows of float16 and bfloat16, whose gradients must be float32."""
 _WIDEST_OF_ALL = 128
 """The most columns for which there are kernels for every GPU that is new enough."""
 _OLDEST_GPU = (8, 0)
@@ -24,7 +30,8 @@ _WIDE_GENERATION = 9
 _MAX_ROWS = 2**31
 _COVERS = (
     "float32 rows of 128 columns, but for Adam, and on Hopper of 256, but for SGD, and of 512 for "
-    "row-wise Adagrad"
+    "row-wise Adagrad; there also 16-bit rows of 256 for both kinds of Adagrad, and of 512 for "
+    "row-wise Adagrad, with float32 gradients"
 )
 
 
@@ -33,14 +40,28 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _num_blocks(device: torch.device) -> int:
+def _num_blocks(update: RowUpdate) -> int:
     """Blocks of the launch, one for each multiprocessor that the update takes.
 
     Five in six multiprocessors saturate every memory; half of them do nearly as well, and leave the
-    others to matrix products for deferred gradients, which run on another stream meanwhile.
+    others to matrix products for deferred gradients, which run on another stream meanwhile. The
+    kernel for 16-bit rows and for float32 ones of 256 columns has fewer warps and needs every
+    multiprocessor, which it gets where nothing else is to run meanwhile: no deferred gradients, and
+    no exchange with other ranks.
     """
-    count = _num_multiprocessors(device)
-    return count // 2 if are_waiting() else count * 5 // 6
+    weight = update.weight
+    count = _num_multiprocessors(weight.device)
+    is_beside_products = are_waiting()
+    if weight.dtype == torch.float32 and is_beside_products:
+        return count // 2
+    has_fewer_warps = weight.dtype != torch.float32 or (
+        weight.shape[1] == 256
+        and update.optimizer == OptimizerKind.ROWWISE_ADAGRAD
+        and update.grad.dtype == torch.float32
+    )
+    has_ranks = distributed.is_available() and distributed.is_initialized()
+    is_alone = not is_beside_products and not has_ranks
+    return count if has_fewer_warps and is_alone else count * 5 // 6
 
 
 @functools.cache
@@ -53,11 +74,19 @@ def _runs_on(device: torch.device) -> bool:
     return is_new_enough and library_sort_on(device) is not None
 
 
-def _takes(dim: int, optimizer: int, device: torch.device) -> bool:
-    """True where there is a kernel for rows of ``dim`` columns."""
-    if dim > _WIDEST_OF_ALL and torch.cuda.get_device_capability(device)[0] != _WIDE_GENERATION:
+def _takes(weight: torch.Tensor, grad: torch.Tensor, optimizer: int) -> bool:
+    """True where there is a kernel for such rows and gradients."""
+    dim, is_float32 = weight.shape[1], weight.dtype == torch.float32
+    if not is_float32 and (
+        weight.dtype not in (torch.float16, torch.bfloat16) or grad.dtype != torch.float32
+    ):
         return False
-    return optimizer in _RULES.get(dim, ())
+    if optimizer not in (_RULES if is_float32 else _RULES_OF_16_BITS).get(dim, ()):
+        return False
+    needs_hopper = dim > _WIDEST_OF_ALL
+    return (
+        not needs_hopper or torch.cuda.get_device_capability(weight.device)[0] == _WIDE_GENERATION
+    )
 
 
 def _launch_update_rows(update: RowUpdate) -> object:
@@ -66,11 +95,10 @@ def _launch_update_rows(update: RowUpdate) -> object:
     The bits are those of the Triton kernel, which is slower for the calls that this one takes.
     """
     weight, grad = update.weight, update.grad
-    num_rows, dim = weight.shape
+    num_rows = weight.shape[0]
     states = [state for state in (update.state0, update.state1) if state is not None]
     if (
-        weight.dtype != torch.float32
-        or not _takes(dim, update.optimizer, weight.device)
+        not _takes(weight, grad, update.optimizer)
         or max(num_rows, grad.shape[0]) >= _MAX_ROWS
         # The kernel reads and writes matrices 16 bytes at a time.
         or any(rows.data_ptr() % 16 != 0 for rows in (weight, grad, *states) if rows.dim() == 2)
@@ -98,15 +126,19 @@ def _launch_update_rows(update: RowUpdate) -> object:
             update.gradient_rows,
             update.scales,
             lr,
+            update.step,
             update.grad_multiplier,
             update.skip,
+            update.row_offsets,
+            update.row_keys,
+            update.first_columns,
             update.optimizer,
             update.eps,
             1 - update.beta1,
             1 - update.beta2,
             update.weight_decay,
             update.max_gradient,
-            _num_blocks(weight.device),
+            _num_blocks(update),
             torch.cuda.current_stream(weight.device).cuda_stream,
         )
     return None
