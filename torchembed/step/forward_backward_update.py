@@ -98,6 +98,16 @@ class StepProgram:
         """The model, and the loss function where that is a module of its own."""
         return TrainedModules.of(self.model, self.loss_fn)
 
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters of the model, and those of the loss function that optimizers have, whose
+        gradients steps clear."""
+        named = list(self.trained.named_parameters())
+        if self.trained.loss is None:
+            return named
+        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        held.update(map(id, self.model.parameters()))
+        return [(name, parameter) for name, parameter in named if id(parameter) in held]
+
     @functools.cached_property
     def record(self) -> StepRecord:
         """Counts steps and captures, of all engines."""
@@ -257,7 +267,7 @@ class ForwardBackwardUpdate:
         join(backward_stream)
         with named_range("torchembed: clip"):
             clip_gradients(
-                program.trained.parameters(),
+                [parameter for _, parameter in program.named_parameters()],
                 program.max_grad_norm,
                 device=program.device,
                 group=program.group,

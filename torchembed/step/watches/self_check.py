@@ -119,7 +119,7 @@ class SelfCheck:
             model_loss.backward()
         if program.max_grad_norm is not None:
             clip_gradients(
-                program.trained.parameters(),
+                [parameter for _, parameter in program.named_parameters()],
                 program.max_grad_norm,
                 device=program.device,
                 group=program.group,
@@ -164,7 +164,7 @@ class SelfCheck:
         """The gradients of backward whose counterparts are still there after a replay: those that
         torchembed's optimizers keep in flat buffers."""
         found: list[tuple[str, GradientSlot, Tensor]] = []
-        for name, parameter in self._program.trained.named_parameters():
+        for name, parameter in self._program.named_parameters():
             slot = slot_of(parameter)
             if slot is not None and parameter.grad is not None:
                 found.append((f"the gradient of {name}", slot, parameter.grad))

@@ -68,7 +68,7 @@ def trial_step(
         assert found is not None
         summary, loss = found
         loss.backward()
-    for name, parameter in program.trained.named_parameters():
+    for name, parameter in program.named_parameters():
         if parameter.grad is not None:
             note_gradient(name, parameter.grad)
     optimizers.zero_grad()
