@@ -1,0 +1,149 @@
+"""Hash tables as tensors: their geometry, their counters, and the policies of their scores."""
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BUCKET_SLOTS = 128
+"""The most slots of a bucket."""
+BLOCK_SLOTS = 4096
+"""The most slots of a block, unless a table asks for larger ones: 32 buckets."""
+
+
+class Policy(enum.IntEnum):
+    """Meaning of the scores by which a full table chooses what to evict, the least first; kernels
+    get the values."""
+
+    LRU = 0
+    """The epoch that used the row last, so that there are no scores beside ``touched``."""
+    LFU = 1
+    """How often the key occurred since it was inserted, duplicates in a batch counted."""
+    EPOCH_LFU = 2
+    """``epoch_number << 32 | count``: by the epoch (the caller's, a day say) of the last use, then
+    by the occurrences since insertion, at most 2**32 - 1."""
+    CALLER = 3
+    """What the caller gave with the key's last use; the greatest where a batch gave several."""
+
+
+class Counter(enum.IntEnum):
+    """Columns of ``HashTables.counters``. At any time INSERTED - (EVICTED_FULL + EVICTED_EXPIRED +
+    EVICTED_TARGET) - ERASED = SIZE."""
+
+    SIZE = 0
+    """Keys that the table holds."""
+    HITS = 1
+    """Ids of trained batches that had a row, duplicates counted."""
+    MISSES = 2
+    """Ids of trained batches that had none, duplicates counted."""
+    INSERTED = 3
+    REFUSED = 4
+    """Keys that were to be inserted, and found both their buckets full of rows in use or of
+    greater scores; counted once a batch."""
+    EVICTED_FULL = 5
+    """Keys that others took the place of."""
+    EVICTED_EXPIRED = 6
+    """Keys that went because of their age."""
+    EVICTED_TARGET = 7
+    """Keys that went so that the table shrinks to a target."""
+    ERASED = 8
+    """Keys that the caller named or chose."""
+    IN_USE = 9
+    """Keys that were to be erased, and stayed since their rows were in use."""
+    EVICTED_AGE = 10
+    """Sum, over the keys that were evicted for any reason, of the epochs since their last use."""
+
+
+class TableShape(NamedTuple):
+    """Shape of one table: blocks of buckets of slots."""
+
+    num_blocks: int
+    num_buckets: int
+    """In a block."""
+    num_slots: int
+    """In a bucket."""
+
+    @property
+    def num_rows(self) -> int:
+        """Slots of the whole table, each of which is a row of its group."""
+        return self.num_blocks * self.num_buckets * self.num_slots
+
+
+class HashTables(NamedTuple):
+    """T hash tables in slots ``[0, S)`` of one group. Operations change the tensors in place."""
+
+    digests: Tensor
+    """uint8 ``[S]``: 0 where a slot is free, else 1 to 255, by the key's hash."""
+    keys: Tensor
+    """int64 ``[S]``: the key of each slot in use, 0 in free ones."""
+    touched: Tensor
+    """int64 ``[S]``: the admission epoch that used the row last, from 1 on; 0 in free slots."""
+    scores: Tensor | None
+    """int64 ``[S]``, 0 in free slots; None under LRU, whose score is ``touched``."""
+    geometry: Tensor
+    """int64 ``[T, 4]``: a table's first slot, its blocks, buckets a block and slots a bucket."""
+    counters: Tensor
+    """int64 ``[T, len(Counter)]``."""
+
+
+def table_shape(
+    capacity: int, initial_capacity: int | None = None, *, block_slots: int = BLOCK_SLOTS
+) -> TableShape:
+    """The shape with which a table of ``capacity`` rows starts.
+
+    Args:
+        capacity: rows that it must be able to hold, fully grown; at least 1.
+        initial_capacity: rows that it starts with, at least; None: all of them. It reaches
+            ``capacity`` by doubling its blocks.
+        block_slots: slots of a block, at most. Larger blocks keep more of the keys that one table
+            without blocks would keep.
+
+    Raises:
+        ValueError: for a capacity below 1, or an initial one outside ``[1, capacity]``.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity must be at least 1 row, got {capacity}")
+    if initial_capacity is None:
+        initial_capacity = capacity
+    if not 1 <= initial_capacity <= capacity:
+        raise ValueError(
+            f"initial_capacity must be in [1, {capacity}], the capacity, got {initial_capacity}"
+        )
+    full_blocks = -(-capacity // block_slots)
+    num_blocks, num_doublings = full_blocks, 0
+    while num_blocks > 1 and -(-num_blocks // 2) * block_slots >= initial_capacity:
+        num_blocks, num_doublings = -(-num_blocks // 2), num_doublings + 1
+    full_blocks = num_blocks << num_doublings
+    num_buckets = -(-capacity // (full_blocks * BUCKET_SLOTS))
+    num_slots = -(-capacity // (full_blocks * num_buckets))
+    return TableShape(num_blocks, num_buckets, num_slots)
+
+
+def geometry_of(shapes: Sequence[TableShape], device: torch.device | None = None) -> Tensor:
+    """``HashTables.geometry`` of tables whose slots follow one another: int64 ``[T, 4]``."""
+    rows, first_slot = [], 0
+    for shape in shapes:
+        rows.append([first_slot, *shape])
+        first_slot += shape.num_rows
+    return torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rows), 4)
+
+
+def empty_hash_tables(
+    shapes: Sequence[TableShape], policy: Policy, device: torch.device | None = None
+) -> HashTables:
+    """Tables of ``shapes`` that hold no key."""
+    num_slots = sum(shape.num_rows for shape in shapes)
+
+    def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return HashTables(
+        digests=zeros(num_slots, dtype=torch.uint8),
+        keys=zeros(num_slots),
+        touched=zeros(num_slots),
+        scores=None if policy is Policy.LRU else zeros(num_slots),
+        geometry=geometry_of(shapes, device),
+        counters=zeros(len(shapes), len(Counter)),
+    )

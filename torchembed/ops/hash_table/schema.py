@@ -1,0 +1,105 @@
+"""Defines the operations on hash tables and picks their kernels."""
+
+import torch
+from torch import Tensor
+
+from torchembed.core.dispatch import define_op
+from torchembed.ops.hash_table.checks import (
+    check_find_slots,
+    check_find_slots_contents,
+    check_insert_keys,
+    check_insert_keys_contents,
+    check_touch_slots,
+    check_touch_slots_contents,
+)
+from torchembed.ops.hash_table.reference import (
+    find_slots_reference,
+    insert_keys_reference,
+    touch_slots_reference,
+)
+
+
+def _fake_find(
+    keys: Tensor, tables: Tensor, digests: Tensor, slot_keys: Tensor, geometry: Tensor
+) -> Tensor:
+    return torch.empty_like(keys)
+
+
+find_slots_op = define_op(
+    "find_slots(Tensor keys, Tensor tables, Tensor digests, Tensor slot_keys, Tensor geometry)"
+    " -> Tensor",
+    reference=find_slots_reference,
+    fake=_fake_find,
+    check=check_find_slots,
+    check_contents=check_find_slots_contents,
+)
+
+
+def _fake_touch(
+    slots: Tensor,
+    tables: Tensor,
+    policy: int,
+    epoch: Tensor,
+    epoch_number: Tensor | None,
+    scores_in: Tensor | None,
+    is_trained: Tensor | None,
+    touched: Tensor,
+    scores: Tensor | None,
+    counters: Tensor,
+) -> None:
+    return None
+
+
+touch_slots_op = define_op(
+    "touch_slots(Tensor slots, Tensor tables, int policy, Tensor epoch, Tensor? epoch_number,"
+    " Tensor? scores_in, Tensor? is_trained, Tensor(a!) touched, Tensor(b!)? scores,"
+    " Tensor(c!) counters) -> ()",
+    reference=touch_slots_reference,
+    fake=_fake_touch,
+    check=check_touch_slots,
+    check_contents=check_touch_slots_contents,
+)
+
+
+def _fake_insert(
+    keys: Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    wanted: Tensor | None,
+    policy: int,
+    epoch: Tensor,
+    epoch_number: Tensor | None,
+    released: Tensor,
+    scores_in: Tensor | None,
+    is_trained: Tensor | None,
+    digests: Tensor,
+    slot_keys: Tensor,
+    touched: Tensor,
+    scores: Tensor | None,
+    geometry: Tensor,
+    counters: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(keys),
+        torch.empty_like(keys),
+        torch.empty_like(tables),
+        torch.empty_like(keys),
+        keys.new_empty(1),
+        torch.empty_like(keys, dtype=torch.bool),
+        torch.empty_like(keys),
+        torch.empty_like(keys),
+        torch.empty_like(keys),
+    )
+
+
+insert_keys_op = define_op(
+    "insert_keys(Tensor keys, Tensor tables, Tensor slots, Tensor? wanted, int policy,"
+    " Tensor epoch, Tensor? epoch_number, Tensor released, Tensor? scores_in, Tensor? is_trained,"
+    " Tensor(a!) digests, Tensor(b!) slot_keys, Tensor(c!) touched, Tensor(d!)? scores,"
+    " Tensor geometry, Tensor(e!) counters)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=insert_keys_reference,
+    fake=_fake_insert,
+    check=check_insert_keys,
+    check_contents=check_insert_keys_contents,
+)
