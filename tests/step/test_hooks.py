@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
+from torchembed.core import joint_notices
 from torchembed.modules.dense.mlp import MLP
 from torchembed.optim.joint import separate
 from torchembed.step.engines.eager_engine import EagerEngine
@@ -305,9 +307,8 @@ def test_a_gradient_hook_sees_the_gradient_where_others_are_deferred() -> None:
 CASE = Case(placements=MIXED, fixed=True)
 
 
-def train_with_a_hook_of_one_rank() -> dict[str, Any]:
-    """On a rank of gloo: its rows, the calls of its hook, the engines of its steps, and what it was
-    warned of."""
+def train_with_a_hook_of_one_rank(takes_up: bool) -> dict[str, Any]:
+    """On a rank of gloo: its rows, the kinds of its steps, and what it was warned of."""
     rank, hooks, texts, kinds = dist.get_rank(), Hooks(), list[str](), list[str]()
     model = make_model(CASE, "meta")
     torchembed.shard_embeddings(model, CASE.mesh(), CASE.plan(dist.get_world_size()))
@@ -315,27 +316,32 @@ def train_with_a_hook_of_one_rank() -> dict[str, Any]:
     batches = (static_batch(CASE, rank, step, NO_RANK) for step in range(NUM_STEPS))
     with TrainPipeline(with_loss, None, [optimizer], device="cpu", capture=True) as pipeline:
         for step in range(NUM_STEPS):
-            if step == 5 and rank == 1:
-                with_loss.register_forward_hook(hooks.note)
+            if step == 5:
+                if rank == 1:
+                    with_loss.register_forward_hook(hooks.note)
+                if takes_up:
+                    pipeline.take_up_changes()
             with warned(texts):
                 pipeline.progress(batches)
             kinds.append(type(pipeline.engine).__name__)
-    return {
-        "rows": held_rows(model),
-        "num_calls": len(hooks.calls),
-        "kinds": kinds,
-        "texts": texts,
-    }
+    return {"rows": held_rows(model), "kinds": kinds, "texts": texts}
+
+
+def hooks_of_one_rank() -> list[dict[str, Any]]:
+    with mock.patch.object(joint_notices, "PATIENCE_SECONDS", 0.5):
+        return [train_with_a_hook_of_one_rank(takes_up) for takes_up in (False, True)]
 
 
 def test_hooks_of_one_rank_make_the_steps_of_all_eager() -> None:
     expected = train_plainly(CASE, 2, NO_RANK)
-    of_ranks = run_on_ranks(2, train_with_a_hook_of_one_rank)
-    assert_equal_rows([result["rows"] for result in of_ranks], expected, str(CASE))
+    of_ranks = run_on_ranks(2, hooks_of_one_rank)
     # Two batches were read, and agreed on, before there was a hook.
-    kinds = ["StaticEngine"] * 7 + ["EagerEngine"] * (NUM_STEPS - 7)
-    assert [result["kinds"] for result in of_ranks] == [kinds, kinds]
-    assert [result["num_calls"] for result in of_ranks] == [0, NUM_STEPS - 5]
-    assert of_ranks[0]["texts"] == []
-    (text,) = of_ranks[1]["texts"]
-    assert text.endswith("Hooks.note (forward hook of model WithLoss)")
+    for number, first_eager in enumerate((7, 5)):
+        of_rank = [results[number] for results in of_ranks]
+        assert_equal_rows([result["rows"] for result in of_rank], expected, str(CASE))
+        kinds = ["StaticEngine"] * first_eager + ["EagerEngine"] * (NUM_STEPS - first_eager)
+        assert [result["kinds"] for result in of_rank] == [kinds, kinds]
+        assert of_rank[0]["texts"] == []
+        (text,) = of_rank[1]["texts"]
+        assert ("call take_up_changes() on every rank" in text) is (first_eager == 7)
+        assert text.endswith("Hooks.note (forward hook of model WithLoss)")

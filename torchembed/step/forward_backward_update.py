@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.batches.batch_layout import without_gradients
 from torchembed.step.batches.counted_parts import for_model
 from torchembed.step.batches.padded_parts import PaddedParts
-from torchembed.step.dense_updates import DenseUpdates, PlainUpdates
+from torchembed.step.dense_updates import DenseUpdates
 from torchembed.step.lookup_calls import reusing
 from torchembed.step.model_loss import ComputeLoss
 from torchembed.step.stages import LookedUpBatch, TrainedBatch
@@ -177,14 +176,6 @@ class ForwardBackwardUpdate:
         self.forward_sizes: list[GatheredSize] = []
         """What the ranks told each other in the last forward, of ids that it looked up itself."""
 
-    @classmethod
-    def by_hand(cls, program: StepProgram, id_checks: IdChecks = deferred_id_checks) -> Self:
-        """Training as a loop by hand does it: optimizers step in the given order after backward,
-        and nothing is concurrent."""
-        optimizers = StepOptimizers(program.optimizers, in_given_order=True)
-        updates = PlainUpdates(optimizers.captured)
-        return cls(program, optimizers, StepStreams(), updates, id_checks)
-
     def __call__(
         self,
         batch: LookedUpBatch,
@@ -231,10 +222,8 @@ class ForwardBackwardUpdate:
                 loss.backward()
             self.has_begun_update = True
             # Before the context ends, where deferred gradients of weights are computed: these run
-            # concurrently with the rows' updates. On a CPU nothing is concurrent, and a rank that
-            # trains as by hand sums over columns when all gradients are there.
-            is_early = program.is_cuda and not self._clips
-            recorded = self._update_rows(skip, early=True) if is_early else []
+            # concurrently with the rows' updates.
+            recorded = [] if self._clips else self._update_rows(skip, early=True)
         if self._clips:
             self._clip(backward_stream)
         # Gradients of tables that every rank holds come with the dense ones.

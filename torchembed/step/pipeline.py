@@ -1,8 +1,9 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
+import dataclasses
 import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -40,6 +41,7 @@ from torchembed.step.step_result import StepResult
 from torchembed.step.steps_in_flight import StepsInFlight
 from torchembed.step.streams import named_range
 from torchembed.step.trained_modules import module_of_loss
+from torchembed.step.watches.joint_changes import Joint, JointChanges
 
 _STEPS_AHEAD = 2
 """The most steps that the host is ahead of the device."""
@@ -84,11 +86,11 @@ class TrainPipeline:
     and attributes of modules as they were when it was captured. Where one is replaced between
     steps, steps are captured anew; where one changes again and again, as what forward rebinds or
     counts does, steps are eager from then on, and a warning names it. Attributes that forward does
-    not read may change; of those that it sets, each step leaves copies. Of what no module or
-    optimizer holds, what the code of ``forward`` and of the loss function reads by name is looked
-    at, such as global variables and namespaces of settings. Several ranks, which agree on batches
-    when they are read, capture anew two steps later; until then those that have changed call their
-    model, with the collectives of the captured step.
+    not read may change; of those that it sets, each step leaves copies. Of several ranks, all have
+    to change before the same step; a change of one alone begins with the next batch that is read,
+    and a warning names it. Of what no module or optimizer holds, what the code of ``forward`` and
+    of the loss function reads by name is looked at, such as global variables and namespaces of
+    settings.
 
     Random numbers of the host (Python's, NumPy's, torch's of the CPU, and generators that modules
     hold) make steps eager where forward draws them, and a warning names the generator; numbers of
@@ -98,8 +100,9 @@ class TrainPipeline:
     parameter or an optimizer, or globally, and a warning names it; torch's own, as of pruning,
     are captured. The same holds while a ``forward`` that was assigned to a module, or put in the
     place of a class's, or an optimizer's ``step`` or ``zero_grad`` that others have written is
-    there; an optimizer that steps after each replay may have a ``step`` of its own. On several
-    ranks the hooks of one make the steps of all eager, two steps after they are called first.
+    there; an optimizer that steps after each replay may have a ``step`` of its own. Hooks of one
+    of several ranks alone are called from the next batch on that is read, unless every rank calls
+    :meth:`take_up_changes` after they were registered.
 
     A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
     as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
@@ -208,6 +211,7 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._layouts = Layouts(model, max_layouts)
+        self._changes = JointChanges(self._engines.values, self._engines.hooks)
         self._num_read = self._values_version = 0
         if self._engines.captures:
             ranks.check_cpu_backend()
@@ -267,13 +271,38 @@ class TrainPipeline:
                 why = self._engines.note_stale()
                 if why is not None:
                     self._engines.capture_no_more(why)
-                self.close()
+                self._begin_anew()
+            if ranks.world_size() > 1:
+                self._follow(self._changes.before_step(has_read=len(self._upcoming) > 0))
         self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
         now = self._upcoming.pop()
         if now is None:
             self.check_ids()
             raise StopIteration
         return now
+
+    def _follow(self, found: Joint) -> None:
+        """Begin anew for what all ranks have found changed, and train eagerly where hooks came."""
+        if found.values or found.hooks:
+            self._begin_anew()
+        if found.hooks:
+            self._train_read_eagerly()
+
+    def _begin_anew(self) -> None:
+        """Capture further steps anew; the log says which value has changed."""
+        changed = self._engines.values.outdated
+        if changed is not None:
+            self._record.note_change(changed)
+        self.close()
+
+    def _train_read_eagerly(self) -> None:
+        """Have the batches that were read trained eagerly; on all ranks."""
+        why = self._engines.hooks.reason
+        self._upcoming.replace(
+            lambda batch: dataclasses.replace(
+                batch, kinds=NO_KIND, agree=functools.partial(_on_no_kind, batch.agree), why=why
+            )
+        )
 
     def _follow_layouts(self, now: ReadBatch) -> None:
         """Begin anew where on any rank the layout of captured steps is another one by now."""
@@ -359,20 +388,33 @@ class TrainPipeline:
     def take_up_changes(self) -> None:
         """Capture anew on all ranks where the model was changed on one of them.
 
-        Collective. What all ranks change alike, as modes of modules and dense parameters, needs no
-        such call, nor do hooks and values; after a table that some ranks only hold was frozen,
-        moved or loaded, every rank calls it before the next step. :func:`train` begins with it.
+        Collective. What all ranks change alike needs no such call. Where one alone has frozen,
+        moved or loaded a table, changed a value that forward reads, or registered a hook, every
+        rank calls it before the next step. :func:`train` begins with it.
 
         Raises:
             IndexError, TimeoutError: as :meth:`close`.
         """
         ranks.check_cpu_backend()
-        if ranks.any_rank(self._engines.is_stale):
+        values, captures = self._engines.values, self._engines.captures
+        if captures:
+            values.look()
+        is_stale, is_outdated, has_hooks = ranks.any_rank_each(
+            self._engines.is_stale,
+            values.outdated is not None,
+            captures and self._engines.hooks.are_there,
+        )
+        if is_stale:
             why = self._engines.note_stale()
             # The others may not know of what this rank alone holds.
             if ranks.any_rank(why is not None):
                 self._engines.capture_no_more(why or _OF_ANOTHER_RANK)
-            self.close()
+        if is_stale or is_outdated or has_hooks:
+            self._begin_anew()
+        if has_hooks:
+            # The ranks may have agreed on the batches that were read before there were any.
+            self._changes.note_hooks()
+            self._train_read_eagerly()
 
     @property
     def engines(self) -> tuple[StepEngine, ...]:
@@ -411,6 +453,10 @@ class TrainPipeline:
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
         self._in_flight.wait_until(0)
+
+
+def _on_no_kind(agree: Callable[[], Agreement]) -> Agreement:
+    return agree()._replace(kinds=NO_KIND)
 
 
 def _listed(

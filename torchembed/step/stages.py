@@ -107,9 +107,6 @@ class ReadBatch:
     """The reason why no kind of step can train it; None where one can."""
     padded: PaddedBatch | None = None
     """With room for padding, as captured steps take it; None where it is not padded."""
-    called_for: Reason | None = None
-    """The reason why this rank calls the model for it where others may replay its captured step;
-    None where it need not."""
 
     @property
     def form(self) -> Tree:

@@ -2,7 +2,7 @@
 
 import logging
 
-from torchembed.step.stages import StepKind
+from torchembed.step.stages import Reason, StepKind
 
 _logger = logging.getLogger("torchembed.step")
 
@@ -22,6 +22,10 @@ class StepRecord:
         self.num_captures = 0
         self._last: StepKind | None = None
         self.num_steps = 0
+
+    def note_change(self, changed: Reason) -> None:
+        """One line of the log for a value that has ``changed``, so that steps are captured anew."""
+        _logger.info("before step %d: %s; they are captured anew", self.num_steps + 1, changed)
 
     def note_step(self, kind: StepKind) -> None:
         """Count a step; one line of the log where its kind is not that of the step before."""

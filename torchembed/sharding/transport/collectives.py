@@ -96,30 +96,21 @@ def recorded_sizes() -> Iterator[list[GatheredSize]]:
 
 
 @contextlib.contextmanager
-def replayed_sizes(
-    recorded: Sequence[GatheredSize], *, asks_for_others: bool = False
-) -> Iterator[None]:
+def replayed_sizes(recorded: Sequence[GatheredSize]) -> Iterator[None]:
     """Answer :func:`gather_size` and :func:`gather_numbers` in this thread from ``recorded``.
 
     No rank waits for another one. For code that asks for the same sizes in the same order as when
     they were recorded, on every rank: a CUDA graph cannot be captured around a collective of the
     host.
 
-    Args:
-        asks_for_others: gather other sizes than those that were recorded, and all after them.
-
     Raises:
-        RuntimeError: in these functions, where they are asked for other sizes and may not gather.
+        RuntimeError: in these functions, where they are asked for other sizes.
     """
-    left, gather = iter(recorded), _gathering.get()
+    left = iter(recorded)
 
     def replay(numbers: tuple[int, ...], group: dist.ProcessGroup | None) -> list[list[int]]:
-        nonlocal left
         known = next(left, None)
         if known is None or known.own != numbers:
-            if asks_for_others:
-                left = iter(())
-                return gather(numbers, group)
             there = "none is left" if known is None else f"{_listed(known.own)} comes next"
             raise RuntimeError(
                 f"sizes must be asked for as before, got {_listed(numbers)}, where {there}"

@@ -39,6 +39,10 @@ class ReadAhead:
     def __iter__(self) -> Iterator[ReadBatch]:
         return iter(self._batches)
 
+    def replace(self, change: Callable[[ReadBatch], ReadBatch]) -> None:
+        """Put ``change(batch)`` in the place of each batch, in order."""
+        self._batches = collections.deque(map(change, self._batches))
+
     def follow(self, source: Iterable[Tree]) -> None:
         """Read from ``source`` from now on; untrained batches of another source are dropped.
 

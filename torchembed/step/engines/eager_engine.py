@@ -4,9 +4,12 @@ from collections.abc import Sequence
 
 from torchembed.modules.bad_ids import ChecksAtOnce, deferred_id_checks
 from torchembed.step.batches.batch_layout import to_device
+from torchembed.step.dense_updates import PlainUpdates
 from torchembed.step.eager_lookups import EagerLookups
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.stages import LookedUpBatch, ReadBatch, TrainedBatch
+from torchembed.step.step_optimizers import StepOptimizers
+from torchembed.step.streams import StepStreams
 
 
 class EagerEngine:
@@ -25,11 +28,15 @@ class EagerEngine:
 
     def __init__(self, program: StepProgram, *, checks_at_once: bool = False) -> None:
         self._program = program
+        self._optimizers = StepOptimizers(program.optimizers, in_given_order=True)
+        updates = PlainUpdates(self._optimizers.captured)
         is_alone = program.group is None and not program.is_cuda
         # Nothing has been updated in forward.
         at_once = ChecksAtOnce("That step changed nothing")
         id_checks = (lambda: at_once) if checks_at_once and is_alone else deferred_id_checks
-        self._train = ForwardBackwardUpdate.by_hand(program, id_checks)
+        self._train = ForwardBackwardUpdate(
+            program, self._optimizers, StepStreams(), updates, id_checks
+        )
         self._lookups = EagerLookups(program.model, program.group, id_checks)
 
     def prefetch(self, batch: ReadBatch) -> None:

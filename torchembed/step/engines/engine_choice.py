@@ -1,6 +1,5 @@
 """The choice of an engine for a batch: the first that can train every rank's batch."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -46,9 +45,7 @@ class EngineChoice:
         not_captured: the reason why all steps are eager; None where steps are captured.
         wait_for_steps: waits until the device has done all steps so far.
 
-    While a hook is there that no graph can call, all batches are trained eagerly. On several ranks,
-    which agree on each batch when it is read, a rank trains those read before a hook came, or a
-    value changed, by steps that call the model where other ranks may replay a graph.
+    While a hook is there that no graph can call, all batches are trained eagerly.
 
     Attributes:
         not_captured: as given, or found since.
@@ -140,12 +137,8 @@ class EngineChoice:
         # By what all ranks have read: engines differ in their collectives, so every rank must take
         # the same one.
         kinds = now.agree().kinds
-        called_for = self._why_called()
-        if called_for is not None:
-            if ranks.world_size() == 1:
-                kinds = NO_KIND
-            else:
-                now = dataclasses.replace(now, called_for=called_for)
+        if self.hooks.are_there:
+            kinds = self._kinds_with_hooks(kinds)
         has_place = not kinds.static or self._static.has_place_for(now)
         if not has_place:
             kinds = NO_KIND
@@ -187,19 +180,23 @@ class EngineChoice:
             return StepKind(StepForm.EAGER, why)
         if self.last is self._jagged:
             return StepKind(StepForm.JAGGED, self._not_padded or _FIRST_JAGGED)
-        if now.called_for is not None:
-            return StepKind(StepForm.EAGER, now.called_for)
         if not self.last.is_captured:
             return _WARMS_UP
         is_padded = self.last is not self._static or now.padded is not None
         return _PADDED if is_padded else _GRAPH
 
-    def _why_called(self) -> Reason | None:
-        """The reason why a replay would not do what the model does now; None where it would."""
-        if self.hooks.are_there:
-            self.hooks.warn_once("train steps run eagerly until these are removed")
-            return self.hooks.reason
-        return self.values.outdated
+    def _kinds_with_hooks(self, agreed: BatchKinds) -> BatchKinds:
+        """The kinds of step that can train a batch of kinds ``agreed`` while hooks are there."""
+        eagerly = "train steps run eagerly until these are removed"
+        if ranks.world_size() == 1 or agreed == NO_KIND:
+            self.hooks.warn_once(eagerly)
+            return NO_KIND
+        # Other ranks may have no hooks, and the ranks have agreed on this batch before.
+        self.hooks.warn_once(
+            f"{eagerly}, from the next batch on that is read (call take_up_changes() on every "
+            "rank to have them called for batches that were read before)"
+        )
+        return agreed
 
     def _candidates(self, kinds: BatchKinds) -> Iterator[StepEngine]:
         if kinds.static:

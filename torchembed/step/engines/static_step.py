@@ -16,27 +16,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchembed.core import ranks
 from torchembed.core.trees import Tree
-from torchembed.sharding.transport.collectives import (
-    GatheredSize,
-    recorded_sizes,
-    replayed_sizes,
-)
+from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.batches.bucketized_buffers import Capacity
 from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.batches.prefetch import Prefetch
 from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.captured_preparation import CapturedPreparation
 from torchembed.step.engines.collective_capture import failure_on_any_rank
-from torchembed.step.engines.left_by_step import LeftByStep
 from torchembed.step.engines.step_resources import StepResources
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
 from torchembed.step.lookup_calls import LookupCall, looked_up_in_turns, observed_fixed_calls
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import update
 from torchembed.step.step_result import ResultPlace
-from torchembed.step.streams import StepStreams, fork, fork_and_join, join, named_range
+from torchembed.step.streams import fork, fork_and_join, join, named_range
+from torchembed.step.watches.attribute_uses import LeftAttribute
 from torchembed.step.watches.self_check import SelfCheck
 from torchembed.step.watches.watched_values import NotCapturable
 
@@ -99,7 +94,11 @@ class StaticStep:
         self._self_check: SelfCheck | None = None
         if program.self_check_every is not None and SelfCheck.can_check(program.trained):
             self._self_check = SelfCheck(program, self._optimizers, program.self_check_every)
-        self._left = LeftByStep(self._optimizers)
+        self._gradients: list[list[tuple[Tensor, Tensor | None]]] = [[], []]
+        self._left: list[list[LeftAttribute]] = [[], []]
+        """Attributes of modules that replays leave behind."""
+        self._in_slots: list[tuple[Tensor, Tensor]] = []
+        """Dense parameters with gradients that both buffers' captured steps write."""
         self._trained: list[TrainedBatch | None] = [None, None]
         self._places = [
             ResultPlace(self._resources.results, holds_features=capacity is None) for _ in range(2)
@@ -111,7 +110,6 @@ class StaticStep:
         self._train = ForwardBackwardUpdate(
             program, self._optimizers, self._streams, self.dense_updates
         )
-        self._train_by_hand = ForwardBackwardUpdate.by_hand(program)
 
     @property
     def is_stale(self) -> bool:
@@ -126,7 +124,7 @@ class StaticStep:
     @property
     def has_begun_update(self) -> bool:
         """True if a step has begun to change rows and parameters."""
-        return self._train.has_begun_update or self._train_by_hand.has_begun_update
+        return self._train.has_begun_update
 
     def make_ready(self, now: ReadBatch) -> Reason | None:
         """Make the step ready for ``now``, which is in its buffer; captures it once it is warm.
@@ -160,9 +158,6 @@ class StaticStep:
             self._prepared = now.number
         is_warm = self._num_steps >= self._num_warm_ups and self._sizes is not None
         if not is_warm or self._captured[buffer] is not None:
-            return None
-        # All ranks capture the same steps, and none what it is not to replay.
-        if ranks.any_rank(now.called_for is not None):
             return None
         return failure_on_any_rank(lambda: self._capture(buffer), self._program.host_state)
 
@@ -209,12 +204,15 @@ class StaticStep:
         uses = self._program.attribute_uses
         with uses.observed() as observed:
             captured = self._captured_call(step, sizes)
+        if not captured.calls_again:
+            self._left[buffer] = uses.left_by(observed)
         self._captured[buffer] = captured
         if captured.calls_again:
             self._losses[buffer] = None
         else:
             self._places[buffer].is_replayed = True
-            self._left.note_capture(buffer, uses.left_by(observed))
+            self._in_slots = self._optimizers.gradients_in_slots()
+            self._gradients[buffer] = self._optimizers.take_gradients_of_others()
             self._capture_forward(buffer)
         self._program.record.note_capture()
 
@@ -256,23 +254,26 @@ class StaticStep:
         the other buffer.
 
         The loss is overwritten when the same buffer is trained again, output and batch by the next
-        step. Where this rank is to call the model, it does so with the collectives of the replay,
-        which other ranks may have.
+        step.
         """
-        buffer, is_called = now.buffer, now.called_for is not None
+        buffer = now.buffer
         self._places[buffer].begin_step()
         captured = self._captured[buffer]
-        self.has_replayed = captured is not None and not is_called
-        trained: TrainedBatch | None = None
-        if captured is not None and is_called:
-            sizes = (self._sizes or ()) if self._has_fixed_shapes else ()
-            with self._compared(buffer), replayed_sizes(sizes, asks_for_others=True):
-                trained = self._step_by_hand(buffer)
-        elif captured is not None:
+        self.has_replayed = captured is not None
+        if captured is not None:
             self._optimizers.prepare_replay()
             with self._compared(buffer):
                 captured.replay()
-            self._left.put(buffer)
+            # A replay writes gradients to the memory of the capture. Optimizers that step outside
+            # the graph look for them in .grad.
+            for parameter, grad in self._gradients[buffer]:
+                parameter.grad = grad
+            for attribute in self._left[buffer]:
+                attribute.put()
+            # For whoever reads them after the step. The first one tells whether they were cleared.
+            if self._in_slots and self._in_slots[0][0].grad is not self._in_slots[0][1]:
+                for parameter, grad in self._in_slots:
+                    parameter.grad = grad
         else:
             with (
                 fork_and_join(self._streams.step),
@@ -280,18 +281,14 @@ class StaticStep:
                 self._program.host_state.observed(),
                 self._program.attribute_uses.observed(),
             ):
-                if is_called:
-                    self._trained[buffer] = self._step_by_hand(buffer)
-                else:
-                    self._step(buffer)
+                self._step(buffer)
             # A capture may ask no rank for sizes, so it takes those of a step that did the same
             # work.
             if self._prefetch.is_complete:
                 self._sizes = sizes
-        trained = trained or self._trained[buffer]
+        trained = self._trained[buffer]
         assert trained is not None
-        if not is_called:
-            update(self._optimizers.others, trained.skip)
+        update(self._optimizers.others, trained.skip)
         self._num_steps += 1
         is_prepared = following is not None and self._prefetch.has_prepared(following.buffer)
         self._prepared = following.number if following is not None and is_prepared else None
@@ -308,45 +305,30 @@ class StaticStep:
         return check.around_replay(buffer, self.lookup(buffer), trained.result.loss)
 
     def _step(self, buffer: int) -> None:
+        def prepare_next(after: torch.cuda.Stream | None) -> None:
+            with fork(self._streams.ids), named_range("torchembed: prepare"):
+                join(after)
+                self._prefetch.prepare(1 - buffer, in_place=self._has_captured)
+
         # Pinned memory cannot be allocated in a capture, so the report goes where the buffer's step
         # before has put its own.
         before = self._trained[buffer]
         report_memory = None if before is None else before.report
-        self._trained[buffer] = self._trained_by(
-            self._train, self._streams, buffer, report_memory, self._losses[buffer]
-        )
-
-    def _step_by_hand(self, buffer: int) -> TrainedBatch:
-        """What the step does, in memory of its own but for what is prepared, as a loop by hand
-        would: hooks and optimizers see what they see there."""
-        return self._trained_by(self._train_by_hand, StepStreams(), buffer)
-
-    def _trained_by(
-        self,
-        train: ForwardBackwardUpdate,
-        streams: StepStreams,
-        buffer: int,
-        report_memory: Tensor | None = None,
-        loss_memory: Tensor | None = None,
-    ) -> TrainedBatch:
-        def prepare_next(after: torch.cuda.Stream | None) -> None:
-            with fork(streams.ids), named_range("torchembed: prepare"):
-                join(after)
-                self._prefetch.prepare(1 - buffer, in_place=self._has_captured)
-
         if self._prefetch.calls is None:
             model, batch = self._program.model, self._prefetch.batches[buffer]
             with (
                 observed_fixed_calls(model, batch) as self._prefetch.calls,
                 self._program.padding.counted.observed(model, batch),
             ):
-                trained = train(LookedUpBatch(batch), prepare_next, report_memory, loss_memory)
+                trained = self._train(
+                    LookedUpBatch(batch), prepare_next, report_memory, self._losses[buffer]
+                )
             # Calls that are joined are known from now on, and nothing was prepared for them.
             self._prefetch.drop_incomplete()
         else:
-            batch = self._look_up(buffer, streams.vectors)
-            trained = train(batch, prepare_next, report_memory, loss_memory)
-        return trained
+            batch = self._look_up(buffer, self._streams.vectors)
+            trained = self._train(batch, prepare_next, report_memory, self._losses[buffer])
+        self._trained[buffer] = trained
 
     def lookup(self, buffer: int) -> Callable[[], LookedUpBatch]:
         """A function that looks up the buffer's batch, which is prepared, on the current stream."""

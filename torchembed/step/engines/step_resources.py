@@ -49,6 +49,6 @@ class StepResources:
     @property
     def are_stale(self) -> bool:
         """True if the model or an optimizer changed in a way that steps do not follow."""
-        # Of several ranks, one whose values have changed calls the model until all begin anew.
+        # Of several ranks, all begin anew at once, or from a batch on that they agree on.
         is_outdated = ranks.world_size() == 1 and self._program.values.outdated is not None
         return is_outdated or self.assumptions.are_stale

@@ -148,7 +148,7 @@ class WatchedValues:
         """The change since values were captured; None without one, or without a capture."""
         if self.held is None or self.held == self.version:
             return None
-        return Reason("it has changed, and steps are captured anew", self._last_change)
+        return Reason("it has changed since steps were captured", self._last_change)
 
     @property
     def unsteady(self) -> Reason | None:
