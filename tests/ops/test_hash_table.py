@@ -213,7 +213,7 @@ def test_positions_that_are_not_wanted_stay(device: torch.device) -> None:
     assert [slot >= 0 for slot in result.slots.tolist()] == [False, True, False]
 
 
-def test_the_second_bucket_takes_what_the_first_cannot(device: torch.device) -> None:
+def test_the_emptier_bucket_takes_a_new_key(device: torch.device) -> None:
     tables = Tables([TableShape(1, 4, 2)], device=device)
     keys = torch.arange(400, device=device)
     places = locate_keys(keys, tables.numbers(keys, 0), tables.tables.geometry)
@@ -221,7 +221,7 @@ def test_the_second_bucket_takes_what_the_first_cannot(device: torch.device) -> 
     crowd = keys[(places.buckets == places.buckets[0]).all(1)].tolist()[:5]
     slots = tables.train(crowd).slots.tolist()
     by_key = dict(zip(crowd, slots, strict=True))
-    expected = [first, first + 1, second, second + 1, -1]
+    expected = [first, second, first + 1, second + 1, -1]
     assert [by_key[key] for key in in_order(crowd)] == expected
     result = tables.train(in_order(crowd)[4:])
     assert result.slots.tolist() == [first] and result.evicted_keys.tolist() == in_order(crowd)[:1]

@@ -128,10 +128,11 @@ def insert_keys(
     """Insert the distinct keys that have no slot, and evict others where both buckets are full.
 
     Keys are inserted one after the other, by (table, hash as an unsigned number). A key takes the
-    first free slot of its first bucket, else of its second. Where there is none, it takes the slot
-    of the least score in both, of the longest unused of equal scores, and then of the first in
-    order, unless that score exceeds its own. Rows touched in an epoch after ``released`` are never
-    evicted. A key that finds no slot is refused: it is counted, and its positions stay at -1.
+    first free slot of that of its two buckets that has more of them, of the first one where both
+    have as many. Where there is none, it takes the slot of the least score in both, of the longest
+    unused of equal scores, and then of the first in order, unless that score exceeds its own. Rows
+    touched in an epoch after ``released`` are never evicted. A key that finds no slot is refused:
+    it is counted, and its positions stay at -1.
 
     Two calls with equal arguments leave equal tables, bit for bit. Never synchronizes.
 

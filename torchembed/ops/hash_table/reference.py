@@ -117,12 +117,13 @@ def _first_score(
 
 
 def _free_slot(new: _NewKey, digests: Tensor) -> int | None:
-    """The first free slot of the first bucket that has one."""
+    """The first free slot of the bucket that has more of them, the first bucket where both have as
+    many."""
+    free: list[list[int]] = []
     for first in new.buckets:
-        in_bucket = digests[first : first + new.num_slots].tolist()
-        if 0 in in_bucket:
-            return first + in_bucket.index(0)
-    return None
+        in_bucket = enumerate(digests[first : first + new.num_slots].tolist(), start=first)
+        free.append([slot for slot, digest in in_bucket if digest == 0])
+    return min(max(free, key=len), default=None)
 
 
 def _victim(new: _NewKey, score: int, released: int, touched: Tensor, scores: Tensor) -> int | None:
