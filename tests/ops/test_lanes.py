@@ -11,6 +11,7 @@ from tests.support import lanes
 from torchembed.core.dispatch import picked_kernels
 
 OPS_WITH_A_NATIVE_KERNEL = (
+    "initialize_rows",
     "linearize_ids",
     "find_runs",
     "pooled_lookup_forward",

@@ -117,6 +117,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 def test_schemas_are_those_of_the_operations() -> None:
     for name in (
+        "initialize_rows",
         "linearize_ids",
         "find_runs",
         "pooled_lookup_forward",

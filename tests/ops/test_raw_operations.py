@@ -126,6 +126,12 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, r"^rows must have 1 dimension", {"rows": IDS.view(1, 3)}),
         (TypeError, r"^rows must be int32 or int64, got int16", {"rows": IDS.short()}),
     ],
+    "initialize_rows": [
+        (ValueError, r"^rows must be contiguous", {"rows": torch.tensor([0]).expand(3)}),
+        (ValueError, r"^tables must hold 3 elem", {"tables": torch.zeros(2, dtype=torch.int32)}),
+        (ValueError, r"^parameters must have shape \(1, 2\)", {"parameters": torch.ones(2)}),
+        (ValueError, r"^state1 must have shape \(4, 2\) or \(4,\)", {"state1": torch.ones(2)}),
+    ],
     "rowwise_update": [
         (ValueError, r"^starts must hold 4 elements .*, got 3$", {"starts": RUNS["order"]}),
         (TypeError, r"^starts must be int32, got int64; take", {"starts": IDS}),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import torchembed.ops.dense_update
+import torchembed.ops.initialize_rows
 import torchembed.ops.jagged
 import torchembed.ops.linearize_ids
 import torchembed.ops.pooled_lookup
@@ -62,6 +63,20 @@ FITTING: dict[str, dict[str, Any]] = {
     },
     "sequence_lookup_forward": {"weight": WEIGHT, "rows": IDS, "output_dtype": torch.float32},
     "find_runs": {"rows": IDS, "num_rows": 4},
+    "initialize_rows": {
+        "weight": torch.ones(4, 2),
+        "state0": torch.ones(4, 2),
+        "state1": torch.ones(4),
+        "rows": IDS,
+        "ids": IDS,
+        "tables": torch.zeros(3, dtype=torch.int32),
+        "num_new": torch.tensor([2]),
+        "table_keys": torch.tensor([5]),
+        "kinds": torch.tensor([0], dtype=torch.int32),
+        "parameters": torch.ones(1, 2),
+        "first_columns": None,
+        "initial_state": 0.0,
+    },
     "rowwise_update": {
         "weight": WEIGHT,
         "state0": None,

@@ -38,3 +38,11 @@ class OptimizerKind(enum.IntEnum):
     ADAGRAD = 1
     ROWWISE_ADAGRAD = 2
     ADAM = 3
+
+
+class InitializerKind(enum.IntEnum):
+    """Distribution of a table's initial values; kernels get the values."""
+
+    UNIFORM = 0
+    NORMAL = 1
+    CONSTANT = 2

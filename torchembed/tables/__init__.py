@@ -2,6 +2,7 @@
 
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
+from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import (
     Constant,
     Initializer,
@@ -43,6 +44,7 @@ __all__ = [
     "InPlaceFunction",
     "IndexFactory",
     "IndexedTable",
+    "InitializedTable",
     "Initializer",
     "JoinedGroup",
     "Normal",
@@ -63,6 +65,7 @@ __all__ = [
     "Uniform",
     "WeightHolder",
     "group_weight",
+    "initial_values",
     "join_groups",
     "joined_where_whole",
     "read_rows",

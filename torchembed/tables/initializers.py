@@ -64,12 +64,15 @@ class Uniform:
     low: float | None = None
     high: float | None = None
 
+    def bounds(self, num_rows: int) -> tuple[float, float]:
+        """The least value of a table of ``num_rows`` rows, and the end of its values."""
+        bound = 1.0 / math.sqrt(max(num_rows, 1))
+        return -bound if self.low is None else self.low, bound if self.high is None else self.high
+
     def fill(
         self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
-        bound = 1.0 / math.sqrt(max(num_rows, 1))
-        low = -bound if self.low is None else self.low
-        high = bound if self.high is None else self.high
+        low, high = self.bounds(num_rows)
         _fill_from_counters(
             weight,
             table_key,
