@@ -1,5 +1,11 @@
 """Tables: rows and their optimizer state, and the index that turns ids into rows."""
 
+from torchembed.tables.admission_filters import (
+    AdmissionFilter,
+    Chance,
+    CountMinSketch,
+    Probability,
+)
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.initial_values import InitializedTable, initial_values
@@ -38,7 +44,10 @@ from torchembed.tables.table_set import TableSet
 
 __all__ = [
     "Admission",
+    "AdmissionFilter",
+    "Chance",
     "Constant",
+    "CountMinSketch",
     "GradientReduction",
     "GroupWeight",
     "InPlaceFunction",
@@ -49,6 +58,7 @@ __all__ = [
     "JoinedGroup",
     "Normal",
     "PendingGradients",
+    "Probability",
     "RangeFactory",
     "RangeIndex",
     "RecordedGradients",

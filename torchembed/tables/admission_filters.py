@@ -1,0 +1,272 @@
+"""Filters that choose, by how often it occurs, which new ids of a dynamic table get rows.
+
+Each filter works on the device with integers, or float64 products in a fixed order: it never waits,
+can be captured in a CUDA graph, and answers the same on any device. Its keys are those of the
+tables, so a table that is cut into columns admits the same ids everywhere.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchembed.core.random_bits import name_key, random_bits, shift_right
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+# Drawn from other keys than the initial values of rows.
+_SKETCH_KEY, _DRAW_KEY = name_key(0, "admission", "sketch"), name_key(0, "admission", "draw")
+_NOT_AFTER_THRESHOLD = 0.05
+"""Part of the ids that still have no row when they have occurred ``threshold`` times."""
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} must be from 1 to {most}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountMinSketch:
+    """Admits an id when it has occurred ``threshold`` times, by counts that may be too large.
+
+    A sketch (Cormode and Muthukrishnan, "An improved data stream summary", 2005) has ``depth`` rows
+    of ``width`` counts for each table. An id adds to one count of each row, and the least of these
+    is its estimate: never below the number of its occurrences, so no id is kept out wrongly. See
+    :meth:`false_admissions` for how many come in too early. The sketch takes ``4 * depth * width``
+    bytes a table, however many ids there are.
+
+    Counts only grow, up to 2**31 - 1. They do not forget ids that were admitted: one that was
+    evicted comes in again at its next occurrence.
+    """
+
+    threshold: int
+    """Occurrences in training batches, duplicates in a batch and the last one counted."""
+    width: int
+    depth: int = 4
+
+    def __post_init__(self) -> None:
+        _check_count("threshold", self.threshold, _INT32_MAX)
+        _check_count("width", self.width, _INT32_MAX)
+        _check_count("depth", self.depth, 64)
+
+    def false_admissions(self, num_occurrences: int, count: int = 1) -> float:
+        """The greatest probability that an id is admitted below the threshold.
+
+        ``min(1, num_occurrences / (width * (threshold - count))) ** depth``: what other ids add to
+        a count has at most the mean ``num_occurrences / width``; by Markov's inequality it reaches
+        ``threshold - count`` with at most that share of it; and rows are hashed independently.
+
+        Args:
+            num_occurrences: of all other ids of the table that were counted so far.
+            count: occurrences of the id itself, below the threshold.
+        """
+        if not 0 <= count < self.threshold:
+            raise ValueError(
+                f"count must be from 0 to {self.threshold - 1}, below the threshold, got {count}"
+            )
+        return min(1.0, num_occurrences / (self.width * (self.threshold - count))) ** self.depth
+
+    def build(self, table_keys: Sequence[int], device: torch.device) -> "SketchFilter":
+        """The filter, its counts zero, of the tables of a group with these 64-bit keys."""
+        return SketchFilter(self, table_keys, device)
+
+
+class Chance(enum.Enum):
+    """Probability with which an id that has no row gets one, from its ``n`` occurrences in the
+    batch, for ``t`` the threshold."""
+
+    PROPORTIONAL = "proportional"
+    """``min(1, n / t)``, so that more ids get rows where their occurrences come in one batch."""
+    PER_OCCURRENCE = "per_occurrence"
+    """``1 - (1 - q) ** n`` with ``q = 1 - 0.05 ** (1 / t)``: each occurrence is a draw of its own,
+    however they are divided among batches, and 95 % of the ids that occur ``t`` times get a row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probability:
+    """Admits ids at random, the frequent ones sooner; keeps no counts.
+
+    Draws are a function of the seed, the table, the id and the step, the same on any number of
+    ranks.
+    """
+
+    threshold: int
+    """Occurrences after which most ids have a row; :class:`Chance` says how many."""
+    chance: Chance = Chance.PER_OCCURRENCE
+
+    def __post_init__(self) -> None:
+        _check_count("threshold", self.threshold, _INT32_MAX)
+        if not isinstance(self.chance, Chance):
+            raise TypeError(
+                f"chance must be Chance.PROPORTIONAL or Chance.PER_OCCURRENCE, got {self.chance!r}"
+            )
+
+    def build(self, table_keys: Sequence[int], device: torch.device) -> "ProbabilityFilter":
+        """The filter of the tables of a group with these 64-bit keys."""
+        return ProbabilityFilter(self, table_keys, device)
+
+
+class AdmissionFilter(Protocol):
+    """Chooses, of the ids of a batch that have no row, those that get one. The index of a group
+    owns it."""
+
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
+        """The positions whose ids are to be inserted, bool ``[L]``, False where ``is_new`` is.
+        All positions of one id get the same answer. Changes the state by the batch.
+
+        Args:
+            ids: int64 ``[L]``, any.
+            tables: int32 ``[L]``, numbers within the group; -1 where there is no id.
+            is_new: bool ``[L]``: True where there is an id, it has no row, and the batch is
+                trained.
+            epoch: int64 ``[1]``: the batch's number.
+        """
+        ...
+
+    def contents(self, table: int) -> dict[str, Tensor]:
+        """The state of a table by name: views of it, for checkpoints; empty without a state."""
+        ...
+
+    def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        """Copy what :meth:`contents` gave into a table."""
+        ...
+
+
+class SketchFilter:
+    """The :class:`CountMinSketch` of each table of a group.
+
+    The sketches of several ranks with equal keys can be added cell by cell, up to the largest
+    int32: the sum is the sketch of all their ids.
+
+    Args:
+        config: the same for all tables.
+        table_keys: 64-bit keys of the tables, in order.
+        device: where ids come.
+
+    Attributes:
+        counts: int32 ``[T, depth, width]``, the state.
+    """
+
+    def __init__(
+        self, config: CountMinSketch, table_keys: Sequence[int], device: torch.device
+    ) -> None:
+        self._config = config
+        size = (len(table_keys), config.depth, config.width)
+        self.counts = torch.zeros(size, dtype=torch.int32, device=device)
+        keys = torch.tensor(list(table_keys), dtype=torch.int64, device=device) ^ _SKETCH_KEY
+        self._row_keys = random_bits(keys[:, None], torch.arange(config.depth, device=device))
+        self._first_cells = torch.arange(keys.numel() * config.depth, device=device).view(
+            len(table_keys), config.depth
+        )
+
+    def add(self, ids: Tensor, tables: Tensor, is_counted: Tensor) -> Tensor:
+        """Count the occurrences ``is_counted``, and estimate how often each id has occurred.
+
+        Args:
+            ids, tables: as :meth:`admit` takes them.
+            is_counted: bool ``[L]``, False where there is no id.
+
+        Returns:
+            int32 ``[L]``: at least the number of occurrences of the position's id that were counted
+            so far, this batch's included, as far as int32 goes; 0 where ``tables`` is -1.
+        """
+        table = tables.clamp_min(0).long()
+        width = self._config.width
+        bits = random_bits(self._row_keys[table], ids[:, None])
+        columns = (shift_right(bits, 32) * width) >> 32
+        cells = (self._first_cells[table] * width + columns).flatten()
+        is_counted = is_counted & (tables >= 0)
+        amounts = is_counted.int()[:, None].expand(-1, self._config.depth).flatten()
+        counts = self.counts.view(-1).index_add_(0, cells, amounts)
+        # A batch has fewer ids than int32 has numbers: a sum that is too large is negative, once.
+        found = counts[cells]
+        found = torch.where(found < 0, _INT32_MAX, found)
+        counts.scatter_reduce_(0, cells, found, "amax")
+        return torch.where(tables >= 0, found.view(bits.shape).amin(1), 0)
+
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
+        """The ids whose estimates have reached the threshold."""
+        return is_new & (self.add(ids, tables, is_new) >= self._config.threshold)
+
+    def contents(self, table: int) -> dict[str, Tensor]:
+        """``sketch``: int32 ``[depth, width]``."""
+        return {"sketch": self.counts[table]}
+
+    def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        sketch, own = contents["sketch"], self.counts[table]
+        if sketch.shape != own.shape or sketch.dtype != own.dtype:
+            raise ValueError(
+                f"sketch must be int32 {list(own.shape)}, as depth and width of the table's "
+                f"CountMinSketch say, got {sketch.dtype} {list(sketch.shape)}; build the table "
+                "with those that it was saved with"
+            )
+        own.copy_(sketch)
+
+
+class ProbabilityFilter:
+    """Draws for the tables of a group, by one :class:`Probability`.
+
+    Args:
+        config: the same for all tables.
+        table_keys: 64-bit keys of the tables, in order.
+        device: where ids come.
+    """
+
+    def __init__(
+        self, config: Probability, table_keys: Sequence[int], device: torch.device
+    ) -> None:
+        self._config = config
+        self._keys = torch.tensor(list(table_keys), dtype=torch.int64, device=device) ^ _DRAW_KEY
+        # (1 - q) ** n as a product of four powers, one for each byte of n: multiplications of
+        # float64 give the same bits on every device, where its pow() need not.
+        exponents = [[digit << 8 * place for digit in range(256)] for place in range(4)]
+        powers = [
+            [_NOT_AFTER_THRESHOLD ** (exponent / config.threshold) for exponent in row]
+            for row in exponents
+        ]
+        self._powers = torch.tensor(powers, dtype=torch.float64, device=device)
+
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
+        """The ids that are drawn: one draw for each distinct one, by its occurrences."""
+        count = num_occurrences(ids, tables, is_new)
+        bits = random_bits(random_bits(self._keys, epoch)[tables.clamp_min(0).long()], ids)
+        if self._config.chance is Chance.PROPORTIONAL:
+            return is_new & (shift_right(bits, 1) % self._config.threshold < count)
+        powers = (self._powers[place][(count >> 8 * place) & 0xFF] for place in range(4))
+        first, second, third, fourth = powers
+        probability_of_none = first * second * third * fourth
+        drawn = shift_right(bits, 11).double() * 2.0**-53
+        return is_new & (drawn >= probability_of_none)
+
+    def contents(self, table: int) -> dict[str, Tensor]:
+        """Nothing: there is no state."""
+        return {}
+
+    def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        """Nothing is kept."""
+
+
+def num_occurrences(ids: Tensor, tables: Tensor, is_counted: Tensor) -> Tensor:
+    """How often each position's id of its table stands at the positions ``is_counted``.
+
+    Args:
+        ids: int64 ``[L]``, any.
+        tables: int32 ``[L]``.
+        is_counted: bool ``[L]``.
+
+    Returns:
+        int64 ``[L]``: at least 1 where ``is_counted``, and 0 elsewhere.
+    """
+    tables = torch.where(is_counted, tables, -1)
+    order = ids.argsort(stable=True)
+    order = order[tables[order].argsort(stable=True)]
+    ids, tables = ids[order], tables[order]
+    starts_run = torch.zeros_like(is_counted)
+    starts_run[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
+    run = starts_run.cumsum(0)
+    counts = torch.zeros_like(ids).index_add_(0, run, is_counted[order].long())
+    return torch.zeros_like(ids).scatter_(0, order, counts[run])
