@@ -145,19 +145,20 @@ class FusedOptimizer(ReplayedOptimizer):
 
     def _table_groups(self, index: int, group: ParamGroup) -> list[TableGroup]:
         """The table groups of parameter group ``index``."""
-        found = {}
+        found, of_most = {}, (self._key, index, None)
         for table in map(_table, group["params"]):
-            if table.update_key != self._update_key(table, index):
+            key = table.update_key
+            # Of many tables each step asks.
+            if key != of_most and key != self._update_key(table, index):
                 raise RuntimeError(
                     f"table {table.spec.name} was taken over by another optimizer; use that one"
                 )
             found[id(table.group)] = table.group
         return list(found.values())
 
-    def _update_groups(self, index: int, group: ParamGroup) -> list[TableGroup]:
-        """The parts of parameter group ``index`` that are updated in one pass each."""
-        found = self._table_groups(index, group)
-        return list(dict.fromkeys(of_tables.joined or of_tables for of_tables in found))
+    def _all_table_groups(self) -> list[list[TableGroup]]:
+        """The table groups of each parameter group."""
+        return [self._table_groups(index, group) for index, group in enumerate(self.param_groups)]
 
     def _rule(self, group: ParamGroup) -> UpdateRule:
         return UpdateRule(kind=self.kind, max_gradient=group["max_gradient"], **rule_numbers(group))
@@ -182,9 +183,7 @@ class FusedOptimizer(ReplayedOptimizer):
 
     def recorded(self) -> list[RecordedGradients]:
         """The gradients that :meth:`step` would apply."""
-        groups = (
-            g for i, group in enumerate(self.param_groups) for g in self._update_groups(i, group)
-        )
+        groups = (group for found in self._all_table_groups() for group in _updated_groups(found))
         return [entry for table_group in groups for entry in table_group.recorded()]
 
     def _loss_scaling(
@@ -214,30 +213,31 @@ class FusedOptimizer(ReplayedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            of_tables = self._table_groups(index, group)
-            for table_group in {*of_tables, *self._update_groups(index, group)}:
+        table_groups = self._all_table_groups()
+        for found in table_groups:
+            for table_group in {*found, *_updated_groups(found)}:
                 if table_group.num_awaited:
                     raise RuntimeError(
                         f"gradients of table {table_group.tables[0].spec.name}, which every rank "
                         "holds, are on their way over ranks; call step() after leaving "
                         "DeferredWeightGradients, or step_early() within it and step() after it"
                     )
-        self._apply_recorded()
+        self._apply_recorded(table_groups)
         return loss
 
     @torch.no_grad()
     def step_early(self) -> None:
         """Apply and discard the gradients that are there already. :meth:`step` then applies those
         that are averaged over ranks with the dense gradients."""
-        self._apply_recorded()
+        self._apply_recorded(self._all_table_groups())
 
-    def _apply_recorded(self) -> None:
+    def _apply_recorded(self, table_groups: Sequence[Sequence[TableGroup]]) -> None:
         updates = []
-        for index, group in enumerate(self.param_groups):
+        groups = zip(self.param_groups, table_groups, strict=True)
+        for index, (group, of_tables) in enumerate(groups):
             for parameter in filter(_has_own_gradient, group["params"]):
                 raise RuntimeError(why_refused(_table(parameter)))
-            for table_group in self._update_groups(index, group):
+            for table_group in _updated_groups(of_tables):
                 merged = table_group.merged_pending()
                 if merged is not None:
                     updates.append((index, table_group, merged))
@@ -297,16 +297,24 @@ class FusedOptimizer(ReplayedOptimizer):
         Tables that another optimizer has taken over are left to it.
         """
         del set_to_none
+        own: list[Tensor] = []
+        groups: dict[TableGroup, None] = {}
         for index, group in enumerate(self.param_groups):
+            of_most = self._key, index, None
             for parameter in group["params"]:
                 table = _table(parameter)
-                if table.update_key == self._update_key(table, index):
-                    table.group.discard()
-                    if table.group.joined is not None:
-                        table.group.joined.discard()
-                    parameter.grad = None
+                key = table.update_key
+                if key == of_most or key == self._update_key(table, index):
+                    groups[table.group] = None
+                    own.append(parameter)
                 elif _has_own_gradient(parameter):
                     parameter.grad = None
+        for table_group in groups:
+            table_group.discard()
+            if table_group.joined is not None:
+                table_group.joined.discard()
+        for parameter in own:
+            parameter.grad = None
 
     def state_dict(self) -> StateDict:
         """State in torch's form: ``state`` by parameter number, and ``param_groups``."""
@@ -339,6 +347,11 @@ class FusedOptimizer(ReplayedOptimizer):
         for number, parameter in enumerate(parameters):
             for key, tensor in self.state[parameter].items():
                 tensor.copy_(loaded[number][key])
+
+
+def _updated_groups(of_tables: Sequence[TableGroup]) -> list[TableGroup]:
+    """The groups that are updated in one pass each, of table groups."""
+    return list(dict.fromkeys(group.joined or group for group in of_tables))
 
 
 def _has_own_gradient(parameter: Tensor) -> bool:

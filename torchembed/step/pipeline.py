@@ -341,11 +341,12 @@ class TrainPipeline:
         if self._padding.changes != self._padding_changes:
             self._padding_changes = self._padding.changes
             self._layouts.begin_anew(number, forget=True)
-        kinds = self._layouts.kinds_of(form, number)
-        why = self._layouts.why_eager(form) if kinds == NO_KIND else None
         if self._engines.hooks.are_there:
             # On all ranks, since that is what they then agree on.
             kinds, why = NO_KIND, self._engines.hooks.reason
+        else:
+            kinds = self._layouts.kinds_of(form, number)
+            why = self._layouts.why_eager(form) if kinds == NO_KIND else None
         has_spare = padded is not None and padded.has_spare
         agree = self._layouts.start_agreement(data, kinds, has_spare=has_spare)
         batch = ReadBatch(data, number, kinds, agree, why, padded)

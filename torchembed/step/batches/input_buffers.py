@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.step.stages import ReadBatch
-from torchembed.step.streams import event_on, wait_for
+from torchembed.step.streams import event_on
 
 
 class InputBuffers:
@@ -49,10 +49,14 @@ class InputBuffers:
         self._tensors = [tensors_in(batch) for batch in self.batches]
         self._is_cuda = device.type == "cuda"
         self._stream = None
+        self._index = device.index
+        """The number of the GPU."""
         if self._is_cuda:
+            if self._index is None:
+                self._index = torch.cuda.current_device()
             self._stream = torch.cuda.Stream(device) if stream is None else stream
             # The current stream may still use what was in this memory before.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream.wait_stream(self._current_stream())
         self._filled: list[torch.cuda.Event | None] = [None, None]
         self._used: list[torch.cuda.Event | None] = [None, None]
         self._pinned: list[dict[int, Tensor]] = [{}, {}]
@@ -73,7 +77,7 @@ class InputBuffers:
         if self._stream is not None:
             # A batch on the GPU may still be computed by the current stream.
             if any(source.is_cuda for source in sources):
-                self._stream.wait_stream(torch.cuda.current_stream())
+                self._stream.wait_stream(self._current_stream())
             # The step that read the buffer's last batch may not have ended.
             used = self._used[buffer]
             if used is not None:
@@ -106,7 +110,13 @@ class InputBuffers:
 
     def wait_until_filled(self, buffer: int) -> None:
         """Let the current stream wait for the copy to the buffer."""
-        wait_for(self._filled[buffer])
+        filled = self._filled[buffer]
+        if filled is not None:
+            self._current_stream().wait_event(filled)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        # By its number: to find out which GPU is meant takes longer than all else.
+        return torch.cuda.current_stream(self._index)
 
     def note_use(self, buffer: int) -> torch.cuda.Event | None:
         """Note that what the current stream holds may read the buffer.
@@ -114,7 +124,7 @@ class InputBuffers:
         Returns:
             An event recorded once that is done; None on a CPU.
         """
-        done = event_on(torch.cuda.current_stream() if self._is_cuda else None)
+        done = event_on(self._current_stream() if self._is_cuda else None)
         self._used[buffer] = done
         return done
 

@@ -73,6 +73,13 @@ class KindLayouts:
         """The place of ``layout``, None where it has none."""
         return self._known.get(layout)
 
+    def placed(self, layout: Hashable) -> KnownLayout | None:
+        """The place of ``layout``, None where it has none; notes a batch that has one."""
+        known = self._known.get(layout)
+        if known is not None:
+            self._num_others = 0
+        return known
+
     def numbered(self, number: int) -> KnownLayout | None:
         """The layout of ``number``, None where it has no place any more."""
         return next((known for known in self._known.values() if known.number == number), None)
@@ -151,14 +158,15 @@ class Layouts:
             number: number of batches that were read before it, the same on all ranks.
         """
         layout, is_static = layout_of(batch), True
-        if self._static.known(layout) is None:
+        known = self._static.placed(layout)
+        if known is None:
             is_static = self._is_static(batch)
             layout = layout if is_static else jagged_layout(batch)
             layout = layout if self._only_moves(batch) else None
-        of_kind = self._static if is_static else self._jagged
-        if of_kind.takes_over(layout, batch):
-            self.since = number
-        known = of_kind.known(layout)
+            of_kind = self._static if is_static else self._jagged
+            if of_kind.takes_over(layout, batch):
+                self.since = number
+            known = of_kind.known(layout)
         if known is None or self.begun < self.since:
             return NO_KIND
         return BatchKinds(static=is_static, jagged=not is_static, layout=known.number)

@@ -177,7 +177,9 @@ class EngineChoice:
         """The kind of the step that has trained ``now``."""
         if self.last is self._eager:
             why = self.not_captured or self.hooks.reason or now.why or why_eager or _OTHER_RANK
-            return StepKind(StepForm.EAGER, why)
+            last = self.last_kind
+            is_same = last.why is why and last.form is StepForm.EAGER
+            return last if is_same else StepKind(StepForm.EAGER, why)
         if self.last is self._jagged:
             return StepKind(StepForm.JAGGED, self._not_padded or _FIRST_JAGGED)
         if not self.last.is_captured:

@@ -102,6 +102,8 @@ class PythonHooks:
         """The number of handles that had been made when hooks were last looked for."""
         self._has_warned = False
         """True if a warning has named the hooks that are there."""
+        self._first: tuple[_Hook | ReplacedMethod, Reason] | None = None
+        """The first that was there when :attr:`reason` was asked for last, and the reason."""
 
     @property
     def are_there(self) -> bool:
@@ -126,8 +128,13 @@ class PythonHooks:
     @property
     def reason(self) -> Reason | None:
         """The first that was there when last asked; None without one."""
-        found = next(iter((*self._known, *self._methods)), None)
-        return None if found is None else Reason("no graph can call it", str(found))
+        found = next(iter(self._known or self._methods), None)
+        if found is None:
+            return None
+        # Every step asks, some of them more than once.
+        if self._first is None or self._first[0] is not found:
+            self._first = found, Reason("no graph can call it", str(found))
+        return self._first[1]
 
     def warn_once(self, consequence: str) -> None:
         """Warn that those that are there have ``consequence``, unless that was said before."""
