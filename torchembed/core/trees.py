@@ -269,15 +269,16 @@ class _OpaqueError(Exception):
 
 
 def _layout(tree: Tree) -> Hashable:
-    if isinstance(tree, Tensor):
-        return Tensor, tree.shape, tree.dtype
     kind = type(tree)
     if kind in _PLAIN:
         return kind, tree  # 1, 1.0 and True are equal, and give results of other dtypes
+    if isinstance(tree, Tensor):
+        return Tensor, tree.shape, tree.dtype
     if isinstance(tree, (tuple, list)):
-        kinds = tuple(map(type, tree))
+        kinds = set(map(type, tree))
         if _PLAIN.issuperset(kinds):
-            return kind, kinds, tuple(tree)
+            # Of one type as a rule, which is soon hashed and compared.
+            return kind, kinds.pop() if len(kinds) == 1 else tuple(map(type, tree)), tuple(tree)
         return kind, tuple(map(_layout, tree))
     get_fields = _fields_of_library(kind)
     if get_fields is not None:

@@ -211,6 +211,7 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._layouts = Layouts(model, max_layouts)
+        self._is_alone = ranks.world_size() == 1
         self._changes = JointChanges(self._engines.values, self._engines.hooks)
         self._num_read = self._values_version = 0
         if self._engines.captures:
@@ -272,7 +273,7 @@ class TrainPipeline:
                 if why is not None:
                     self._engines.capture_no_more(why)
                 self._begin_anew()
-            if ranks.world_size() > 1:
+            if not self._is_alone:
                 self._follow(self._changes.before_step(has_read=len(self._upcoming) > 0))
         self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
         now = self._upcoming.pop()

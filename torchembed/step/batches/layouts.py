@@ -147,6 +147,7 @@ class Layouts:
         collections = [m for m in model.modules() if isinstance(m, StagedCollection)]
         self._all_wait = any(collection.always_waits_for_sizes for collection in collections)
         self._static, self._jagged = KindLayouts(most), KindLayouts(1)
+        self._num_ranks = ranks.world_size()
         self.since = self.begun = 0
         self._moved: dict[type, bool] = {}
         """For each class of batches, True if its own ``to`` does nothing but move them."""
@@ -220,8 +221,7 @@ class Layouts:
             A function that waits for the result and returns it, in any thread.
         """
         num_ids = num_ids_in(batch) if kinds.jagged else 0
-        num_ranks = ranks.world_size()
-        if num_ranks == 1:
+        if self._num_ranks == 1:
             agreement = Agreement(kinds, num_ids, self.since, (kinds.layout,), has_spare)
             return lambda: agreement
         known = (self._static if kinds.static else self._jagged).numbered(kinds.layout)
@@ -229,7 +229,7 @@ class Layouts:
         # One collective for all numbers. The maximum of a number is the minimum of its negative,
         # and digests are all equal where minimum and maximum are. Each rank has a place for the
         # number of its layout, in which the others' are larger.
-        layouts = [_LARGER] * num_ranks
+        layouts = [_LARGER] * self._num_ranks
         layouts[ranks.rank()] = kinds.layout
         numbers = *kinds[:2], -num_ids, digest, -digest, -self.since, -has_spare, *layouts
         return _PendingAgreement(ranks.start_minimum(*numbers))

@@ -29,7 +29,7 @@ class StepResources:
     """
 
     def __init__(self, program: StepProgram) -> None:
-        self._program = program
+        self._program, self._is_alone = program, ranks.world_size() == 1
         self.optimizers = StepOptimizers(program.optimizers)
         self.assumptions = Assumptions(program.trained, self.optimizers, program.device)
         self.streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
@@ -50,5 +50,5 @@ class StepResources:
     def are_stale(self) -> bool:
         """True if the model or an optimizer changed in a way that steps do not follow."""
         # Of several ranks, all begin anew at once, or from a batch on that they agree on.
-        is_outdated = ranks.world_size() == 1 and self._program.values.outdated is not None
+        is_outdated = self._is_alone and self._program.values.outdated is not None
         return is_outdated or self.assumptions.are_stale
