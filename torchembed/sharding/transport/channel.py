@@ -66,7 +66,7 @@ class PushDomain:
         Raises:
             TimeoutError: names the rank.
         """
-        late = int(self.failed[0])
+        late = self.failed.item()  # int() of an element would be two operations, at each step
         if late:
             raise TimeoutError(
                 f"rank {late - 1} of {self.num_ranks} has not come to an exchange of vectors or "

@@ -9,7 +9,6 @@ from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.step.stages import ReadBatch
 from torchembed.step.streams import event_on
 
-
 _NOTHING = contextlib.nullcontext()
 
 
