@@ -16,20 +16,33 @@ from torchembed.modules import (
     plan_embeddings,
     shard_embeddings,
 )
-from torchembed.tables import Constant, InPlaceFunction, Normal, Uniform
+from torchembed.tables import (
+    LFU,
+    LRU,
+    Constant,
+    Dynamic,
+    EpochLFU,
+    InPlaceFunction,
+    Normal,
+    Uniform,
+)
 
 register_trees()
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LFU",
+    "LRU",
     "Constant",
+    "Dynamic",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "EpochLFU",
     "InPlaceFunction",
     "JaggedTensor",
     "KeyedTensor",

@@ -1,7 +1,7 @@
 """Row indices for tests, on a CPU: one that notes what it is told, and one over a Python dict."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,14 @@ from torchembed.core.types import OnBadId
 from torchembed.ops.linearize_ids import LinearRows
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.rowwise_update import RoundingKeys
-from torchembed.tables import Admission, IndexedTable, RangeIndex, TableSpec, shifted_row_key
+from torchembed.tables import (
+    Admission,
+    AdmittedRows,
+    IndexedTable,
+    RangeIndex,
+    TableSpec,
+    shifted_row_key,
+)
 from torchembed.tables.row_index import RangeSlots, RowIndex
 
 
@@ -54,7 +61,7 @@ class RecordingSlots(RangeSlots):
         rows: Tensor,
         admission: Admission,
         is_valid: Tensor | None = None,
-    ) -> Tensor:
+    ) -> AdmittedRows:
         is_trained, epoch = admission
         # Padded batches have spare ids behind their bags.
         num_ids = rows.numel() if features.offsets is None else int(features.offsets[-1])
@@ -65,7 +72,7 @@ class RecordingSlots(RangeSlots):
                 None if epoch is None else int(epoch),
             )
         )
-        return rows
+        return AdmittedRows(rows)
 
 
 class DictIndex:
@@ -86,6 +93,15 @@ class DictIndex:
 
     def release(self, epoch: Tensor) -> None:
         """Nothing is evicted."""
+
+    def release_forwards(self) -> None:
+        """Nothing is evicted."""
+
+    def contents(self, table: int) -> dict[str, Tensor]:
+        return {}
+
+    def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        """Nothing is kept."""
 
     def row_ids(self, table: int) -> Tensor:
         # As if each row that is free held the id of its number.
@@ -157,9 +173,10 @@ class DictSlots:
         rows: Tensor,
         admission: Admission,
         is_valid: Tensor | None = None,
-    ) -> Tensor:
+    ) -> AdmittedRows:
         trains = admission.is_trained is None or bool(admission.is_trained)
-        return torch.tensor(self._found(features, is_valid, inserts=trains), dtype=rows.dtype)
+        found = self._found(features, is_valid, inserts=trains)
+        return AdmittedRows(torch.tensor(found, dtype=rows.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,12 @@ from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
 from torchembed.modules.collection_description import CollectionDescription
-from torchembed.modules.configs import ConfigLike, EmbeddingConfig, as_config
+from torchembed.modules.configs import (
+    ConfigLike,
+    EmbeddingConfig,
+    as_config,
+    check_not_dynamic,
+)
 from torchembed.modules.feature_selection import capacity_for, select_features
 from torchembed.modules.lookup_stages import B, R, V
 from torchembed.modules.slots import Slots
@@ -210,9 +215,14 @@ class Collection(StagedCollection[B, R, V]):
     def to_torch(self) -> nn.ModuleDict:
         """A module of torch for each table, by its name, with a copy of its weight:
         ``torch.nn.EmbeddingBag`` with ``include_last_offset`` where vectors are pooled, and
-        ``torch.nn.Embedding`` otherwise. Which features they are for, the configs say."""
+        ``torch.nn.Embedding`` otherwise. Which features they are for, the configs say.
+
+        Raises:
+            TypeError: for dynamic tables.
+        """
         modules = nn.ModuleDict()
         for table, config in zip(self._tables, self._configs, strict=True):
+            check_not_dynamic(f"table {config.name}", config.dynamic)
             module = self._torch_module(config, table.held_weight().detach().clone())
             module.weight.requires_grad_(table.parameter.requires_grad)
             modules[config.name] = module

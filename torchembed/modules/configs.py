@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -11,7 +11,18 @@ from torch import nn
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import names_in
 from torchembed.core.types import Pooling
-from torchembed.tables import Initializer, InPlaceFunction, TableSpec, Uniform
+from torchembed.tables import (
+    Dynamic,
+    HashFactory,
+    IndexFactory,
+    Initializer,
+    InPlaceFunction,
+    RangeFactory,
+    TableSpec,
+    Uniform,
+    is_function_of_id,
+    num_slots,
+)
 
 
 class ConfigLike(Protocol):
@@ -36,10 +47,13 @@ class EmbeddingConfig:
 
     name: str
     num_embeddings: int
+    """Rows of the table, whose ids are their numbers; of a dynamic table its capacity."""
     embedding_dim: int
     feature_names: tuple[str, ...]
     dtype: torch.dtype = torch.float32
     initializer: Initializer = Uniform()
+    dynamic: Dynamic | None = None
+    """Makes each 64-bit integer an id; None for a table with a row for each number."""
 
     def __post_init__(self) -> None:
         names = names_in(f"feature_names of table {self.name}", self.feature_names)
@@ -70,10 +84,13 @@ class EmbeddingConfig:
             raise TypeError(
                 f"dtype of table {self.name} must be float32, float16 or bfloat16, got {self.dtype}"
             )
+        if self.dynamic is not None:
+            check_dynamic(f"table {self.name}", self.dynamic, self.initializer)
 
     def spec(self, seed: int) -> TableSpec:
         """The table, with ``seed`` for its initial rows."""
-        return TableSpec(
+        return table_spec(
+            self.dynamic,
             name=self.name,
             num_rows=self.num_embeddings,
             dim=self.embedding_dim,
@@ -93,6 +110,56 @@ class EmbeddingBagConfig(EmbeddingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "pooling", _pooling(self.name, self.pooling))
+
+
+def check_dynamic(name: str, dynamic: object, initializer: Initializer) -> None:
+    """Raise unless a table, ``name`` in errors, can be dynamic."""
+    if not isinstance(dynamic, Dynamic):
+        raise TypeError(f"dynamic of {name} must be a Dynamic or None, got {dynamic!r}")
+    if not is_function_of_id(initializer):
+        raise TypeError(
+            f"initializer of {name} must be Uniform, Normal or Constant, since a dynamic table "
+            f"makes rows when their ids come, got {type(initializer).__name__}"
+        )
+
+
+def check_not_dynamic(name: str, dynamic: Dynamic | None) -> None:
+    """Raise ``TypeError`` where a table, ``name`` in errors, that is to become one of torch's is
+    dynamic."""
+    if dynamic is not None:
+        raise TypeError(
+            f"{name} must not be dynamic to become a module of torch, whose ids are the numbers of "
+            "rows; look its ids up by lookup()"
+        )
+
+
+def table_spec(
+    dynamic: Dynamic | None,
+    *,
+    name: str,
+    num_rows: int,
+    dim: int,
+    dtype: torch.dtype,
+    initializer: Initializer,
+    seed: int,
+) -> TableSpec:
+    """A table of ``num_rows``; a dynamic one of that capacity, with the initial values of a table
+    that has as many rows."""
+    index: IndexFactory = RangeFactory()
+    if dynamic is not None:
+        if isinstance(initializer, Uniform):
+            low, high = initializer.bounds(num_rows)
+            initializer = Uniform(low=low, high=high)
+        num_rows, index = num_slots(num_rows), HashFactory(dynamic)
+    return TableSpec(
+        name=name,
+        num_rows=num_rows,
+        dim=dim,
+        dtype=dtype,
+        initializer=initializer,
+        seed=seed,
+        index=index,
+    )
 
 
 def _pooling(table: str, pooling: object) -> Pooling:
@@ -157,7 +224,7 @@ def as_config(config: ConfigLike, kind: type[EmbeddingConfig]) -> EmbeddingConfi
             raise ValueError(f"{field} of table {config.name} is not supported; leave it out")
     # TorchRec's default is the name of the table.
     names = config.feature_names or (config.name,)
-    pooling: dict[str, Pooling] = {}
+    pooling: dict[str, Any] = {}
     if kind is EmbeddingBagConfig:
         pooling["pooling"] = _pooling(config.name, getattr(config, "pooling", None))
     return kind(

@@ -10,11 +10,13 @@ from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.call_features import bags_as_feature, ids_as_feature, looked_up_ids
 from torchembed.modules.calls_ahead import CallArguments
+from torchembed.modules.configs import check_not_dynamic
 from torchembed.modules.counted_tensor import CountedTensor, elements_of
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
+from torchembed.tables import Dynamic
 
 
 class EmbeddingBag(SingleTable):
@@ -32,6 +34,8 @@ class EmbeddingBag(SingleTable):
     Args:
         on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside the table.
         seed: of the initial rows; drawn from torch's default generator where None.
+        dynamic: makes each 64-bit integer an id, and ``num_embeddings`` the capacity. The
+            ``padding_idx`` is then an id.
         others: as for ``torch.nn.EmbeddingBag``.
 
     Raises:
@@ -55,6 +59,7 @@ class EmbeddingBag(SingleTable):
         *,
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
+        dynamic: Dynamic | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
@@ -72,6 +77,7 @@ class EmbeddingBag(SingleTable):
             dtype=dtype,
             on_bad_id=on_bad_id,
             seed=seed,
+            dynamic=dynamic,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -89,7 +95,12 @@ class EmbeddingBag(SingleTable):
 
     def to_torch(self) -> nn.EmbeddingBag:
         """``torch.nn.EmbeddingBag`` with the same arguments, except ``on_bad_id``, and a copy of
-        the weight."""
+        the weight.
+
+        Raises:
+            TypeError: for a dynamic table.
+        """
+        check_not_dynamic("this module", self.dynamic)
         module = nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
@@ -242,7 +253,7 @@ class Embedding(SingleTable):
     but functions of (seed, row).
 
     Args:
-        on_bad_id, seed: as for :class:`EmbeddingBag`.
+        on_bad_id, seed, dynamic: as for :class:`EmbeddingBag`.
         others: as for ``torch.nn.Embedding``.
 
     Raises:
@@ -265,6 +276,7 @@ class Embedding(SingleTable):
         *,
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
+        dynamic: Dynamic | None = None,
     ) -> None:
         super().__init__(
             num_embeddings=num_embeddings,
@@ -278,6 +290,7 @@ class Embedding(SingleTable):
             dtype=dtype,
             on_bad_id=on_bad_id,
             seed=seed,
+            dynamic=dynamic,
         )
 
     @classmethod
@@ -291,7 +304,12 @@ class Embedding(SingleTable):
 
     def to_torch(self) -> nn.Embedding:
         """``torch.nn.Embedding`` with the same arguments, except ``on_bad_id``, and a copy of the
-        weight."""
+        weight.
+
+        Raises:
+            TypeError: for a dynamic table.
+        """
+        check_not_dynamic("this module", self.dynamic)
         module = nn.Embedding(
             self.num_embeddings,
             self.embedding_dim,
@@ -334,6 +352,8 @@ class Embedding(SingleTable):
         if is_padding is not None:
             # Rows of -1 give zeros. The padding row's own values may be others, but get no
             # gradient.
-            padding = self.weight.detach()[self.padding_idx]
+            if self._padding_row is None:
+                return vectors
+            padding = self.weight.detach()[self._padding_row]
             vectors = torch.where(is_padding.unsqueeze(1), padding, vectors)
         return vectors

@@ -1,8 +1,8 @@
 """The base of ``EmbeddingBag`` and ``Embedding``: one table, under the parameter ``weight``."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,16 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
+from torchembed.modules.configs import check_dynamic, table_spec
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
 from torchembed.modules.table_lookup import look_up, look_up_pooled
-from torchembed.modules.table_module import as_on_bad_id
+from torchembed.modules.table_module import as_on_bad_id, load_index, save_index
 from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
 from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import Normal, Table, TableGroup, TableSpec
+from torchembed.tables import Dynamic, Normal, Table, TableGroup
 
 M = TypeVar("M", nn.EmbeddingBag, nn.Embedding)
 
@@ -44,6 +45,7 @@ class SingleTable(ModuleOfOneTable):
         dtype: torch.dtype | None,
         on_bad_id: OnBadId | str,
         seed: int | None,
+        dynamic: Dynamic | None,
     ) -> None:
         """
         Args:
@@ -60,12 +62,22 @@ class SingleTable(ModuleOfOneTable):
                 raise ValueError(
                     f"{name}={value!r} is not supported; use torch.nn.{type(self).__name__} for it"
                 )
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+        self.dynamic = dynamic
+        if dynamic is not None:
+            check_dynamic("this module", dynamic, Normal())
+            if weight is not None:
+                raise ValueError(
+                    "_weight must be None for a dynamic table, whose rows have no ids of their "
+                    "own; let it make its rows"
+                )
+        elif padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(
                 f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx}"
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        if padding_idx is not None and dynamic is None:
+            padding_idx %= num_embeddings
+        self.padding_idx = padding_idx
         self.sparse = sparse
         if weight is not None:
             checks.check_dim("_weight", weight, 2)
@@ -79,7 +91,12 @@ class SingleTable(ModuleOfOneTable):
             raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-        spec = TableSpec(
+        if num_embeddings < 1 and dynamic is not None:
+            raise ValueError(
+                f"num_embeddings of a dynamic table must be positive, got {num_embeddings}"
+            )
+        spec = table_spec(
+            dynamic,
             name="weight",
             num_rows=num_embeddings,
             dim=embedding_dim,
@@ -106,6 +123,18 @@ class SingleTable(ModuleOfOneTable):
         if param is not None and name == "weight":
             self._table.parameter = param
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_index(self._table, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        load_index(self._table, state_dict, prefix, *arguments)
+
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((self._table, self),)
 
@@ -113,10 +142,15 @@ class SingleTable(ModuleOfOneTable):
         """``weight``: the parameter, or what was put in its place."""
         return self.weight
 
+    @property
+    def _padding_row(self) -> int | None:
+        """The row of ``padding_idx``; None where there is none, as in a dynamic table."""
+        return self.padding_idx if self.dynamic is None else None
+
     def _zero_padding(self) -> None:
         """Set the padding row to zeros, as torch does."""
-        if self.padding_idx is not None and not self.weight.is_meta:
-            self.weight.data[self.padding_idx].zero_()
+        if self._padding_row is not None and not self.weight.is_meta:
+            self.weight.data[self._padding_row].zero_()
 
     def reseed(self, seed: int) -> None:
         """Let initial rows from now on, and the rounding of rows, follow from ``seed``."""
@@ -148,14 +182,23 @@ class SingleTable(ModuleOfOneTable):
 
     def _rows(self, features: SparseFeatures, *, is_trained: bool) -> tuple[Tensor, Tensor | None]:
         """Rows of the table, -1 for the padding row, and a mask of ids that are the padding row."""
-        if torch.compiler.is_compiling():
-            rows = traced_rows(features, [self._table], features.keys, self._on_bad_id)
-        else:
-            rows = self._slots.rows(features, is_trained=is_trained)
+        if self.dynamic is not None and self.padding_idx is not None:
+            is_padding = features.values == self.padding_idx
+            return self._rows_of(features, ~is_padding, is_trained=is_trained), is_padding
+        rows = self._rows_of(features, None, is_trained=is_trained)
         if self.padding_idx is None:
             return rows, None
         is_padding = rows == self.padding_idx
         return rows.masked_fill(is_padding, -1), is_padding
+
+    def _rows_of(
+        self, features: SparseFeatures, is_valid: Tensor | None, *, is_trained: bool
+    ) -> Tensor:
+        """Rows of the table, -1 for ids that have none."""
+        if torch.compiler.is_compiling():
+            return traced_rows(features, [self._table], features.keys, self._on_bad_id)
+        is_trained = is_trained and torch.is_grad_enabled()
+        return self._slots.rows(features, is_trained=is_trained, is_valid=is_valid)
 
     @property
     def updated_group(self) -> TableGroup:
@@ -185,7 +228,7 @@ class SingleTable(ModuleOfOneTable):
         itself or together with others, all of which train."""
         group = self.updated_group
         trains = all(t.parameter.requires_grad and t.holds_parameter() for t in group.tables)
-        if group.rule is None or not trains:
+        if group.rule is None or not trains or self.dynamic is not None:
             return None
         return LookupKind(group, pooling, self._on_bad_id, is_jagged)
 

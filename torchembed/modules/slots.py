@@ -131,9 +131,7 @@ class Slots:
             entry, features = group_rows.entry, group_rows.features
             group, ids = entry.group, group_rows.ids
             if ids is not None:
-                rows = entry.index.admit(
-                    ids.features, features.values, admission or Admission(), ids.is_valid
-                )
+                rows = _admitted(entry, ids, features.values, admission or Admission())
                 features = dataclasses.replace(features, values=rows)
                 group_rows = group_rows._replace(features=features, ids=None)
             if finds_runs and group.rule is not None and entry.tables[0].parameter.requires_grad:
@@ -164,20 +162,35 @@ class Slots:
         )
         return maps.get(form, lambda: find(features.values))
 
-    def rows(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
+    def rows(
+        self, features: SparseFeatures, *, is_trained: bool, is_valid: Tensor | None = None
+    ) -> Tensor:
         """The rows ``[L]`` of ``features``, exactly one for each slot, all of one group.
 
         Args:
             is_trained: whether to admit them, too.
+            is_valid: as of :class:`Ids`.
 
         Raises:
             IndexError: as :meth:`route`.
         """
         (entry,) = self.by_group()
-        rows = self._routed(entry, Ids(features))
+        ids = Ids(features, is_valid)
+        rows = self._routed(entry, ids)
         if is_trained and entry.changes_on_admission:
-            rows = entry.index.admit(features, rows, Admission())
+            rows = _admitted(entry, ids, rows, Admission())
         return rows
+
+
+def _admitted(entry: GroupSlots, ids: Ids, rows: Tensor, admission: Admission) -> Tensor:
+    """The rows of ``ids`` in the tables of ``entry``, from the ``rows`` that they were routed to;
+    what is frozen stays as it is."""
+    if not entry.tables[0].parameter.requires_grad:
+        return rows
+    admitted = entry.index.admit(ids.features, rows, admission, ids.is_valid)
+    if admitted.new is not None:
+        entry.group.initialize_rows(admitted.new)
+    return admitted.rows
 
 
 def _selected_mask(

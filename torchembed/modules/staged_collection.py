@@ -261,8 +261,9 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             reusable = next((r for r in known if not r.was_returned), known[0])
             return self._vectors_of(reusable)
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
-        # As running statistics: what is only evaluated changes no table.
-        rows = self._admit(ids, None, finds_runs=False) if self.training else ids
+        # What is only evaluated changes no table.
+        is_trained = self.training and torch.is_grad_enabled()
+        rows = self._admit(ids, None, finds_runs=False) if is_trained else ids
         return self._look_up(rows, ahead=False)
 
     def _vectors_of(self, reusable: _Reusable[R, V]) -> V:

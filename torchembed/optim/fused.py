@@ -290,6 +290,7 @@ class FusedOptimizer(ReplayedOptimizer):
                 rounding=table_group.rounding_keys if rounds else None,
             )
         table_group.clear_pending()
+        table_group.index.release_forwards()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the recorded gradients; ``weight.grad`` of tables always becomes None.

@@ -6,8 +6,10 @@ from torchembed.tables.admission_filters import (
     CountMinSketch,
     Probability,
 )
+from torchembed.tables.dynamic import LFU, LRU, Dynamic, EpochLFU, Eviction
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
+from torchembed.tables.hash_index import HashFactory, HashIndex, num_slots
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import (
     Constant,
@@ -16,12 +18,14 @@ from torchembed.tables.initializers import (
     Normal,
     RowIds,
     Uniform,
+    is_function_of_id,
     shifted_row_key,
 )
 from torchembed.tables.joined_group import JoinedGroup, join_groups, joined_where_whole
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import (
     Admission,
+    AdmittedRows,
     IndexedTable,
     IndexFactory,
     RangeFactory,
@@ -43,13 +47,21 @@ from torchembed.tables.table_gradient import TableGradient, why_refused
 from torchembed.tables.table_set import TableSet
 
 __all__ = [
+    "LFU",
+    "LRU",
     "Admission",
     "AdmissionFilter",
+    "AdmittedRows",
     "Chance",
     "Constant",
     "CountMinSketch",
+    "Dynamic",
+    "EpochLFU",
+    "Eviction",
     "GradientReduction",
     "GroupWeight",
+    "HashFactory",
+    "HashIndex",
     "InPlaceFunction",
     "IndexFactory",
     "IndexedTable",
@@ -76,8 +88,10 @@ __all__ = [
     "WeightHolder",
     "group_weight",
     "initial_values",
+    "is_function_of_id",
     "join_groups",
     "joined_where_whole",
+    "num_slots",
     "read_rows",
     "row_chunks",
     "row_ranges",

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.stand_ins import address_of
-from torchembed.ops.rowwise_update import RowGradients, UpdateRule
+from torchembed.ops.initialize_rows import InitialValues, initialize_rows
+from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
+from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import RowIds
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
-from torchembed.tables.row_index import IndexedTable, RowIndex
+from torchembed.tables.row_index import IndexedTable, NewRows, RowIndex
 from torchembed.tables.table import GradientReduction, Table, mark_parameter
 from torchembed.tables.table_addresses import note_address
 
@@ -63,7 +65,17 @@ class TableGroup:
 
     def _set_index(self, index: RowIndex) -> None:
         self.index = index
-        self.rounding_keys = index.rounding_keys()
+        self._rounding_keys: RoundingKeys | None = None
+        if not index.changes_on_admission:
+            self._rounding_keys = index.rounding_keys()
+        self._initial_values: InitialValues | None = None
+
+    @property
+    def rounding_keys(self) -> RoundingKeys:
+        """Keys of the stochastic rounding of the group's rows."""
+        if self._rounding_keys is None:
+            self._rounding_keys = self.index.rounding_keys()
+        return self._rounding_keys
 
     def take_contents_of_index(self, groups: Iterable["TableGroup"]) -> None:
         """Take over from the index of each of ``groups``, which held the tables so far, the
@@ -72,11 +84,31 @@ class TableGroup:
             for number, table in enumerate(self.tables):
                 if table in group.tables:
                     self.index.take_table(number, group.index, group.tables.index(table))
-        self.rounding_keys = self.index.rounding_keys()
+        self._set_index(self.index)
 
     def row_ids(self, table: Table) -> RowIds:
         """For each row of ``table`` here the id that its initial values are a function of."""
         return self.index.row_ids(self.tables.index(table))
+
+    @torch.no_grad()
+    def initialize_rows(self, new: NewRows) -> None:
+        """Give rows that their index has given to ids their initial values, and their optimizer
+        state its own. Never waits for a GPU."""
+        if self._initial_values is None:
+            tables = [
+                InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
+                for t in self.tables
+            ]
+            self._initial_values = initial_values(tables, self.weight.device)
+        initialize_rows(
+            self.weight,
+            self.states,
+            new.rows,
+            new.ids,
+            new.tables,
+            self._initial_values,
+            initial_state=self.initial_state,
+        )
 
     @property
     def num_rows(self) -> int:

@@ -127,3 +127,9 @@ class InPlaceFunction:
         result = self.function(weight)
         if result is not None and result is not weight:
             weight.copy_(result)
+
+
+def is_function_of_id(initializer: Initializer) -> bool:
+    """True if the values of a row follow from its table and its id, so that a row may be made at
+    any time."""
+    return isinstance(initializer, Uniform | Normal | Constant)

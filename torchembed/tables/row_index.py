@@ -1,7 +1,7 @@
 """Row indices: from the ids of a group's tables to rows of the group's flat weight."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,6 +39,26 @@ class Admission(NamedTuple):
     one. None in a forward that was not prepared ahead."""
 
 
+class NewRows(NamedTuple):
+    """Rows that admission gave to ids, at most as many as the batch has ids."""
+
+    rows: Tensor
+    """int64 ``[L]``, of the group; -1 in entries that hold none."""
+    ids: Tensor
+    """int64 ``[L]``: the id of each row."""
+    tables: Tensor
+    """int32 ``[L]``: its table's number within the group."""
+
+
+class AdmittedRows(NamedTuple):
+    """The rows of a batch's ids, in their places from now on."""
+
+    rows: Tensor
+    """``[L]``, -1 for ids without one."""
+    new: NewRows | None = None
+    """Those of them whose values must be set before they are read; None for none."""
+
+
 class SlotIndex(Protocol):
     """The index of a group as a sequence of slots uses it: each looks one table up."""
 
@@ -70,8 +90,8 @@ class SlotIndex(Protocol):
         rows: Tensor,
         admission: Admission,
         is_valid: Tensor | None = None,
-    ) -> Tensor:
-        """The rows ``[L]`` of a batch's ids, in their places from now on.
+    ) -> AdmittedRows:
+        """The rows of a batch's ids, in their places from now on.
 
         May insert the ids of a batch that is trained, and evict others, but no row of a batch that
         was admitted and not released yet. Never waits for a GPU.
@@ -103,6 +123,11 @@ class RowIndex(Protocol):
         trained. Never waits for a GPU."""
         ...
 
+    def release_forwards(self) -> None:
+        """Let the rows go that forwards admitted which were not prepared ahead: an update has
+        trained them. Never waits for a GPU."""
+        ...
+
     def row_ids(self, table: int) -> RowIds:
         """For each row of a table of the group the id that its initial values and its rounding are
         functions of."""
@@ -120,6 +145,15 @@ class RowIndex(Protocol):
         """Take over which ids a table holds, and in which of its rows: ``table`` is its number
         here, ``source_table`` that in ``source``, the index of the same kind that held it so far.
         Its rows of the weight are copied in their order."""
+        ...
+
+    def contents(self, table: int) -> dict[str, Tensor]:
+        """Which ids a table holds and in which of its rows, and what is known of their use, by
+        name; views. Empty where ids are the numbers of rows."""
+        ...
+
+    def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        """Copy into a table what :meth:`contents` of one of as many rows gave."""
         ...
 
 
@@ -160,6 +194,9 @@ class RangeIndex:
     def release(self, epoch: Tensor) -> None:
         """Nothing is ever evicted."""
 
+    def release_forwards(self) -> None:
+        """Nothing is ever evicted."""
+
     def row_ids(self, table: int) -> range:
         held = self._tables[table]
         return range(held.first_row, held.first_row + held.num_rows)
@@ -183,6 +220,12 @@ class RangeIndex:
         return RangeIndex(self._tables, device)
 
     def take_table(self, table: int, source: RowIndex, source_table: int) -> None:
+        """A range of ids follows from its table."""
+
+    def contents(self, table: int) -> dict[str, Tensor]:
+        return {}
+
+    def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
         """A range of ids follows from its table."""
 
 
@@ -240,9 +283,9 @@ class RangeSlots:
         rows: Tensor,
         admission: Admission,
         is_valid: Tensor | None = None,
-    ) -> Tensor:
+    ) -> AdmittedRows:
         """``rows``: a range holds all of them already."""
-        return rows
+        return AdmittedRows(rows)
 
     def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         firsts, counts = self._first_and_num

@@ -1,7 +1,7 @@
 """Tables: the rows of one, or a part of them, and what belongs to them."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -136,6 +136,8 @@ class Table:
         updated in one pass."""
         self.holder: WeightHolder | None = None
         """The module whose ``weight`` is ``parameter``; None for a parameter of no module."""
+        self.kept_contents: dict[str, Tensor] | None = None
+        """Of a copy that has no group yet: :meth:`index_contents` of what it was copied from."""
 
     def holds_parameter(self) -> bool:
         """False where the module holds another tensor in place of the parameter, as
@@ -149,11 +151,26 @@ class Table:
             return self.parameter
         return self.holder.held_weight()
 
+    def index_contents(self) -> dict[str, Tensor]:
+        """Which ids the table holds and in which of its rows, and what is known of their use, by
+        name; views. Empty where ids are the numbers of rows."""
+        if not hasattr(self, "group"):  # of a copy, before its module has formed groups
+            return self.kept_contents or {}
+        return self.group.index.contents(self.group.tables.index(self))
+
+    def load_index_contents(self, contents: Mapping[str, Tensor]) -> None:
+        """Copy what :meth:`index_contents` of a table of as many rows gave."""
+        if not hasattr(self, "group"):
+            self.kept_contents = {name: tensor.clone() for name, tensor in contents.items()}
+            return
+        self.group.index.load_contents(self.group.tables.index(self), contents)
+
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
         left_out = ("parameter", "group", "owner")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**state, "update_key": None, "holder": None}
+        kept = {name: tensor.clone() for name, tensor in self.index_contents().items()}
+        return {**state, "update_key": None, "holder": None, "kept_contents": kept or None}
 
 
 class _TableMark(LeftBehind):

@@ -233,6 +233,10 @@ def _gathered_group(members: list[Table]) -> TableGroup:
             group.table_rows(group.weight, table).copy_(table.parameter.data)
     old_groups = [table.group for table in members if hasattr(table, "group")]
     group.take_contents_of_index(old_groups)
+    for number, table in enumerate(members):
+        if table.kept_contents is not None:
+            group.index.load_contents(number, table.kept_contents)
+            table.kept_contents = None
     rules = {old.rule for old in old_groups}
     rule = rules.pop() if len(rules) == 1 else None
     if rule is not None:

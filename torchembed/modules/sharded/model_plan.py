@@ -14,6 +14,7 @@ from torchembed.modules.embedding import Embedding, EmbeddingBag
 from torchembed.modules.sharded.dense_use import dense_use
 from torchembed.modules.sharded.earlier_optimizers import check_no_optimizer_has
 from torchembed.modules.single_table import SingleTable
+from torchembed.modules.table_module import TableModule
 from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, make_plan, place_table
 from torchembed.sharding.planning.plan_report import PlanReport
@@ -33,7 +34,11 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
     """The tables of all unsharded collections in ``model`` and of its modules of one table, by
     parameter name less ``.weight``, and how they are used: the input of a
     :class:`~torchembed.sharding.Planner`. The name of such a module is also that of its feature.
+
+    Raises:
+        ValueError: for a dynamic table.
     """
+    _check_static(model)
     uses = {
         name: TableUse(
             spec=single_spec(module),
@@ -54,6 +59,18 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
                     output_dtype=description.output_dtype,
                 )
     return uses
+
+
+def _check_static(model: nn.Module) -> None:
+    """Raise ``ValueError`` where ``model`` has a dynamic table."""
+    for path, module in model.named_modules():
+        tables = module.table_set.tables if isinstance(module, TableModule) else []
+        names = [table.spec.name for table in tables if table.spec.num_ids is None]
+        if names:
+            raise ValueError(
+                f"tables to be sharded must not be dynamic, got {', '.join(names)} of module "
+                f"{path!r}; train dynamic tables on one rank"
+            )
 
 
 def single_tables(model: nn.Module) -> dict[str, SingleTable]:

@@ -1,0 +1,183 @@
+"""Dynamic tables in train steps: those of pipelines insert and evict as a loop by hand does."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchembed
+from tests.support.lanes import picked_kernel
+from tests.support.tape import taped_captures
+from tests.support.tiny_model import step_by_hand
+from tests.support.tiny_training import assert_same_state, results_of, state_of
+from torchembed import LFU, LRU, Dynamic, EmbeddingBag, EpochLFU, SparseFeatures
+from torchembed.data import Batch
+from torchembed.ops.hash_table import Counter
+from torchembed.optim import split_parameters
+from torchembed.tables import HashIndex
+from torchembed.training import TrainPipeline
+
+CPU = torch.device("cpu")
+KEYS = ("a", "b", "c")
+NUM_IDS = 60
+SPREAD = 0x9E3779B97F4A7C15
+LOSS = F.binary_cross_entropy_with_logits
+
+
+class Ranker(nn.Module):
+    """A logit from pooled vectors of two dynamic tables and a static one, or from one module of a
+    dynamic table."""
+
+    def __init__(self, dynamic: Dynamic, capacity: int, *, is_single: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = torchembed.EmbeddingBagConfig
+        self.tables = torchembed.EmbeddingBagCollection(
+            [
+                config(
+                    name="a",
+                    num_embeddings=capacity,
+                    embedding_dim=4,
+                    feature_names=("a", "c"),
+                    dynamic=dynamic,
+                ),
+                config(name="b", num_embeddings=NUM_IDS, embedding_dim=4, feature_names=("b",)),
+            ]
+        )
+        self.single = None
+        if is_single:
+            self.single = EmbeddingBag(capacity, 4, mode="sum", seed=1, dynamic=dynamic)
+        self.dense = nn.Sequential(nn.Linear(14, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        vectors = self.tables(sparse).values()
+        if self.single is not None:
+            size = sparse.batch_size
+            vectors = vectors + self.single(sparse.values[:size, None]).repeat(1, 3)
+        return self.dense(torch.cat([dense, vectors], dim=1))
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    tables, dense = split_parameters(model.parameters())
+    return [torchembed.optim.Adam(tables, lr=0.05), torch.optim.Adam(dense, lr=0.05)]
+
+
+def batch(seed: int, *, is_jagged: bool = False, bad: bool = False) -> Batch:
+    """Ids of ``a`` and ``c`` are spread over all 64-bit numbers; a few come often, and which they
+    are changes slowly."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([2, 1, 3]).repeat_interleave(8)
+    if is_jagged:
+        lengths = torch.randint(4, (24,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    skewed = torch.rand(int(offsets[-1]), generator=generator) ** 2 * 20
+    ids = (skewed.long() + 3 * seed) % NUM_IDS
+    is_of_b = torch.arange(24).repeat_interleave(lengths) // 8 == 1
+    if bad:
+        ids[is_of_b.nonzero()[0]] = NUM_IDS
+    values = torch.where(is_of_b, ids, ids * torchembed.core.random_bits.signed64(SPREAD))
+    shape: dict[str, Any] = {"offsets": offsets} if is_jagged else {"hotness": (2, 1, 3)}
+    sparse = SparseFeatures(keys=KEYS, values=values, batch_size=8, **shape)
+    dense = torch.randint(-2, 3, (8, 2), generator=generator).float()
+    return Batch(dense, sparse, (dense[:, 0] > 0).float())
+
+
+def index_of(model: Ranker) -> HashIndex:
+    index = model.tables.table_set.tables[0].group.index
+    assert isinstance(index, HashIndex)
+    return index
+
+
+def by_hand(model: Ranker, batches: Sequence[Batch]) -> list[float]:
+    optimizers = optimizers_of(model)
+    return [step_by_hand(model, LOSS, optimizers, batch).item() for batch in batches]
+
+
+POLICIES = [Dynamic(), Dynamic(eviction=LFU()), Dynamic(eviction=EpochLFU(steps_per_epoch=3))]
+BATCHES = {
+    "fixed": [batch(seed) for seed in range(14)],
+    "jagged": [batch(seed, is_jagged=True) for seed in range(14)],
+    "mixed": [batch(seed, is_jagged=seed in (5, 6, 11)) for seed in range(18)],
+}
+
+
+@pytest.mark.parametrize("is_taped", [False, True], ids=["called", "taped"])
+@pytest.mark.parametrize("capacity", [24, 200])
+@pytest.mark.parametrize("form", BATCHES)
+@pytest.mark.parametrize("dynamic", POLICIES, ids=lambda dynamic: type(dynamic.eviction).__name__)
+def test_captured_steps_equal_the_loop_by_hand(
+    dynamic: Dynamic, form: str, capacity: int, is_taped: bool
+) -> None:
+    """While ids find free rows, and where they evict others at nearly each step."""
+    if is_taped and picked_kernel("insert_keys", "cpu") != "native":
+        pytest.skip("a tape refuses the reference of insert_keys, which is the host's own work")
+    batches = BATCHES[form]
+    expected = Ranker(dynamic, capacity)
+    losses = by_hand(expected, batches)
+    model = Ranker(dynamic, capacity)
+    with taped_captures() if is_taped else contextlib.nullcontext():
+        pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+        assert results_of(pipeline, batches) == losses
+    assert_same_state(model, state_of(expected))
+    counters = index_of(model).hash_tables.counters[0]
+    assert bool(counters[Counter.EVICTED_FULL]) == (capacity == 24)
+    captured = [str(kind.form) for kind in pipeline.kinds]
+    assert ("graph" in captured) == (form != "jagged")
+
+
+def test_eager_steps_equal_the_loop_by_hand() -> None:
+    batches = BATCHES["mixed"]
+    expected, model = Ranker(Dynamic(), 24), Ranker(Dynamic(), 24)
+    losses = by_hand(expected, batches)
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU)
+    assert results_of(pipeline, batches) == losses
+    assert_same_state(model, state_of(expected))
+
+
+def test_a_module_of_one_dynamic_table_trains_in_captured_steps() -> None:
+    batches = BATCHES["fixed"]
+    expected, model = (Ranker(Dynamic(), 24, is_single=True) for _ in range(2))
+    losses = by_hand(expected, batches)
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+    assert results_of(pipeline, batches) == losses
+    assert_same_state(model, state_of(expected))
+
+
+@pytest.mark.parametrize("eviction", [LRU(), LFU()], ids=["lru", "lfu"])
+def test_a_step_that_a_bad_batch_skips_inserts_and_counts_nothing(eviction: Any) -> None:
+    batches = [batch(seed, bad=seed == 8) for seed in range(12)]
+    dynamic = Dynamic(eviction=eviction)
+    expected, model = Ranker(dynamic, 24), Ranker(dynamic, 24)
+    losses = by_hand(expected, [b for n, b in enumerate(batches) if n != 8])
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+    iterator, found, errors = iter(batches), [], 0
+    while True:
+        try:
+            found.append(pipeline.progress(iterator).loss.item())
+        except IndexError:
+            errors += 1
+        except StopIteration:
+            break
+    assert errors == 1
+    assert found == losses
+    assert_same_state(model, state_of(expected))
+
+
+def test_pipelines_and_loops_take_turns() -> None:
+    """Each counts its own batches; the tables go on counting."""
+    batches = BATCHES["fixed"]
+    expected, model = Ranker(Dynamic(), 24), Ranker(Dynamic(), 24)
+    losses = by_hand(expected, batches)
+    optimizers = optimizers_of(model)
+    found = []
+    for first in (0, 6):
+        pipeline = TrainPipeline(model, LOSS, optimizers, device=CPU, capture=True)
+        found += results_of(pipeline, batches[first : first + 5])
+        found.append(step_by_hand(model, LOSS, optimizers, batches[first + 5]).item())
+    found += [step_by_hand(model, LOSS, optimizers, batch).item() for batch in batches[12:]]
+    assert found == losses
+    assert_same_state(model, state_of(expected))

@@ -1,0 +1,68 @@
+"""Policies of dynamic tables: what a table keeps in bounded memory where ids come and go."""
+
+import dataclasses
+
+
+def _check_positive(name: str, value: object) -> None:
+    """Raise unless ``value`` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LRU:
+    """Evicts the row that no training batch has used for longest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LFU:
+    """Evicts the row whose id has occurred least often in training batches since it was inserted.
+
+    Occurrences in one batch count one by one. Among rows of equal counts the one that was unused
+    for longest goes.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochLFU:
+    """Evicts rows of older epochs first, and in an epoch those whose ids have occurred least often.
+
+    Training batches are divided into epochs of ``steps_per_epoch``. A row belongs to the epoch of
+    its last use, and counts the occurrences of its id since it was inserted, up to 2**32 - 1.
+    """
+
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        _check_positive("steps_per_epoch", self.steps_per_epoch)
+
+
+Eviction = LRU | LFU | EpochLFU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """Makes a table dynamic: each 64-bit integer is an id, and ids get rows as training meets them.
+
+    ``num_embeddings`` of the table is its capacity. A row's initial values are a function of the
+    seed, the table and the id. Where a new id finds no free row, ``eviction`` chooses the one whose
+    id goes; rows of the batch before, and of those that are not trained yet, never do. An id that
+    gets no row, and in evaluation one that has none, is looked up as zeros and gets no gradient.
+    Evaluation (a module in evaluation mode, ``torch.no_grad()``, or a frozen weight) inserts
+    nothing and counts no use.
+
+    Args:
+        eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU` or
+            :class:`EpochLFU`.
+    """
+
+    eviction: Eviction = LRU()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.eviction, Eviction):
+            raise TypeError(
+                "eviction must be LRU(), LFU() or EpochLFU(steps_per_epoch=...), got "
+                f"{self.eviction!r}"
+            )
