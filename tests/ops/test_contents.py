@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import raw_calls, raw_hash_calls
 from tests.support.native_library import CARRIES_MESSAGES
-from tests.support.raw_calls import FITTING
 from tests.support.source_tree import ROOT, run_python_or_fail
 from torchembed import _native
 
@@ -124,7 +124,9 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"boundaries": torch.tensor([[0, 4, 1]])},
         ),
     ],
+    **raw_hash_calls.CONTENTS,
 }
+FITTING = raw_calls.FITTING | raw_hash_calls.FITTING
 
 
 def said_by(operation: Callable[..., Any], name: str) -> Iterator[str]:

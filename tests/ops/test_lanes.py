@@ -19,6 +19,9 @@ OPS_WITH_A_NATIVE_KERNEL = (
     "pooled_lookup_weights_backward",
     "sequence_lookup_forward",
     "rowwise_update",
+    "find_slots",
+    "touch_slots",
+    "insert_keys",
 )
 OPS_WITHOUT_A_TRITON_KERNEL = ("find_slots", "touch_slots", "insert_keys")
 

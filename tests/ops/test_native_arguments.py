@@ -9,10 +9,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tests.support import lanes
+from tests.support import lanes, raw_calls, raw_hash_calls
 from tests.support.native_library import native, raises_runtime_error
-from tests.support.raw_calls import FITTING, IDS, OFFSETS, SPREAD, WEIGHT
+from tests.support.raw_calls import IDS, OFFSETS, SPREAD, WEIGHT
 from torchembed import _native
+from torchembed.ops.hash_table import TableShape, geometry_of
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(lanes.is_interpreted(), reason="Triton's interpreter has the CPU here"),
 ]
 
+FITTING = raw_calls.FITTING | raw_hash_calls.FITTING
 NO_IDS = IDS[:0]
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -117,6 +119,22 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         r"grad must have 3 rows \(one for each id\), got 2",
         {"grad": WEIGHT[:2]},
     ),
+    "a table beyond its group": (
+        "find_slots",
+        r"table 0 must lie in the group's 8 slots, got geometry 0, 3, 1, 3; make it by geometry_of",
+        {"geometry": geometry_of([TableShape(3, 1, 3)])},
+    ),
+    "tables whose slots overflow": (
+        "insert_keys",
+        r"table 1 must lie in the group's 8 slots",
+        {"geometry": geometry_of([TableShape(1, 2, 4), TableShape(2**31, 2**31, 4)])},
+    ),
+    "too few scores": (
+        "touch_slots",
+        r"scores must hold 8 elements, got 3",
+        {"scores": IDS, "policy": 1},
+    ),
+    "too few counters": ("insert_keys", r"counters must hold 11 elements", {"counters": IDS}),
 }
 
 
@@ -202,5 +220,38 @@ def test_any_bags_are_taken_or_refused(
         changes = {key: value for key, value in given.items() if key in fitting}
         if name == "find_runs":
             changes["num_rows"] = num_rows
+        with contextlib.suppress(RuntimeError):
+            getattr(native, name)(**(fitting | changes))
+
+
+@hypothesis.given(
+    keys=st.lists(ANY_NUMBER, max_size=12),
+    tables=st.integers(-3, 3),
+    slots=ANY_NUMBER,
+    geometry=st.lists(ANY_NUMBER, min_size=8, max_size=8),
+    policy=ANY_NUMBER,
+    epoch=ANY_NUMBER,
+)
+def test_any_hash_tables_are_taken_or_refused(
+    keys: list[int], tables: int, slots: int, geometry: list[int], policy: int, epoch: int
+) -> None:
+    ids = torch.tensor(keys, dtype=torch.int64)
+    number = torch.tensor([epoch])
+    given = {
+        "keys": ids,
+        "tables": torch.full(ids.shape, tables, dtype=torch.int32),
+        "slots": torch.full_like(ids, slots),
+        "geometry": torch.tensor(geometry).reshape(2, 4),
+        "policy": policy,
+        "epoch": number,
+        "epoch_number": number,
+        "released": number,
+        "scores": None if policy == 0 else torch.full((8,), epoch),
+        "scores_in": ids if policy == 3 else None,
+        "counters": torch.zeros(2, 11, dtype=torch.int64),
+    }
+    for name in raw_hash_calls.FITTING:
+        fitting = FITTING[name]
+        changes = {key: value for key, value in given.items() if key in fitting}
         with contextlib.suppress(RuntimeError):
             getattr(native, name)(**(fitting | changes))

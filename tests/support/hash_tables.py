@@ -26,9 +26,14 @@ def int64(*numbers: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def copy_of(tables: HashTables) -> HashTables:
-    scores = None if tables.scores is None else tables.scores.clone()
-    others = {name: getattr(tables, name).clone() for name in tables._fields if name != "scores"}
+def copy_of(tables: HashTables, device: torch.device | str | None = None) -> HashTables:
+    """A copy, on ``device`` where one is given."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, copy=True)
+
+    scores = None if tables.scores is None else copied(tables.scores)
+    others = {name: copied(getattr(tables, name)) for name in tables._fields if name != "scores"}
     return HashTables(scores=scores, **others)
 
 

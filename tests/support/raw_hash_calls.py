@@ -126,3 +126,32 @@ ERRORS: dict[str, list[Case]] = {
         ),
     ],
 }
+
+ABROAD = geometry_of([TableShape(1, 2, 5)])
+"""A table that does not fit its group's slots."""
+CONTENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "find_slots": [
+        ("tables must lie in [-1, 1), got 1 at position 0", {"tables": torch.ones(3, dtype=INT)}),
+        ("the slots of tables must lie in [0, 9), got 10 at position 0", {"geometry": ABROAD}),
+        (
+            "slots a bucket must lie in [0, 129), got 200 at position 0",
+            {
+                "geometry": geometry_of([TableShape(1, 1, 200)]),
+                "digests": torch.zeros(200, dtype=torch.uint8),
+                "slot_keys": torch.zeros(200, dtype=LONG),
+            },
+        ),
+    ],
+    "touch_slots": [
+        ("slots must lie in [-1, 8), got 8 at position 1", {"slots": torch.tensor([0, 8, 1])}),
+        (
+            "tables must lie in [-1, 1), got -2 at position 0",
+            {"tables": torch.full((3,), -2).int()},
+        ),
+    ],
+    "insert_keys": [
+        ("slots must lie in [-1, 8), got -3 at position 2", {"slots": torch.tensor([0, 7, -3])}),
+        ("the slots of tables must lie in [0, 9), got 10 at position 0", {"geometry": ABROAD}),
+        ("released must be less than epoch, 2, since this batch is not", {"released": TWO}),
+    ],
+}

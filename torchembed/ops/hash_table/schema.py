@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from torchembed import _native
 from torchembed.core.dispatch import define_op
 from torchembed.ops.hash_table.checks import (
     check_find_slots,
@@ -30,6 +31,8 @@ find_slots_op = define_op(
     " -> Tensor",
     reference=find_slots_reference,
     fake=_fake_find,
+    native=_native.native_op("find_slots"),
+    native_missing=_native.missing_reason(),
     check=check_find_slots,
     check_contents=check_find_slots_contents,
 )
@@ -56,6 +59,8 @@ touch_slots_op = define_op(
     " Tensor(c!) counters) -> ()",
     reference=touch_slots_reference,
     fake=_fake_touch,
+    native=_native.native_op("touch_slots"),
+    native_missing=_native.missing_reason(),
     check=check_touch_slots,
     check_contents=check_touch_slots_contents,
 )
@@ -100,6 +105,8 @@ insert_keys_op = define_op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=insert_keys_reference,
     fake=_fake_insert,
+    native=_native.native_op("insert_keys"),
+    native_missing=_native.missing_reason(),
     check=check_insert_keys,
     check_contents=check_insert_keys_contents,
 )
