@@ -3,16 +3,11 @@
 import atexit
 import datetime
 import re
-import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from torchembed.checkpoints.folder_contents import (
-    MARKER_FILE,
-    UNFINISHED_MARKER_FILE,
-    CheckpointName,
-    FolderContents,
-)
+from torchembed.checkpoints.atomic_folder import AtomicFolder
+from torchembed.checkpoints.folder_contents import MARKER_FILE, CheckpointName, FolderContents
 from torchembed.checkpoints.marker import Marker
 from torchembed.checkpoints.rank_files import (
     CheckpointReader,
@@ -166,11 +161,10 @@ class CheckpointFolder:
             pending.result()
 
     def _write(self, step: int, state: dict[str, object], group: CpuGroup, what: str) -> None:
-        # Rank 0 makes the folder and writes a token there, which every other rank must see: a path
-        # on a local disk of each node would else give a checkpoint that lacks most of its files.
         checkpoint, token = decide_on_first_rank(lambda: self._begin(step), what, group)
         path = self._storage.path(str(checkpoint))
-        raise_on_all_ranks(lambda: self._check_token(path, token), what, group)
+        folder = self._atomic(path)
+        raise_on_all_ranks(lambda: folder.check_token(token), what, group)
         # The marker must list the files of this checkpoint alone.
         self._storage.written.clear()
         write_state(state, CheckpointWriter(self._storage, path), group, what)
@@ -188,24 +182,11 @@ class CheckpointFolder:
         """Make the folder of a new checkpoint, with a token that the other ranks must see there."""
         self._take()
         checkpoint = self._contents.begin(step)
-        token = secrets.token_hex(8)
         path = self._storage.path(str(checkpoint))
-        self._storage.mkdir(path)
-        self._storage.write(f"{path}/{UNFINISHED_MARKER_FILE}", token.encode())
-        return checkpoint, token
+        return checkpoint, self._atomic(path).begin()
 
-    def _has_token(self, path: str, token: str) -> bool:
-        try:
-            return self._storage.read(f"{path}/{UNFINISHED_MARKER_FILE}") == token.encode()
-        except FileNotFoundError:
-            return False
-
-    def _check_token(self, path: str, token: str) -> None:
-        if not self._has_token(path, token):
-            raise ValueError(
-                f"path must be one folder that all ranks see, and rank {ranks.rank()} does not see "
-                f"in {self} what rank 0 wrote there"
-            )
+    def _atomic(self, path: str) -> AtomicFolder:
+        return AtomicFolder(self._storage, path, MARKER_FILE)
 
     def _complete(self, step: int, path: str, token: str, files: dict[str, FileDigest]) -> None:
         """Put the marker in place, unless another process has interfered since :meth:`_begin`."""
@@ -213,14 +194,13 @@ class CheckpointFolder:
         # would be of the same step, and the files of both mixed.
         assert self._claim is not None
         self._claim.check()
-        if not self._has_token(path, token):
+        folder = self._atomic(path)
+        if not folder.has_token(token):
             raise RuntimeError(
                 f"one run at a time may save in {self}, and another one has removed or replaced "
                 f"{path} while it was written; end one of them, or give it another folder"
             )
-        unfinished = f"{path}/{UNFINISHED_MARKER_FILE}"
-        self._storage.write(unfinished, Marker(step, ranks.world_size(), files).to_bytes())
-        self._storage.rename(unfinished, f"{path}/{MARKER_FILE}")
+        folder.complete(Marker(step, ranks.world_size(), files).to_bytes())
 
     def load(self, run: TrainingRun, step: int | None = None) -> int | None:
         """Read the newest complete checkpoint, or the one of ``step``, into ``run`` in place.

@@ -7,7 +7,6 @@ from torchembed.checkpoints.storage import Storage
 
 MARKER_FILE = "complete.json"
 """Last file of a checkpoint; without it there is no checkpoint."""
-UNFINISHED_MARKER_FILE = f"{MARKER_FILE}.partial"
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 

@@ -1,13 +1,9 @@
 """The last file of a checkpoint, ``complete.json``: its presence makes the checkpoint count."""
 
-import json
-import re
-import zlib
 from typing import NamedTuple
 
+from torchembed.checkpoints.checked_json import from_checked_json, to_checked_json
 from torchembed.checkpoints.storage import FileDigest
-
-_WITH_CHECKSUM = re.compile(rb'(?P<fields>.*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}', re.DOTALL)
 
 
 class Marker(NamedTuple):
@@ -25,8 +21,7 @@ class Marker(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        fields = json.dumps(self._asdict()).encode()[:-1]
-        return fields + f', "crc32": "{zlib.crc32(fields):08x}"}}'.encode()
+        return to_checked_json(self._asdict())
 
     @classmethod
     def parse(cls, content: bytes) -> "Marker":
@@ -36,12 +31,7 @@ class Marker(NamedTuple):
             ValueError: where the content was changed or cut off since it was written.
         """
         try:
-            found = _WITH_CHECKSUM.fullmatch(content)
-            if found is not None:
-                if int(found["crc32"], 16) != zlib.crc32(found["fields"]):
-                    raise ValueError(f"checksum must be {zlib.crc32(found['fields']):08x}")
-                content = found["fields"] + b"}"
-            fields = json.loads(content)
+            fields = from_checked_json(content, is_required=False)
             # Damage to the name of the checksum's field must not pass for a marker of an earlier
             # release, which had none.
             if set(fields) != set(cls._fields):

@@ -92,6 +92,15 @@ class Storage(FileSystemBase):
         self._fs.invalidate_cache()
         return self._fs.cat_file(path)
 
+    def num_bytes(self, path: str) -> int:
+        """Size of a file.
+
+        Raises:
+            FileNotFoundError: where there is none.
+        """
+        self._fs.invalidate_cache()
+        return self._fs.size(path)
+
     def write(self, path: str, data: bytes) -> None:
         with self.create_stream(path, "wb") as stream:
             stream.write(data)

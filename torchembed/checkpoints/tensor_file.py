@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,40 +89,63 @@ def open_safetensors(path: str | Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in _open_file(file).items()}
 
 
+class TensorPlace(NamedTuple):
+    """Where a file holds a tensor: row-major, from byte ``offset`` on."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_header(file: IO[bytes], num_bytes: int, path: str | Path) -> dict[str, TensorPlace]:
+    """The tensors of a file by name, as the header says, which is read from its first byte on.
+
+    Args:
+        num_bytes: size of the file.
+        path: names the file in errors.
+
+    Raises:
+        ValueError: where the file is cut off or of another format.
+    """
+    num_header_bytes = int.from_bytes(file.read(8), "little")
+    # At most the file itself: a damaged length may be any number of 64 bits.
+    text = file.read(min(num_header_bytes, num_bytes))
+    first = 8 + num_header_bytes
+    end, places = first, {}
+    try:
+        header = json.loads(text)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            start, stop = entry["data_offsets"]
+            if start < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(name)
+            places[name] = TensorPlace(dtype, shape, first + start)
+            end = max(end, first + stop)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path} must be a safetensors file of dtypes {list(DTYPES)}, and its header is not"
+        ) from None
+    if end != num_bytes:
+        raise ValueError(
+            f"{path} must have {end} bytes as its header says, got {num_bytes}; it is cut off or "
+            "corrupt"
+        )
+    return places
+
+
 def _open_file(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
-        num_header_bytes = int.from_bytes(file.read(8), "little")
-        num_bytes = path.stat().st_size
-        # At most the file itself: a damaged length may be any number of 64 bits.
-        text = file.read(min(num_header_bytes, num_bytes))
-        try:
-            header = json.loads(text)
-            entries = {k: entry for k, entry in header.items() if k != "__metadata__"}
-            ends = [entry["data_offsets"][1] for entry in entries.values()]
-            dtypes = {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
-            for name, entry in entries.items():
-                start, end = entry["data_offsets"]
-                if start < 0 or end - start != math.prod(entry["shape"]) * dtypes[name].itemsize:
-                    raise ValueError(name)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{path} must be a safetensors file of dtypes {list(DTYPES)}, and its header is not"
-            ) from None
-        first = 8 + num_header_bytes
-        if first + max(ends, default=0) != num_bytes:
-            raise ValueError(
-                f"{path} must have {first + max(ends, default=0)} bytes as its header says, got "
-                f"{num_bytes}; it is cut off or corrupt"
-            )
+        places = read_header(file, path.stat().st_size, path)
         # A private mapping: torch wants memory that it can write to, and the file must not change.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {}
-    for name, entry in entries.items():
-        dtype, shape = dtypes[name], entry["shape"]
-        if math.prod(shape) == 0:
-            tensors[name] = torch.empty(shape, dtype=dtype)
+    for name, place in places.items():
+        count = math.prod(place.shape)
+        if count == 0:
+            tensors[name] = torch.empty(place.shape, dtype=place.dtype)
             continue
-        offset = first + entry["data_offsets"][0]
-        flat = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset)
-        tensors[name] = flat.reshape(shape)
+        flat = torch.frombuffer(mapped, dtype=place.dtype, count=count, offset=place.offset)
+        tensors[name] = flat.reshape(place.shape)
     return tensors

@@ -12,7 +12,8 @@ from torchembed.tables.table import Table
 class RowChunk(NamedTuple):
     """Some rows of a table: what checkpoints, export and resharding read and write.
 
-    A key is the number of a row in the whole table, wherever its rows are.
+    A key is the number of a row in the whole table, wherever its rows are; in a dynamic table, and
+    in files of such, it is an id: any number of 64 bits.
     """
 
     keys: Tensor
@@ -21,6 +22,10 @@ class RowChunk(NamedTuple):
     """``[n, D]``, of the columns that the table holds here."""
     states: Mapping[str, Tensor]
     """Optimizer state by the name that the rule gives it, float32 ``[n, D]`` or ``[n]``."""
+    scores: Tensor | None = None
+    """int64 ``[n]``: by which a dynamic table that is full keeps rows, the greatest longest."""
+    touched: Tensor | None = None
+    """int64 ``[n]``: the step that used the row last, as whoever wrote the rows counted steps."""
 
 
 def row_ranges(num_rows: int, row_bytes: int, max_bytes: int) -> Iterator[range]:

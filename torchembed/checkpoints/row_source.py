@@ -1,0 +1,152 @@
+"""Rows by key, out of columns of files: safetensors files of ours, and raw files of others."""
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchembed.checkpoints.distinct_keys import check_distinct
+from torchembed.checkpoints.storage import Storage
+from torchembed.ops.hash_table import int64_keys
+from torchembed.tables import RowChunk, row_ranges
+
+CHUNK_BYTES = 1 << 26
+"""Size of the chunks in which rows are read, where the caller asks for no other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """Rows of one table by key, each key once. Iterating reads them anew, in chunks.
+
+    Chunks are on the CPU, and own their memory. At least one comes, which may have no rows.
+    """
+
+    num_rows: int
+    embedding_dim: int
+    chunks: Callable[[], Iterator[RowChunk]]
+    """Begins anew with each call."""
+
+    def __iter__(self) -> Iterator[RowChunk]:
+        return self.chunks()
+
+
+class Column(NamedTuple):
+    """What a file holds of consecutive rows: row-major, little-endian, from byte ``offset`` on."""
+
+    path: str
+    num_rows: int
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    """Of a row; ``()`` is a number."""
+    offset: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Columns = Mapping[str, Column]
+"""Columns by name that hold the same rows, each its part of them; ``keys`` are among them."""
+
+
+def raw_column(
+    storage: Storage, path: str, dtype: torch.dtype, shape: tuple[int, ...] = (), offset: int = 0
+) -> Column:
+    """The column that a whole file is, but for the first ``offset`` bytes.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        ValueError: where its size is not that of a number of rows.
+    """
+    num_bytes = storage.num_bytes(path) - offset
+    column = Column(path, 0, dtype, shape, offset)
+    num_rows, rest = divmod(num_bytes, column.row_bytes)
+    if num_bytes < 0 or rest:
+        raise ValueError(
+            f"file {path} must have {offset} bytes and a multiple of {column.row_bytes} ({dtype}, "
+            f"{math.prod(shape)} a row), got {offset + num_bytes}; it is cut off, or of another "
+            "dtype or width"
+        )
+    return column._replace(num_rows=num_rows)
+
+
+def source_of_columns(
+    storage: Storage,
+    parts: Sequence[Columns],
+    chunk_of: Callable[[Mapping[str, Tensor]], RowChunk],
+    *,
+    what: str,
+    chunk_bytes: int,
+) -> RowSource:
+    """Check that the columns of each part are of equal lengths, and that keys are distinct.
+
+    Args:
+        parts: at least one; each has the columns ``keys`` and ``rows``.
+        chunk_of: a chunk of tensors by column; ``keys`` are int64 (those of 32 bits keep their
+            values, unsigned ones of 64 their bits).
+        what: names all parts together, for errors.
+        chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
+
+    Raises:
+        ValueError: where lengths differ, or a key stands there more than once.
+    """
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
+    for columns in parts:
+        keys = columns["keys"]
+        for name, column in columns.items():
+            if column.num_rows != keys.num_rows:
+                raise ValueError(
+                    f"file {column.path} must have {name} of {keys.num_rows} rows, as many as "
+                    f"there are keys in {keys.path}, got {column.num_rows}"
+                )
+    num_rows = sum(columns["keys"].num_rows for columns in parts)
+
+    def keys_alone() -> Iterator[tuple[str, Tensor]]:
+        for columns in parts:
+            only = {"keys": columns["keys"]}
+            for tensors in _tensors(storage, only, chunk_bytes):
+                yield only["keys"].path, tensors["keys"]
+
+    check_distinct(keys_alone, num_rows, what)
+
+    def chunks() -> Iterator[RowChunk]:
+        for columns in parts:
+            for tensors in _tensors(storage, columns, chunk_bytes):
+                yield chunk_of(tensors)
+
+    (embedding_dim,) = parts[0]["rows"].shape
+    return RowSource(num_rows=num_rows, embedding_dim=embedding_dim, chunks=chunks)
+
+
+def _tensors(storage: Storage, columns: Columns, chunk_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The columns of one part, some rows at a time; where it has no rows, once without."""
+    row_bytes = sum(column.row_bytes for column in columns.values())
+    with ExitStack() as stack:
+        streams = {
+            name: stack.enter_context(storage.create_stream(column.path, "rb"))
+            for name, column in columns.items()
+        }
+        num_rows = columns["keys"].num_rows
+        for rows in row_ranges(num_rows, row_bytes, chunk_bytes) if num_rows else [range(0)]:
+            tensors = {name: _read(streams[name], columns[name], rows) for name in columns}
+            yield tensors | {"keys": int64_keys(tensors["keys"])}
+
+
+def _read(stream: IO[bytes] | io.IOBase, column: Column, rows: range) -> Tensor:
+    if not rows:
+        return torch.empty(0, *column.shape, dtype=column.dtype)
+    stream.seek(column.offset + rows.start * column.row_bytes)
+    data = bytearray(len(rows) * column.row_bytes)
+    num_read, view = 0, memoryview(data)
+    while num_read < len(data):
+        num_more = stream.readinto(view[num_read:])  # type: ignore[union-attr]
+        if not num_more:
+            raise ValueError(f"file {column.path} was cut off while its rows were read")
+        num_read += num_more
+    return torch.frombuffer(data, dtype=column.dtype).reshape(len(rows), *column.shape)
