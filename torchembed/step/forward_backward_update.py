@@ -158,6 +158,7 @@ class ForwardBackwardUpdate:
         dense_updates: when the captured optimizers of dense parameters update.
         id_checks: makes a context that collects the checks of forward's lookups, or in which they
             raise.
+        notes_sizes: keep :attr:`forward_sizes`, which a capture of forward needs.
     """
 
     def __init__(
@@ -167,9 +168,11 @@ class ForwardBackwardUpdate:
         streams: StepStreams,
         dense_updates: DenseUpdates,
         id_checks: IdChecks = deferred_id_checks,
+        *,
+        notes_sizes: bool = True,
     ) -> None:
         self._program, self._optimizers = program, optimizers
-        self._id_checks = id_checks
+        self._id_checks, self._notes_sizes = id_checks, notes_sizes
         self._streams, self._dense_updates = streams, dense_updates
         self.has_begun_update = False
         """True if a step has begun to change rows and parameters."""
@@ -200,8 +203,9 @@ class ForwardBackwardUpdate:
             with reusing(batch.calls, batch.lookups, batch.data) if batch.calls else _NOTHING:
                 # Further steps take the batch's containers as they are now.
                 data = for_model(batch.data)
-                with recorded_sizes() as self.forward_sizes:
+                with recorded_sizes() if self._notes_sizes else _NOTHING as sizes:
                     loss, output = program.compute_loss(program.model, data)
+                self.forward_sizes = sizes or []
         # Of lookups that were not prepared ahead, the ids were checked in forward.
         flag = either(batch.flag, reduce_checks(checks, program.group))
         # On a stream that nothing waits for soon: the copy to the host need not delay backward.
@@ -285,6 +289,8 @@ class ForwardBackwardUpdate:
             What must be held until the streams have joined, or its memory would be used again.
         """
         optimizers = self._optimizers.of_tables
+        if not optimizers:
+            return []
         recorded = [entry for optimizer in optimizers for entry in optimizer.recorded()]
         if recorded or not early:
             stream = self._streams.rows

@@ -155,13 +155,9 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     if skip is None:
         optimizer.step()
     elif isinstance(optimizer, JointOptimizer):
-        with contextlib.ExitStack() as stack:
-            for part in optimizer.optimizers:
-                stack.enter_context(skipping(part, skip))
-            optimizer.step()
+        _step_skipping(optimizer, optimizer.optimizers, skip)
     elif hasattr(optimizer, "before_replay"):
-        with skipping(optimizer, skip):
-            optimizer.step()
+        _step_skipping(optimizer, [optimizer], skip)
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
         # The way in which a gradient scaler makes a fused optimizer skip its step on the device.
         of_scaler: Any = optimizer
@@ -170,6 +166,19 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
         del of_scaler.found_inf, of_scaler.grad_scale
     else:
         _step_and_put_back(optimizer, skip)
+
+
+def _step_skipping(optimizer: torch.optim.Optimizer, parts: Sequence[Any], skip: Tensor) -> None:
+    """``optimizer.step()``, in which its ``parts``, torchembed's optimizers, change nothing where
+    ``skip`` is not zero."""
+    # No context for each: every step does this.
+    for part in parts:
+        part.skip = skip
+    try:
+        optimizer.step()
+    finally:
+        for part in parts:
+            part.skip = None
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Steps that the device may not have finished, and what the host raises once it has."""
 
 import collections
-import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -46,7 +45,7 @@ class StepsInFlight:
         if trained.done is None and self._is_cuda:
             done = torch.cuda.Event()
             done.record()
-            trained = dataclasses.replace(trained, done=done)
+            trained = trained.held_until(done, trained.source, trained.place)
         self._steps.append(trained)
 
     def wait_until(self, count: int) -> None:

@@ -215,10 +215,12 @@ def _has_samples(batch: Tree, shapes: list[_Shape]) -> bool:
 def num_samples(batch: Tree) -> int:
     """The number of samples of the batch's first sparse features, else the length of its first
     tensor; 1 where it has neither."""
-    parts = leaves_in(batch, is_part)
+    parts = batch if is_unchangeable(batch) else leaves_in(batch, is_part)
     for part in parts:
-        if not isinstance(part, Tensor):
-            return shape_of(part).batch_size
+        if isinstance(part, SparseFeatures):
+            return part.batch_size
+        if part is not None and not isinstance(part, Tensor):
+            return part.stride()
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
 
 

@@ -35,7 +35,7 @@ class EagerEngine:
         at_once = ChecksAtOnce("That step changed nothing")
         id_checks = (lambda: at_once) if checks_at_once and is_alone else deferred_id_checks
         self._train = ForwardBackwardUpdate(
-            program, self._optimizers, StepStreams(), updates, id_checks
+            program, self._optimizers, StepStreams(), updates, id_checks, notes_sizes=False
         )
         self._lookups = EagerLookups(program.model, program.group, id_checks)
 
