@@ -318,6 +318,7 @@ def test_opcheck(policy: Policy, device: torch.device) -> None:
     batch = (keys, numbers, slots, None, *use, released, scores, None)
     state = (held.digests, held.keys, *state, held.geometry, held.counters)
     torch.library.opcheck(ops.insert_keys.default, (*batch, *state))
+    torch.library.opcheck(ops.erase_keys.default, (keys, numbers, released, *state))
 
 
 def test_compiles_whole_and_once_for_every_size(device: torch.device) -> None:

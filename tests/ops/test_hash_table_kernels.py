@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support import lanes
-from tests.support.hash_tables import EXTREME_KEYS, assert_counters_add_up, copy_of, int64
+from tests.support.hash_tables import (
+    EXTREME_KEYS,
+    assert_counters_add_up,
+    assert_equal_tables,
+    copy_of,
+    int64,
+)
 from tests.support.repeats import assert_repeats
 from tests.support.sizes import Sizes
 from tests.support.tolerance import assert_same_bits
@@ -24,6 +30,7 @@ from torchembed.ops.hash_table import (
     table_shape,
 )
 from torchembed.ops.hash_table.reference import (
+    erase_keys_reference,
     find_slots_reference,
     insert_keys_reference,
     touch_slots_reference,
@@ -31,12 +38,18 @@ from torchembed.ops.hash_table.reference import (
 
 Operation = Callable[..., Any]
 OPS = torch.ops.torchembed
-KERNELS: tuple[Operation, Operation, Operation] = (
+KERNELS: tuple[Operation, Operation, Operation, Operation] = (
     OPS.find_slots,
     OPS.touch_slots,
     OPS.insert_keys,
+    OPS.erase_keys,
 )
-REFERENCES = (find_slots_reference, touch_slots_reference, insert_keys_reference)
+REFERENCES = (
+    find_slots_reference,
+    touch_slots_reference,
+    insert_keys_reference,
+    erase_keys_reference,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +62,19 @@ class Batch:
     epoch: int
     released: int
     epoch_number: int
+    erased: Tensor
+    """Keys that are erased from the tables of the batch's first keys."""
 
 
 def admit(
-    operations: tuple[Operation, Operation, Operation],
+    operations: tuple[Operation, Operation, Operation, Operation],
     held: HashTables,
     policy: Policy,
     batch: Batch,
 ) -> list[Tensor]:
-    """Find, touch and insert a batch: the slots found, and what insertion gives."""
-    find, touch, insert = operations
+    """Find, touch and insert a batch, then erase some of its keys: the slots found, what insertion
+    gives, and the slots erased."""
+    find, touch, insert, erase = operations
     device = held.digests.device
     keys, tables = batch.keys.to(device), batch.tables.to(device)
     epoch = int64(batch.epoch, device=device)
@@ -72,13 +88,9 @@ def admit(
     released = int64(batch.released, device=device)
     scoring = (int(policy), epoch, number, released, scores, trained)
     state = (held.digests, held.keys, *uses, held.geometry, held.counters)
-    return [slots, *insert(keys, tables, slots, wanted, *scoring, *state)]
-
-
-def assert_equal_tables(tables: HashTables, expected: HashTables) -> None:
-    for tensor, other in zip(tables, expected, strict=True):
-        if tensor is not None and other is not None:
-            assert_same_bits(tensor, other)
+    inserted = insert(keys, tables, slots, wanted, *scoring, *state)
+    erased = erase(batch.erased.to(device), tables[: batch.erased.numel()], released, *state)
+    return [slots, *inserted, erased]
 
 
 def assert_lane_equals_reference(
@@ -135,6 +147,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[TableShape], list[Batch]]:
                 epoch,
                 released,
                 epoch_number,
+                torch.tensor(keys[::-1][: draw(st.integers(0, 6))], dtype=torch.int64),
             )
         )
     return shapes, batches
@@ -166,6 +179,7 @@ def random_batches(num_batches: int, num_ids: int, num_keys: int, seed: int) -> 
             epoch,
             max(epoch - 2, 0),
             epoch // 7,
+            keys[::9].flip(0),
         )
 
 

@@ -22,8 +22,9 @@ OPS_WITH_A_NATIVE_KERNEL = (
     "find_slots",
     "touch_slots",
     "insert_keys",
+    "erase_keys",
 )
-OPS_WITHOUT_A_TRITON_KERNEL = ("find_slots", "touch_slots", "insert_keys")
+OPS_WITHOUT_A_TRITON_KERNEL = ("find_slots", "touch_slots", "insert_keys", "erase_keys")
 
 
 def test_the_lane_runs_its_kernels(device: torch.device) -> None:

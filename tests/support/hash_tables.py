@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests.support.tolerance import assert_same_bits
 from torchembed.ops.hash_table import (
     Counter,
     HashTables,
@@ -51,6 +52,12 @@ def count(tables: HashTables, counter: Counter, table: int = 0) -> int:
     return int(tables.counters[table, counter])
 
 
+def assert_equal_tables(tables: HashTables, expected: HashTables) -> None:
+    for tensor, other in zip(tables, expected, strict=True):
+        if tensor is not None and other is not None:
+            assert_same_bits(tensor, other)
+
+
 def assert_counters_add_up(tables: HashTables) -> None:
     for table in range(tables.geometry.shape[0]):
         counters = tables.counters[table]
@@ -71,6 +78,15 @@ class Tables:
 
     def __post_init__(self) -> None:
         self.tables = empty_hash_tables(self.shapes, self.policy, self.device)
+
+    @classmethod
+    def of(
+        cls, tables: HashTables, shapes: Sequence[TableShape], policy: Policy, *, epoch: int = 0
+    ) -> "Tables":
+        """Tables that hold what ``tables`` do, in the same memory."""
+        made = cls(shapes, policy, tables.digests.device, epoch)
+        made.tables = tables
+        return made
 
     def _ids(self, numbers: Sequence[int] | Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
         if isinstance(numbers, Tensor):

@@ -43,6 +43,7 @@ FITTING: dict[str, dict[str, Any]] = {
         **HELD,
         **USES,
     },
+    "erase_keys": {**BATCH, "released": ONE, **HELD, **USES},
 }
 
 Case = tuple[type[Exception], str, dict[str, Any]]
@@ -125,6 +126,12 @@ ERRORS: dict[str, list[Case]] = {
             {"counters": torch.zeros(2, len(Counter), dtype=LONG)},
         ),
     ],
+    "erase_keys": [
+        *OF_BATCHES,
+        (ValueError, r"^released must hold 1 elements", {"released": KEYS}),
+        (ValueError, r"^scores must hold 8 elements", {"scores": KEYS}),
+        (ValueError, r"^counters must have 11 columns", {"counters": KEYS[None]}),
+    ],
 }
 
 ABROAD = geometry_of([TableShape(1, 2, 5)])
@@ -153,5 +160,9 @@ CONTENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("slots must lie in [-1, 8), got -3 at position 2", {"slots": torch.tensor([0, 7, -3])}),
         ("the slots of tables must lie in [0, 9), got 10 at position 0", {"geometry": ABROAD}),
         ("released must be less than epoch, 2, since this batch is not", {"released": TWO}),
+    ],
+    "erase_keys": [
+        ("tables must lie in [-1, 1), got 1 at position 0", {"tables": torch.ones(3, dtype=INT)}),
+        ("the slots of tables must lie in [0, 9), got 10 at position 0", {"geometry": ABROAD}),
     ],
 }

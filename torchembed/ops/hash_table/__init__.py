@@ -2,11 +2,14 @@
 
 from torchembed.ops.hash_table.function import (
     InsertedKeys,
+    assign_scores,
+    erase_keys,
     find_slots,
     insert_keys,
     int64_keys,
     touch_slots,
 )
+from torchembed.ops.hash_table.growth import GrownTables, grow
 from torchembed.ops.hash_table.hashing import KeyPlaces, hash_keys, locate_keys
 from torchembed.ops.hash_table.layout import (
     BLOCK_SLOTS,
@@ -19,23 +22,43 @@ from torchembed.ops.hash_table.layout import (
     geometry_of,
     table_shape,
 )
+from torchembed.ops.hash_table.sweeps import (
+    ErasedKeys,
+    ExportedKeys,
+    SlotRange,
+    coldest,
+    erase_if,
+    export_keys,
+    slot_ranges,
+)
 
 __all__ = [
     "BLOCK_SLOTS",
     "BUCKET_SLOTS",
     "Counter",
+    "ErasedKeys",
+    "ExportedKeys",
+    "GrownTables",
     "HashTables",
     "InsertedKeys",
     "KeyPlaces",
     "Policy",
+    "SlotRange",
     "TableShape",
+    "assign_scores",
+    "coldest",
     "empty_hash_tables",
+    "erase_if",
+    "erase_keys",
+    "export_keys",
     "find_slots",
     "geometry_of",
+    "grow",
     "hash_keys",
     "insert_keys",
     "int64_keys",
     "locate_keys",
+    "slot_ranges",
     "table_shape",
     "touch_slots",
 ]

@@ -60,6 +60,16 @@ def _check_of_tables(
     checks.check_same_device(like_name, like, **{name: tensor})
 
 
+def _check_tables(like_name: str, like: Tensor, geometry: Tensor, counters: Tensor) -> None:
+    _check_of_tables("geometry", geometry, 4, like_name, like)
+    _check_of_tables("counters", counters, len(Counter), like_name, like)
+    if counters.shape[0] != geometry.shape[0]:
+        raise ValueError(
+            f"counters must have {geometry.shape[0]} rows, one for each table of geometry, "
+            f"got {counters.shape[0]}"
+        )
+
+
 def _check_flags(
     like_name: str, like: Tensor, is_trained: Tensor | None, **epochs: Tensor | None
 ) -> None:
@@ -151,13 +161,26 @@ def check_insert_keys(
     num_slots = digests.numel()
     state = {"digests": digests, "slot_keys": slot_keys, "touched": touched, "scores": scores}
     _check_state("keys", keys, num_slots, **state)
-    _check_of_tables("geometry", geometry, 4, "keys", keys)
-    _check_of_tables("counters", counters, len(Counter), "keys", keys)
-    if counters.shape[0] != geometry.shape[0]:
-        raise ValueError(
-            f"counters must have {geometry.shape[0]} rows, one for each table of geometry, "
-            f"got {counters.shape[0]}"
-        )
+    _check_tables("keys", keys, geometry, counters)
+
+
+def check_erase_keys(
+    keys: Tensor,
+    tables: Tensor,
+    released: Tensor,
+    digests: Tensor,
+    slot_keys: Tensor,
+    touched: Tensor,
+    scores: Tensor | None,
+    geometry: Tensor,
+    counters: Tensor,
+) -> None:
+    _check_batch("keys", keys, tables)
+    _check_flags("keys", keys, None, released=released)
+    num_slots = digests.numel()
+    state = {"digests": digests, "slot_keys": slot_keys, "touched": touched, "scores": scores}
+    _check_state("keys", keys, num_slots, **state)
+    _check_tables("keys", keys, geometry, counters)
 
 
 def _check_tables_contents(tables: Tensor, num_tables: int) -> None:
@@ -226,3 +249,17 @@ def check_insert_keys_contents(
             f"released must be less than epoch, {int(epoch)}, since this batch is not trained yet, "
             f"got {int(released)}"
         )
+
+
+def check_erase_keys_contents(
+    keys: Tensor,
+    tables: Tensor,
+    released: Tensor,
+    digests: Tensor,
+    slot_keys: Tensor,
+    touched: Tensor,
+    scores: Tensor | None,
+    geometry: Tensor,
+    counters: Tensor,
+) -> None:
+    check_find_slots_contents(keys, tables, digests, slot_keys, geometry)

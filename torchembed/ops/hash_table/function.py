@@ -1,4 +1,4 @@
-"""The public functions that find, touch and insert keys of hash tables."""
+"""The public functions that find, touch, insert and erase keys of hash tables."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,12 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.ops.hash_table.layout import HashTables, Policy
-from torchembed.ops.hash_table.schema import find_slots_op, insert_keys_op, touch_slots_op
+from torchembed.ops.hash_table.schema import (
+    erase_keys_op,
+    find_slots_op,
+    insert_keys_op,
+    touch_slots_op,
+)
 
 _KEY_DTYPES = (torch.int64, torch.int32, torch.uint32, torch.uint64)
 
@@ -178,3 +183,63 @@ def insert_keys(
             hash_tables.counters,
         )
     )
+
+
+def erase_keys(
+    hash_tables: HashTables, keys: Tensor, tables: Tensor, *, released: Tensor
+) -> Tensor:
+    """Erase keys; their slots are free afterwards. Returns the slot that each key had, int64
+    ``[L]``: -1 where its table does not hold it, or where its row is in use.
+
+    Keys whose rows were touched in an epoch after ``released`` stay, and are counted as IN_USE.
+    Deterministic; never synchronizes.
+
+    Args:
+        hash_tables: changed.
+        keys, tables: as :func:`find_slots` takes them. A key may occur several times.
+        released: int64 ``[1]``: all batches up to this epoch were trained.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    return erase_keys_op(
+        int64_keys(keys).contiguous(),
+        tables.contiguous(),
+        released,
+        hash_tables.digests,
+        hash_tables.keys,
+        hash_tables.touched,
+        hash_tables.scores,
+        hash_tables.geometry,
+        hash_tables.counters,
+    )
+
+
+def assign_scores(hash_tables: HashTables, keys: Tensor, tables: Tensor, scores: Tensor) -> Tensor:
+    """Replace the scores of keys, and return their slots, int64 ``[L]``; -1 where a table does not
+    hold a key. Of several scores of a key the greatest holds. Never synchronizes.
+
+    Args:
+        hash_tables: changed, and not under LRU, which has no scores.
+        keys, tables: as :func:`find_slots` takes them.
+        scores: int64 ``[L]``.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit, or tables without
+            scores.
+    """
+    if hash_tables.scores is None:
+        raise ValueError("hash_tables must have scores, got LRU's, whose score is the last use")
+    checks.check_dtype("scores", scores, (torch.int64,), "call .long()")
+    checks.check_numel("scores", scores, keys.numel(), "as keys has")
+    slots = find_slots(hash_tables, keys, tables)
+    if hash_tables.scores.numel() == 0:
+        return slots
+    place, is_held = slots.clamp_min(0), slots >= 0
+    ends = torch.iinfo(torch.int64)
+    # Positions without a slot change slot 0 by an operation that leaves it as it is.
+    erasing = torch.where(is_held, ends.min, ends.max)
+    hash_tables.scores.scatter_reduce_(0, place, erasing, "amin")
+    given = torch.where(is_held, scores, ends.min)
+    hash_tables.scores.scatter_reduce_(0, place, given, "amax")
+    return slots

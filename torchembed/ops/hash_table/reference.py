@@ -1,4 +1,4 @@
-"""The specification of finding, touching and inserting keys, to be read."""
+"""The specification of the operations on hash tables, to be read."""
 
 from typing import NamedTuple
 
@@ -30,6 +30,14 @@ def find_slots_reference(
     return torch.where(found, candidates, -1).amax((1, 2))
 
 
+def _count(
+    counters: Tensor, counter: Counter, tables: Tensor, counted: Tensor, sign: int = 1
+) -> None:
+    """Add, or subtract, the positions of each table that are ``counted``."""
+    for table in range(counters.shape[0]):
+        counters[table, counter] += sign * (counted & (tables == table)).sum()
+
+
 def touch_slots_reference(
     slots: Tensor,
     tables: Tensor,
@@ -46,9 +54,8 @@ def touch_slots_reference(
     if is_trained is not None:
         is_id = is_id & is_trained
     is_hit = is_id & (slots >= 0)
-    for counter, counted in ((Counter.HITS, is_hit), (Counter.MISSES, is_id & ~is_hit)):
-        for table in range(counters.shape[0]):
-            counters[table, counter] += (counted & (tables == table)).sum()
+    _count(counters, Counter.HITS, tables, is_hit)
+    _count(counters, Counter.MISSES, tables, is_id & ~is_hit)
     if touched.numel() == 0:
         return
     # Positions that touch nothing change slot 0 by an operation that leaves it as it is.
@@ -213,3 +220,35 @@ def insert_keys_reference(
         evicted_scores,
         evicted_touched,
     )
+
+
+def erase_keys_reference(
+    keys: Tensor,
+    tables: Tensor,
+    released: Tensor,
+    digests: Tensor,
+    slot_keys: Tensor,
+    touched: Tensor,
+    scores: Tensor | None,
+    geometry: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    slots = find_slots_reference(keys, tables, digests, slot_keys, geometry)
+    num_ids, num_slots = keys.numel(), digests.numel()
+    if num_slots == 0:
+        return slots
+    place = slots.clamp_min(0)
+    positions = torch.arange(num_ids, device=keys.device)
+    # The first position of each slot's key stands for all of them.
+    held = torch.where(slots >= 0, positions, num_ids)
+    first = held.new_full((num_slots,), num_ids).scatter_reduce_(0, place, held, "amin")
+    is_first = (slots >= 0) & (first[place] == positions)
+    in_use = touched[place] > released
+    _count(counters, Counter.IN_USE, tables, is_first & in_use)
+    _count(counters, Counter.ERASED, tables, is_first & ~in_use)
+    _count(counters, Counter.SIZE, tables, is_first & ~in_use, sign=-1)
+    is_erased = (first < num_ids) & (touched <= released)
+    for state in (digests, slot_keys, touched, scores):
+        if state is not None:
+            state.masked_fill_(is_erased, 0)
+    return torch.where(in_use, -1, slots)

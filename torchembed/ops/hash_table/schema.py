@@ -6,6 +6,8 @@ from torch import Tensor
 from torchembed import _native
 from torchembed.core.dispatch import define_op
 from torchembed.ops.hash_table.checks import (
+    check_erase_keys,
+    check_erase_keys_contents,
     check_find_slots,
     check_find_slots_contents,
     check_insert_keys,
@@ -14,6 +16,7 @@ from torchembed.ops.hash_table.checks import (
     check_touch_slots_contents,
 )
 from torchembed.ops.hash_table.reference import (
+    erase_keys_reference,
     find_slots_reference,
     insert_keys_reference,
     touch_slots_reference,
@@ -109,4 +112,31 @@ insert_keys_op = define_op(
     native_missing=_native.missing_reason(),
     check=check_insert_keys,
     check_contents=check_insert_keys_contents,
+)
+
+
+def _fake_erase(
+    keys: Tensor,
+    tables: Tensor,
+    released: Tensor,
+    digests: Tensor,
+    slot_keys: Tensor,
+    touched: Tensor,
+    scores: Tensor | None,
+    geometry: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    return torch.empty_like(keys)
+
+
+erase_keys_op = define_op(
+    "erase_keys(Tensor keys, Tensor tables, Tensor released, Tensor(a!) digests,"
+    " Tensor(b!) slot_keys, Tensor(c!) touched, Tensor(d!)? scores, Tensor geometry,"
+    " Tensor(e!) counters) -> Tensor",
+    reference=erase_keys_reference,
+    fake=_fake_erase,
+    native=_native.native_op("erase_keys"),
+    native_missing=_native.missing_reason(),
+    check=check_erase_keys,
+    check_contents=check_erase_keys_contents,
 )
