@@ -1,6 +1,22 @@
 """Checkpoints in a folder or object store; tables, and rows by key, as safetensors."""
 
+from torchembed.checkpoints.dynamicemb_rows import (
+    KeyCounts,
+    open_dynamicemb_counts,
+    open_dynamicemb_rows,
+)
+from torchembed.checkpoints.hugectr_rows import open_hugectr_rows
 from torchembed.checkpoints.row_folder import export_rows, open_rows
 from torchembed.checkpoints.row_source import RowSource
+from torchembed.checkpoints.sok_rows import open_sok_rows
 
-__all__ = ["RowSource", "export_rows", "open_rows"]
+__all__ = [
+    "KeyCounts",
+    "RowSource",
+    "export_rows",
+    "open_dynamicemb_counts",
+    "open_dynamicemb_rows",
+    "open_hugectr_rows",
+    "open_rows",
+    "open_sok_rows",
+]

@@ -74,7 +74,7 @@ def columns_of(storage: Storage, path: str, forms: Mapping[str, ColumnForm]) -> 
                 f"file {path} must hold {name} as {dtype} {list(shape)}, got {place.dtype} "
                 f"{list(place.shape)}"
             )
-        columns[name] = Column(path, num_rows, dtype, form.shape, place.offset)
+        columns[name] = Column(storage, path, num_rows, dtype, form.shape, place.offset)
     return columns
 
 

@@ -158,9 +158,8 @@ def open_rows(path: str | Path, *, chunk_bytes: int = CHUNK_BYTES) -> RowSource:
     index = _read_index(storage)
     in_threads(lambda name: _check_file(storage, name, index), list(index.files))
     parts = [columns_of(storage, storage.path(name), index.columns) for name in index.files]
-    return source_of_columns(
-        storage, parts, chunk_of, what=f"folder {storage.url}", chunk_bytes=chunk_bytes
-    )
+    what = f"folder {storage.url}"
+    return source_of_columns(parts, chunk_of, what=what, chunk_bytes=chunk_bytes)
 
 
 def _read_index(storage: Storage) -> FolderIndex:

@@ -38,6 +38,7 @@ class RowSource:
 class Column(NamedTuple):
     """What a file holds of consecutive rows: row-major, little-endian, from byte ``offset`` on."""
 
+    storage: Storage
     path: str
     num_rows: int
     dtype: torch.dtype
@@ -64,33 +65,27 @@ def raw_column(
         ValueError: where its size is not that of a number of rows.
     """
     num_bytes = storage.num_bytes(path) - offset
-    column = Column(path, 0, dtype, shape, offset)
+    column = Column(storage, path, 0, dtype, shape, offset)
     num_rows, rest = divmod(num_bytes, column.row_bytes)
     if num_bytes < 0 or rest:
+        behind = f" behind the first {offset}" if offset else ""
         raise ValueError(
-            f"file {path} must have {offset} bytes and a multiple of {column.row_bytes} ({dtype}, "
-            f"{math.prod(shape)} a row), got {offset + num_bytes}; it is cut off, or of another "
-            "dtype or width"
+            f"file {path} must have a multiple of {column.row_bytes} bytes{behind}, as rows of "
+            f"{math.prod(shape)} {dtype} have, got {num_bytes}; it is cut off, or of another dtype "
+            "or width"
         )
     return column._replace(num_rows=num_rows)
 
 
-def source_of_columns(
-    storage: Storage,
-    parts: Sequence[Columns],
-    chunk_of: Callable[[Mapping[str, Tensor]], RowChunk],
-    *,
-    what: str,
-    chunk_bytes: int,
-) -> RowSource:
+def check_columns(parts: Sequence[Columns], what: str, chunk_bytes: int) -> int:
     """Check that the columns of each part are of equal lengths, and that keys are distinct.
 
     Args:
-        parts: at least one; each has the columns ``keys`` and ``rows``.
-        chunk_of: a chunk of tensors by column; ``keys`` are int64 (those of 32 bits keep their
-            values, unsigned ones of 64 their bits).
         what: names all parts together, for errors.
-        chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
+        chunk_bytes: of the keys that are read at a time.
+
+    Returns:
+        The number of rows of all parts.
 
     Raises:
         ValueError: where lengths differ, or a key stands there more than once.
@@ -102,40 +97,63 @@ def source_of_columns(
         for name, column in columns.items():
             if column.num_rows != keys.num_rows:
                 raise ValueError(
-                    f"file {column.path} must have {name} of {keys.num_rows} rows, as many as "
-                    f"there are keys in {keys.path}, got {column.num_rows}"
+                    f"file {column.path} must hold {name} for {keys.num_rows} keys, as many as "
+                    f"{keys.path} has, got {column.num_rows}"
                 )
-    num_rows = sum(columns["keys"].num_rows for columns in parts)
 
     def keys_alone() -> Iterator[tuple[str, Tensor]]:
         for columns in parts:
             only = {"keys": columns["keys"]}
-            for tensors in _tensors(storage, only, chunk_bytes):
+            for tensors in read_columns([only], chunk_bytes):
                 yield only["keys"].path, tensors["keys"]
 
+    num_rows = sum(columns["keys"].num_rows for columns in parts)
     check_distinct(keys_alone, num_rows, what)
-
-    def chunks() -> Iterator[RowChunk]:
-        for columns in parts:
-            for tensors in _tensors(storage, columns, chunk_bytes):
-                yield chunk_of(tensors)
-
-    (embedding_dim,) = parts[0]["rows"].shape
-    return RowSource(num_rows=num_rows, embedding_dim=embedding_dim, chunks=chunks)
+    return num_rows
 
 
-def _tensors(storage: Storage, columns: Columns, chunk_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The columns of one part, some rows at a time; where it has no rows, once without."""
-    row_bytes = sum(column.row_bytes for column in columns.values())
-    with ExitStack() as stack:
-        streams = {
-            name: stack.enter_context(storage.create_stream(column.path, "rb"))
-            for name, column in columns.items()
-        }
+def read_columns(parts: Sequence[Columns], chunk_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The columns of all parts, some rows at a time; a part without rows gives one chunk without.
+
+    ``keys`` are int64: those of 32 bits keep their values, unsigned ones of 64 their bits.
+
+    Args:
+        chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
+    """
+    for columns in parts:
+        row_bytes = sum(column.row_bytes for column in columns.values())
         num_rows = columns["keys"].num_rows
-        for rows in row_ranges(num_rows, row_bytes, chunk_bytes) if num_rows else [range(0)]:
-            tensors = {name: _read(streams[name], columns[name], rows) for name in columns}
-            yield tensors | {"keys": int64_keys(tensors["keys"])}
+        with ExitStack() as stack:
+            streams = {
+                name: stack.enter_context(column.storage.create_stream(column.path, "rb"))
+                for name, column in columns.items()
+            }
+            for rows in row_ranges(num_rows, row_bytes, chunk_bytes) if num_rows else [range(0)]:
+                tensors = {name: _read(streams[name], columns[name], rows) for name in columns}
+                yield tensors | {"keys": int64_keys(tensors["keys"])}
+
+
+def source_of_columns(
+    parts: Sequence[Columns],
+    chunk_of: Callable[[Mapping[str, Tensor]], RowChunk],
+    *,
+    what: str,
+    chunk_bytes: int,
+) -> RowSource:
+    """Rows in columns, checked by :func:`check_columns`.
+
+    Args:
+        parts: at least one; each has the columns ``keys`` and ``rows``.
+        chunk_of: a chunk of tensors by column, as :func:`read_columns` gives them.
+        what, chunk_bytes: as for the two.
+    """
+    num_rows = check_columns(parts, what, chunk_bytes)
+    (embedding_dim,) = parts[0]["rows"].shape
+    return RowSource(
+        num_rows=num_rows,
+        embedding_dim=embedding_dim,
+        chunks=lambda: map(chunk_of, read_columns(parts, chunk_bytes)),
+    )
 
 
 def _read(stream: IO[bytes] | io.IOBase, column: Column, rows: range) -> Tensor:
