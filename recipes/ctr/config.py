@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from recipes.dynamic import Eviction, check_capacity
 from recipes.precision import Precision
 from torchembed.sharding import Placement
 
@@ -21,7 +22,16 @@ class CtrConfig:
     embedding_std: float = 0.05
     """Standard deviation of the tables' normal initial values."""
     embedding_l2: float = 0.0
-    """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables."""
+    """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables; of dynamic tables on the rows
+    that a step looks up."""
+    dynamic: bool = False
+    """Look up the data's own ids in dynamic tables, on one rank."""
+    capacity: float | None = None
+    """Rows of each table, for each of the field's distinct ids: with 0.3 as many as 30 % of them.
+    The data's own ids are taken modulo the rows, but for dynamic tables, which evict. Without it
+    each id has a row."""
+    eviction: Eviction = Eviction.LRU
+    """Whose row goes where a dynamic table is full."""
     num_cross_layers: int = 2
     layer_sizes: tuple[int, ...] = (256, 256)
     """Widths of the MLP, parallel to the cross network."""
@@ -49,3 +59,4 @@ class CtrConfig:
         for name in ("batch_size", "patience", "max_epochs", "embedding_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_capacity(self.capacity)

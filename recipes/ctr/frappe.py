@@ -69,7 +69,8 @@ def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopp
 def read(path: Path) -> Splits:
     """The rows of ``path``: ``train.csv``, with the other two beside it, or an ``.npz`` file.
 
-    The files' ids are numbered through all fields; here each field's begin at 0.
+    The files' ids are numbered through all fields, and are the raw ids; here each field's begin at
+    0.
 
     Raises:
         FileNotFoundError: where one of the three files is missing.
@@ -80,7 +81,8 @@ def read(path: Path) -> Splits:
     features = {}
     for column, field in enumerate(FIELDS, 1):
         known, ids = np.unique(rows[:, column], return_inverse=True)
-        features[field] = OneIdEach(num_ids=len(known), ids=torch.from_numpy(ids))
+        raw_ids = torch.from_numpy(known)
+        features[field] = OneIdEach(raw_ids=raw_ids, ids=torch.from_numpy(ids))
     labels = torch.from_numpy(rows[:, 0]).float()
     numbers = torch.arange(len(rows)).split([len(part) for part in parts])
     return Splits(Rows(features=features, labels=labels), *numbers)

@@ -20,6 +20,7 @@ from recipes.ctr.run import run_seeds
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
 from recipes.result import Result, Stopped
+from torchembed.data import text_ids
 
 FILES = ("ml-1m/ratings.dat", "ml-1m/ratings.npz")
 _USERS = ("UserID", "Gender", "Age", "Occupation", "Zip-code")
@@ -64,7 +65,8 @@ def divide(rows: Rows, seed: int) -> Splits:
 def read(path: Path) -> Rows:
     """The ratings other than 3 of ``path``, with ``users.dat`` and ``movies.dat`` beside it.
 
-    Genres are a bag for each movie; all other fields have one id for each rating.
+    Genres are a bag for each movie; all other fields have one id for each rating. Raw ids are the
+    files' numbers of users and movies, and :func:`~torchembed.data.text_ids` of all else.
 
     Args:
         path: ``ratings.dat`` or ``ratings.npz``.
@@ -91,13 +93,13 @@ def read(path: Path) -> Rows:
     genre_names = sorted({name for bag in genres for name in bag})
     return Rows(
         features={
-            "user": OneIdEach(num_ids=len(users), ids=user),
+            "user": OneIdEach(raw_ids=_numbers(users), ids=user),
             "age": _attribute(ages, user),
             "gender": _attribute(genders, user),
             "occupation": _attribute(occupations, user),
-            "movie": OneIdEach(num_ids=len(movies), ids=movie),
+            "movie": OneIdEach(raw_ids=_numbers(movies), ids=movie),
             "genres": BagEach(
-                num_ids=len(genre_names),
+                raw_ids=torch.from_numpy(text_ids(genre_names)),
                 values=torch.tensor([genre_names.index(name) for bag in genres for name in bag]),
                 offsets=torch.tensor([0, *np.cumsum([len(bag) for bag in genres])]),
                 which=movie,
@@ -147,7 +149,7 @@ def _read_table(path: Path, columns: Sequence[str]) -> list[list[str]]:
 
 def _positions(path: Path, numbers: NDArray[np.int64], table: list[list[str]], name: str) -> Tensor:
     """Positions of the rows of ``table``, of the file ``name``, that begin with ``numbers``."""
-    known = np.array([int(first) for first, *_ in table])
+    known = _numbers(table).numpy()
     positions = np.searchsorted(known, numbers).clip(max=len(known) - 1)
     if (unknown := known[positions] != numbers).any():
         row = int(unknown.argmax())
@@ -155,6 +157,11 @@ def _positions(path: Path, numbers: NDArray[np.int64], table: list[list[str]], n
             f"{path}, line {row + 1}: must be of one in {name}, and {numbers[row]} is not there"
         )
     return torch.from_numpy(positions)
+
+
+def _numbers(table: list[list[str]]) -> Tensor:
+    """The numbers that the rows of a table begin with, int64."""
+    return torch.tensor([int(first) for first, *_ in table])
 
 
 def _year(path: Path, line: int, title: str) -> str:
@@ -170,4 +177,4 @@ def _attribute(values: list[str] | tuple[str, ...], which: Tensor) -> OneIdEach:
     """A feature whose id is the place of ``values[which]`` among the different ``values``."""
     names = sorted(set(values))
     ids = torch.tensor([names.index(value) for value in values])
-    return OneIdEach(num_ids=len(names), ids=ids[which])
+    return OneIdEach(raw_ids=torch.from_numpy(text_ids(names)), ids=ids[which])

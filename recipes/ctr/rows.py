@@ -16,9 +16,19 @@ from torchembed.data import Batch
 class OneIdEach:
     """A feature with one id for each row."""
 
-    num_ids: int
+    raw_ids: Tensor
+    """int64: the data's own id of each different value, in the order of their numbers."""
     ids: Tensor
-    """int64 ``[N]``."""
+    """int64 ``[N]``: numbers of values, or what stands for them."""
+
+    @property
+    def num_ids(self) -> int:
+        """The number of different values."""
+        return len(self.raw_ids)
+
+    def mapped(self, ids: Tensor) -> "OneIdEach":
+        """The feature with ``ids[n]``, int64, for value number n."""
+        return dataclasses.replace(self, ids=ids[self.ids])
 
     def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The ids of ``rows [B]``, one row after the other, and the number of ids of each."""
@@ -29,13 +39,24 @@ class OneIdEach:
 class BagEach:
     """A feature with a bag of ids for each row, the same bag for many rows."""
 
-    num_ids: int
+    raw_ids: Tensor
+    """int64: the data's own id of each different value, in the order of their numbers."""
     values: Tensor
-    """int64: the ids of one different bag after the other."""
+    """int64: numbers of the values, or what stands for them, of one different bag after the
+    other."""
     offsets: Tensor
     """int64 ``[bags + 1]``: where each bag begins in ``values``."""
     which: Tensor
     """int64 ``[N]``: each row's bag."""
+
+    @property
+    def num_ids(self) -> int:
+        """The number of different values."""
+        return len(self.raw_ids)
+
+    def mapped(self, ids: Tensor) -> "BagEach":
+        """The feature with ``ids[n]``, int64, for value number n."""
+        return dataclasses.replace(self, values=ids[self.values])
 
     def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The ids of ``rows [B]``, one row after the other, and the number of ids of each."""
@@ -54,6 +75,11 @@ class Rows:
     features: Mapping[str, OneIdEach | BagEach]
     labels: Tensor
     """float32 ``[N]``, 0 or 1."""
+
+    def mapped(self, ids: Mapping[str, Tensor]) -> "Rows":
+        """The same rows with ``ids[name][n]``, int64, for value number n of feature ``name``."""
+        features = {name: feature.mapped(ids[name]) for name, feature in self.features.items()}
+        return dataclasses.replace(self, features=features)
 
     def batch(self, rows: Tensor) -> Batch:
         """The rows numbered ``rows [B]``, without dense features."""

@@ -1,7 +1,7 @@
 """Training DCNv2 with early stopping, once for each seed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import torchembed
 from recipes.ctr.config import CtrConfig
-from recipes.ctr.rows import RowBatches, Rows
+from recipes.ctr.rows import RowBatches
 from recipes.ctr.splits import Splits
+from recipes.ctr.tables import rows_in_tables
+from recipes.dynamic import dynamic_of
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from torchembed.core import ranks
@@ -88,7 +90,8 @@ def run_seed(
 
     It goes on after the last whole epoch that is in ``newest``.
     """
-    model = build_model(config, splits.rows, seed, device)
+    rows, num_rows = rows_in_tables(config, splits.rows)
+    model = build_model(config, num_rows, seed, device)
     optimizers = build_optimizers(config, model)
     # Dropout differs from rank to rank; all else that is random is drawn the same on each.
     torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
@@ -96,7 +99,7 @@ def run_seed(
     def batches(numbers: Tensor) -> RowBatches:
         rank, num_ranks = ranks.rank(), ranks.world_size()
         return RowBatches(
-            splits.rows, numbers, batch_size=config.batch_size, rank=rank, num_ranks=num_ranks
+            rows, numbers, batch_size=config.batch_size, rank=rank, num_ranks=num_ranks
         )
 
     history = History(read_loss_every=10)
@@ -163,20 +166,25 @@ def run_seed(
     return SeedRun(early_stop.best_auc, test, history, output / "checkpoint")
 
 
-def build_model(config: CtrConfig, rows: Rows, seed: int, device: torch.device) -> DCNv2:
-    """DCNv2 for the features of ``rows``, its tables spread over the ranks; bags are averaged."""
+def build_model(
+    config: CtrConfig, num_rows: Mapping[str, int], seed: int, device: torch.device
+) -> DCNv2:
+    """DCNv2 with a table of ``num_rows`` for each feature, spread over the ranks; bags are
+    averaged."""
     torch.manual_seed(seed)
+    dynamic = dynamic_of(config.dynamic, config.eviction)
     tables = torchembed.EmbeddingBagCollection(
         [
             torchembed.EmbeddingBagConfig(
                 name=name,
-                num_embeddings=feature.num_ids,
+                num_embeddings=size,
                 embedding_dim=config.embedding_dim,
                 feature_names=(name,),
                 pooling=torchembed.Pooling.MEAN,
                 initializer=torchembed.Normal(std=config.embedding_std),
+                dynamic=dynamic,
             )
-            for name, feature in rows.features.items()
+            for name, size in num_rows.items()
         ],
         device=table_device(device),
         seed=seed,
@@ -199,15 +207,16 @@ def build_optimizers(config: CtrConfig, model: nn.Module) -> list[torch.optim.Op
 
     The penalty ``l2 / 2 * sum of squares`` covers every row at every step, looked up or not, so
     with it every row moves at every step: that is torch's own Adam, over dense gradients. Without
-    it only the rows that a batch looked up move, in the fused update.
+    it, and of dynamic tables, whose rows come and go, only the rows that a batch looked up move, in
+    the fused update.
     """
     tables = [p for p in model.parameters() if table_of(p) is not None]
     dense = [p for p in model.parameters() if table_of(p) is None]
     lr = config.learning_rate
-    if config.embedding_l2:
+    if config.embedding_l2 and not config.dynamic:
         of_tables: torch.optim.Optimizer = torch.optim.Adam(
             tables, lr=lr, weight_decay=config.embedding_l2
         )
     else:
-        of_tables = torchembed.optim.Adam(tables, lr=lr)
+        of_tables = torchembed.optim.Adam(tables, lr=lr, weight_decay=config.embedding_l2)
     return [of_tables, torchembed.optim.DenseAdam(dense, lr=lr)]

@@ -74,6 +74,10 @@ def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
         (("dlrm_dcnv2", "--decay-steps", "9"), "decay_start_step must be at least warmup_steps"),
         (("dlrm_dcnv2", "--patience", "0"), "patience must be at least 1 or None, got 0"),
         (("dlrm_dcnv2", "--checkpoint-every", "0"), "checkpoint_every must be at least 1 or left"),
+        (
+            ("ctr-ml1m", "--capacity", "0"),
+            "capacity must be a number above 0, or left out, got 0.0",
+        ),
         (("ctr-ml1m", "--seeds", "1", "1"), "seeds must be different and at least one"),
     ):
         with pytest.raises(SystemExit) as exit_info:

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from recipes.ctr import frappe, ml1m
+from recipes.ctr.config import CtrConfig
 from recipes.ctr.rows import Rows
+from recipes.ctr.tables import rows_in_tables
 from recipes.train import parse
 from tests.support import made_data
+from torchembed.data import text_ids
 
 
 def assert_same_rows(got: Rows, expected: Rows) -> None:
@@ -87,6 +90,54 @@ def test_ml1m_as_arrays_is_the_same(tmp_path: Path) -> None:
     arrays = dict(zip(("user", "movie", "rating"), columns, strict=True))
     np.savez(published.with_name("ratings.npz"), **arrays)
     assert_same_rows(ml1m.read(published.with_name("ratings.npz")), expected)
+
+
+def raw_values(rows: Rows, name: str, numbers: torch.Tensor) -> list[int]:
+    feature = rows.features[name]
+    return feature.mapped(feature.raw_ids).of(numbers)[0].tolist()
+
+
+def test_raw_ids_of_frappe_are_those_of_the_files(tmp_path: Path) -> None:
+    path = made_data.write_frappe(tmp_path)
+    splits = frappe.read(path)
+    rows = np.loadtxt(path, np.int64, delimiter=",", skiprows=1)
+    for column, field in enumerate(frappe.FIELDS, 1):
+        assert raw_values(splits.rows, field, splits.train) == rows[:, column].tolist()
+
+
+def test_raw_ids_of_ml1m_are_numbers_and_hashed_texts(tmp_path: Path) -> None:
+    path = made_data.write_ml1m(tmp_path)
+    rows = ml1m.read(path)
+    lines = [list(map(int, line.split("::"))) for line in path.read_text().splitlines()]
+    kept = [(user, movie) for user, movie, rating, _ in lines if rating != 3]
+    everything = torch.arange(len(kept))
+    assert raw_values(rows, "user", everything) == [user for user, _ in kept]
+    assert raw_values(rows, "movie", everything) == [movie for _, movie in kept]
+    texts = {
+        "gender": ["FM"[user % 2] for user, _ in kept],
+        "age": [("1", "18", "25")[user % 3] for user, _ in kept],
+        "release_year": [str(1990 + movie % 5) for _, movie in kept],
+        "genres": [name for _, movie in kept for name in made_data.GENRES[: 1 + movie % 4]],
+    }
+    for name, values in texts.items():
+        assert raw_values(rows, name, everything) == text_ids(values).tolist()
+
+
+def test_tables_get_rows_for_a_part_of_the_ids(tmp_path: Path) -> None:
+    rows = ml1m.read(made_data.write_ml1m(tmp_path))
+    whole = rows_in_tables(CtrConfig(), rows)
+    assert whole.rows is rows
+    assert whole.num_rows == {name: feature.num_ids for name, feature in rows.features.items()}
+    numbers = torch.arange(50)
+    hashed = rows_in_tables(CtrConfig(capacity=0.3), rows)
+    dynamic = rows_in_tables(CtrConfig(capacity=0.3, dynamic=True), rows)
+    assert dynamic.num_rows == hashed.num_rows
+    for name, feature in rows.features.items():
+        size = hashed.num_rows[name]
+        assert size == max(1, round(0.3 * feature.num_ids))
+        raw = raw_values(rows, name, numbers)
+        assert dynamic.rows.features[name].of(numbers)[0].tolist() == raw
+        assert hashed.rows.features[name].of(numbers)[0].tolist() == [id_ % size for id_ in raw]
 
 
 def edit_line(path: Path, number: int, line: str) -> None:

@@ -97,6 +97,31 @@ def test_ctr(recipe: str, write: Any, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    ("recipe", "write"),
+    [("ctr-frappe", made_data.write_frappe), ("ctr-ml1m", made_data.write_ml1m)],
+)
+def test_ctr_of_raw_ids(
+    recipe: str, write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In dynamic tables with a row for each id, in such that evict, and modulo as many rows."""
+    write(tmp_path)
+    found = []
+    for number, arguments in enumerate(
+        (
+            [],
+            ["--capacity", 0.3],
+            ["--dynamic"],
+            ["--dynamic", "--capacity", 0.3, "--eviction", "LFU"],
+        )
+    ):
+        common = ("--data", tmp_path, "--learning-rate", 0.02, *SMALL_CTR)
+        output = tmp_path / f"out-{number}"
+        result = result_of(capsys, recipe, *common, "--output", output, *arguments)
+        found.append(result["test_logloss"])
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
     ("recipe", "arguments"),
     [
         ("ctr-frappe", [*SMALL_CTR, "--learning-rate", 0.02]),

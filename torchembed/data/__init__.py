@@ -9,12 +9,14 @@ from torchembed.data.loader import BackgroundLoader
 from torchembed.data.mlperf import MlperfDays
 from torchembed.data.open_clicks import open_clicks
 from torchembed.data.parquet import ParquetClicks
+from torchembed.data.raw_ids import MISSING_ID, text_ids
 from torchembed.data.skewed_ids import skewed_ids
 from torchembed.data.source import BatchSource, Portion, Split
 
 __all__ = [
     "CAT_NAMES",
     "INT_NAMES",
+    "MISSING_ID",
     "MLPERF_HOTNESS",
     "MLPERF_TABLE_SIZES",
     "BackgroundLoader",
@@ -33,4 +35,5 @@ __all__ = [
     "collate",
     "open_clicks",
     "skewed_ids",
+    "text_ids",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NUMPY_DTYPES = {torch.float32: np.float32, torch.int32: np.int32}
+_NUMPY_DTYPES = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
 _of_thread = threading.local()
 
 

@@ -12,6 +12,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.data import criteo_text_rows as text
 from torchembed.data.batch import Batch
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES
+from torchembed.data.raw_ids import MISSING_ID
 from torchembed.data.source import (
     BatchSource,
     BatchTask,
@@ -58,9 +59,12 @@ class CriteoText(BatchSource):
     """Reads rows of 40 tab-separated columns: label, 13 counts, 26 hexadecimal ids.
 
     Dense features are ``log(1 + count)``, with counts below 0 taken as 0; an id is its value modulo
-    the table's size; a missing count or id is 0. Every rank decompresses and splits all of the
-    text, also what was read before it goes on, and parses its own blocks of rows only, with polars.
-    ``len()``, and a split that divides a file, take a first pass over the files that counts rows.
+    the table's size; a missing count or id is 0. With ``raw_ids`` an id is its value, in
+    ``[0, 2**32)``, and a missing one ``torchembed.data.MISSING_ID``.
+
+    Every rank decompresses and splits all of the text, also what was read before it goes on, and
+    parses its own blocks of rows only, with polars. ``len()``, and a split that divides a file,
+    take a first pass over the files that counts rows.
 
     Args:
         path: a file or a folder, see :func:`text_files`; plain or gzip.
@@ -70,6 +74,8 @@ class CriteoText(BatchSource):
         held_out: part of the rows to hold out where there is one file.
         rank: this rank; the ranks take blocks of ``batch_size`` rows in turn.
         world_size: number of ranks.
+        raw_ids: give ids as they stand, for dynamic tables, whose capacity ``table_sizes`` may
+            then be.
 
     Raises:
         FileNotFoundError: where the path holds no text file, or a day between two others is
@@ -89,6 +95,7 @@ class CriteoText(BatchSource):
         held_out: float = 0.1,
         rank: int = 0,
         world_size: int = 1,
+        raw_ids: bool = False,
     ) -> None:
         super().__init__(
             keys=CAT_NAMES,
@@ -97,6 +104,7 @@ class CriteoText(BatchSource):
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
+            raw_ids=raw_ids,
         )
         self._sizes = np.array(self.table_sizes, np.int64)
         self._files = choose_rows(text_files(Path(path)), split, held_out, text.count_rows)
@@ -119,12 +127,13 @@ class CriteoText(BatchSource):
                 yield partial(self._batch, block)
 
     def _batch(self, block: list[text.TextRows]) -> Batch:
-        labels, counts, ids = text.parse_block(block)
+        labels, counts, ids = text.parse_block(block, MISSING_ID if self.raw_ids else 0)
         dense = np.log1p(np.maximum(counts, 0).astype(np.float32))
-        rows = np.remainder(ids, self._sizes)
+        if not self.raw_ids:
+            ids = np.remainder(ids, self._sizes)
         sparse = SparseFeatures(
             keys=self.keys,
-            values=torch.from_numpy(rows.T.ravel()),
+            values=torch.from_numpy(ids.T.ravel()),
             batch_size=len(labels),
             hotness=(1,) * len(self.keys),
         )

@@ -45,14 +45,14 @@ class TextRows(NamedTuple):
 
 
 class CriteoRows(NamedTuple):
-    """Rows as numbers; a missing count or id is 0."""
+    """Rows as numbers; a missing count is 0."""
 
     labels: NDArray[np.float32]
     """``[rows]``, 0 or 1."""
     counts: NDArray[np.int64]
     """``[rows, 13]``."""
     ids: NDArray[np.int64]
-    """``[rows, 26]``, in ``[0, 2**32)``."""
+    """``[rows, 26]``, in ``[0, 2**32)`` or the number of a missing id."""
 
 
 @contextlib.contextmanager
@@ -154,14 +154,18 @@ def _skip(lines: Iterator[str], num_rows: int) -> int:
     return sum(1 for _ in islice(lines, num_rows))
 
 
-def parse_block(block: Sequence[TextRows]) -> CriteoRows:
-    """The numbers of all rows of a block; raises as :func:`parse_rows` does."""
-    parts = [parse_rows(rows) for rows in block]
+def parse_block(block: Sequence[TextRows], missing_id: int = 0) -> CriteoRows:
+    """The numbers of all rows of a block, as :func:`parse_rows` gives them, and raises."""
+    parts = [parse_rows(rows, missing_id) for rows in block]
     return CriteoRows(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def parse_rows(rows: TextRows) -> CriteoRows:
+def parse_rows(rows: TextRows, missing_id: int = 0) -> CriteoRows:
     """The numbers of ``rows``.
+
+    Args:
+        rows: of one file.
+        missing_id: the id where there is none, int64.
 
     Raises:
         ImportError: where polars is not installed.
@@ -192,7 +196,7 @@ def parse_rows(rows: TextRows) -> CriteoRows:
     return CriteoRows(
         table["label"].to_numpy(),
         table.select(pl.col(INT_NAMES).fill_null(0)).to_numpy(),
-        table.select(ids.fill_null(0)).to_numpy(),
+        table.select(ids.fill_null(missing_id)).to_numpy(),
     )
 
 

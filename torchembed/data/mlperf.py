@@ -26,6 +26,7 @@ from torchembed.data.source import (
     natural_order,
 )
 
+_ID_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _DAY_FILE = re.compile(r"(day_\d+)_(dense\.npy|labels\.npy|sparse_multi_hot\.npz)")
 
 
@@ -37,7 +38,7 @@ class _Day(NamedTuple):
     first_row: int
     dense: NDArray[np.float32]
     labels: NDArray[Any]
-    sparse: list[NDArray[np.int32]]
+    sparse: list[NDArray[np.int32] | NDArray[np.int64]]
 
     def slice(self, start: int, stop: int) -> "_Day":
         return _Day(
@@ -69,9 +70,10 @@ class MlperfDays(BatchSource):
 
     Dense features are float32 ``[rows, 13]`` and already logarithms, and are taken as they are;
     labels are ``[rows]`` or ``[rows, 1]``; the archive holds an int32 ``[rows, hotness]`` for each
-    of the 26 features, named "0" to "25". Ids are taken modulo the table's size, as MLPerf's
-    reference does, which changes nothing in files made for these sizes. The days are numbered
-    without gaps. Held out is the last day; validation and test are its halves.
+    of the 26 features, named "0" to "25", or an int64 one, as ids that were not numbered need. Ids
+    are taken modulo the table's size, as MLPerf's reference does, which changes nothing in files
+    made for these sizes; with ``raw_ids`` any int64 is an id, and they are given as they stand. The
+    days are numbered without gaps. Held out is the last day; validation and test are its halves.
 
     Args:
         folder: where the files are.
@@ -82,6 +84,8 @@ class MlperfDays(BatchSource):
         held_out: part of the rows to hold out where there is one day.
         rank: this rank; the ranks take blocks of ``batch_size`` rows in turn.
         world_size: number of ranks.
+        raw_ids: give ids as they stand, for dynamic tables, whose capacity ``table_sizes`` may
+            then be.
 
     Raises:
         FileNotFoundError: where the folder has no days, or lacks a day or a file of one.
@@ -100,6 +104,7 @@ class MlperfDays(BatchSource):
         held_out: float = 0.1,
         rank: int = 0,
         world_size: int = 1,
+        raw_ids: bool = False,
     ) -> None:
         folder = Path(folder)
         if not folder.is_dir() or not (paths := mlperf_days(folder)):
@@ -115,7 +120,11 @@ class MlperfDays(BatchSource):
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
+            raw_ids=raw_ids,
         )
+        are_wide = any(ids.dtype == np.int64 for day in days.values() for ids in day.sparse)
+        # One for all days, so that no batch differs from the one before.
+        self._ids_dtype = torch.int64 if are_wide else torch.int32
         chosen = choose_rows(paths, split, held_out, lambda path: len(days[path].dense))
         self._days = [
             days[path].slice(start, len(days[path].dense) if stop is None else stop)
@@ -144,19 +153,21 @@ class MlperfDays(BatchSource):
         np.concatenate([_read_labels(part) for part in parts], out=labels.numpy())
         dense = empty([num_samples, self.num_dense], torch.float32)
         np.concatenate([part.dense for part in parts], out=dense.numpy())
-        values = empty([sum(self.hotness) * num_samples], torch.int32)
+        values = empty([sum(self.hotness) * num_samples], self._ids_dtype)
         array, begin = values.numpy(), 0
         for feature, size in enumerate(self.table_sizes):
             end = begin + self.hotness[feature] * num_samples
             ids = array[begin:end]
             np.concatenate([part.sparse[feature].ravel() for part in parts], out=ids)
+            begin = end
+            if self.raw_ids:
+                continue
             # The largest is found far faster than all are divided. Negative ids, read as unsigned,
             # are the largest of all, so that one pass finds both.
-            if ids.view(np.uint32).max() >= min(size, 1 << 31):
+            if ids.view(f"u{ids.itemsize}").max() >= min(size, 1 << (8 * ids.itemsize - 1)):
                 if ids.min() < 0:
                     _raise_negative_id(parts, feature)
                 ids %= size
-            begin = end
         sparse = SparseFeatures(
             keys=self.keys, values=values, batch_size=num_samples, hotness=self.hotness
         )
@@ -237,8 +248,8 @@ def _open_day(day: Path) -> _Day:
         )
     for name in names:
         ids = archive[name]
-        if ids.ndim != 2 or len(ids) != num_rows or not ids.shape[1] or ids.dtype != np.int32:
-            required = f"int32 [{num_rows}, hotness], with the rows of {dense_path.name}"
+        if ids.ndim != 2 or len(ids) != num_rows or not ids.shape[1] or ids.dtype not in _ID_DTYPES:
+            required = f"int32 or int64 [{num_rows}, hotness], with the rows of {dense_path.name}"
             _raise_bad_array(f"{sparse_path}, array {name}", required, ids)
     return _Day(day, 0, dense, labels.reshape(-1), [archive[name] for name in names])
 

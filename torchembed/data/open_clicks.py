@@ -19,6 +19,7 @@ def open_clicks(
     held_out: float = 0.1,
     rank: int = 0,
     world_size: int = 1,
+    raw_ids: bool = False,
 ) -> BatchSource:
     """The reader for what is at ``path``: MLPerf's files, Parquet, or Criteo text.
 
@@ -29,11 +30,13 @@ def open_clicks(
         path: a folder that holds ``day_*_dense.npy``, ``*.parquet`` or text files, or a single
             Parquet or text file.
         batch_size: samples a batch on this rank.
-        table_sizes: rows of all tables, or of each; ids are taken modulo these.
+        table_sizes: rows of all tables, or of each; ids are taken modulo these, unless they are
+            raw.
         split: which rows to read.
         held_out: part of the rows to hold out where there is one file.
         rank: this rank.
         world_size: number of ranks.
+        raw_ids: give the data's own 64-bit ids, see :mod:`torchembed.data.raw_ids`.
 
     Raises:
         FileNotFoundError: where there is nothing to read.
@@ -46,6 +49,7 @@ def open_clicks(
         "held_out": held_out,
         "rank": rank,
         "world_size": world_size,
+        "raw_ids": raw_ids,
     }
     if path.is_dir() and mlperf_days(path):
         known = (path / TABLES_FILE).is_file()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torchembed.core.features import SparseFeatures
 from torchembed.data.batch import Batch
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES
+from torchembed.data.parquet_ids import id_column, is_list, is_text
 from torchembed.data.source import (
     BatchSource,
     BatchTask,
@@ -78,11 +79,13 @@ def _count_rows(path: Path) -> int:
 class ParquetClicks(BatchSource):
     """Reads a label column, dense columns, and columns of ids or of lists of ids.
 
-    Ids are taken modulo the table's size. Integer dense columns are counts and become
-    ``log(1 + count)``, counts below 0 taken as 0; floating ones are taken as they are. A missing
-    value or id is 0, a missing list is empty. Where any column of ids holds lists, the batches are
-    jagged. Rank r reads the r-th of ``world_size`` equal stretches of the rows, and of each file
-    the row groups that it needs.
+    Ids are integers, taken modulo the table's size; with ``raw_ids`` they are integers or texts as
+    they stand, see :mod:`torchembed.data.raw_ids`, unsigned integers by their bits. Integer dense
+    columns are counts and become ``log(1 + count)``, counts below 0 taken as 0; floating ones are
+    taken as they are. A missing value is 0, a missing id 0 or, of ``raw_ids``, one of its own, and
+    a missing list is empty. Where any column of ids holds lists, the batches are jagged. Rank r
+    reads the r-th of ``world_size`` equal stretches of the rows, and of each file the row groups
+    that it needs.
 
     Args:
         path: a file, or a folder of ``*.parquet`` files.
@@ -95,6 +98,8 @@ class ParquetClicks(BatchSource):
         label: name of the label column, integers, floats or booleans.
         dense: names of the dense columns, in order.
         categorical: names of the columns of ids, in order, at least one; the batches' keys.
+        raw_ids: give ids as they stand, for dynamic tables, whose capacity ``table_sizes`` may
+            then be.
 
     Raises:
         FileNotFoundError: where there are no files.
@@ -116,6 +121,7 @@ class ParquetClicks(BatchSource):
         label: str = "label",
         dense: Sequence[str] = INT_NAMES,
         categorical: Sequence[str] = CAT_NAMES,
+        raw_ids: bool = False,
     ) -> None:
         for argument, names in (("dense", dense), ("categorical", categorical)):
             if isinstance(names, str):
@@ -132,6 +138,7 @@ class ParquetClicks(BatchSource):
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
+            raw_ids=raw_ids,
         )
         self.label, self.dense = label, tuple(dense)
         files = parquet_files(Path(path))
@@ -218,11 +225,15 @@ class ParquetClicks(BatchSource):
             return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
         def is_ids(kind: "pa.DataType") -> bool:
-            return types.is_integer(kind.value_type if _is_list(kind) else kind)
+            kind = kind.value_type if is_list(kind) else kind
+            return types.is_integer(kind) or (self.raw_ids and is_text(kind))
 
-        for names, fits, required, advice in (
-            ((self.label, *self.dense), is_number, "numbers", "cast it"),
-            (self.keys, is_ids, "integers or lists of integers", "hash or number its values first"),
+        ids = "integers or lists of integers", "hash or number its values first, or give raw_ids"
+        if self.raw_ids:
+            ids = "integers, texts or lists of them", "cast it"
+        for names, fits, (required, advice) in (
+            ((self.label, *self.dense), is_number, ("numbers", "cast it")),
+            (self.keys, is_ids, ids),
         ):
             for name in names:
                 if not fits(kind := schema.field(name).type):
@@ -240,7 +251,7 @@ class ParquetClicks(BatchSource):
             dense[:, column] = _dense_column(table.column(name))
         ids, lengths = zip(
             *(
-                _id_column(table.column(name), size)
+                id_column(table.column(name), None if self.raw_ids else size)
                 for name, size in zip(self.keys, self.table_sizes, strict=True)
             ),
             strict=True,
@@ -310,35 +321,8 @@ def _read_group(
         raise ValueError(f"{path}: row group {group} is damaged ({error})") from error
 
 
-def _is_list(kind: "pa.DataType") -> bool:
-    import pyarrow.types as types
-
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-
-
 def _dense_column(column: "pa.ChunkedArray") -> NDArray[np.float32]:
     import pyarrow.types as types
 
     values = column.cast("float32").fill_null(0.0).to_numpy()
     return np.log1p(np.maximum(values, 0)) if types.is_integer(column.type) else values
-
-
-def _id_column(
-    column: "pa.ChunkedArray", size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Ids of one column modulo ``size``, and the lengths of its lists where it holds lists."""
-    import pyarrow.compute as compute
-
-    lengths = None
-    if _is_list(column.type):
-        lengths = (
-            compute.call_function("list_value_length", [column])
-            .fill_null(0)
-            .to_numpy()
-            .astype(np.int64)
-        )
-        column = compute.call_function("list_flatten", [column])
-    ids = column.fill_null(0).to_numpy()
-    # At full width, so that a table may have more rows than the ids' own type can count.
-    wide = np.uint64 if ids.dtype.kind == "u" else np.int64
-    return np.remainder(ids.astype(wide), wide(size)).astype(np.int64), lengths

@@ -55,11 +55,13 @@ class BatchSource(ABC):
 
     Args:
         keys: names of the categorical features.
-        table_sizes: rows of all features' tables, or of each; ids are less than that.
+        table_sizes: rows of all features' tables, or of each; ids are less than that, unless they
+            are raw.
         num_dense: columns of the dense features.
         batch_size: samples a batch on this rank.
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks that share the rows.
+        raw_ids: whether ids are the data's own, any 64-bit integers.
     """
 
     num_rows: int
@@ -74,6 +76,7 @@ class BatchSource(ABC):
         batch_size: int,
         rank: int,
         world_size: int,
+        raw_ids: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -82,6 +85,7 @@ class BatchSource(ABC):
         self.keys, self.num_dense = tuple(keys), num_dense
         self.table_sizes = _each_table_size(table_sizes, len(self.keys))
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.raw_ids = raw_ids
 
     @abstractmethod
     def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
