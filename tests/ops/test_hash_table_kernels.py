@@ -21,12 +21,14 @@ from tests.support.hash_tables import (
 from tests.support.repeats import assert_repeats
 from tests.support.sizes import Sizes
 from tests.support.tolerance import assert_same_bits
+from torchembed.core.random_bits import GOLDEN, MIX_FIRST, MIX_SECOND, signed64
 from torchembed.ops.hash_table import (
     Counter,
     HashTables,
     Policy,
     TableShape,
     empty_hash_tables,
+    hash_keys,
     table_shape,
 )
 from torchembed.ops.hash_table.reference import (
@@ -216,8 +218,58 @@ def test_repeats_its_bits(
     assert_repeats(run)
 
 
+def batch_of(keys: list[int], tables: list[int], epoch: int) -> Batch:
+    """A batch that is trained, all batches before which are released."""
+    numbers, zeros = torch.tensor(tables, dtype=torch.int32), torch.zeros(len(keys)).long()
+    return Batch(torch.tensor(keys), numbers, zeros, None, None, epoch, epoch - 1, epoch)
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_positions_of_several_blocks_of_programs(policy: Policy, device: torch.device) -> None:
+    shapes = [TableShape(4, 2, 3), TableShape(2, 4, 128)]
+    assert_lane_equals_reference(shapes, policy, random_batches(2, 1030, 20, seed=3), device)
+
+
+def test_counts_of_epochs_end_at_the_greatest(device: torch.device) -> None:
+    shapes, greatest = [TableShape(1, 1, 8)], 2**32 - 1
+    first = batch_of([1, 2, 3, 4, 5], [0] * 5, 1)
+    second = batch_of([1, 2, 2, 3, 3, 4, 4, 5, 2] * 3, [0] * 27, 2)
+    counts = [greatest, greatest - 1, greatest - 2, greatest - 3, 7 << 32 | greatest]
+    results = []
+    for operations, where in ((KERNELS, device), (REFERENCES, torch.device("cpu"))):
+        held = empty_hash_tables(shapes, Policy.EPOCH_LFU, where)
+        admit(operations, held, Policy.EPOCH_LFU, first)
+        assert held.scores is not None
+        held.scores[:5] = torch.tensor(counts, device=where)
+        admit(operations, held, Policy.EPOCH_LFU, second)
+        assert held.scores[:5].tolist() == [2 << 32 | greatest] * 5
+        results.append(copy_of(held, "cpu"))
+    assert_equal_tables(*results)
+
+
+def key_of_hash(value: int) -> int:
+    """The key whose hash is the unsigned ``value``."""
+
+    def unshifted(number: int, bits: int) -> int:
+        result = number
+        for _ in range(64 // bits):
+            result = number ^ result >> bits
+        return result
+
+    for bits, factor in ((31, MIX_SECOND), (27, MIX_FIRST), (30, GOLDEN)):
+        value = unshifted(value, bits) * pow(factor, -1, 1 << 64) % (1 << 64)
+    return signed64(value - 1)
+
+
+def test_positions_without_a_key_come_behind_the_greatest_hash(device: torch.device) -> None:
+    key = key_of_hash(2**64 - 1)
+    assert int(hash_keys(int64(key))) == -1
+    batch = batch_of([3, key, 5, key, 6], [0, 0, -1, 0, -1], 1)
+    assert_lane_equals_reference([TableShape(1, 1, 8)], Policy.LRU, [batch], device)
+
+
 def test_does_not_change_what_it_reads(device: torch.device) -> None:
-    shapes = [TableShape(2, 2, 4)]
+    shapes = [TableShape(2, 2, 4), TableShape(1, 1, 5)]
     held = empty_hash_tables(shapes, Policy.LFU, device)
     (batch,) = random_batches(1, 30, 50, seed=2)
     admit(KERNELS, held, Policy.LFU, batch)

@@ -17,13 +17,17 @@ from triton.runtime.jit import JITFunction
 from tests.support import lanes
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.core.update_records import DenseUpdate, RowUpdate
+from torchembed.ops.hash_table import HashTables, Policy, TableShape, empty_hash_tables
 from torchembed.ops.push import RectangleCopies, RectangleCopy
 from torchembed.triton_kernels import (
     binary_cross_entropy,
     column_sums,
     cross,
     dense_update,
+    find_slots,
     gradient_map,
+    initialize_rows,
+    insert_keys,
     jagged,
     linear,
     linearize_ids,
@@ -34,6 +38,7 @@ from torchembed.triton_kernels import (
     rowwise_update,
     segments,
     sequence_lookup,
+    touch_slots,
 )
 
 NUM_IDS, BATCH_SIZE, NUM_ROWS = 256, 64, 32
@@ -218,6 +223,50 @@ def launch_push(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
     push.launch_push_mean(buffer, state, *to, 1 << 10, 1 << 10, 1)
 
 
+def launch_hash_tables(policy: Policy, options: bool) -> None:
+    tables: HashTables = empty_hash_tables([TableShape(1, 2, 128)], policy)
+    one, flag = ids(count=1), torch.ones(1, dtype=torch.bool)
+    number = one if policy is Policy.EPOCH_LFU else None
+    given = ids() if policy is Policy.CALLER else None
+    use, is_trained = (int(policy), one, number), flag if options else None
+    state = (tables.touched, tables.scores)
+    numbers = ids(torch.int32)
+    held = (tables.digests, tables.keys)
+    slots = find_slots.launch_find_slots(ids(), numbers, *held, tables.geometry)
+    touch_slots.launch_touch_slots(slots, numbers, *use, given, is_trained, *state, tables.counters)
+    insert_keys.launch_insert_keys(
+        ids(),
+        numbers,
+        ids(),
+        ids(torch.bool) if options else None,
+        *use,
+        one,
+        given,
+        is_trained,
+        *held,
+        *state,
+        tables.geometry,
+        tables.counters,
+    )
+
+
+def launch_initialize_rows(dim: int, dtype: torch.dtype, options: bool) -> None:
+    states = (torch.zeros(NUM_ROWS, dim), torch.zeros(NUM_ROWS)) if options else (None, None)
+    initialize_rows.launch_initialize_rows(
+        torch.zeros(NUM_ROWS, dim, dtype=dtype),
+        *states,
+        ids(),
+        ids(),
+        ids(torch.int32),
+        ids(count=1) if options else None,
+        ids(count=2),
+        ids(torch.int32, 2),
+        torch.zeros(2, 2),
+        ids(count=2) if options else None,
+        0.0,
+    )
+
+
 OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
 LAUNCHES: dict[str, Callable[[], object]] = {
     "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
@@ -238,6 +287,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         OptimizerKind.ROWWISE_ADAGRAD, 2000, torch.float32, False
     ),
     "adam": lambda: launch_update(OptimizerKind.ADAM, 100, torch.float16, True),
+    "initialize rows": lambda: launch_initialize_rows(128, torch.float32, True),
+    "initialize long rows": lambda: launch_initialize_rows(3000, torch.bfloat16, False),
+    "hash tables by last use": lambda: launch_hash_tables(Policy.LRU, True),
+    "hash tables by frequency": lambda: launch_hash_tables(Policy.LFU, False),
+    "hash tables by epoch and frequency": lambda: launch_hash_tables(Policy.EPOCH_LFU, True),
+    "hash tables by scores of the caller": lambda: launch_hash_tables(Policy.CALLER, False),
     "permute": lambda: launch_permute(ids(), torch.zeros(NUM_IDS, dtype=torch.bfloat16)),
     "permute int32": lambda: launch_permute(ids(torch.int32), None),
     "bucketize": lambda: launch_bucketize(8, torch.zeros(NUM_IDS, dtype=torch.float16)),
@@ -329,3 +384,12 @@ def test_parts_of_a_weight_are_updated_16_bytes_at_a_time(ptx: dict[str, str]) -
     for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
         # Weight, state, gradient and copy: 8 elements of 4 or 2 bytes.
         assert len(re.findall(access, ptx["_dense_update_kernel"])) >= 5
+
+
+def test_digests_are_read_16_at_a_time(ptx: dict[str, str]) -> None:
+    launch_hash_tables(Policy.LRU, False)
+    # Two accesses for each of two buckets.
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx["_find_slots_kernel"])) >= 4
+    assert ".reqntid 32" in ptx["_insert_keys_kernel"]
+    for name in ("find_slots", "insert_keys"):
+        assert not re.search(r"[ls][dt]\.local", ptx[f"_{name}_kernel"])
