@@ -29,10 +29,10 @@ LOSS = F.binary_cross_entropy_with_logits
 
 
 class Ranker(nn.Module):
-    """A logit from pooled vectors of two dynamic tables and a static one, or from one module of a
-    dynamic table."""
+    """A logit from pooled vectors of a dynamic table, which two features use, and of a static one,
+    and of modules of one dynamic table each."""
 
-    def __init__(self, dynamic: Dynamic, capacity: int, *, is_single: bool = False) -> None:
+    def __init__(self, dynamic: Dynamic, capacity: int, *, modes: Sequence[str] = ()) -> None:
         super().__init__()
         torch.manual_seed(0)
         config = torchembed.EmbeddingBagConfig
@@ -48,16 +48,17 @@ class Ranker(nn.Module):
                 config(name="b", num_embeddings=NUM_IDS, embedding_dim=4, feature_names=("b",)),
             ]
         )
-        self.single = None
-        if is_single:
-            self.single = EmbeddingBag(capacity, 4, mode="sum", seed=1, dynamic=dynamic)
+        self.singles = nn.ModuleList(
+            EmbeddingBag(capacity, 4, mode=mode, seed=1, padding_idx=0, dynamic=dynamic)
+            for mode in modes
+        )
         self.dense = nn.Sequential(nn.Linear(14, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         vectors = self.tables(sparse).values()
-        if self.single is not None:
-            size = sparse.batch_size
-            vectors = vectors + self.single(sparse.values[:size, None]).repeat(1, 3)
+        for number, single in enumerate(self.singles):
+            ids = sparse.values[8 * number : 8 * number + 16].view(8, 2)
+            vectors = vectors + single(ids).repeat(1, 3)
         return self.dense(torch.cat([dense, vectors], dim=1))
 
 
@@ -138,12 +139,90 @@ def test_eager_steps_equal_the_loop_by_hand() -> None:
     assert_same_state(model, state_of(expected))
 
 
-def test_a_module_of_one_dynamic_table_trains_in_captured_steps() -> None:
-    batches = BATCHES["fixed"]
-    expected, model = (Ranker(Dynamic(), 24, is_single=True) for _ in range(2))
+def test_modules_of_one_dynamic_table_train_in_captured_steps() -> None:
+    """Their ids are admitted ahead of forward, those of padding never."""
+    batches, modes = BATCHES["fixed"], ("sum", "mean", "max")
+    expected, model = (Ranker(Dynamic(), 24, modes=modes) for _ in range(2))
     losses = by_hand(expected, batches)
     pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
     assert results_of(pipeline, batches) == losses
+    assert_same_state(model, state_of(expected))
+    index = model.singles[0].table_set.tables[0].group.index
+    assert isinstance(index, HashIndex)
+    assert index.hash_tables.counters[0, Counter.EVICTED_FULL] > 0
+    assert index.clock.numbers[3] > 0  # prepared ahead
+    assert not (index.hash_tables.keys[index.hash_tables.digests > 0] == 0).any()
+
+
+class Bags(nn.Module):
+    """A logit from bags between offsets, whose number of ids varies."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = EmbeddingBag(24, 4, mode=mode, seed=1, padding_idx=0, dynamic=Dynamic())
+        self.dense = nn.Linear(4, 1)
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        ids, offsets, labels = batch
+        return LOSS(self.dense(self.bags(ids, offsets))[:, 0], labels)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_spare_ids_are_not_inserted(mode: str) -> None:
+    """Captured steps take ids of varying number with spare ones behind them."""
+    batches = []
+    for seed in range(16):
+        b = batch(seed, is_jagged=True)
+        batches.append((b.sparse.values, b.sparse.offsets[:8], b.labels))
+    expected, model = Bags(mode), Bags(mode)
+    optimizers = optimizers_of(expected)
+    losses = []
+    for one in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = expected(one)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    pipeline = TrainPipeline(model, None, optimizers_of(model), device=CPU, capture=True)
+    assert results_of(pipeline, batches) == losses
+    assert_same_state(model, state_of(expected))
+
+
+class Computed(nn.Module):
+    """A logit from the vectors of ids that forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = EmbeddingBag(24, 4, mode="sum", seed=1, dynamic=Dynamic(eviction=LFU()))
+        self.dense = nn.Linear(4, 1)
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        ids, labels = batch
+        return LOSS(self.dense(self.bags(ids * 3))[:, 0], labels)
+
+
+@pytest.mark.parametrize("is_taped", [False, True], ids=["called", "taped"])
+def test_steps_whose_forward_computes_ids_are_eager_and_say_so(is_taped: bool) -> None:
+    batches = [(b.sparse.values.view(8, 6), b.labels) for b in BATCHES["fixed"]]
+    expected, model = Computed(), Computed()
+    optimizers = optimizers_of(expected)
+    losses = []
+    for one in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = expected(one)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    with taped_captures() if is_taped else contextlib.nullcontext():
+        pipeline = TrainPipeline(model, None, optimizers_of(model), device=CPU, capture=True)
+        with pytest.warns(UserWarning, match="bags: forward gives rows to ids that it computes"):
+            assert results_of(pipeline, batches) == losses
     assert_same_state(model, state_of(expected))
 
 
@@ -151,7 +230,7 @@ def test_a_module_of_one_dynamic_table_trains_in_captured_steps() -> None:
 def test_a_step_that_a_bad_batch_skips_inserts_and_counts_nothing(eviction: Any) -> None:
     batches = [batch(seed, bad=seed == 8) for seed in range(12)]
     dynamic = Dynamic(eviction=eviction)
-    expected, model = Ranker(dynamic, 24), Ranker(dynamic, 24)
+    expected, model = (Ranker(dynamic, 24, modes=["sum"]) for _ in range(2))
     losses = by_hand(expected, [b for n, b in enumerate(batches) if n != 8])
     pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
     iterator, found, errors = iter(batches), [], 0

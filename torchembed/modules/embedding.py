@@ -140,7 +140,13 @@ class EmbeddingBag(SingleTable):
 
     def _of_answer(self, features: SparseFeatures, answer: Tensor) -> Tensor:
         """The result of a call from what was looked up ahead: vectors of all ids, or sums."""
-        ids = looked_up_ids(features.values, self.num_embeddings, self.on_bad_id)
+        ids = features.values
+        if self.dynamic is not None:
+            is_padding = self._is_padding(ids)
+            if self.mode == "max":
+                return self._maxima(features, answer, ~is_padding)
+            return self._divided(features, answer, is_padding)
+        ids = looked_up_ids(ids, self.num_embeddings, self.on_bad_id)
         is_padding = ids == (-1 if self.padding_idx is None else self.padding_idx)
         if self.mode == "max":
             return self._maxima(features, answer, (ids >= 0) & ~is_padding)
@@ -152,7 +158,12 @@ class EmbeddingBag(SingleTable):
         """``forward`` of ids with spare ones behind them, which are looked up nowhere."""
         weights = elements_of(per_sample_weights)
         arguments = CallArguments(ids.elements, offsets, weights, ids.count)
+        answer = self._answered(arguments) if self.dynamic is not None else None
+        if answer is not None and self._is_as_looked_up:
+            return answer
         features = bags_as_feature(arguments, self.mode, self.include_last_offset)
+        if answer is not None:
+            return self._of_answer(features, answer)
         return self._result(features, is_trained=self.training, count=ids.count)
 
     def lookup(
@@ -202,7 +213,8 @@ class EmbeddingBag(SingleTable):
             is_spare = torch.arange(rows.numel(), device=rows.device) >= count
             rows = rows.masked_fill(is_spare, -1)
         if self.mode == "max":
-            return self._maxima(features, self._vectors(rows), rows >= 0)
+            is_counted = rows >= 0 if self.dynamic is None else ~self._is_padding(features.values)
+            return self._maxima(features, self._vectors(rows), is_counted)
         # The mean does not count ids of the padding row, as in torch. The kernel would, so that
         # sums are looked up and divided here.
         divides = self.mode == "mean" and is_padding is not None

@@ -14,6 +14,7 @@ from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.bad_ids_of_slots import SlotName, submit_bad_id
+from torchembed.modules.group_rows import Ids
 from torchembed.modules.lookup_stages import Admitted, Bucketized, LookedUp, Routed
 from torchembed.modules.table_lookup import look_up, look_up_pooled
 from torchembed.ops.pooled_lookup import fixed_gradient_map
@@ -73,6 +74,8 @@ class JoinedRows(NamedTuple):
     """Runs of equal ``trained_rows``."""
     offsets: Tensor | None
     weights: Tensor | None
+    ids: Ids | None = None
+    """Kept for an index that admission changes, until then."""
 
 
 class JoinedLookup:
@@ -95,7 +98,11 @@ class JoinedLookup:
             -2 if slot.padding_idx is None else group.first_rows[number] + slot.padding_idx
             for slot, number in zip(slots, tables, strict=True)
         ]
-        """For each call the row of the group that is padding; -2 for none."""
+        """For each call the row of the group that is padding, or, of a dynamic table, the id; -2
+        for none of a static table."""
+        self._is_dynamic = group.index.changes_on_admission
+        if self._is_dynamic:
+            self._padding = [slot.padding_idx or 0 for slot in slots]
         self._names = [SlotName(s.table.spec.name, "input", s.table.num_rows) for s in slots]
         self._bad_ids = BadIdReport()
         self._constants: KeptTensors[str, Any] = KeptTensors()
@@ -114,6 +121,8 @@ class JoinedLookup:
             IndexError: for an id outside its table under ``OnBadId.RAISE``.
         """
         features, offsets = bucketized.ids
+        if self._is_dynamic:
+            return self._route_dynamic(features, offsets)
         group, on_bad_id = self._kind.group, self._kind.on_bad_id
         with torch.no_grad():
             rows, first_bad = self._index.route(features, on_bad_id, group.rows_dtype)
@@ -127,16 +136,57 @@ class JoinedLookup:
         rows = rows if self._kind.pooling is None else trained
         return Routed(NO_FEATURES, JoinedRows(rows, trained, None, offsets, features.weights))
 
+    def _route_dynamic(
+        self, features: SparseFeatures, offsets: Tensor | None
+    ) -> Routed[JoinedRows]:
+        """:meth:`route` where no id is bad, and padding is an id, which has no row."""
+        with torch.no_grad():
+            is_id = self._are_ids(features.values, offsets)
+            rows_dtype = self._kind.group.rows_dtype
+            rows, _ = self._index.route(features, self._kind.on_bad_id, rows_dtype, is_id)
+        ids = Ids(features, is_id)
+        return Routed(NO_FEATURES, JoinedRows(rows, rows, None, offsets, features.weights, ids))
+
+    def _are_ids(self, values: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """False, bool ``[L]``, for padding and for spare ids behind the last bag; None where there
+        is neither."""
+        is_id = None
+        if any(slot.padding_idx is not None for slot in self._slots):
+            padding = self._constant("padding", lambda: self._padding_rows(values))
+            is_id = values != padding
+            if any(slot.padding_idx is None for slot in self._slots):
+                is_id |= self._constant("no padding", lambda: self._have_no_padding(values))
+        if offsets is not None:
+            is_in_bag = torch.arange(values.numel(), device=values.device) < offsets[-1]
+            is_id = is_in_bag if is_id is None else is_id & is_in_bag
+        return is_id
+
+    def _have_no_padding(self, values: Tensor) -> Tensor:
+        """True, bool ``[L]``, for ids of calls without a padding id."""
+        parts = [
+            torch.full((slot.num_ids,), slot.padding_idx is None, device=values.device)
+            for slot in self._slots
+        ]
+        return torch.cat(parts)
+
     def admit(
         self, routed: Routed[JoinedRows], admission: Admission | None = None
     ) -> Admitted[JoinedRows]:
-        """``routed`` with the runs of equal rows that the update needs."""
+        """``routed`` with its rows in the tables, and the runs of equal rows that the update
+        needs; once for each batch that is trained where that changes tables."""
+        group, rows = self._kind.group, routed.ids
         with torch.no_grad():
-            runs = find_runs(routed.ids.trained_rows, self._kind.group.num_rows)
-        return Admitted(routed.features, routed.ids._replace(runs=runs))
+            if rows.ids is not None:
+                features, is_id = rows.ids
+                found = group.admit(self._index, features, rows.rows, is_id, admission)
+                rows = rows._replace(rows=found, trained_rows=found, ids=None)
+            runs = find_runs(rows.trained_rows, group.num_rows)
+        return Admitted(routed.features, rows._replace(runs=runs))
 
     def release(self, epoch: Tensor) -> None:
-        """Nothing is ever evicted."""
+        """Let the table evict the rows of batches admitted in ``epoch``, int64 ``[1]``, and before,
+        which were trained. Never waits for a GPU."""
+        self._kind.group.index.release(epoch)
 
     def look_up(self, admitted: Admitted[JoinedRows]) -> LookedUp[JoinedRows, list[Tensor]]:
         """The result of each call, in the order of the slots.

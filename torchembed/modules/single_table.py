@@ -13,6 +13,7 @@ from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.configs import check_dynamic, table_spec
+from torchembed.modules.forward_admission import admits_in_forward
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
@@ -183,7 +184,7 @@ class SingleTable(ModuleOfOneTable):
     def _rows(self, features: SparseFeatures, *, is_trained: bool) -> tuple[Tensor, Tensor | None]:
         """Rows of the table, -1 for the padding row, and a mask of ids that are the padding row."""
         if self.dynamic is not None and self.padding_idx is not None:
-            is_padding = features.values == self.padding_idx
+            is_padding = self._is_padding(features.values)
             return self._rows_of(features, ~is_padding, is_trained=is_trained), is_padding
         rows = self._rows_of(features, None, is_trained=is_trained)
         if self.padding_idx is None:
@@ -191,13 +192,19 @@ class SingleTable(ModuleOfOneTable):
         is_padding = rows == self.padding_idx
         return rows.masked_fill(is_padding, -1), is_padding
 
+    def _is_padding(self, ids: Tensor) -> Tensor:
+        """True for those of the ``ids [L]`` of a dynamic table that are padding."""
+        if self.padding_idx is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        return ids == self.padding_idx
+
     def _rows_of(
         self, features: SparseFeatures, is_valid: Tensor | None, *, is_trained: bool
     ) -> Tensor:
         """Rows of the table, -1 for ids that have none."""
         if torch.compiler.is_compiling():
             return traced_rows(features, [self._table], features.keys, self._on_bad_id)
-        is_trained = is_trained and torch.is_grad_enabled()
+        is_trained = is_trained and admits_in_forward(self)
         return self._slots.rows(features, is_trained=is_trained, is_valid=is_valid)
 
     @property
@@ -225,10 +232,12 @@ class SingleTable(ModuleOfOneTable):
 
     def _joined_kind(self, pooling: Pooling | None, *, is_jagged: bool) -> LookupKind | None:
         """The kind of joined lookup of a call; None where no fused optimizer updates the table by
-        itself or together with others, all of which train."""
+        itself or together with others, all of which train, and for evaluation, which admits no
+        ids."""
         group = self.updated_group
         trains = all(t.parameter.requires_grad and t.holds_parameter() for t in group.tables)
-        if group.rule is None or not trains or self.dynamic is not None:
+        admits = self.dynamic is None or self.training
+        if group.rule is None or not trains or not admits:
             return None
         return LookupKind(group, pooling, self._on_bad_id, is_jagged)
 

@@ -131,7 +131,9 @@ class Slots:
             entry, features = group_rows.entry, group_rows.features
             group, ids = entry.group, group_rows.ids
             if ids is not None:
-                rows = _admitted(entry, ids, features.values, admission or Admission())
+                rows = group.admit(
+                    entry.index, ids.features, features.values, ids.is_valid, admission
+                )
                 features = dataclasses.replace(features, values=rows)
                 group_rows = group_rows._replace(features=features, ids=None)
             if finds_runs and group.rule is not None and entry.tables[0].parameter.requires_grad:
@@ -178,19 +180,8 @@ class Slots:
         ids = Ids(features, is_valid)
         rows = self._routed(entry, ids)
         if is_trained and entry.changes_on_admission:
-            rows = _admitted(entry, ids, rows, Admission())
+            rows = entry.group.admit(entry.index, features, rows, is_valid)
         return rows
-
-
-def _admitted(entry: GroupSlots, ids: Ids, rows: Tensor, admission: Admission) -> Tensor:
-    """The rows of ``ids`` in the tables of ``entry``, from the ``rows`` that they were routed to;
-    what is frozen stays as it is."""
-    if not entry.tables[0].parameter.requires_grad:
-        return rows
-    admitted = entry.index.admit(ids.features, rows, admission, ids.is_valid)
-    if admitted.new is not None:
-        entry.group.initialize_rows(admitted.new)
-    return admitted.rows
 
 
 def _selected_mask(

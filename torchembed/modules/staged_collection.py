@@ -16,6 +16,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
+from torchembed.modules.forward_admission import admits_in_forward
 from torchembed.modules.lookup_stages import (
     Admitted,
     B,
@@ -140,13 +141,6 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         with torch.no_grad():
             return Routed(bucketized.features, self._route(bucketized.ids, capacity))
 
-    @property
-    def admission_changes_tables(self) -> bool:
-        """True if :meth:`admit` may insert or evict rows, so that it must see each trained batch
-        once and no other."""
-        groups = self._table_set.current_groups()
-        return any(group.index.changes_on_admission for group in groups)
-
     def admit(self, routed: Routed[R], admission: Admission | None = None) -> Admitted[R]:
         """Give the ids their rows, and find the runs of equal rows for fused optimizers.
 
@@ -156,6 +150,10 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             admission: whether the batch will be trained, and its epoch; None for one that will, and
                 before which no other one is admitted.
         """
+        if not self.training and self.admission_changes_tables:
+            # In forward too, a module in evaluation mode admits nothing.
+            none = torch.zeros(1, dtype=torch.bool, device=self.device)
+            admission = (admission or Admission())._replace(is_trained=none)
         with torch.no_grad():
             return Admitted(routed.features, self._admit(routed.ids, admission, finds_runs=True))
 
@@ -262,8 +260,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             return self._vectors_of(reusable)
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         # What is only evaluated changes no table.
-        is_trained = self.training and torch.is_grad_enabled()
-        rows = self._admit(ids, None, finds_runs=False) if is_trained else ids
+        rows = self._admit(ids, None, finds_runs=False) if admits_in_forward(self) else ids
         return self._look_up(rows, ahead=False)
 
     def _vectors_of(self, reusable: _Reusable[R, V]) -> V:

@@ -109,6 +109,13 @@ class TableModule(nn.Module):
         """The tables and the groups that they form."""
         return self._table_set
 
+    @property
+    def admission_changes_tables(self) -> bool:
+        """True if training may insert or evict rows, so that each trained batch must be admitted
+        once, and no other."""
+        groups = self._table_set.current_groups()
+        return any(group.index.changes_on_admission for group in groups)
+
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         """Each table and the module whose ``weight`` is its parameter."""
         raise NotImplementedError

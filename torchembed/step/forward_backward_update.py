@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchembed.core.trees import map_tensors
 from torchembed.modules.bad_ids import IdChecks, deferred_id_checks
-from torchembed.modules.staged_collection import StagedCollection
+from torchembed.modules.table_module import TableModule
 from torchembed.optim.clipping import clip_gradients
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.bad_id_flag import either, reduce_checks
@@ -138,8 +138,8 @@ class StepProgram:
     def epochs(self) -> AdmissionEpochs | None:
         """Numbers the batches whose rows tables admit, for all engines, and keeps the rows of those
         under way in place; None where no table inserts or evicts rows."""
-        collections = (m for m in self.model.modules() if isinstance(m, StagedCollection))
-        changes_tables = any(collection.admission_changes_tables for collection in collections)
+        modules = (m for m in self.model.modules() if isinstance(m, TableModule))
+        changes_tables = any(module.admission_changes_tables for module in modules)
         return AdmissionEpochs(self.device) if changes_tables else None
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchembed.core.features import SparseFeatures
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.stand_ins import address_of
 from torchembed.ops.initialize_rows import InitialValues, initialize_rows
@@ -14,7 +15,7 @@ from torchembed.ops.segments import Runs
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import RowIds
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
-from torchembed.tables.row_index import IndexedTable, NewRows, RowIndex
+from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, SlotIndex
 from torchembed.tables.table import GradientReduction, Table, mark_parameter
 from torchembed.tables.table_addresses import note_address
 
@@ -35,6 +36,7 @@ class TableGroup:
         step: float32 ``[1]``, updates done.
         pending: gradients recorded by backward and not yet applied.
         num_awaited: those that are on their way over ranks, and come once backward is done.
+        num_forward_admissions: batches whose ids were admitted, and not prepared ahead.
         joined: the group of several modules' tables in one pass with which this one is updated;
             None where it is updated by itself.
     """
@@ -52,6 +54,7 @@ class TableGroup:
         self.pending = PendingGradients(self)
         self.num_awaited = 0
         self.joined: JoinedGroup | None = None
+        self.num_forward_admissions = 0
         self.make_index()
         self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
         """``[0]``; requires a gradient, so that programs of ``torch.compile`` have a backward."""
@@ -91,8 +94,31 @@ class TableGroup:
         return self.index.row_ids(self.tables.index(table))
 
     @torch.no_grad()
-    def initialize_rows(self, new: NewRows) -> None:
-        """Give rows that their index has given to ids their initial values, and their optimizer
+    def admit(
+        self,
+        slots: SlotIndex,
+        features: SparseFeatures,
+        rows: Tensor,
+        is_valid: Tensor | None = None,
+        admission: Admission | None = None,
+    ) -> Tensor:
+        """The rows ``[L]`` of ids in the tables, which may change; tables that are frozen do not.
+
+        Args:
+            slots: of this group's index.
+            features, rows, is_valid: as for :meth:`~torchembed.tables.SlotIndex.admit`.
+            admission: of the batch; None for one that is trained and was not prepared ahead.
+        """
+        if not self.tables[0].parameter.requires_grad:
+            return rows
+        self.num_forward_admissions += admission is None
+        admitted = slots.admit(features, rows, admission or Admission(), is_valid)
+        if admitted.new is not None:
+            self._initialize(admitted.new)
+        return admitted.rows
+
+    def _initialize(self, new: NewRows) -> None:
+        """Give rows that the index has given to ids their initial values, and their optimizer
         state its own. Never waits for a GPU."""
         if self._initial_values is None:
             tables = [

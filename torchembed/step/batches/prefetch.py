@@ -99,12 +99,13 @@ class Prefetch:
         ]
 
     @torch.no_grad()
-    def prepare(self, buffer: int, *, in_place: bool) -> None:
+    def prepare(self, buffer: int, *, in_place: bool, admits: bool = True) -> None:
         """Take the batch over from its buffer, route its ids and admit its rows; collective.
 
         Args:
             in_place: write over what was found for the buffer's batch before, since a graph reads
                 it where it is.
+            admits: whether to route and admit, too; else that is still to be done.
         """
         if self.bucketized is not None and self.bucketized.batches[buffer] is None:
             return  # nothing has been copied there yet, on any rank
@@ -112,7 +113,7 @@ class Prefetch:
         if self.bucketized is not None:
             source, batch = tensors_without_ids(source, batch)
         _copy_tree(source, batch)
-        if not self.calls:
+        if not self.calls or not admits:
             return
         bucketized = self._bucketize(self.calls, buffer)
         # Reduced before rows are sorted: what backward sends comes after this collective.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.trees import Tree
+from torchembed.modules.forward_admission import forward_admissions
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.batches.bucketized_buffers import Capacity
 from torchembed.step.batches.input_buffers import InputBuffers
@@ -39,6 +40,11 @@ _WARM_UP_STEPS = 3
 """Before the first capture: the first finds out what is prepared ahead, the next two do it once for
 each buffer; kernels are compiled and communicators made on the way. Steps on further layouts take
 one less."""
+
+_ADMITS = (
+    "forward gives rows to ids that it computes, or was called with in another way than the batch "
+    "has them, which a comparison with the model would do once more; give it the batch's own ids"
+)
 
 
 class StaticStep:
@@ -82,6 +88,8 @@ class StaticStep:
         self._sizes: list[GatheredSize] | None = None
         """The sizes that ranks exchanged in a step whose batch was prepared, and that prepared
         one."""
+        self._admits_in_forward: Reason | None = None
+        """The module whose forward gave new ids rows in the last step."""
         self._num_steps = 0
         # Others have compiled kernels and made communicators.
         self._num_warm_ups = _WARM_UP_STEPS - self._resources.has_captured
@@ -189,6 +197,7 @@ class StaticStep:
         """
         assert self._sizes is not None
         why = self._program.values.unsteady or self._program.host_state.drawn
+        why = why or self._admits_in_forward
         if why is not None:
             raise NotCapturable(why)
         self._resources.has_captured = True
@@ -305,17 +314,22 @@ class StaticStep:
         return check.around_replay(buffer, self.lookup(buffer), trained.result.loss)
 
     def _step(self, buffer: int) -> None:
+        has_dynamic, model = self._program.epochs is not None, self._program.model
+        # A batch is admitted once, for all calls: not before these are known.
+        admits = self._prefetch.calls is not None or not has_dynamic
+        admissions = forward_admissions(model) if has_dynamic else {}
+
         def prepare_next(after: torch.cuda.Stream | None) -> None:
             with fork(self._streams.ids), named_range("torchembed: prepare"):
                 join(after)
-                self._prefetch.prepare(1 - buffer, in_place=self._has_captured)
+                self._prefetch.prepare(1 - buffer, in_place=self._has_captured, admits=admits)
 
         # Pinned memory cannot be allocated in a capture, so the report goes where the buffer's step
         # before has put its own.
         before = self._trained[buffer]
         report_memory = None if before is None else before.report
         if self._prefetch.calls is None:
-            model, batch = self._program.model, self._prefetch.batches[buffer]
+            batch = self._prefetch.batches[buffer]
             with (
                 observed_fixed_calls(model, batch) as self._prefetch.calls,
                 self._program.padding.counted.observed(model, batch),
@@ -329,6 +343,10 @@ class StaticStep:
             batch = self._look_up(buffer, self._streams.vectors)
             trained = self._train(batch, prepare_next, report_memory, self._losses[buffer])
         self._trained[buffer] = trained
+        if has_dynamic:
+            now = forward_admissions(model)
+            names = [name for name, count in now.items() if count > admissions.get(name, count)]
+            self._admits_in_forward = Reason(_ADMITS, names[0]) if names else None
 
     def lookup(self, buffer: int) -> Callable[[], LookedUpBatch]:
         """A function that looks up the buffer's batch, which is prepared, on the current stream."""

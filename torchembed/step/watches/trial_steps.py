@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchembed.core import ranks
+from torchembed.modules.forward_admission import without_admission
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.stages import LookedUpBatch
 from torchembed.step.step_optimizers import StepOptimizers
@@ -52,7 +53,7 @@ def trial_step(
     calls = TrialCalls()
     error: Exception | None = None
     found: tuple[Summary, Tensor] | None = None
-    with program.host_state.unchanged():
+    with program.host_state.unchanged(), without_admission():
         try:
             batch = look_up()
             with calls:
