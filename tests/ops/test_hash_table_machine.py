@@ -158,6 +158,6 @@ def test_a_long_sequence(policy: Policy, device: torch.device) -> None:
         num_operations = int(asked)
     else:
         slow = lanes.is_interpreted() or lanes.picked_kernel("insert_keys", device) == "reference"
-        num_operations = 1000 if slow else 60_000
+        num_operations = 1000 if slow else 20_000
     model = ModelledTables(shapes, policy, device)
     run_random_operations(model, num_operations, seed=int(policy))
