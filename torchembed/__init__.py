@@ -19,11 +19,15 @@ from torchembed.modules import (
 from torchembed.tables import (
     LFU,
     LRU,
+    Chance,
     Constant,
+    CountMinSketch,
     Dynamic,
     EpochLFU,
     InPlaceFunction,
+    MinimumCount,
     Normal,
+    Probability,
     Uniform,
 )
 
@@ -34,7 +38,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LFU",
     "LRU",
+    "Chance",
     "Constant",
+    "CountMinSketch",
     "Dynamic",
     "Embedding",
     "EmbeddingBag",
@@ -46,10 +52,12 @@ __all__ = [
     "InPlaceFunction",
     "JaggedTensor",
     "KeyedTensor",
+    "MinimumCount",
     "MixedFeatures",
     "Normal",
     "OnBadId",
     "Pooling",
+    "Probability",
     "SparseFeatures",
     "Uniform",
     "optim",

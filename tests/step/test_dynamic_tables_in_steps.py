@@ -14,7 +14,16 @@ from tests.support.lanes import picked_kernel
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import step_by_hand
 from tests.support.tiny_training import assert_same_state, results_of, state_of
-from torchembed import LFU, LRU, Dynamic, EmbeddingBag, EpochLFU, SparseFeatures
+from torchembed import (
+    LFU,
+    CountMinSketch,
+    Dynamic,
+    EmbeddingBag,
+    EpochLFU,
+    MinimumCount,
+    Probability,
+    SparseFeatures,
+)
 from torchembed.data import Batch
 from torchembed.ops.hash_table import Counter
 from torchembed.optim import split_parameters
@@ -98,7 +107,12 @@ def by_hand(model: Ranker, batches: Sequence[Batch]) -> list[float]:
     return [step_by_hand(model, LOSS, optimizers, batch).item() for batch in batches]
 
 
-POLICIES = [Dynamic(), Dynamic(eviction=LFU()), Dynamic(eviction=EpochLFU(steps_per_epoch=3))]
+POLICIES = {
+    "LRU": Dynamic(),
+    "LFU": Dynamic(eviction=LFU()),
+    "EpochLFU": Dynamic(eviction=EpochLFU(steps_per_epoch=3)),
+    "MinimumCount": Dynamic(admission=MinimumCount(2)),
+}
 BATCHES = {
     "fixed": [batch(seed) for seed in range(14)],
     "jagged": [batch(seed, is_jagged=True) for seed in range(14)],
@@ -109,14 +123,14 @@ BATCHES = {
 @pytest.mark.parametrize("is_taped", [False, True], ids=["called", "taped"])
 @pytest.mark.parametrize("capacity", [24, 200])
 @pytest.mark.parametrize("form", BATCHES)
-@pytest.mark.parametrize("dynamic", POLICIES, ids=lambda dynamic: type(dynamic.eviction).__name__)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_captured_steps_equal_the_loop_by_hand(
-    dynamic: Dynamic, form: str, capacity: int, is_taped: bool
+    policy: str, form: str, capacity: int, is_taped: bool
 ) -> None:
     """While ids find free rows, and where they evict others at nearly each step."""
     if is_taped and picked_kernel("insert_keys", "cpu") != "native":
         pytest.skip("a tape refuses the reference of insert_keys, which is the host's own work")
-    batches = BATCHES[form]
+    batches, dynamic = BATCHES[form], POLICIES[policy]
     expected = Ranker(dynamic, capacity)
     losses = by_hand(expected, batches)
     model = Ranker(dynamic, capacity)
@@ -226,10 +240,19 @@ def test_steps_whose_forward_computes_ids_are_eager_and_say_so(is_taped: bool) -
     assert_same_state(model, state_of(expected))
 
 
-@pytest.mark.parametrize("eviction", [LRU(), LFU()], ids=["lru", "lfu"])
-def test_a_step_that_a_bad_batch_skips_inserts_and_counts_nothing(eviction: Any) -> None:
+@pytest.mark.parametrize(
+    "dynamic",
+    [
+        Dynamic(),
+        Dynamic(eviction=LFU()),
+        Dynamic(admission=MinimumCount(3)),
+        Dynamic(admission=CountMinSketch(threshold=3, width=500)),
+        Dynamic(admission=Probability(threshold=3)),
+    ],
+    ids=["lru", "lfu", "minimum count", "sketch", "chance"],
+)
+def test_a_step_that_a_bad_batch_skips_inserts_and_counts_nothing(dynamic: Dynamic) -> None:
     batches = [batch(seed, bad=seed == 8) for seed in range(12)]
-    dynamic = Dynamic(eviction=eviction)
     expected, model = (Ranker(dynamic, 24, modes=["sum"]) for _ in range(2))
     losses = by_hand(expected, [b for n, b in enumerate(batches) if n != 8])
     pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)

@@ -6,7 +6,7 @@ from torchembed.tables.admission_filters import (
     CountMinSketch,
     Probability,
 )
-from torchembed.tables.dynamic import LFU, LRU, Dynamic, EpochLFU, Eviction
+from torchembed.tables.dynamic import LFU, LRU, AdmissionPolicy, Dynamic, EpochLFU, Eviction
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.hash_index import HashFactory, HashIndex, num_slots
@@ -22,6 +22,7 @@ from torchembed.tables.initializers import (
     shifted_row_key,
 )
 from torchembed.tables.joined_group import JoinedGroup, join_groups, joined_where_whole
+from torchembed.tables.minimum_count import MinimumCount
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import (
     Admission,
@@ -51,6 +52,7 @@ __all__ = [
     "LRU",
     "Admission",
     "AdmissionFilter",
+    "AdmissionPolicy",
     "AdmittedRows",
     "Chance",
     "Constant",
@@ -68,6 +70,7 @@ __all__ = [
     "InitializedTable",
     "Initializer",
     "JoinedGroup",
+    "MinimumCount",
     "Normal",
     "PendingGradients",
     "Probability",

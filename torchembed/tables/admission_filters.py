@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from torchembed.core.random_bits import name_key, random_bits, shift_right
+from torchembed.tables.row_index import IndexedTable
 
-_INT32_MAX = torch.iinfo(torch.int32).max
+INT32_MAX = torch.iinfo(torch.int32).max
 # Drawn from other keys than the initial values of rows.
 _SKETCH_KEY, _DRAW_KEY = name_key(0, "admission", "sketch"), name_key(0, "admission", "draw")
 _NOT_AFTER_THRESHOLD = 0.05
 """Part of the ids that still have no row when they have occurred ``threshold`` times."""
 
 
-def _check_count(name: str, value: object, most: int) -> None:
+def check_count(name: str, value: object, most: int) -> None:
+    """Raise unless ``value`` is an int from 1 to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if not 1 <= value <= most:
@@ -49,9 +51,9 @@ class CountMinSketch:
     depth: int = 4
 
     def __post_init__(self) -> None:
-        _check_count("threshold", self.threshold, _INT32_MAX)
-        _check_count("width", self.width, _INT32_MAX)
-        _check_count("depth", self.depth, 64)
+        check_count("threshold", self.threshold, INT32_MAX)
+        check_count("width", self.width, INT32_MAX)
+        check_count("depth", self.depth, 64)
 
     def false_admissions(self, num_occurrences: int, count: int = 1) -> float:
         """The greatest probability that an id is admitted below the threshold.
@@ -70,9 +72,9 @@ class CountMinSketch:
             )
         return min(1.0, num_occurrences / (self.width * (self.threshold - count))) ** self.depth
 
-    def build(self, table_keys: Sequence[int], device: torch.device) -> "SketchFilter":
-        """The filter, its counts zero, of the tables of a group with these 64-bit keys."""
-        return SketchFilter(self, table_keys, device)
+    def build(self, tables: Sequence[IndexedTable], device: torch.device) -> "SketchFilter":
+        """The filter, its counts zero, of the tables of a group."""
+        return SketchFilter(self, [table.key for table in tables], device)
 
 
 class Chance(enum.Enum):
@@ -99,15 +101,15 @@ class Probability:
     chance: Chance = Chance.PER_OCCURRENCE
 
     def __post_init__(self) -> None:
-        _check_count("threshold", self.threshold, _INT32_MAX)
+        check_count("threshold", self.threshold, INT32_MAX)
         if not isinstance(self.chance, Chance):
             raise TypeError(
                 f"chance must be Chance.PROPORTIONAL or Chance.PER_OCCURRENCE, got {self.chance!r}"
             )
 
-    def build(self, table_keys: Sequence[int], device: torch.device) -> "ProbabilityFilter":
-        """The filter of the tables of a group with these 64-bit keys."""
-        return ProbabilityFilter(self, table_keys, device)
+    def build(self, tables: Sequence[IndexedTable], device: torch.device) -> "ProbabilityFilter":
+        """The filter of the tables of a group."""
+        return ProbabilityFilter(self, [table.key for table in tables], device)
 
 
 class AdmissionFilter(Protocol):
@@ -124,6 +126,16 @@ class AdmissionFilter(Protocol):
             is_new: bool ``[L]``: True where there is an id, it has no row, and the batch is
                 trained.
             epoch: int64 ``[1]``: the batch's number.
+        """
+        ...
+
+    def forget(self, ids: Tensor, tables: Tensor, epoch: Tensor) -> None:
+        """Note which ids got rows, so that what was counted for them may go.
+
+        Args:
+            ids: int64 ``[L]``, distinct.
+            tables: int32 ``[L]``; -1 where there is no id.
+            epoch: int64 ``[1]``: as for :meth:`admit`, which came before.
         """
         ...
 
@@ -184,13 +196,16 @@ class SketchFilter:
         counts = self.counts.view(-1).index_add_(0, cells, amounts)
         # A batch has fewer ids than int32 has numbers: a sum that is too large is negative, once.
         found = counts[cells]
-        found = torch.where(found < 0, _INT32_MAX, found)
+        found = torch.where(found < 0, INT32_MAX, found)
         counts.scatter_reduce_(0, cells, found, "amax")
         return torch.where(tables >= 0, found.view(bits.shape).amin(1), 0)
 
     def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
         """The ids whose estimates have reached the threshold."""
         return is_new & (self.add(ids, tables, is_new) >= self._config.threshold)
+
+    def forget(self, ids: Tensor, tables: Tensor, epoch: Tensor) -> None:
+        """Nothing goes: other ids share the counts."""
 
     def contents(self, table: int) -> dict[str, Tensor]:
         """``sketch``: int32 ``[depth, width]``."""
@@ -241,6 +256,9 @@ class ProbabilityFilter:
         probability_of_none = first * second * third * fourth
         drawn = shift_right(bits, 11).double() * 2.0**-53
         return is_new & (drawn >= probability_of_none)
+
+    def forget(self, ids: Tensor, tables: Tensor, epoch: Tensor) -> None:
+        """Nothing is kept."""
 
     def contents(self, table: int) -> dict[str, Tensor]:
         """Nothing: there is no state."""

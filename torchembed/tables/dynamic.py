@@ -2,6 +2,9 @@
 
 import dataclasses
 
+from torchembed.tables.admission_filters import CountMinSketch, Probability
+from torchembed.tables.minimum_count import MinimumCount
+
 
 def _check_positive(name: str, value: object) -> None:
     """Raise unless ``value`` is an int of at least 1."""
@@ -40,6 +43,7 @@ class EpochLFU:
 
 
 Eviction = LRU | LFU | EpochLFU
+AdmissionPolicy = MinimumCount | CountMinSketch | Probability
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,13 +60,22 @@ class Dynamic:
     Args:
         eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU` or
             :class:`EpochLFU`.
+        admission: chooses the new ids that get rows: :class:`MinimumCount`,
+            :class:`CountMinSketch` or :class:`Probability`; None: all of them. It counts
+            occurrences of ids that have no row in batches that are trained.
     """
 
     eviction: Eviction = LRU()
+    admission: AdmissionPolicy | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.eviction, Eviction):
             raise TypeError(
                 "eviction must be LRU(), LFU() or EpochLFU(steps_per_epoch=...), got "
                 f"{self.eviction!r}"
+            )
+        if self.admission is not None and not isinstance(self.admission, AdmissionPolicy):
+            raise TypeError(
+                "admission must be MinimumCount(...), CountMinSketch(...), Probability(...) or "
+                f"None, got {self.admission!r}"
             )

@@ -24,6 +24,7 @@ from torchembed.ops.linearize_ids import LinearRows
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.admission_clock import AdmissionClock
+from torchembed.tables.admission_filters import AdmissionFilter
 from torchembed.tables.dynamic import LFU, LRU, Dynamic, EpochLFU
 from torchembed.tables.row_index import (
     Admission,
@@ -57,6 +58,7 @@ class HashIndex:
     Attributes:
         hash_tables: ids, and the use of their rows.
         clock: numbers the batches that are admitted.
+        admission: chooses the new ids that get rows; None: all do.
     """
 
     changes_on_admission = True
@@ -73,6 +75,9 @@ class HashIndex:
             self._first_rows.append(self._first_rows[-1] + table.num_rows)
         self.hash_tables: HashTables = empty_hash_tables(shapes, self._policy, device)
         self.clock = AdmissionClock(device)
+        self.admission: AdmissionFilter | None = None
+        if dynamic.admission is not None:
+            self.admission = dynamic.admission.build(tables, device)
         self._table_keys = torch.tensor([t.key for t in tables], dtype=torch.int64, device=device)
         self._row_keys: Tensor | None = None
         """int64 ``[R + 1]``: keys of the rounding of rows; None before an update asked for them.
@@ -103,6 +108,12 @@ class HashIndex:
             epoch_number=epoch_number,
             is_trained=is_trained,
         )
+        wanted = None
+        if self.admission is not None:
+            is_new = (tables >= 0) & (slots < 0)
+            if is_trained is not None:
+                is_new &= is_trained
+            wanted = self.admission.admit(keys, tables, is_new, epoch)
         inserted = insert_keys(
             state,
             keys,
@@ -112,8 +123,11 @@ class HashIndex:
             epoch=epoch,
             released=self.clock.evictable(epoch),
             epoch_number=epoch_number,
+            wanted=wanted,
             is_trained=is_trained,
         )
+        if self.admission is not None:
+            self.admission.forget(inserted.keys, inserted.tables, epoch)
         if self._row_keys is not None:
             self._note_new_keys(self._row_keys, inserted)
         return inserted
@@ -175,7 +189,12 @@ class HashIndex:
     def contents(self, table: int) -> dict[str, Tensor]:
         """Views, of a table with rows ``R``: ``ids`` int64 ``[R]``; ``digests`` uint8 ``[R]``, 0 of
         free rows; ``touched`` and, where the policy has them, ``scores``, int64 ``[R]``; and
-        ``counters`` int64. ``clock``, int64 ``[1]``, is the epoch of the last batch."""
+        ``counters`` int64. ``clock``, int64 ``[1]``, is the epoch of the last batch. What
+        :attr:`admission` counts follows."""
+        found = {**self._own_contents(table), "clock": self.clock.last}
+        return found if self.admission is None else {**found, **self.admission.contents(table)}
+
+    def _own_contents(self, table: int) -> dict[str, Tensor]:
         state = self.hash_tables
         found = {
             "ids": self._part(state.keys, table),
@@ -184,13 +203,13 @@ class HashIndex:
         }
         if state.scores is not None:
             found["scores"] = self._part(state.scores, table)
-        return {**found, "counters": state.counters[table], "clock": self.clock.last}
+        return {**found, "counters": state.counters[table]}
 
     def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
-        own = self.contents(table)
-        for name, tensor in contents.items():
-            if name != "clock":
-                own[name].copy_(tensor)
+        if self.admission is not None:
+            self.admission.load_contents(table, contents)
+        for name, own in self._own_contents(table).items():
+            own.copy_(contents[name])
         self.clock.go_on_behind(contents["clock"])
         self._refresh_row_keys()
 

@@ -1,0 +1,154 @@
+"""Dynamic tables that give rows to the ids alone that an admission policy chooses."""
+
+import copy
+import io
+from collections import Counter as Counts
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchembed
+from tests.support.tolerance import assert_same_bits
+from torchembed import (
+    LFU,
+    Chance,
+    CountMinSketch,
+    Dynamic,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    MinimumCount,
+    Probability,
+    SparseFeatures,
+)
+from torchembed.tables import HashIndex
+
+POLICIES = {
+    "minimum count": MinimumCount(3),
+    "sketch": CountMinSketch(threshold=3, width=1 << 16),
+}
+
+
+def bags(dynamic: Dynamic, capacity: int = 40) -> EmbeddingBagCollection:
+    settings = {"num_embeddings": capacity, "embedding_dim": 4, "dynamic": dynamic}
+    names = "a", "b"
+    configs = [EmbeddingBagConfig(name=n, feature_names=(n,), **settings) for n in names]  # type: ignore[arg-type]
+    return EmbeddingBagCollection(configs)
+
+
+def batch(*ids: int) -> SparseFeatures:
+    """Ids of table ``a``, and none of ``b``."""
+    return SparseFeatures.from_dict({"a": [[i] for i in ids], "b": [[] for _ in ids]})
+
+
+def ids_held(module: EmbeddingBagCollection) -> set[int]:
+    (group,) = module.table_set.current_groups()
+    assert isinstance(group.index, HashIndex)
+    state = group.index.hash_tables
+    return set(state.keys[state.digests > 0].tolist())
+
+
+def train(module: EmbeddingBagCollection, *batches: SparseFeatures) -> list[set[int]]:
+    """A step on each batch, and the ids that are held then."""
+    optimizer = torchembed.optim.SGD(module.parameters(), lr=0.5)
+    held = []
+    for features in batches:
+        module(features).values().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(ids_held(module))
+    return held
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(batches=st.lists(st.lists(st.integers(-3, 3), max_size=9), max_size=8))
+def test_ids_get_rows_when_they_reach_the_threshold(name: str, batches: list[list[int]]) -> None:
+    """Not before, and then always; each of several occurrences in a batch counts."""
+    module = bags(Dynamic(admission=POLICIES[name]))
+    counts: Counts[int] = Counts()
+    for ids, held in zip(batches, train(module, *(batch(*ids) for ids in batches)), strict=True):
+        counts.update(ids)
+        assert held == {id_ for id_, count in counts.items() if count >= 3}
+
+
+@pytest.mark.parametrize("chance", Chance)
+def test_ids_get_rows_by_chance(chance: Chance) -> None:
+    """A threshold of 1 admits by one formula all, by the other 95 %; a great one hardly any."""
+    ids = range(1000)
+    drawn = Probability(threshold=1, chance=chance)
+    often = len(train(bags(Dynamic(admission=drawn), 2000), batch(*ids))[-1])
+    expected = {Chance.PROPORTIONAL: 1.0, Chance.PER_OCCURRENCE: 0.95}[chance]
+    assert abs(often / 1000 - expected) <= 3 * (expected * (1 - expected) / 1000) ** 0.5
+    seldom = Probability(threshold=2**31 - 1, chance=chance)
+    assert train(bags(Dynamic(admission=seldom), 2000), batch(*ids)) == [set()]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_ids_that_are_not_admitted_read_zeros_and_get_no_gradient(name: str) -> None:
+    module = bags(Dynamic(admission=POLICIES[name]))
+    before = copy.deepcopy(module.state_dict()["embedding_bags.a.weight"])
+    optimizer = torchembed.optim.SGD(module.parameters(), lr=1.0)
+    vectors = module(batch(1, 2, 2)).values()
+    assert not vectors.any()
+    vectors.sum().backward()
+    optimizer.step()
+    assert_same_bits(module.state_dict()["embedding_bags.a.weight"], before)
+    with_row = module(batch(1, 2)).values()
+    assert with_row[1].any()
+    assert not with_row[0].any()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_evaluation_counts_nothing(name: str) -> None:
+    module = bags(Dynamic(admission=POLICIES[name]))
+    for _ in range(3):
+        module.eval()(batch(1, 1, 2))
+        module.lookup(batch(1, 1, 2))
+        with torch.no_grad():
+            module.train()(batch(1, 1, 2))
+    assert train(module, batch(1, 1), batch(1)) == [set(), {1}]
+
+
+def test_ids_that_were_evicted_are_counted_anew() -> None:
+    module = bags(Dynamic(admission=MinimumCount(2)), capacity=2)
+    batches = [1, 1], [2, 2], [3, 3], [1], [1]
+    held = train(module, *(batch(*ids) for ids in batches))
+    assert held == [{1}, {1, 2}, {2, 3}, {2, 3}, {1, 3}]
+
+
+def test_ids_that_find_no_row_keep_their_counts() -> None:
+    """What a full table refuses is admitted as soon as there is room."""
+    module = bags(Dynamic(admission=MinimumCount(3)), capacity=2)
+    optimizer = torchembed.optim.SGD(module.parameters(), lr=0.5)
+    # Gradients of both rows wait for an update, so that neither may go.
+    module(batch(1, 1, 1, 2, 2, 2)).values().sum().backward()
+    module(batch(5, 5, 5)).values().sum().backward()
+    assert ids_held(module) == {1, 2}
+    optimizer.step()
+    train(module, batch(7))
+    assert 5 in train(module, batch(5))[-1]
+
+
+@pytest.mark.parametrize("eviction", [torchembed.LRU(), LFU()], ids=["lru", "lfu"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_state_dicts_and_copies_hold_the_counts(name: str, eviction: torchembed.LFU) -> None:
+    dynamic = Dynamic(admission=POLICIES[name], eviction=eviction)
+    module = bags(dynamic)
+    train(module, batch(1, 2, 2), batch(3, 3, 3))
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    resumed = bags(dynamic)
+    train(resumed, batch(8, 8, 9))
+    resumed.load_state_dict(torch.load(file))
+    for same in (copy.deepcopy(module), resumed, module.double().float()):
+        assert train(same, batch(1, 2, 8, 9, 9)) == [{2, 3}]
+    other = bags(Dynamic(eviction=eviction))
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*embedding_bags\.a\.index\."):
+        other.load_state_dict(resumed.state_dict())
+
+
+def test_admission_must_be_a_policy() -> None:
+    with pytest.raises(TypeError, match=r"admission must be MinimumCount\(\.\.\.\), .* got 3"):
+        Dynamic(admission=3)  # type: ignore[arg-type]

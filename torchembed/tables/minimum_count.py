@@ -1,0 +1,126 @@
+"""Admission by exact counts: an id gets a row when it has occurred often enough."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.ops.hash_table import (
+    HashTables,
+    Policy,
+    empty_hash_tables,
+    erase_keys,
+    find_slots,
+    insert_keys,
+    table_shape,
+    touch_slots,
+)
+from torchembed.tables.admission_filters import INT32_MAX, check_count
+from torchembed.tables.row_index import IndexedTable
+
+# Ids that have no row yet lie in hash tables whose scores are pairs of the batch that they came in
+# last, in the higher 32 bits, and their count: where there is no room, that of the longest unseen
+# goes. By the count alone new ids would not come in while the others have greater ones.
+_POLICY = Policy.EPOCH_LFU
+_COUNT_MASK = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class MinimumCount:
+    """Admits an id when it has occurred ``threshold`` times, by a count for each id.
+
+    An id that gets a row gives its count up: once evicted, it is counted from 0 again. Where there
+    are more than ``capacity`` ids without a row, those that did not come for longest are forgotten
+    and counted anew. Nothing else makes a count too small, and none is ever too large. Ids of one
+    batch do not make room for one another, so ``capacity`` must exceed the new ids of a batch.
+
+    A count takes 25 bytes.
+    """
+
+    threshold: int
+    """Occurrences in training batches, duplicates in a batch and the last one counted."""
+    capacity: int | None = dataclasses.field(default=None, kw_only=True)
+    """Ids of each table whose counts are kept, at least; None: as many as the table has rows."""
+
+    def __post_init__(self) -> None:
+        check_count("threshold", self.threshold, INT32_MAX)
+        if self.capacity is not None:
+            check_count("capacity", self.capacity, 2**40)
+
+    def build(self, tables: Sequence[IndexedTable], device: torch.device) -> "MinimumCountFilter":
+        """The filter, without counts, of the tables of a group."""
+        return MinimumCountFilter(self, tables, device)
+
+
+class MinimumCountFilter:
+    """The :class:`MinimumCount` of each table of a group.
+
+    Args:
+        config: the same for all tables.
+        tables: of the group, in order.
+        device: where ids come.
+
+    Attributes:
+        counts: hash tables of the ids that have no row; the lower 32 bits of a score are the count.
+    """
+
+    def __init__(
+        self, config: MinimumCount, tables: Sequence[IndexedTable], device: torch.device
+    ) -> None:
+        self._threshold = config.threshold
+        shapes = [table_shape(config.capacity or table.num_rows) for table in tables]
+        self._first_slots = [0]
+        for shape in shapes:
+            self._first_slots.append(self._first_slots[-1] + shape.num_rows)
+        self.counts: HashTables = empty_hash_tables(shapes, _POLICY, device)
+
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
+        """The ids whose counts have reached the threshold."""
+        tables = torch.where(is_new, tables, -1)
+        number = epoch.clamp_max(INT32_MAX)
+        slots = find_slots(self.counts, ids, tables)
+        touch_slots(self.counts, slots, tables, policy=_POLICY, epoch=epoch, epoch_number=number)
+        slots = insert_keys(
+            self.counts,
+            ids,
+            tables,
+            slots,
+            policy=_POLICY,
+            epoch=epoch,
+            released=epoch - 1,
+            epoch_number=number,
+        ).slots
+        assert self.counts.scores is not None
+        counts = self.counts.scores[slots.clamp_min(0)] & _COUNT_MASK
+        return is_new & (slots >= 0) & (counts >= self._threshold)
+
+    def forget(self, ids: Tensor, tables: Tensor, epoch: Tensor) -> None:
+        """Erase the counts of ids that got rows; one that was refused keeps its count."""
+        erase_keys(self.counts, ids, tables, released=epoch)
+
+    def contents(self, table: int) -> dict[str, Tensor]:
+        """Of ``n`` counts: ``counted_ids`` int64 ``[n]``, ``counted_digests`` uint8 ``[n]``, 0 of
+        free entries, ``counts`` int64 ``[n]``, with the epoch of the last occurrence in the higher
+        32 bits, ``counted_epochs`` int64 ``[n]``, and ``count_counters`` int64."""
+        state, begin, end = self.counts, *self._first_slots[table : table + 2]
+        assert state.scores is not None
+        return {
+            "counted_ids": state.keys[begin:end],
+            "counted_digests": state.digests[begin:end],
+            "counts": state.scores[begin:end],
+            "counted_epochs": state.touched[begin:end],
+            "count_counters": state.counters[table],
+        }
+
+    def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        own = self.contents(table)
+        for name, tensor in own.items():
+            if contents[name].shape != tensor.shape:
+                raise ValueError(
+                    f"{name} must have shape {tuple(tensor.shape)}, as the capacity of the table's "
+                    f"MinimumCount says, got {tuple(contents[name].shape)}; build the table with "
+                    "the one that it was saved with"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(contents[name])
