@@ -1,23 +1,19 @@
 """``TrainPipeline``: steps whose host work is one launch and the next batch's copy."""
 
-import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
-from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.optim.joint import separate
 from torchembed.optim.trained_parameters import check_optimizers_train
-from torchembed.sharding.transport.channel import PushDomain
+from torchembed.step.batch_intake import BatchIntake
 from torchembed.step.batches.batch_layout import to_device
-from torchembed.step.batches.layouts import Layouts
 from torchembed.step.batches.padded_parts import Pad, PaddedParts
 from torchembed.step.batches.read_ahead import InputStalls, ReadAhead
 from torchembed.step.engines.engine import StepEngine
@@ -30,13 +26,15 @@ from torchembed.step.model_loss import (
     convert_batch,
     loss_and_output,
 )
-from torchembed.step.stages import (
-    NO_KIND,
-    Agreement,
-    ReadBatch,
-    Reason,
-    StepKind,
+from torchembed.step.pipeline_settings import (
+    check_model,
+    check_numbers,
+    group_of,
+    listed,
+    push_domains_of,
+    why_not_captured,
 )
+from torchembed.step.stages import ReadBatch, Reason, StepKind
 from torchembed.step.step_result import StepResult
 from torchembed.step.steps_in_flight import StepsInFlight
 from torchembed.step.streams import named_range
@@ -168,15 +166,14 @@ class TrainPipeline:
         max_layouts: int = 16,
         pad: Pad | None = None,
     ) -> None:
-        _check_settings(model, autocast, max_grad_norm)
-        if self_check_every is not None and self_check_every < 1:
-            raise ValueError(
-                f"self_check_every must be at least 1, or None, got {self_check_every}"
-            )
-        if max_layouts < 1:
-            raise ValueError(f"max_layouts must be at least 1, got {max_layouts}")
-        self._padding, self._padding_changes = PaddedParts({} if pad is None else pad), 0
-        given = _listed(optimizers)
+        check_model(model)
+        check_numbers(
+            autocast=autocast,
+            max_grad_norm=max_grad_norm,
+            self_check_every=self_check_every,
+            max_layouts=max_layouts,
+        )
+        padding, given = PaddedParts({} if pad is None else pad), listed(optimizers)
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(given)
         check_loss_fn(loss_fn)
         check_optimizers_train(model, self.optimizers, module_of_loss(model, loss_fn))
@@ -194,26 +191,25 @@ class TrainPipeline:
             compute_loss=compute_loss,
             optimizers=given,
             device=self.device,
-            group=_group_of(model),
+            group=group_of(model),
             max_grad_norm=max_grad_norm,
             self_check_every=self_check_every,
             max_layouts=max_layouts,
-            padding=self._padding,
+            padding=padding,
             loss_fn=loss_fn,
         )
         self._record = program.record
         self._upcoming = ReadAhead()
-        self._in_flight = StepsInFlight(timeout_seconds, _push_domains_of(model), is_cuda=is_cuda)
+        self._in_flight = StepsInFlight(timeout_seconds, push_domains_of(model), is_cuda=is_cuda)
         self._engines = EngineChoice(
             program,
-            not_captured=_why_not_captured(capture, is_cuda=is_cuda),
+            not_captured=why_not_captured(capture, is_cuda=is_cuda),
             wait_for_steps=self._in_flight.wait_for_all,
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
-        self._layouts = Layouts(model, max_layouts)
+        self._intake = BatchIntake(model, loss_fn, self._engines, padding, max_layouts)
         self._is_alone = ranks.world_size() == 1
         self._changes = JointChanges(self._engines.values, self._engines.hooks)
-        self._num_read = self._values_version = 0
         if self._engines.captures:
             ranks.check_cpu_backend()
 
@@ -275,7 +271,7 @@ class TrainPipeline:
                 self._begin_anew()
             if not self._is_alone:
                 self._follow(self._changes.before_step(has_read=len(self._upcoming) > 0))
-        self._upcoming.fill(2 if self._engines.captures else 1, self._taken_in)
+        self._upcoming.fill(2 if self._engines.captures else 1, self._intake.take_in)
         now = self._upcoming.pop()
         if now is None:
             self.check_ids()
@@ -287,7 +283,7 @@ class TrainPipeline:
         if found.values or found.hooks:
             self._begin_anew()
         if found.hooks:
-            self._train_read_eagerly()
+            self._upcoming.replace(self._intake.trained_eagerly)
 
     def _begin_anew(self) -> None:
         """Capture further steps anew; the log says which value has changed."""
@@ -296,26 +292,16 @@ class TrainPipeline:
             self._record.note_change(changed)
         self.close()
 
-    def _train_read_eagerly(self) -> None:
-        """Have the batches that were read trained eagerly; on all ranks."""
-        why = self._engines.hooks.reason
-        self._upcoming.replace(
-            lambda batch: dataclasses.replace(
-                batch, kinds=NO_KIND, agree=functools.partial(_on_no_kind, batch.agree), why=why
-            )
-        )
-
     def _follow_layouts(self, now: ReadBatch) -> None:
         """Begin anew where on any rank the layout of captured steps is another one by now."""
-        if self._engines.captures and now.agree().layouts_since > self._layouts.begun:
+        if self._engines.captures and self._intake.begins_anew(now):
             self._in_flight.wait_for_all()
             self._engines.release()
-            self._layouts.begun = now.agree().layouts_since
 
     def _read_ahead(self) -> None:
         if self._engines.captures:
             with named_range("torchembed: copy"):
-                self._upcoming.fill(2, self._taken_in)
+                self._upcoming.fill(2, self._intake.take_in)
 
     def convert(self, item: Any) -> Any:
         """A batch that was read, in the form in which the model and the loss function are called
@@ -325,34 +311,6 @@ class TrainPipeline:
             TypeError, ValueError: where it is no batch for this loss function; says what would be.
         """
         return convert_batch(item, self.loss_fn)
-
-    def _taken_in(self, item: Any) -> ReadBatch:
-        """A batch that was read; the engine that is to train it may begin to copy it."""
-        data = self.convert(item)
-        number, self._num_read = self._num_read, self._num_read + 1
-        if not self._engines.captures:
-            return ReadBatch(data, number, NO_KIND, lambda: Agreement(NO_KIND, 0))
-        values = self._engines.values
-        if values.version != self._values_version:
-            self._values_version = values.version
-            if values.outdated is not None:
-                self._layouts.begin_anew(number)
-        padded = self._padding.padded(data)
-        form = data if padded is None else padded.form
-        if self._padding.changes != self._padding_changes:
-            self._padding_changes = self._padding.changes
-            self._layouts.begin_anew(number, forget=True)
-        if self._engines.hooks.are_there:
-            # On all ranks, since that is what they then agree on.
-            kinds, why = NO_KIND, self._engines.hooks.reason
-        else:
-            kinds = self._layouts.kinds_of(form, number)
-            why = self._layouts.why_eager(form) if kinds == NO_KIND else None
-        has_spare = padded is not None and padded.has_spare
-        agree = self._layouts.start_agreement(data, kinds, has_spare=has_spare)
-        batch = ReadBatch(data, number, kinds, agree, why, padded)
-        self._engines.prefetch(batch)
-        return batch
 
     def close(self) -> None:
         """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
@@ -416,7 +374,7 @@ class TrainPipeline:
         if has_hooks:
             # The ranks may have agreed on the batches that were read before there were any.
             self._changes.note_hooks()
-            self._train_read_eagerly()
+            self._upcoming.replace(self._intake.trained_eagerly)
 
     @property
     def engines(self) -> tuple[StepEngine, ...]:
@@ -455,61 +413,3 @@ class TrainPipeline:
     def check_ids(self) -> None:
         """Wait for the steps so far and raise for a bad id of them; on the CPU nothing waits."""
         self._in_flight.wait_until(0)
-
-
-def _on_no_kind(agree: Callable[[], Agreement]) -> Agreement:
-    return agree()._replace(kinds=NO_KIND)
-
-
-def _listed(
-    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-) -> list[torch.optim.Optimizer]:
-    if hasattr(optimizers, "param_groups"):
-        return [cast("torch.optim.Optimizer", optimizers)]
-    given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    for optimizer in given:
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                "optimizers must be an optimizer or several in a list, got "
-                f"{type(optimizer).__name__}; make one of the model's parameters, as "
-                "torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.02)"
-            )
-    return given
-
-
-def _check_settings(model: object, autocast: object, max_grad_norm: object) -> None:
-    if not isinstance(model, nn.Module):
-        name = model.__name__ if isinstance(model, type) else type(model).__name__
-        made = f"; make one: {name}(...)" if isinstance(model, type) else ""
-        raise TypeError(f"model must be a torch.nn.Module, got {name}{made}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("model must have parameters to train, got none")
-    if not (autocast is None or isinstance(autocast, torch.dtype)):
-        raise TypeError(f"autocast must be a dtype, as torch.bfloat16, or None, got {autocast!r}")
-    if max_grad_norm is None:
-        return
-    if not isinstance(max_grad_norm, (int, float)):
-        raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
-    if not max_grad_norm >= 0:
-        raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
-
-
-def _why_not_captured(capture: bool | None, *, is_cuda: bool) -> Reason | None:
-    if capture is None and not is_cuda:
-        return Reason("a CPU has no graphs; capture=True takes the steps that a GPU would capture")
-    return Reason("capture=False") if capture is False else None
-
-
-def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that train ``model``: those over which its tables are sharded, else all;
-    None where there is one."""
-    for module in model.modules():
-        if isinstance(module, ShardedCollection):
-            return module.ranks.group
-    return dist.group.WORLD if ranks.world_size() > 1 else None
-
-
-def _push_domains_of(model: nn.Module) -> list[PushDomain]:
-    """The memory that the GPUs that train ``model`` store into, each into the others'."""
-    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
-    return list(dict.fromkeys(m.ranks.push for m in sharded if m.ranks.push is not None))
