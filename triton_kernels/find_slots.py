@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.ops.hash_table.layout import BUCKET_SLOTS
+from torchembed.core.hash_tables import BUCKET_SLOTS
 from torchembed.triton_kernels.hash_places import buckets_of_hash, digest_of_hash, hash_of_key
 from torchembed.triton_kernels.launch_sizes import cdiv
 

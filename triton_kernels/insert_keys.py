@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.ops.hash_table.layout import BUCKET_SLOTS, Counter, Policy
+from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
 from torchembed.triton_kernels.hash_places import (
     block_of_hash,
     buckets_of_hash,

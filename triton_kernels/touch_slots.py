@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.ops.hash_table.layout import Counter, Policy
+from torchembed.core.hash_tables import Counter, Policy
 from torchembed.triton_kernels.launch_sizes import cdiv
 
 _HITS = tl.constexpr(int(Counter.HITS))

@@ -1,5 +1,6 @@
 """Hash tables: from any 64-bit key to the slot that holds it, in bounded memory."""
 
+from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
 from torchembed.ops.hash_table.function import (
     InsertedKeys,
     assign_scores,
@@ -13,10 +14,7 @@ from torchembed.ops.hash_table.growth import GrownTables, grow
 from torchembed.ops.hash_table.hashing import KeyPlaces, hash_keys, locate_keys
 from torchembed.ops.hash_table.layout import (
     BLOCK_SLOTS,
-    BUCKET_SLOTS,
-    Counter,
     HashTables,
-    Policy,
     TableShape,
     empty_hash_tables,
     geometry_of,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core import checks, contents
-from torchembed.ops.hash_table.layout import BUCKET_SLOTS, Counter, Policy
+from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
 
 _INT64 = (torch.int64,)
 _POLICIES = frozenset(map(int, Policy))

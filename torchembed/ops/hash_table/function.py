@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from torchembed.core import checks
-from torchembed.ops.hash_table.layout import HashTables, Policy
+from torchembed.core.hash_tables import Policy
+from torchembed.ops.hash_table.layout import HashTables
 from torchembed.ops.hash_table.schema import (
     erase_keys_op,
     find_slots_op,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
 from torchembed.ops.hash_table.hashing import locate_keys
-from torchembed.ops.hash_table.layout import BUCKET_SLOTS, Counter, Policy
 
 _UNSIGNED = (1 << 64) - 1
 _MAX_COUNT = (1 << 32) - 1

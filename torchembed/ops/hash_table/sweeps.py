@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchembed.core import checks
-from torchembed.ops.hash_table.layout import Counter, HashTables, TableShape
+from torchembed.core.hash_tables import Counter
+from torchembed.ops.hash_table.layout import HashTables, TableShape
 
 _REASONS = (Counter.ERASED, Counter.EVICTED_EXPIRED, Counter.EVICTED_TARGET)
 
