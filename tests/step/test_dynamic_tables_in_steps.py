@@ -112,6 +112,7 @@ POLICIES = {
     "LFU": Dynamic(eviction=LFU()),
     "EpochLFU": Dynamic(eviction=EpochLFU(steps_per_epoch=3)),
     "MinimumCount": Dynamic(admission=MinimumCount(2)),
+    "ttl": Dynamic(ttl_steps=3, sweep_steps=4),
 }
 BATCHES = {
     "fixed": [batch(seed) for seed in range(14)],
@@ -140,6 +141,7 @@ def test_captured_steps_equal_the_loop_by_hand(
     assert_same_state(model, state_of(expected))
     counters = index_of(model).hash_tables.counters[0]
     assert bool(counters[Counter.EVICTED_FULL]) == (capacity == 24)
+    assert bool(counters[Counter.EVICTED_EXPIRED]) == (policy == "ttl")
     captured = [str(kind.form) for kind in pipeline.kinds]
     assert ("graph" in captured) == (form != "jagged")
 

@@ -6,12 +6,12 @@ from torchembed.tables.admission_filters import CountMinSketch, Probability
 from torchembed.tables.minimum_count import MinimumCount
 
 
-def _check_positive(name: str, value: object) -> None:
-    """Raise unless ``value`` is an int of at least 1."""
+def _check_at_least(name: str, value: object, least: int) -> None:
+    """Raise unless ``value`` is an int of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class EpochLFU:
     steps_per_epoch: int
 
     def __post_init__(self) -> None:
-        _check_positive("steps_per_epoch", self.steps_per_epoch)
+        _check_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
 
 Eviction = LRU | LFU | EpochLFU
@@ -63,10 +63,16 @@ class Dynamic:
         admission: chooses the new ids that get rows: :class:`MinimumCount`,
             :class:`CountMinSketch` or :class:`Probability`; None: all of them. It counts
             occurrences of ids that have no row in batches that are trained.
+        ttl_steps: an id goes when as many training steps in a row have not used it; None: age alone
+            evicts none. At least 2, since rows of the step before are in use.
+        sweep_steps: ids that are too old go within as many steps more: each step looks at one part
+            in ``sweep_steps`` of the rows.
     """
 
     eviction: Eviction = LRU()
     admission: AdmissionPolicy | None = None
+    ttl_steps: int | None = None
+    sweep_steps: int = 1000
 
     def __post_init__(self) -> None:
         if not isinstance(self.eviction, Eviction):
@@ -79,3 +85,6 @@ class Dynamic:
                 "admission must be MinimumCount(...), CountMinSketch(...), Probability(...) or "
                 f"None, got {self.admission!r}"
             )
+        if self.ttl_steps is not None:
+            _check_at_least("ttl_steps", self.ttl_steps, 2)
+        _check_at_least("sweep_steps", self.sweep_steps, 1)

@@ -26,6 +26,7 @@ from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.admission_filters import AdmissionFilter
 from torchembed.tables.dynamic import LFU, LRU, Dynamic, EpochLFU
+from torchembed.tables.expiry import erase_expired
 from torchembed.tables.row_index import (
     Admission,
     AdmittedRows,
@@ -33,6 +34,7 @@ from torchembed.tables.row_index import (
     NewRows,
     RowIndex,
 )
+from torchembed.tables.slot_windows import SlotWindows
 
 _POLICIES = {LRU: Policy.LRU, LFU: Policy.LFU, EpochLFU: Policy.EPOCH_LFU}
 
@@ -78,6 +80,9 @@ class HashIndex:
         self.admission: AdmissionFilter | None = None
         if dynamic.admission is not None:
             self.admission = dynamic.admission.build(tables, device)
+        self._swept: SlotWindows | None = None
+        if dynamic.ttl_steps is not None:
+            self._swept = SlotWindows(shapes, dynamic.sweep_steps, device)
         self._table_keys = torch.tensor([t.key for t in tables], dtype=torch.int64, device=device)
         self._row_keys: Tensor | None = None
         """int64 ``[R + 1]``: keys of the rounding of rows; None before an update asked for them.
@@ -108,7 +113,10 @@ class HashIndex:
             epoch_number=epoch_number,
             is_trained=is_trained,
         )
-        wanted = None
+        released, wanted = self.clock.evictable(epoch), None
+        if self._swept is not None and self._dynamic.ttl_steps is not None:
+            newest = torch.minimum(epoch - self._dynamic.ttl_steps, released)
+            erase_expired(state, self._swept, epoch, newest, is_trained)
         if self.admission is not None:
             is_new = (tables >= 0) & (slots < 0)
             if is_trained is not None:
@@ -121,7 +129,7 @@ class HashIndex:
             slots,
             policy=policy,
             epoch=epoch,
-            released=self.clock.evictable(epoch),
+            released=released,
             epoch_number=epoch_number,
             wanted=wanted,
             is_trained=is_trained,

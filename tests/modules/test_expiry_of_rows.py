@@ -1,0 +1,152 @@
+"""Dynamic tables whose rows expire when training does not use them for long enough."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchembed
+from torchembed import (
+    LFU,
+    LRU,
+    Dynamic,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    SparseFeatures,
+)
+from torchembed.ops.hash_table import Counter, HashTables
+from torchembed.tables import HashIndex
+
+
+def bags(dynamic: Dynamic, capacity: int) -> EmbeddingBagCollection:
+    """Two tables in one group."""
+    settings = {"num_embeddings": capacity, "embedding_dim": 4, "dynamic": dynamic}
+    configs = [EmbeddingBagConfig(name=n, feature_names=(n,), **settings) for n in "ab"]  # type: ignore[arg-type]
+    return EmbeddingBagCollection(configs)
+
+
+def batch(a: list[int], b: list[int]) -> SparseFeatures:
+    return SparseFeatures.from_dict({"a": [a], "b": [b]})
+
+
+def hash_tables_of(module: EmbeddingBagCollection) -> HashTables:
+    (group,) = module.table_set.current_groups()
+    assert isinstance(group.index, HashIndex)
+    return group.index.hash_tables
+
+
+def ids_held(module: EmbeddingBagCollection) -> list[set[int]]:
+    state = hash_tables_of(module)
+    parts = zip(state.keys.chunk(2), state.digests.chunk(2), strict=True)
+    return [set(keys[digests > 0].tolist()) for keys, digests in parts]
+
+
+class Trained:
+    """Two tables and their optimizer."""
+
+    def __init__(self, dynamic: Dynamic, capacity: int = 20) -> None:
+        self.module = bags(dynamic, capacity)
+        self.optimizer = torchembed.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def step(self, a: list[int], b: list[int]) -> list[set[int]]:
+        """A step; the ids that each table holds then."""
+        self.module(batch(a, b)).values().square().sum().backward()
+        self.optimizer.step()
+        return ids_held(self.module)
+
+
+IDS = st.lists(st.integers(0, 9), max_size=3)
+
+
+@pytest.mark.parametrize("eviction", [LRU(), LFU()], ids=["lru", "lfu"])
+@given(
+    batches=st.lists(st.tuples(IDS, IDS), max_size=14),
+    ttl_steps=st.integers(2, 5),
+    sweep_steps=st.integers(1, 100),
+)
+def test_ids_go_when_no_step_uses_them(
+    eviction: LRU | LFU,
+    batches: list[tuple[list[int], list[int]]],
+    ttl_steps: int,
+    sweep_steps: int,
+) -> None:
+    """Never before ``ttl_steps`` steps without them, and within ``sweep_steps`` more."""
+    trained = Trained(Dynamic(eviction=eviction, ttl_steps=ttl_steps, sweep_steps=sweep_steps))
+    last_use: list[dict[int, int]] = [{}, {}]
+    num_gone = age = 0
+    for step, ids in enumerate(batches):
+        found = trained.step(*ids)
+        for held, used, uses in zip(found, ids, last_use, strict=True):
+            uses.update(dict.fromkeys(used, step))
+            for id_, last in list(uses.items()):
+                if step - last < ttl_steps:
+                    assert id_ in held
+                if step - last >= ttl_steps + sweep_steps - 1:
+                    assert id_ not in held
+                if id_ not in held:
+                    del uses[id_]
+                    num_gone, age = num_gone + 1, age + step - last
+            assert held == set(uses)
+    counters = hash_tables_of(trained.module).counters.sum(0)
+    assert counters[Counter.EVICTED_EXPIRED] == num_gone
+    assert counters[Counter.EVICTED_AGE] == age
+    assert counters[Counter.SIZE] == sum(map(len, last_use))
+
+
+@pytest.mark.parametrize("sweep_steps", [1, 2, 3, 4, 1000])
+def test_each_step_looks_at_some_blocks_of_larger_tables(sweep_steps: int) -> None:
+    """Of three blocks; in all, each row is looked at once in ``sweep_steps`` steps."""
+    ids = list(range(9000))
+    trained = Trained(Dynamic(ttl_steps=2, sweep_steps=sweep_steps), capacity=3 * 4096)
+    held = [trained.step(ids, ids[:5])] + [trained.step([], []) for _ in range(5)]
+    num_held = [len(of_table) for of_table, _ in held]
+    assert num_held[:2] == [9000, 9000]
+    num_gone = [before - after for before, after in itertools.pairwise(num_held[1:])]
+    expected = {1: 1, 2: 2, 3: 3, 4: 3}
+    if sweep_steps in expected:
+        assert sum(gone > 0 for gone in num_gone) == expected[sweep_steps]
+        assert num_held[-1] == 0
+        assert not held[-1][1]
+    else:
+        assert sum(num_gone) < 9000
+
+
+def test_ids_that_come_again_start_anew() -> None:
+    trained = Trained(Dynamic(ttl_steps=2, sweep_steps=1))
+    module, ids = trained.module, batch([1], [])
+    first = module(ids).values().detach().clone()
+    trained.step([1], [])
+    assert not torch.equal(module.eval()(ids).values(), first)
+    module.train()
+    assert [trained.step([], [2]) for _ in range(2)] == [[{1}, {2}], [set(), {2}]]
+    assert not module.eval()(ids).values().any()
+    assert torch.equal(module.train()(ids).values(), first)
+
+
+def test_rows_whose_gradients_wait_do_not_go() -> None:
+    module = bags(Dynamic(ttl_steps=2, sweep_steps=1), 20)
+    optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
+    for id_ in range(6):
+        module(batch([id_], [])).values().sum().backward()
+    assert ids_held(module)[0] == set(range(6))
+    optimizer.step()
+    assert ids_held(module)[0] == set(range(6))
+
+
+def test_evaluation_lets_nothing_expire() -> None:
+    trained = Trained(Dynamic(ttl_steps=2, sweep_steps=1))
+    trained.step([1], [2])
+    for _ in range(4):
+        trained.module.eval()(batch([3], [4]))
+    assert ids_held(trained.module) == [{1}, {2}]
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="ttl_steps must be at least 2, got 1"):
+        Dynamic(ttl_steps=1)
+    with pytest.raises(TypeError, match=r"ttl_steps must be an int, got 2\.5"):
+        Dynamic(ttl_steps=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sweep_steps must be at least 1, got 0"):
+        Dynamic(ttl_steps=5, sweep_steps=0)
