@@ -1,5 +1,6 @@
 """Sparse models of HugeCTR, written here as its documentation describes them."""
 
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,6 +44,22 @@ def test_every_vector_comes_with_its_key(
     assert rows_by_key(source) == rows_by_key(source) == expected(keys)
     num_rows = max(chunk_bytes // (8 + 4 * DIM), 1)
     assert all(len(chunk.keys) <= num_rows for chunk in source)
+
+
+def test_memory_is_that_of_keys_and_chunks(tmp_path: Path) -> None:
+    num_rows, dim, chunk_bytes = 20_000, 256, 1 << 18
+    np.arange(num_rows).tofile(tmp_path / "key")
+    np.zeros((num_rows, dim), np.float32).tofile(tmp_path / "emb_vector")
+    tracemalloc.start()  # what is read from files is Python's memory
+    try:
+        source = open_hugectr_rows(tmp_path, embedding_dim=dim, chunk_bytes=chunk_bytes)
+        assert sum(len(chunk.keys) for chunk in source) == num_rows
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Keys are compared before the first chunk; then the chunk before is still there while the next
+    # one is read. Streams and objects are left 256 KiB; the files have 20 MB.
+    assert peak < 8 * num_rows + 2 * chunk_bytes + (1 << 18)
 
 
 def test_a_table_may_lie_in_several_folders(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.support.row_chunks import SPECIAL_KEYS, Row, made_chunk, rows_by_key
 from torchembed.checkpoints import distinct_keys, export_rows, open_rows
 from torchembed.checkpoints.checked_json import from_checked_json, to_checked_json
 from torchembed.checkpoints.row_folder import INDEX
+from torchembed.checkpoints.storage import Storage
 from torchembed.core import ranks
 from torchembed.tables import RowChunk
 
@@ -156,6 +157,64 @@ def test_an_export_that_ended_early_is_no_folder_of_rows(tmp_path: Path) -> None
         INDEX,
     ]
     assert list(rows_by_key(open_rows(folder))) == [7]
+
+
+def test_wherever_an_export_stops_it_leaves_nothing_to_open_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "rows"
+    remaining = 0
+
+    def stops(name: str) -> None:
+        action = getattr(Storage, name)
+
+        def counted(*arguments: object) -> object:
+            nonlocal remaining
+            remaining -= 1
+            if remaining < 0:
+                raise OSError("stopped")
+            return action(*arguments)
+
+        monkeypatch.setattr(Storage, name, counted)
+
+    for name in ("create_stream", "mkdir", "rename", "remove"):
+        stops(name)
+    for num_actions in range(20):
+        remaining = num_actions
+        try:
+            export_rows([made_chunk(KEYS)], folder, max_file_bytes=9 * ROW_BYTES)
+        except OSError:
+            remaining = 1000
+            with pytest.raises(FileNotFoundError, match="has none"):
+                open_rows(folder)
+        else:
+            break
+    remaining = 1000
+    # The folder, the token, three files, the index and its renaming; before that, what the last
+    # attempt left is removed: the token or the index, and three files.
+    assert num_actions == 7 + 4
+    assert rows_by_key(open_rows(folder)) == rows_by_key([made_chunk(KEYS)])
+
+
+def test_rows_travel_through_other_storage_than_disks() -> None:
+    url = "memory://row-folder"
+    export_rows([made_chunk(KEYS)], url, max_file_bytes=9 * ROW_BYTES)
+    assert rows_by_key(open_rows(url, chunk_bytes=100)) == rows_by_key([made_chunk(KEYS)])
+
+
+def test_flipped_bits_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    export_rows([made_chunk(range(5))], folder)
+    for file in folder.iterdir():
+        whole = file.read_bytes()
+        for bit in range(0, 8 * len(whole), 13):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            with pytest.raises(ValueError, match=file.name):
+                open_rows(folder)
+        file.write_bytes(whole)
+    assert rows_by_key(open_rows(folder)) == rows_by_key([made_chunk(range(5))])
 
 
 def test_a_folder_in_use_is_left_as_it_is(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def row_chunks(table: Table, max_bytes: int, *, with_states: bool = True) -> Ite
 def write_rows(table: Table, chunk: RowChunk) -> None:
     """Copy a chunk's rows and states to their keys in ``table``, in place.
 
-    Rows are converted to the table's dtype. States that the chunk leaves out stay as they are.
+    Rows are converted to the table's dtype. States that the chunk leaves out stay as they are; its
+    scores and steps of last uses have no place here, and are left out.
 
     Raises:
         IndexError: for a key that the table does not hold here; nothing is changed then.
