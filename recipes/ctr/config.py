@@ -22,8 +22,8 @@ class CtrConfig:
     embedding_std: float = 0.05
     """Standard deviation of the tables' normal initial values."""
     embedding_l2: float = 0.0
-    """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables; of dynamic tables on the rows
-    that a step looks up."""
+    """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables; in dynamic tables of a given
+    capacity on the rows that a step looks up."""
     dynamic: bool = False
     """Look up the data's own ids in dynamic tables, on one rank."""
     capacity: float | None = None

@@ -207,13 +207,14 @@ def build_optimizers(config: CtrConfig, model: nn.Module) -> list[torch.optim.Op
 
     The penalty ``l2 / 2 * sum of squares`` covers every row at every step, looked up or not, so
     with it every row moves at every step: that is torch's own Adam, over dense gradients. Without
-    it, and of dynamic tables, whose rows come and go, only the rows that a batch looked up move, in
-    the fused update.
+    it, and in tables that evict, whose rows only torchembed's optimizers give back, those rows move
+    that a batch looked up, in the fused update.
     """
     tables = [p for p in model.parameters() if table_of(p) is not None]
     dense = [p for p in model.parameters() if table_of(p) is None]
     lr = config.learning_rate
-    if config.embedding_l2 and not config.dynamic:
+    evicts = config.dynamic and config.capacity is not None
+    if config.embedding_l2 and not evicts:
         of_tables: torch.optim.Optimizer = torch.optim.Adam(
             tables, lr=lr, weight_decay=config.embedding_l2
         )

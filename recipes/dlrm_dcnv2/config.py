@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from recipes.dynamic import Eviction, check_capacity
 from recipes.precision import Precision
 from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
 from torchembed.data.mlperf import mlperf_days
@@ -25,6 +26,13 @@ class DlrmConfig:
     """Rows of each table, where the data does not say; ids are taken modulo these."""
     max_table_rows: int | None = None
     """No table gets more rows than this."""
+    dynamic: bool = False
+    """Look up the data's own ids, hexadecimal ones as their numbers, in dynamic tables of as many
+    rows, on one rank."""
+    capacity: float | None = None
+    """Rows of each table, for each that it has otherwise: with 0.3 it has 30 % of them."""
+    eviction: Eviction = Eviction.LRU
+    """Whose row goes where a dynamic table is full."""
     held_out: float = 0.1
     """Part of the rows to hold out where there is one file; else the last file is held out."""
     embedding_dim: int = 128
@@ -86,6 +94,7 @@ class DlrmConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or left out, got {value}")
+        check_capacity(self.capacity)
         if self.over_arch[-1:] != (1,):
             raise ValueError(f"over_arch must end with 1, the logit, got {self.over_arch}")
         # They check their own fields.

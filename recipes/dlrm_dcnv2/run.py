@@ -12,6 +12,7 @@ from torch import nn
 import torchembed
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.loop import TrainLoop
+from recipes.dynamic import dynamic_of, num_rows
 from recipes.mlperf_log import MlperfLog
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
@@ -116,26 +117,37 @@ def _mlperf_values(
 
 
 def open_split(config: DlrmConfig, split: Split) -> BatchSource:
-    """This rank's batches of ``split``, with tables that are not larger than the config allows."""
+    """This rank's batches of ``split``, with tables of as many rows as the config says, and the
+    data's own ids for dynamic ones."""
     num_ranks, rank = ranks.world_size(), ranks.rank()
     if config.batch_size % num_ranks:
         raise ValueError(
             f"batch_size must be a multiple of the {num_ranks} ranks, got {config.batch_size}"
         )
-    share = {"batch_size": config.batch_size // num_ranks, "rank": rank, "world_size": num_ranks}
+    options: dict[str, Any] = {
+        "batch_size": config.batch_size // num_ranks,
+        "rank": rank,
+        "world_size": num_ranks,
+        "raw_ids": config.dynamic,
+    }
     if config.data is None:
-        return ClickLog(config.click_log, split=split, **share)
-    rows = {"split": split, "held_out": config.held_out, **share}
-    sizes = _capped(config.table_sizes, config.max_table_rows)
-    source = open_clicks(config.data, table_sizes=sizes, **rows)
-    if _capped(source.table_sizes, config.max_table_rows) != source.table_sizes:
-        sizes = _capped(source.table_sizes, config.max_table_rows)
-        return MlperfDays(config.data, table_sizes=sizes, **rows)
-    return source
+        sizes = table_rows(config, config.click_log.table_sizes)
+        return ClickLog(config.click_log, split=split, table_sizes=sizes, **options)
+    options |= {"held_out": config.held_out}
+    source = open_clicks(config.data, table_sizes=config.table_sizes, split=split, **options)
+    sizes = table_rows(config, source.table_sizes)
+    if sizes == source.table_sizes:
+        return source
+    # Days may come with sizes of their own, which others replace here.
+    reopen = MlperfDays if isinstance(source, MlperfDays) else open_clicks
+    return reopen(config.data, table_sizes=sizes, split=split, **options)
 
 
-def _capped(table_sizes: Sequence[int], most: int | None) -> tuple[int, ...]:
-    return tuple(size if most is None else min(size, most) for size in table_sizes)
+def table_rows(config: DlrmConfig, table_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Rows that the config gives tables which would have ``table_sizes``."""
+    most = config.max_table_rows
+    capped = (size if most is None else min(size, most) for size in table_sizes)
+    return tuple(num_rows(config.capacity, size) for size in capped)
 
 
 def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -> DLRM_DCNv2:
@@ -144,6 +156,7 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         num_elements = sum(source.table_sizes) * config.embedding_dim
         check_memory(num_elements, is_copied=config.checkpoint_every is not None)
     torch.manual_seed(config.seed)
+    dynamic = dynamic_of(config.dynamic, config.eviction)
     tables = torchembed.EmbeddingBagCollection(
         [
             torchembed.EmbeddingBagConfig(
@@ -151,6 +164,7 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
                 num_embeddings=size,
                 embedding_dim=config.embedding_dim,
                 feature_names=(key,),
+                dynamic=dynamic,
             )
             for key, size in zip(source.keys, source.table_sizes, strict=True)
         ],

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.dlrm_dcnv2.run import open_split
 from recipes.train import main, parse
 from tests.support import made_data
 from tests.support.small_recipes import SMALL_CTR, SMALL_DLRM
-from torchembed.data import MLPERF_TABLE_SIZES
+from torchembed.data import MISSING_ID, MLPERF_TABLE_SIZES, Split
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
@@ -58,6 +60,45 @@ def test_criteo_text(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert result["test_auc"] > 0.9
     assert "bayes_auc" not in result
     assert "bayes_logloss" not in result
+
+
+@pytest.mark.parametrize("data", ["made log", "text", "days"])
+def test_dlrm_of_raw_ids(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In static tables, in dynamic ones with room for all ids, and in such that evict."""
+    arguments: list[Any] = [*SMALL_DLRM, "--batch-size", 32, "--learning-rate", 0.02]
+    if data == "made log":
+        arguments += ["--click-log.num-train", 600, "--click-log.num-held-out", 300]
+    else:
+        write = made_data.write_criteo_text if data == "text" else made_data.write_mlperf
+        arguments += ["--data", write(tmp_path), "--max-steps", 20]
+    found = []
+    for number, flags in enumerate(
+        ([], ["--dynamic"], ["--dynamic", "--capacity", 0.3, "--eviction", "LFU"])
+    ):
+        output = tmp_path / f"out-{number}"
+        result = result_of(capsys, "dlrm_dcnv2", "--output", output, *arguments, *flags)
+        found.append(result["test_logloss"])
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_dynamic_tables_get_the_ids_of_the_data(is_dynamic: bool, tmp_path: Path) -> None:
+    """Tables of 30 rows, and of 3 with a capacity of 0.1; a feature of the text has no ids."""
+    text = made_data.write_criteo_text(tmp_path)
+    days = tmp_path / "days"
+    days.mkdir()
+    made_data.write_mlperf(days)
+    (days / "tables.json").write_text(json.dumps({"table_sizes": [1000] * 26}))
+    flags = ["--dynamic"] if is_dynamic else []
+    for data in (["--data", str(text)], ["--data", str(days)], []):
+        for capacity, size in (([], 30), (["--capacity", "0.1"], 3)):
+            arguments = ["dlrm_dcnv2", *data, "--max-table-rows", "30", *flags, *capacity]
+            source = open_split(parse(arguments).config, Split.VALIDATION)
+            assert source.table_sizes[0] == size
+            assert max(source.table_sizes) == size
+            values = torch.cat([batch.sparse.values for batch in source])
+            assert (int(values.max()) >= size) == is_dynamic
+            assert (int(values.min()) == MISSING_ID) == (is_dynamic and str(text) in data)
 
 
 def test_mlperf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,10 @@ class ClickLog(BatchSource):
         split: which rows to read; ``ALL`` is not one of them.
         rank: this rank; the ranks take blocks of ``batch_size`` rows in turn.
         world_size: number of ranks.
+        table_sizes: rows of all tables, or of each, modulo which ids are taken; those of the log,
+            which all ids are below, where None.
+        raw_ids: give ids as they stand, for dynamic tables, whose capacity ``table_sizes`` may
+            then be.
     """
 
     def __init__(
@@ -102,14 +106,17 @@ class ClickLog(BatchSource):
         split: Split = Split.TRAIN,
         rank: int = 0,
         world_size: int = 1,
+        table_sizes: int | Sequence[int] | None = None,
+        raw_ids: bool = False,
     ) -> None:
         super().__init__(
             keys=[f"cat_{feature}" for feature in range(len(config.table_sizes))],
-            table_sizes=config.table_sizes,
+            table_sizes=config.table_sizes if table_sizes is None else table_sizes,
             num_dense=config.num_dense,
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
+            raw_ids=raw_ids,
         )
         self.config, self.hotness = config, config.hotness
         first_test = config.num_held_out - config.num_held_out // 2
@@ -129,7 +136,7 @@ class ClickLog(BatchSource):
         seed = config.seed
         self._laws = [
             PowerLaw(size, config.exponent, name_key(seed, key))
-            for key, size in zip(self.keys, self.table_sizes, strict=True)
+            for key, size in zip(self.keys, config.table_sizes, strict=True)
         ]
         self._keys = {
             name: [name_key(seed, name, key) for key in self.keys] for name in ("ids", "effects")
@@ -146,9 +153,14 @@ class ClickLog(BatchSource):
 
     def _batch(self, start: int) -> Batch:
         rows = self.rows(start, min(start + self.batch_size, self.num_rows))
+        ids = rows.ids
+        if not self.raw_ids and self.table_sizes != self.config.table_sizes:
+            ids = [
+                of_feature % size for of_feature, size in zip(ids, self.table_sizes, strict=True)
+            ]
         sparse = SparseFeatures(
             keys=self.keys,
-            values=torch.from_numpy(np.concatenate([ids.ravel() for ids in rows.ids])),
+            values=torch.from_numpy(np.concatenate([of_feature.ravel() for of_feature in ids])),
             batch_size=len(rows.labels),
             hotness=self.hotness,
         )
