@@ -64,7 +64,7 @@ class Batch:
     epoch: int
     released: int
     epoch_number: int
-    erased: Tensor
+    erased: Tensor = dataclasses.field(default_factory=int64)
     """Keys that are erased from the tables of the batch's first keys."""
 
 

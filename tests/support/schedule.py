@@ -19,6 +19,7 @@ LONGEST_FIRST = (
     "tests/sharding/test_sharded_training.py",
     "tests/checkpoints/",
     "tests/bench/step/",
+    "tests/ops/test_hash_table",
     "tests/ops/test_pooled_lookup.py",
     "tests/zoo/",
     "tests/step/test_padded_sequences.py",
