@@ -104,10 +104,21 @@ def test_states_come_by_their_names_here(
         assert all(isinstance(s, float) for s in row.states.values()) == (width == 1)
 
 
-def test_ages_become_scores_that_are_greater_for_rows_used_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_ages_become_times_of_the_last_use(tmp_path: Path, chunk_bytes: int) -> None:
     folder = dump(tmp_path / "dump", eviction="EvictStrategy.KLru")
-    for key, row in rows_by_key(open_dynamicemb_rows(folder, "user", embedding_dim=DIM)).items():
-        assert row.score == -int(numbers_of([key], 0, 1).scores[0, 0])
+    source = open_dynamicemb_rows(folder, "user", embedding_dim=DIM, chunk_bytes=chunk_bytes)
+    rows = rows_by_key(source)
+    ages = {key: int(numbers_of([key], 0, 1).scores[0, 0]) for key in rows}
+    assert {key: row.score for key, row in rows.items()} == {
+        key: max(ages.values()) - age + 1 for key, age in ages.items()
+    }
+    path = folder / "user_emb_scores.rank_2.world_size_3"
+    path.write_bytes(np.array([3, -1, 2], "<i8").tobytes())
+    with pytest.raises(ValueError, match=r"scores.rank_2.* must hold ages, .* got -1"):
+        open_dynamicemb_rows(folder, "user", embedding_dim=DIM)
+    empty = dump(tmp_path / "empty", ranks=[()], eviction="EvictStrategy.KLru")
+    assert open_dynamicemb_rows(empty, "user", embedding_dim=DIM).num_rows == 0
 
 
 def test_one_of_several_scores_is_chosen(tmp_path: Path) -> None:
@@ -159,8 +170,11 @@ def test_every_missing_file_is_named(tmp_path: Path, item: str, rank: int) -> No
 
 @pytest.mark.parametrize("item", ["emb_keys", "emb_values", "emb_scores", "emb_opt_values"])
 @pytest.mark.parametrize("num_bytes", [-1, -8, 8])
-def test_every_size_that_does_not_fit_is_named(tmp_path: Path, item: str, num_bytes: int) -> None:
-    folder = dump(tmp_path / "dump", opt_type="exact_adagrad", state_width=DIM)
+@pytest.mark.parametrize("eviction", ["KLfu", "KLru"])
+def test_every_size_that_does_not_fit_is_named(
+    tmp_path: Path, item: str, num_bytes: int, eviction: str
+) -> None:
+    folder = dump(tmp_path / "dump", opt_type="exact_adagrad", state_width=DIM, eviction=eviction)
     path = folder / f"user_{item}.rank_2.world_size_3"
     content = path.read_bytes()
     path.write_bytes(content[:num_bytes] if num_bytes < 0 else content + bytes(num_bytes))

@@ -19,8 +19,10 @@ from torch import Tensor
 from torchembed.checkpoints.row_source import (
     CHUNK_BYTES,
     Column,
+    Columns,
     RowSource,
     check_columns,
+    check_lengths,
     raw_column,
     read_columns,
     source_of_columns,
@@ -68,8 +70,9 @@ def open_dynamicemb_rows(
 
     Optimizer states come by their names here: ``sum`` of Adagrad, ``[n, D]``, and of row-wise
     Adagrad, ``[n]``; ``exp_avg`` and ``exp_avg_sq`` of Adam. The number of Adam's steps is in
-    ``<table>_opt_args.json`` alone, under ``iters``. Scores are greater for rows to be kept: ages,
-    which the dump of a table that evicts by time holds, come with the opposite sign.
+    ``<table>_opt_args.json`` alone, under ``iters``. Scores are greater for rows to be kept. The
+    dump of a table that evicts by time holds ages instead: they become times of the last use,
+    counted from 1 for the row that was used the longest ago, in nanoseconds as ages are.
 
     Args:
         path: the collection's folder in the dump, or a URL that fsspec knows.
@@ -107,10 +110,17 @@ def open_dynamicemb_rows(
         columns["states"] = _raw(storage, files[_STATES], torch.float32, width)
     elif _STATES in files:
         _check_empty(storage, files[_STATES])
-    sign = -1 if str(arguments.get("evict_strategy")).endswith(_BY_AGE) else 1
+    parts = [
+        dict(zip(columns, of_rank, strict=True)) for of_rank in zip(*columns.values(), strict=True)
+    ]
+    check_lengths(parts)
+    is_by_age = "scores" in columns and str(arguments.get("evict_strategy")).endswith(_BY_AGE)
+    oldest = _greatest_age(table, parts, score_column, chunk_bytes) if is_by_age else 0
 
     def chunk_of(tensors: Mapping[str, Tensor]) -> RowChunk:
-        scores = sign * tensors["scores"][:, score_column] if "scores" in tensors else None
+        scores = tensors["scores"][:, score_column] if "scores" in tensors else None
+        if scores is not None:
+            scores = oldest - scores + 1 if is_by_age else scores.clone()
         states = dict(
             zip(names, tensors["states"].chunk(len(names), 1), strict=True) if names else ()
         )
@@ -118,9 +128,6 @@ def open_dynamicemb_rows(
             states = {name: state.squeeze(1) for name, state in states.items()}
         return RowChunk(tensors["keys"], tensors["rows"], states, scores)
 
-    parts = [
-        dict(zip(columns, of_rank, strict=True)) for of_rank in zip(*columns.values(), strict=True)
-    ]
     what = f"table {table} in {storage.url}"
     return source_of_columns(parts, chunk_of, what=what, chunk_bytes=chunk_bytes)
 
@@ -224,6 +231,30 @@ def _chosen_column(table: str, score_column: int | None, num_scores: int) -> int
             f"got {score_column}"
         )
     return score_column
+
+
+def _greatest_age(
+    table: str, parts: Sequence[Columns], score_column: int | None, chunk_bytes: int
+) -> int:
+    """The greatest of all ages; 0 where there are no rows.
+
+    Raises:
+        ValueError: where one is negative.
+    """
+    greatest = 0
+    for part in parts:
+        alone = {name: part[name] for name in ("keys", "scores")}
+        for tensors in read_columns([alone], chunk_bytes):
+            ages = tensors["scores"][:, score_column]
+            if not len(ages):
+                continue
+            if ages.min() < 0:
+                raise ValueError(
+                    f"file {part['scores'].path} must hold ages, since table {table} evicts by "
+                    f"time, and none is negative; got {int(ages.min())}"
+                )
+            greatest = max(greatest, int(ages.max()))
+    return greatest
 
 
 def _state_names(storage: Storage, table: str, arguments: Mapping[str, object]) -> tuple[str, ...]:

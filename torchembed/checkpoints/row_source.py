@@ -77,6 +77,18 @@ def raw_column(
     return column._replace(num_rows=num_rows)
 
 
+def check_lengths(parts: Sequence[Columns]) -> None:
+    """Raise ``ValueError`` where the columns of a part are of different lengths."""
+    for columns in parts:
+        keys = columns["keys"]
+        for name, column in columns.items():
+            if column.num_rows != keys.num_rows:
+                raise ValueError(
+                    f"file {column.path} must hold {name} for {keys.num_rows} keys, as many as "
+                    f"{keys.path} has, got {column.num_rows}"
+                )
+
+
 def check_columns(parts: Sequence[Columns], what: str, chunk_bytes: int) -> int:
     """Check that the columns of each part are of equal lengths, and that keys are distinct.
 
@@ -92,14 +104,7 @@ def check_columns(parts: Sequence[Columns], what: str, chunk_bytes: int) -> int:
     """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
-    for columns in parts:
-        keys = columns["keys"]
-        for name, column in columns.items():
-            if column.num_rows != keys.num_rows:
-                raise ValueError(
-                    f"file {column.path} must hold {name} for {keys.num_rows} keys, as many as "
-                    f"{keys.path} has, got {column.num_rows}"
-                )
+    check_lengths(parts)
 
     def keys_alone() -> Iterator[tuple[str, Tensor]]:
         for columns in parts:
