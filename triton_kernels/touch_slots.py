@@ -11,34 +11,14 @@ from torch import Tensor
 
 from torchembed.core.hash_tables import Counter, Policy
 from torchembed.triton_kernels.launch_sizes import cdiv
+from torchembed.triton_kernels.table_counters import count_by_table
 
 _HITS = tl.constexpr(int(Counter.HITS))
 _MISSES = tl.constexpr(int(Counter.MISSES))
-_NUM_COUNTERS = tl.constexpr(len(Counter))
 _EPOCH_LFU = tl.constexpr(int(Policy.EPOCH_LFU))
 _CALLER = tl.constexpr(int(Policy.CALLER))
 _MOST_COUNT = tl.constexpr((1 << 32) - 1)
 _BLOCK = 1024
-
-
-@triton.jit
-def _count_of_tables(table, is_hit, is_miss, counters_ptr):
-    """Add the numbers of hits and misses of each table in the block to its counters.
-
-    One pass for each table that the block holds: ids come by feature, so they are few.
-    """
-    nothing = 0x7FFFFFFF
-    of_id = tl.where(is_hit | is_miss, table, nothing)
-    current = tl.min(of_id, axis=0)
-    while current < nothing:
-        hits = tl.sum((is_hit & (of_id == current)).to(tl.int64), axis=0)
-        misses = tl.sum((is_miss & (of_id == current)).to(tl.int64), axis=0)
-        counts_ptr = counters_ptr + current.to(tl.int64) * _NUM_COUNTERS
-        if hits > 0:
-            tl.atomic_add(counts_ptr + _HITS, hits, sem="relaxed")
-        if misses > 0:
-            tl.atomic_add(counts_ptr + _MISSES, misses, sem="relaxed")
-        current = tl.min(tl.where(of_id > current, of_id, nothing), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -70,7 +50,8 @@ def _touch_slots_kernel(
     table = tl.load(tables_ptr + position, mask=inside, other=-1)
     slot = tl.load(slots_ptr + position, mask=inside, other=-1)
     is_hit = (table >= 0) & (slot >= 0)
-    _count_of_tables(table, is_hit, (table >= 0) & (slot < 0), counters_ptr)
+    count_by_table(table, is_hit, counters_ptr, _HITS, 1)
+    count_by_table(table, (table >= 0) & (slot < 0), counters_ptr, _MISSES, 1)
 
     # Most positions of a frequent slot see that another one was faster, and spare the atomic.
     # Past the first-level cache, which does not see other programs' changes.

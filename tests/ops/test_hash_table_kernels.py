@@ -221,7 +221,8 @@ def test_repeats_its_bits(
 def batch_of(keys: list[int], tables: list[int], epoch: int) -> Batch:
     """A batch that is trained, all batches before which are released."""
     numbers, zeros = torch.tensor(tables, dtype=torch.int32), torch.zeros(len(keys)).long()
-    return Batch(torch.tensor(keys), numbers, zeros, None, None, epoch, epoch - 1, epoch)
+    nothing = zeros[:0]
+    return Batch(torch.tensor(keys), numbers, zeros, None, None, epoch, epoch - 1, epoch, nothing)
 
 
 @pytest.mark.parametrize("policy", list(Policy))

@@ -24,7 +24,6 @@ OPS_WITH_A_NATIVE_KERNEL = (
     "insert_keys",
     "erase_keys",
 )
-OPS_WITHOUT_A_TRITON_KERNEL = ("find_slots", "touch_slots", "insert_keys", "erase_keys")
 
 
 def test_the_lane_runs_its_kernels(device: torch.device) -> None:
@@ -35,10 +34,7 @@ def test_the_lane_runs_its_kernels(device: torch.device) -> None:
         importlib.import_module(f"torchembed.ops.{module.name}")
     defined = {pick.op for pick in picked_kernels}
     assert defined.issuperset(OPS_WITH_A_NATIVE_KERNEL)
-    with_triton = sorted(defined.difference(OPS_WITHOUT_A_TRITON_KERNEL))
-    exercised = {"native": OPS_WITH_A_NATIVE_KERNEL, "triton": with_triton}.get(
-        lane, sorted(defined)
-    )
+    exercised = OPS_WITH_A_NATIVE_KERNEL if lane == "native" else sorted(defined)
     assert {op: lanes.picked_kernel(op, device) for op in exercised} == dict.fromkeys(
         exercised, lane
     )

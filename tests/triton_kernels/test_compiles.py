@@ -24,6 +24,7 @@ from torchembed.triton_kernels import (
     column_sums,
     cross,
     dense_update,
+    erase_keys,
     find_slots,
     gradient_map,
     initialize_rows,
@@ -247,6 +248,9 @@ def launch_hash_tables(policy: Policy, options: bool) -> None:
         *state,
         tables.geometry,
         tables.counters,
+    )
+    erase_keys.launch_erase_keys(
+        ids(), numbers, one, *held, *state, tables.geometry, tables.counters
     )
 
 

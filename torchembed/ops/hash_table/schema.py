@@ -138,6 +138,7 @@ erase_keys_op = define_op(
     " Tensor(e!) counters) -> Tensor",
     reference=erase_keys_reference,
     fake=_fake_erase,
+    triton="torchembed.triton_kernels.erase_keys:launch_erase_keys",
     native=_native.native_op("erase_keys"),
     native_missing=_native.missing_reason(),
     check=check_erase_keys,
