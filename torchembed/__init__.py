@@ -28,6 +28,7 @@ from torchembed.tables import (
     MinimumCount,
     Normal,
     Probability,
+    TableStatistics,
     Uniform,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "Pooling",
     "Probability",
     "SparseFeatures",
+    "TableStatistics",
     "Uniform",
     "optim",
     "plan_embeddings",

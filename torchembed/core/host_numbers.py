@@ -23,6 +23,11 @@ class HostNumbers:
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
 
+    @property
+    def have_arrived(self) -> bool:
+        """True once :meth:`tolist` no longer waits."""
+        return self._arrived is None or self._arrived.query()
+
     def tolist(self) -> list:
         """The numbers, nested as the tensor's dimensions."""
         if self._arrived is not None:

@@ -8,7 +8,14 @@ from torch import Tensor, nn
 
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.types import OnBadId
-from torchembed.tables import Table, TableGroup, TableSet, table_of
+from torchembed.tables import (
+    StatisticsReader,
+    Table,
+    TableGroup,
+    TableSet,
+    TableStatistics,
+    table_of,
+)
 
 
 class TableWeight(nn.Module):
@@ -92,6 +99,7 @@ class TableModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._statistics = StatisticsReader()
         self.register_load_state_dict_post_hook(_restore_after_load)
 
     def _hold(
@@ -115,6 +123,21 @@ class TableModule(nn.Module):
         once, and no other."""
         groups = self._table_set.current_groups()
         return any(group.index.changes_on_admission for group in groups)
+
+    def statistics(self, *, wait: bool = False) -> dict[str, TableStatistics]:
+        """Counts of the dynamic tables, by name: ids looked up, inserted, evicted and so on.
+
+        Call it between steps. On a GPU it does not wait: each call gives what the copies begun by
+        earlier ones have brought, of some steps ago, and the first calls give nothing. On a CPU
+        the figures are of now. The table of a module of one table has the name ``weight``. Where
+        tables are spread over ranks, each rank counts what it holds.
+
+        Args:
+            wait: True for the figures of now on a GPU too, for which the call waits.
+        """
+        self._table_set.current_groups()
+        tables = {table.spec.name: table for table in self._table_set.tables}
+        return self._statistics.read(tables, wait=wait)
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         """Each table and the module whose ``weight`` is its parameter."""

@@ -46,6 +46,11 @@ from torchembed.tables.table import (
 from torchembed.tables.table_addresses import table_at
 from torchembed.tables.table_gradient import TableGradient, why_refused
 from torchembed.tables.table_set import TableSet
+from torchembed.tables.table_statistics import (
+    StatisticsReader,
+    StatisticsReading,
+    TableStatistics,
+)
 
 __all__ = [
     "LFU",
@@ -81,12 +86,15 @@ __all__ = [
     "RowIds",
     "RowIndex",
     "SlotIndex",
+    "StatisticsReader",
+    "StatisticsReading",
     "Table",
     "TableGradient",
     "TableGroup",
     "TableOwner",
     "TableSet",
     "TableSpec",
+    "TableStatistics",
     "Uniform",
     "WeightHolder",
     "group_weight",

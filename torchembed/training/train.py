@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchembed.modules.model_statistics import begin_statistics
 from torchembed.step.pipeline import TrainPipeline
+from torchembed.tables import StatisticsReading
 from torchembed.training.batches import in_step
 from torchembed.training.history import History
 from torchembed.training.metrics import MetricsWriter
@@ -48,7 +50,9 @@ def train(
         history: the history to continue; a new one by default.
         progress: advanced at each step.
         metrics: is given, whenever the loss is read, the loss, the learning rate of the first
-            optimizer's step, and the samples a second since the previous reading.
+            optimizer's step, the samples a second since the previous reading, and the statistics
+            of dynamic tables as of the step, as ``item/size`` for table ``item``; of several ranks
+            those of the rows on the rank that writes.
         stop: once a rank is asked to stop, all ranks end after the steps whose batches they have
             read by then. If that is before ``max_steps``, the loss is not read, so that continuing,
             from a checkpoint too, gives the same points as a run without a stop.
@@ -67,7 +71,7 @@ def train(
     if not pipeline.model.training:
         pipeline.model.train()
     pipeline.take_up_changes()
-    meter, num_before = _Meter(history, progress, metrics), history.num_steps
+    meter, num_before = _Meter(history, progress, metrics, pipeline.model), history.num_steps
     ready = in_step(batches, None, max_steps, stop, pipeline.convert)
     while True:
         try:
@@ -89,13 +93,20 @@ class _Meter:
     """Adds steps to the history, and reports its new points to progress bar and metrics."""
 
     def __init__(
-        self, history: History, progress: Progress | None, metrics: MetricsWriter | None
+        self,
+        history: History,
+        progress: Progress | None,
+        metrics: MetricsWriter | None,
+        model: nn.Module,
     ) -> None:
         self.history, self.progress, self.metrics = history, progress, metrics
+        self._model = model
         self._since, self._num_samples = time.perf_counter(), history.num_samples
         self._lr: float | Tensor = math.nan
         self._lr_at: dict[int, float | Tensor] = {}
         """Learning rates of steps whose loss is not read yet."""
+        self._statistics_at: dict[int, StatisticsReading] = {}
+        """Statistics of tables as of such steps, on their way to the host."""
 
     def add_step(
         self, loss: Tensor, batch_size: int, optimizers: Sequence[torch.optim.Optimizer]
@@ -107,6 +118,7 @@ class _Meter:
             self._lr = lr.clone() if isinstance(lr, Tensor) else lr
             if step % every == 0:
                 self._lr_at[step] = self._lr
+                self._statistics_at[step] = begin_statistics(self._model)
         num_points = len(self.history.losses)
         self.history.add_step(loss, batch_size)
         if self.progress is not None:
@@ -146,4 +158,15 @@ class _Meter:
                     loss=point.loss,
                     lr=float(self._lr_at.pop(point.step, self._lr)),
                     samples_per_second=num_samples / seconds,
+                    **self._statistics_of(point.step),
                 )
+
+    def _statistics_of(self, step: int) -> dict[str, float]:
+        """The statistics of dynamic tables by the names that metrics give them."""
+        # Where the history holds what the steps before this call left, the tables' are of now.
+        reading = self._statistics_at.pop(step, None) or begin_statistics(self._model)
+        return {
+            f"{table}/{name}": value
+            for table, statistics in reading.result().items()
+            for name, value in statistics.scalars().items()
+        }
