@@ -22,6 +22,10 @@ Criteo scripts of TorchRec's ``datasets`` and of ``facebookresearch/dlrm/torchre
   also rounds numbers above 2**24. Here rows stay in their order, and numbers exact, so its
   published checksums are not met.
 
+With ``raw_ids``, for dynamic tables, ids are not numbered: an id is its hexadecimal number, a
+missing one ``torchembed.data.MISSING_ID``, and each becomes itself and ``hotness[f] - 1`` ids that
+are 64-bit hashes of feature, place and id. The archives then hold int64, and no pass counts ids.
+
 Rows pass through in blocks. What is held at once is one block, or the distinct ids of one column
 with their counts. The files appear in the output folder when all of them are whole; until then they
 are in a hidden folder there, with about 60 bytes a row of intermediate files and one feature's
@@ -37,6 +41,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import polars as pl
@@ -47,7 +52,9 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from torchembed.data import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS
+from torchembed.core.random_bits import name_key
+from torchembed.data import CAT_NAMES, INT_NAMES, MISSING_ID, MLPERF_HOTNESS, MLPERF_TABLE_SIZES
+from torchembed.data.counter_bits import counter_bits
 from torchembed.data.criteo_text import text_files
 from torchembed.data.criteo_text_rows import CriteoRows, parse_block, row_blocks
 from torchembed.data.mlperf_tables import TABLES_FILE
@@ -74,6 +81,9 @@ class PreprocessConfig:
     """Rows of each table; from the ids that are there where None."""
     hotness: tuple[int, ...] = MLPERF_HOTNESS
     """Ids that each id becomes, for each feature."""
+    raw_ids: bool = False
+    """Write ids as they stand, for dynamic tables: without a pass that numbers them, and int64.
+    Tables have MLPerf's sizes, ``max_rows`` at most, where ``table_sizes`` does not say."""
     progress: bool = True
     """Show a progress bar."""
 
@@ -89,6 +99,11 @@ class PreprocessConfig:
         if self.frequency_threshold < 0:
             raise ValueError(
                 f"frequency_threshold must not be negative, got {self.frequency_threshold}"
+            )
+        if self.raw_ids and self.frequency_threshold:
+            raise ValueError(
+                "frequency_threshold must be 0 with raw_ids, which count nothing, got "
+                f"{self.frequency_threshold}; give dynamic tables an admission"
             )
 
 
@@ -114,10 +129,10 @@ def preprocess(config: PreprocessConfig) -> tuple[int, ...]:
     """
     inputs = text_files(config.input)
     with _work_folder(config.output) as work:
-        days = _parse_days(inputs, work, config.progress)
+        days = _parse_days(inputs, work, config)
         for day in days:
             _write_labels_and_dense(day, work)
-        table_sizes = _write_ids(days, work, config)
+        table_sizes = (_write_raw_ids if config.raw_ids else _write_ids)(days, work, config)
         tables = {"table_sizes": table_sizes, "hotness": config.hotness}
         (work / TABLES_FILE).write_text(json.dumps(tables))
         for day in days:
@@ -144,7 +159,7 @@ def _work_folder(output: Path) -> Iterator[Path]:
         yield Path(work)
 
 
-def _parse_days(inputs: list[Path], work: Path, progress: bool) -> list[_Day]:
+def _parse_days(inputs: list[Path], work: Path, config: PreprocessConfig) -> list[_Day]:
     named: dict[str, Path] = {}
     for position, path in enumerate(inputs):
         match = re.match(r"day_\d+", path.name)
@@ -153,27 +168,27 @@ def _parse_days(inputs: list[Path], work: Path, progress: bool) -> list[_Day]:
             raise ValueError(f"{path} and {named[name].name} are both {name}; keep one of them")
         named[name] = path
     days, first_row = [], 0
-    for name, path in tqdm(named.items(), "parse days", disable=not progress):
-        day = _parse_day(path, name, first_row, work)
+    for name, path in tqdm(named.items(), "parse days", disable=not config.progress):
+        day = _parse_day(path, name, first_row, work, raw_ids=config.raw_ids)
         days.append(day)
         first_row += day.num_rows
     return days
 
 
-def _parse_day(path: Path, name: str, first_row: int, work: Path) -> _Day:
+def _parse_day(path: Path, name: str, first_row: int, work: Path, *, raw_ids: bool) -> _Day:
     num_rows, min_counts = 0, []
     schema = pa.schema(
         [
             ("row", pa.int64()),
             ("label", pa.int32()),
             *((column, pa.int32()) for column in INT_NAMES),
-            *((column, pa.uint32()) for column in CAT_NAMES),
+            *((column, pa.int64() if raw_ids else pa.uint32()) for column in CAT_NAMES),
         ]
     )
     rows_path = work / f"{name}.rows"
     with pq.ParquetWriter(rows_path, schema, compression="zstd") as writer:
         for block in row_blocks([FileRows(path)], _BLOCK_ROWS):
-            rows = parse_block(block)
+            rows = parse_block(block, MISSING_ID if raw_ids else 0)
             _check_int32(path, num_rows, rows)
             numbers = np.arange(len(rows.labels)) + (first_row + num_rows)
             columns = [numbers, rows.labels, *rows.counts.T, *rows.ids.T]
@@ -230,13 +245,7 @@ def _write_labels_and_dense(day: _Day, work: Path) -> None:
 def _write_ids(days: list[_Day], work: Path, config: PreprocessConfig) -> tuple[int, ...]:
     random = np.random.RandomState(0)
     table_sizes = []
-    with contextlib.ExitStack() as stack:
-        archives = [
-            stack.enter_context(
-                zipfile.ZipFile(work / f"{day.name}_sparse_multi_hot.npz", "w", zipfile.ZIP_STORED)
-            )
-            for day in days
-        ]
+    with _archives(days, work) as archives:
         bar = tqdm(CAT_NAMES, "write ids", disable=not config.progress)
         for feature, column in enumerate(bar):
             frequent, num_numbers = _number_ids(days, column, config.frequency_threshold)
@@ -248,15 +257,7 @@ def _write_ids(days: list[_Day], work: Path, config: PreprocessConfig) -> tuple[
             draws_path = work / "draws"
             draws = _draw(random, size, hotness - 1, draws_path)
             for day, archive in zip(days, archives, strict=True):
-                # With the time of writing left out, the same input gives the same bytes.
-                member = zipfile.ZipInfo(f"{feature}.npy")
-                with archive.open(member, "w", force_zip64=True) as file:
-                    header = {
-                        "descr": "<i4",
-                        "fortran_order": False,
-                        "shape": (day.num_rows, hotness),
-                    }
-                    npy_format.write_array_header_1_0(file, header)
+                with _array(archive, feature, "<i4", (day.num_rows, hotness)) as file:
                     for _, (ids,) in _blocks(day, (column,)):
                         numbers = _to_numbers(ids, frequent) % size
                         multi_hot = np.concatenate([numbers[:, None], draws[numbers]], axis=1)
@@ -264,6 +265,46 @@ def _write_ids(days: list[_Day], work: Path, config: PreprocessConfig) -> tuple[
             del draws
             draws_path.unlink(missing_ok=True)
     return tuple(table_sizes)
+
+
+def _write_raw_ids(days: list[_Day], work: Path, config: PreprocessConfig) -> tuple[int, ...]:
+    with _archives(days, work) as archives:
+        bar = tqdm(CAT_NAMES, "write ids", disable=not config.progress)
+        for feature, column in enumerate(bar):
+            hotness = config.hotness[feature]
+            keys = [name_key(0, column, str(place)) for place in range(1, hotness)]
+            for day, archive in zip(days, archives, strict=True):
+                with _array(archive, feature, "<i8", (day.num_rows, hotness)) as file:
+                    for _, (ids,) in _blocks(day, (column,)):
+                        numbers = np.asarray(ids, np.int64)
+                        others = [counter_bits(key, numbers).view(np.int64) for key in keys]
+                        file.write(np.stack([numbers, *others], axis=1).astype("<i8").tobytes())
+    return config.table_sizes or tuple(min(size, config.max_rows) for size in MLPERF_TABLE_SIZES)
+
+
+@contextlib.contextmanager
+def _archives(days: list[_Day], work: Path) -> Iterator[list[zipfile.ZipFile]]:
+    """The archive of each day's ids, to be written."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                zipfile.ZipFile(work / f"{day.name}_sparse_multi_hot.npz", "w", zipfile.ZIP_STORED)
+            )
+            for day in days
+        ]
+
+
+@contextlib.contextmanager
+def _array(
+    archive: zipfile.ZipFile, feature: int, descr: str, shape: tuple[int, int]
+) -> Iterator[IO[bytes]]:
+    """A file in ``archive`` for the elements of an array, behind its header."""
+    # With the time of writing left out, the same input gives the same bytes.
+    member = zipfile.ZipInfo(f"{feature}.npy")
+    with archive.open(member, "w", force_zip64=True) as file:
+        header = {"descr": descr, "fortran_order": False, "shape": shape}
+        npy_format.write_array_header_1_0(file, header)
+        yield file
 
 
 def _number_ids(days: list[_Day], column: str, threshold: int) -> tuple[pl.DataFrame, int]:

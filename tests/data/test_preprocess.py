@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support import reading
-from torchembed.data import MLPERF_HOTNESS, MlperfDays
+from torchembed.data import MISSING_ID, MLPERF_HOTNESS, MLPERF_TABLE_SIZES, MlperfDays
 
 pytest.importorskip("polars", reason="the preprocessing counts ids with polars")
 pytest.importorskip("tyro", reason="the preprocessing has a tyro command line")
@@ -132,6 +133,37 @@ def test_files_are_read_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got.dense.numpy(), np.concatenate(dense))
 
 
+def test_raw_ids_are_those_of_the_text(tmp_path: Path) -> None:
+    """And the others of a bag are functions of feature, place and id."""
+    days = [reading.random_rows(30, seed=day) for day in range(2)]
+    for rows in days:
+        rows.ids[3] = [0] * 26
+        rows.ids[4] = [None] * 26
+    folder = write_days(tmp_path / "input", days)
+    output = tmp_path / "output"
+    config = PreprocessConfig(input=folder, output=output, raw_ids=True, progress=False)
+    assert preprocess(config) == MLPERF_TABLE_SIZES
+    source = MlperfDays(output, batch_size=25, raw_ids=True)
+    assert source.table_sizes == MLPERF_TABLE_SIZES
+    assert next(iter(source)).sparse.values.dtype is torch.int64
+    found = reading.samples(source).ids
+    seen: dict[tuple[int, int], list[int]] = {}
+    for column, bags in enumerate(found):
+        ids = [row[column] for rows in days for row in rows.ids]
+        assert [bag[0] for bag in bags] == [MISSING_ID if id_ is None else id_ for id_ in ids]
+        for bag in bags:
+            assert seen.setdefault((column, bag[0]), bag) == bag
+            assert len(set(bag)) == len(bag) == MLPERF_HOTNESS[column]
+    # No two bags of different ids or features share an id that is not the text's.
+    others = [id_ for bag in seen.values() for id_ in bag[1:]]
+    assert len(set(others)) == len(others)
+    dense = [np.load(output / f"day_{day}_dense.npy") for day in range(2)]
+    preprocess(PreprocessConfig(input=folder, output=tmp_path / "numbered", progress=False))
+    for day in range(2):
+        numbered = np.load(tmp_path / "numbered" / f"day_{day}_dense.npy")
+        assert np.array_equal(dense[day], numbered)
+
+
 @pytest.mark.parametrize("threshold", [0, 3])
 def test_real_rows_give_the_bits_of_torchrecs_scripts(tmp_path: Path, threshold: int) -> None:
     criteo = pytest.importorskip(
@@ -237,6 +269,7 @@ def test_day_that_is_there_twice_is_named(tmp_path: Path) -> None:
         ({"table_sizes": (0,) * 26}, r"table_sizes must be 26 numbers of at least 1, got \[0,"),
         ({"max_rows": 0}, "max_rows must be at least 1, got 0"),
         ({"frequency_threshold": -1}, "frequency_threshold must not be negative, got -1"),
+        ({"frequency_threshold": 2, "raw_ids": True}, "frequency_threshold must be 0 with raw_ids"),
     ],
 )
 def test_config_is_checked(change: dict[str, Any], message: str) -> None:
