@@ -60,8 +60,8 @@ class Geometry {
     for (int64_t table = 0; table < num_tables_; ++table) {
       const int64_t* const row = tables_ + 4 * table;
       // Each factor fits the rest of the slots, so that no product overflows.
-      int64_t rest = num_slots - row[0];
-      bool fits = row[0] >= 0 && rest >= 0 && row[3] <= kBucketSlots;
+      bool fits = row[0] >= 0 && row[0] <= num_slots && row[3] <= kBucketSlots;
+      int64_t rest = fits ? num_slots - row[0] : 0;
       for (int column = 1; column < 4; ++column) {
         fits = fits && row[column] >= 0 && row[column] < (int64_t{1} << 32);
         if (fits && row[column] > 0) rest /= row[column];

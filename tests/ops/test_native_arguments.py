@@ -129,6 +129,11 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         r"table 1 must lie in the group's 8 slots",
         {"geometry": geometry_of([TableShape(1, 2, 4), TableShape(2**31, 2**31, 4)])},
     ),
+    "a table before its group": (
+        "find_slots",
+        r"table 0 must lie in the group's 8 slots, got geometry -9223372036854775808, 1, 1, 4",
+        {"geometry": torch.tensor([[-(2**63), 1, 1, 4]])},
+    ),
     "too few scores": (
         "touch_slots",
         r"scores must hold 8 elements, got 3",
