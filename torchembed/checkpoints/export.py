@@ -147,18 +147,29 @@ def import_tables(model: nn.Module, sources: Mapping[str, Tensor | np.ndarray]) 
             are converted to the table's.
 
     Raises:
-        ValueError: for a name that no table has, another shape, or a dtype that is not floating,
-            on every rank; nothing is changed then. Also for a number that is not finite, or not in
-            the table's dtype; the rows before it may have been copied then.
+        ValueError: for a name that no table has, or that of a dynamic one, whose rows have ids;
+            another shape, or a dtype that is not floating, on every rank; nothing is changed then.
+            Also for a number that is not finite, or not in the table's dtype; the rows before it
+            may have been copied then.
     """
     what = "import tables"
     shards = ModelShards(model)
-    raise_on_all_ranks(lambda: _check_sources(shards, sources), what)
+    tables = {n: t for n, p in model.named_parameters() if (t := table_of(p)) is not None}
+
+    def check() -> None:
+        _check_sources(shards, sources)
+        for name in sources:
+            if name in tables and tables[name].spec.num_ids is None:
+                raise ValueError(
+                    f"source of {name} must not be of a dynamic table, whose rows have ids; write "
+                    "its rows by torchembed.tables.write_rows"
+                )
+
+    raise_on_all_ranks(check, what)
 
     def copy_rows() -> None:
-        for name, parameter in model.named_parameters():
-            table = table_of(parameter)
-            if table is None or name not in sources:
+        for name, table in tables.items():
+            if name not in sources:
                 continue
             for chunk in row_chunks(table, CHUNK_BYTES, with_states=False):
                 rows = _source_rows(sources[name], table, chunk.keys).to(chunk.rows.dtype)

@@ -114,10 +114,11 @@ class TableGroup:
         self.num_forward_admissions += admission is None
         admitted = slots.admit(features, rows, admission or Admission(), is_valid)
         if admitted.new is not None:
-            self._initialize(admitted.new)
+            self.initialize(admitted.new)
         return admitted.rows
 
-    def _initialize(self, new: NewRows) -> None:
+    @torch.no_grad()
+    def initialize(self, new: NewRows) -> None:
         """Give rows that the index has given to ids their initial values, and their optimizer
         state its own. Never waits for a GPU."""
         if self._initial_values is None:

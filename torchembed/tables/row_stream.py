@@ -1,11 +1,13 @@
 """Rows of a table with their optimizer state, in and out by key, some at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.rows_by_id import held_ids, index_by_id, place_ids
 from torchembed.tables.table import Table
 
 
@@ -38,6 +40,8 @@ def row_ranges(num_rows: int, row_bytes: int, max_bytes: int) -> Iterator[range]
 def read_rows(table: Table, keys: range, *, with_states: bool = True) -> RowChunk:
     """Rows of consecutive keys; the chunk's tensors but the keys are views of the table's memory.
 
+    In a dynamic table they are numbers of rows, whatever ids these have.
+
     Raises:
         IndexError: where the table does not hold all of them here.
     """
@@ -57,7 +61,8 @@ def read_rows(table: Table, keys: range, *, with_states: bool = True) -> RowChun
 
 def row_chunks(table: Table, max_bytes: int, *, with_states: bool = True) -> Iterator[RowChunk]:
     """All rows that the table holds here, in ascending order of their keys; views, as
-    :func:`read_rows` gives them.
+    :func:`read_rows` gives them. Of a dynamic table those that ids have, in the order of the rows,
+    with their scores and last uses; copies, for which the host waits.
 
     Args:
         max_bytes: of a chunk's rows and states; a chunk has at least one row.
@@ -66,26 +71,38 @@ def row_chunks(table: Table, max_bytes: int, *, with_states: bool = True) -> Ite
     row_bytes = sum(tensor[:1].nbytes for tensor in tensors)
     for part in row_ranges(table.num_rows, row_bytes, max_bytes):
         keys = range(table.first_row + part.start, table.first_row + part.stop)
-        yield read_rows(table, keys, with_states=with_states)
+        chunk = read_rows(table, keys, with_states=with_states)
+        index = index_by_id(table)
+        if index is None:
+            yield chunk
+            continue
+        rows, ids, scores, touched = held_ids(index, table, part)
+        if len(rows):
+            places = rows - part.start
+            states = {name: state[places] for name, state in chunk.states.items()}
+            yield RowChunk(
+                ids.cpu(), chunk.rows[places], states, scores=scores.cpu(), touched=touched.cpu()
+            )
 
 
 @torch.no_grad()
-def write_rows(table: Table, chunk: RowChunk) -> None:
+def write_rows(table: Table, chunk: RowChunk) -> int:
     """Copy a chunk's rows and states to their keys in ``table``, in place.
 
-    Rows are converted to the table's dtype. States that the chunk leaves out stay as they are; its
-    scores and steps of last uses have no place here, and are left out.
+    Rows are converted to the table's dtype. States that the chunk leaves out stay as they are; of
+    ids that are new to a dynamic table they are the initial ones. Ids that it has not get rows,
+    where it is full those of the least scores; no batch may be under way then. A static table has
+    no place for scores and last uses, which are left out.
+
+    Returns:
+        How many rows of the chunk found no place, since a dynamic table keeps greater scores.
 
     Raises:
         IndexError: for a key that the table does not hold here; nothing is changed then.
         ValueError: for a state that the table has not, or another shape; likewise.
     """
-    keys = chunk.keys - table.first_row
-    if keys.numel() and not 0 <= int(keys.min()) <= int(keys.max()) < table.num_rows:
-        raise IndexError(
-            f"keys must be in {_held(table)}, which table {table.spec.name} holds here, got "
-            f"{int(chunk.keys.min())} to {int(chunk.keys.max())}"
-        )
+    index = index_by_id(table)
+    keys = chunk.keys if index is not None else _places_of(table, chunk.keys)
     own = _states(table) if chunk.states else {}
     moves = [(chunk.rows, table.parameter.data, "rows")]
     for name, values in chunk.states.items():
@@ -96,10 +113,37 @@ def write_rows(table: Table, chunk: RowChunk) -> None:
         wanted = keys.numel(), *tensor.shape[1:]
         if tuple(values.shape) != wanted:
             raise ValueError(f"{what} must have shape {wanted}, got {tuple(values.shape)}")
+    if index is not None:
+        return _write_by_id(index, table, chunk, moves)
     span = _as_slice(keys)
     for values, tensor, _ in moves:
-        index = span if span is not None else keys.to(tensor.device)
-        tensor[index] = values.to(tensor.device, tensor.dtype)
+        places = span if span is not None else keys.to(tensor.device)
+        tensor[places] = values.to(tensor.device, tensor.dtype)
+    return 0
+
+
+def _places_of(table: Table, keys: Tensor) -> Tensor:
+    """The rows of the numbers ``keys [n]``, which ``table`` must hold here."""
+    places = keys - table.first_row
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < table.num_rows:
+        raise IndexError(
+            f"keys must be in {_held(table)}, which table {table.spec.name} holds here, got "
+            f"{int(keys.min())} to {int(keys.max())}"
+        )
+    return places
+
+
+def _write_by_id(
+    index: HashIndex, table: Table, chunk: RowChunk, moves: Sequence[tuple[Tensor, Tensor, str]]
+) -> int:
+    """:func:`write_rows` for a dynamic table; ``moves`` are values and where they go."""
+    device = table.parameter.device
+    on_device = [None if t is None else t.to(device) for t in (chunk.scores, chunk.touched)]
+    rows = place_ids(index, table, chunk.keys.to(device), *on_device)
+    is_placed = rows >= 0
+    for values, tensor, _ in moves:
+        tensor[rows[is_placed]] = values.to(device, tensor.dtype)[is_placed]
+    return int((~is_placed).sum())
 
 
 def _as_slice(keys: Tensor) -> slice | None:
