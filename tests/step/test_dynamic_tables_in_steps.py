@@ -17,6 +17,7 @@ from tests.support.tiny_training import assert_same_state, results_of, state_of
 from torchembed import (
     LFU,
     CountMinSketch,
+    DecayingLFU,
     Dynamic,
     EmbeddingBag,
     EpochLFU,
@@ -112,6 +113,7 @@ POLICIES = {
     "LFU": Dynamic(eviction=LFU()),
     "EpochLFU": Dynamic(eviction=EpochLFU(steps_per_epoch=3)),
     "MinimumCount": Dynamic(admission=MinimumCount(2)),
+    "DecayingLFU": Dynamic(eviction=DecayingLFU(rate=0.5, steps_per_decay=2)),
     "ttl": Dynamic(ttl_steps=3, sweep_steps=4),
 }
 BATCHES = {

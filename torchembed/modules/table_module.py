@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.types import OnBadId
 from torchembed.tables import (
+    HashIndex,
     StatisticsReader,
     Table,
     TableGroup,
@@ -138,6 +139,40 @@ class TableModule(nn.Module):
         self._table_set.current_groups()
         tables = {table.spec.name: table for table in self._table_set.tables}
         return self._statistics.read(tables, wait=wait)
+
+    @torch.no_grad()
+    def evict(self, *, max_rows: int, table: str | None = None) -> None:
+        """Evict ids of a dynamic table until at most ``max_rows`` are left: those of the least
+        score by its ``eviction``, of equal ones the longest unused, of these the first rows.
+
+        Rows that a step or gradients still need stay, even if more are left. Memory stays as it is.
+        Call it between steps. It never waits for a GPU.
+
+        Args:
+            max_rows: at least 0.
+            table: its name; None for the only table of the module.
+
+        Raises:
+            ValueError: for a negative number, or a name of no dynamic table.
+        """
+        dynamic = {
+            t.spec.name: (t.group.index, t.group.tables.index(t))
+            for group in self._table_set.current_groups()
+            for t in group.tables
+            if isinstance(group.index, HashIndex)
+        }
+        if table is None and len(dynamic) == 1:
+            (table,) = dynamic
+        if table not in dynamic:
+            raise ValueError(
+                f"table must be the name of a dynamic table of this module, {sorted(dynamic)}, "
+                f"got {table!r}"
+            )
+        if max_rows < 0:
+            raise ValueError(f"max_rows must be at least 0, got {max_rows}")
+        index, number = dynamic[table]
+        assert isinstance(index, HashIndex)
+        index.evict(number, max_rows)
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         """Each table and the module whose ``weight`` is its parameter."""

@@ -6,7 +6,15 @@ from torchembed.tables.admission_filters import (
     CountMinSketch,
     Probability,
 )
-from torchembed.tables.dynamic import LFU, LRU, AdmissionPolicy, Dynamic, EpochLFU, Eviction
+from torchembed.tables.dynamic import (
+    LFU,
+    LRU,
+    AdmissionPolicy,
+    DecayingLFU,
+    Dynamic,
+    EpochLFU,
+    Eviction,
+)
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.hash_index import HashFactory, HashIndex, num_slots
@@ -62,6 +70,7 @@ __all__ = [
     "Chance",
     "Constant",
     "CountMinSketch",
+    "DecayingLFU",
     "Dynamic",
     "EpochLFU",
     "Eviction",

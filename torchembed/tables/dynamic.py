@@ -29,6 +29,26 @@ class LFU:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecayingLFU:
+    """Evicts as :class:`LFU` does, by counts that lose weight with time.
+
+    Each count is multiplied by ``rate`` and rounded down once in ``steps_per_decay`` training
+    steps; different blocks of 4096 rows at different ones of them.
+    """
+
+    rate: float
+    """At least 0 and less than 1."""
+    steps_per_decay: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, bool) or not isinstance(self.rate, int | float):
+            raise TypeError(f"rate must be a float, got {self.rate!r}")
+        if not 0 <= self.rate < 1:
+            raise ValueError(f"rate must be in [0, 1), got {self.rate}; LFU() keeps whole counts")
+        _check_at_least("steps_per_decay", self.steps_per_decay, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochLFU:
     """Evicts rows of older epochs first, and in an epoch those whose ids have occurred least often.
 
@@ -42,7 +62,7 @@ class EpochLFU:
         _check_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
 
-Eviction = LRU | LFU | EpochLFU
+Eviction = LRU | LFU | DecayingLFU | EpochLFU
 AdmissionPolicy = MinimumCount | CountMinSketch | Probability
 
 
@@ -58,8 +78,8 @@ class Dynamic:
     nothing and counts no use.
 
     Args:
-        eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU` or
-            :class:`EpochLFU`.
+        eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU`,
+            :class:`DecayingLFU` or :class:`EpochLFU`.
         admission: chooses the new ids that get rows: :class:`MinimumCount`,
             :class:`CountMinSketch` or :class:`Probability`; None: all of them. It counts
             occurrences of ids that have no row in batches that are trained.
@@ -77,8 +97,8 @@ class Dynamic:
     def __post_init__(self) -> None:
         if not isinstance(self.eviction, Eviction):
             raise TypeError(
-                "eviction must be LRU(), LFU() or EpochLFU(steps_per_epoch=...), got "
-                f"{self.eviction!r}"
+                "eviction must be LRU(), LFU(), DecayingLFU(rate=..., steps_per_decay=...) or "
+                f"EpochLFU(steps_per_epoch=...), got {self.eviction!r}"
             )
         if self.admission is not None and not isinstance(self.admission, AdmissionPolicy):
             raise TypeError(

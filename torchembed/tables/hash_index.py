@@ -11,10 +11,14 @@ from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import OnBadId
 from torchembed.ops.hash_table import (
+    Counter,
     HashTables,
     InsertedKeys,
     Policy,
+    SlotRange,
+    coldest,
     empty_hash_tables,
+    erase_if,
     find_slots,
     insert_keys,
     table_shape,
@@ -25,7 +29,7 @@ from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.admission_filters import AdmissionFilter
-from torchembed.tables.dynamic import LFU, LRU, Dynamic, EpochLFU
+from torchembed.tables.dynamic import LFU, LRU, DecayingLFU, Dynamic, EpochLFU
 from torchembed.tables.expiry import erase_expired
 from torchembed.tables.row_index import (
     Admission,
@@ -34,9 +38,15 @@ from torchembed.tables.row_index import (
     NewRows,
     RowIndex,
 )
+from torchembed.tables.score_decay import decay_scores
 from torchembed.tables.slot_windows import SlotWindows
 
-_POLICIES = {LRU: Policy.LRU, LFU: Policy.LFU, EpochLFU: Policy.EPOCH_LFU}
+_POLICIES = {
+    LRU: Policy.LRU,
+    LFU: Policy.LFU,
+    DecayingLFU: Policy.LFU,
+    EpochLFU: Policy.EPOCH_LFU,
+}
 
 
 def num_slots(capacity: int) -> int:
@@ -83,6 +93,9 @@ class HashIndex:
         self._swept: SlotWindows | None = None
         if dynamic.ttl_steps is not None:
             self._swept = SlotWindows(shapes, dynamic.sweep_steps, device)
+        self._decayed: SlotWindows | None = None
+        if isinstance(dynamic.eviction, DecayingLFU):
+            self._decayed = SlotWindows(shapes, dynamic.eviction.steps_per_decay, device)
         self._table_keys = torch.tensor([t.key for t in tables], dtype=torch.int64, device=device)
         self._row_keys: Tensor | None = None
         """int64 ``[R + 1]``: keys of the rounding of rows; None before an update asked for them.
@@ -99,10 +112,15 @@ class HashIndex:
         """Note the use of ``keys [L]``, of ``tables`` int32 ``[L]``, by a batch, and give rows to
         those that have none."""
         state, policy, is_trained = self.hash_tables, self._policy, admission.is_trained
-        epoch, eviction = self.clock.admitted(admission), self._dynamic.eviction
+        before, eviction = self.clock.last.clone(), self._dynamic.eviction
+        epoch = self.clock.admitted(admission)
         epoch_number = None
         if isinstance(eviction, EpochLFU):
             epoch_number = epoch // eviction.steps_per_epoch
+        if isinstance(eviction, DecayingLFU) and self._decayed and state.scores is not None:
+            # Forwards whose gradients are summed share an epoch.
+            happens = epoch > before if is_trained is None else (epoch > before) & is_trained
+            decay_scores(state.scores, self._decayed, epoch, eviction.rate, happens)
         slots = find_slots(state, keys, tables)
         touch_slots(
             state,
@@ -139,6 +157,20 @@ class HashIndex:
         if self._row_keys is not None:
             self._note_new_keys(self._row_keys, inserted)
         return inserted
+
+    def evict(self, table: int, num_kept: int) -> None:
+        """Evict the ids of least score until at most ``num_kept`` are left; rows in use stay."""
+        slots = SlotRange(table, self._first_rows[table], self._tables[table].num_rows)
+        released = self.clock.evictable(self.clock.last + 1)
+        kept = torch.full((1,), num_kept, dtype=torch.int64, device=self._device)
+        erase_if(
+            self.hash_tables,
+            slots,
+            coldest(self.hash_tables, slots, kept, released=released),
+            reason=Counter.EVICTED_TARGET,
+            epoch=self.clock.last,
+            released=released,
+        )
 
     def release(self, epoch: Tensor) -> None:
         self.clock.release(epoch)
