@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.support.planning import make_topology, make_use
-from torchembed import optim
+from torchembed import Dynamic, optim
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import Planner, WireTransport, make_plan
 from torchembed.sharding.planning.memory_budget import memory_budget
+from torchembed.tables import HashFactory
 
 TABLES = {
     "t": make_use(1000, 16, "f"),
@@ -61,6 +62,23 @@ def test_of_another_plan_rows_and_the_dense_part_are_known() -> None:
         ValueError, match=r"tables do not fit: rank 1 will take .* of 31\.43 KiB free .*more ranks"
     ):
         less.check()
+
+
+def test_ids_of_dynamic_tables_count() -> None:
+    index = HashFactory(Dynamic())
+    spec = dataclasses.replace(SPECS["t"], num_rows=1024, index=index)
+    tables = {**TABLES, "t": dataclasses.replace(TABLES["t"], spec=spec)}
+    plan = make_plan({**SPECS, "t": spec}, 2, {"t": "row_wise", "u": "table_wise"})
+    planner = Planner(batch_size=4, optimizer=optim.Adagrad, placements=("row_wise",))
+    report = planner.plan(tables, make_topology(1, 2))
+    budget = memory_budget(plan, tables, 1, report=None, dense_bytes=0, free_bytes=10**6)
+    assert budget.index_bytes == 512 * 17
+    assert budget.needed_bytes == budget.row_bytes + 512 * 17
+    assert ", 8.5 KiB of dynamic tables' ids," in str(budget)
+    budget = memory_budget(report.plan, tables, 1, report=report, dense_bytes=0, free_bytes=10**6)
+    assert budget.index_bytes == 512 * 17
+    assert budget.needed_bytes == report.ranks[1].held_bytes
+    assert budget.state_bytes == 512 * 16 * 4 + 5 * 8 * 4
 
 
 def test_the_state_counts_where_the_optimizer_is_known() -> None:

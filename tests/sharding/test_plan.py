@@ -1,6 +1,7 @@
 """Plans: made, kept as JSON, printed, refused."""
 
 import dataclasses
+import json
 import re
 
 import hypothesis
@@ -8,9 +9,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from torchembed import Dynamic
 from torchembed.sharding import Placement, Shard, ShardingPlan, TablePlan, make_plan
 from torchembed.sharding.planning.plan import place_table
-from torchembed.tables import TableSpec
+from torchembed.tables import HashFactory, TableSpec
 
 specs_strategy = st.dictionaries(
     st.text("abcdef.", min_size=1, max_size=8),
@@ -93,6 +95,43 @@ def test_default_plan_bounds_the_fullest_rank(specs: dict[str, TableSpec], num_r
     assert max(held) <= share + largest + rounding
     if num_ranks > 1:
         assert largest <= share
+
+
+DYNAMIC = HashFactory(Dynamic())
+
+
+@hypothesis.given(capacity=st.integers(1, 10**9), num_ranks=st.integers(1, 9))
+def test_each_rank_holds_a_share_of_a_dynamic_table(capacity: int, num_ranks: int) -> None:
+    """Equal shares of at least the capacity, which are as large as a table of that many rows is."""
+    spec = TableSpec(name="t", num_rows=DYNAMIC.rows_for(capacity), dim=4, index=DYNAMIC)
+    plan = make_plan({"t": spec}, num_ranks, {"t": Placement.ROW_WISE})
+    shards = plan.table("t").shards
+    (num_rows,) = {shard.num_rows for shard in shards}
+    assert num_rows == DYNAMIC.rows_for(-(-spec.num_rows // num_ranks))
+    assert num_rows * num_ranks >= capacity
+    assert [shard.first_row for shard in shards] == [w * num_rows for w in range(num_ranks)]
+    assert plan.table("t").takes_any_id
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_plans_of_before_dynamic_tables_are_read() -> None:
+    plan = make_plan({"t": TableSpec(name="t", num_rows=8, dim=4)}, 2)
+    data = json.loads(plan.to_json())
+    del data["tables"][0]["takes_any_id"]
+    assert ShardingPlan.from_json(json.dumps(data)) == plan
+    data["tables"][0]["takes_any_id"] = "no"
+    with pytest.raises(ValueError, match="takes_any_id must be true or false, got 'no'"):
+        ShardingPlan.from_json(json.dumps(data))
+
+
+def test_print_says_which_tables_take_any_id() -> None:
+    specs = {"big": TableSpec(name="big", num_rows=1000, dim=4, index=DYNAMIC)}
+    specs["small"] = TableSpec(name="small", num_rows=2, dim=4)
+    assert str(make_plan(specs, 2)) == (
+        "table  placement   ranks  rows a rank  ids\n"
+        "big    row_wise    0,1    500          any\n"
+        "small  table_wise  0      2"
+    )
 
 
 def test_print() -> None:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from tests.support.planning import cost_model, make_topology, make_use
 from tests.support.tolerance import relative_error
-from torchembed import optim
+from torchembed import LFU, LRU, Dynamic, optim
 from torchembed.sharding import (
     Placement,
     Planner,
@@ -29,6 +29,7 @@ from torchembed.sharding.planning.costs import (
     UPDATE_KERNELS,
     Everywhere,
     Load,
+    TableUse,
 )
 from torchembed.sharding.planning.distinct_rows import (
     _NUM_HALVINGS,
@@ -37,6 +38,7 @@ from torchembed.sharding.planning.distinct_rows import (
 )
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import bytes_text, ranks_text, report_plan
+from torchembed.tables import Eviction, HashFactory, RangeFactory
 
 # 8 rows of 16 columns: 64 bytes a row, weights, state and vectors alike. 2 features with 2 and 1
 # lookups a sample, 4 samples on each of 4 ranks on 2 nodes: 48 lookups, 12 of each rank.
@@ -302,6 +304,47 @@ def test_print() -> None:
     assert [line.split()[0] for line in lines[6:9]] == ["rank", "0", "1"]
     assert lines[-1].startswith("predicted: ")
     assert lines[-1].endswith("of 931.3 GiB")
+
+
+def dynamic_use(capacity: int, eviction: Eviction) -> TableUse:
+    use, index = make_use(capacity, 16, "f", "g"), HashFactory(Dynamic(eviction=eviction))
+    return dataclasses.replace(use, spec=dataclasses.replace(use.spec, index=index))
+
+
+@pytest.mark.parametrize(("eviction", "row_bytes"), [(LRU(), 17), (LFU(), 25)])
+def test_a_dynamic_table_holds_ids_and_reads_where_they_are(
+    eviction: Eviction, row_bytes: int
+) -> None:
+    """Its ids take 4 bytes more each in an exchange, and are found twice."""
+    use, ranks = dynamic_use(4096, eviction), (0, 1, 2, 3)
+    static = dataclasses.replace(use, spec=dataclasses.replace(use.spec, index=RangeFactory()))
+    (of_dynamic, everywhere), (of_static, others) = (
+        MODEL.table_loads(u, place_table("t", u.spec, Placement.ROW_WISE, ranks))
+        for u in (use, static)
+    )
+    touched = expected_distinct(4096, [(32, 0.0), (16, 0.0)]) / 4
+    probe = 2 * (128 + ACCESS) + 8 + ACCESS
+    found = touched + CACHED * (48 / 4 - touched)
+    more_ids = 4 * 12 / 4
+    expected = np.zeros(len(Load))
+    expected[Load.IDS] = more_ids
+    expected[Load.LOOKUP] = 4 * more_ids + 2 * probe * found + 2 * (8 + ACCESS) * touched
+    expected[Load.HELD] = 1024 * row_bytes + 4 * 4 * more_ids
+    np.testing.assert_allclose(of_dynamic, of_static + expected, rtol=ROUNDING)
+    assert everywhere.held_bytes == others.held_bytes + 4 * more_ids
+    assert use.table_group(16) != static.table_group(16)
+
+
+def test_a_planner_places_dynamic_tables_but_not_on_every_rank() -> None:
+    use = dynamic_use(3, LRU())  # a static table of as few rows would be data-parallel
+    report = Planner(batch_size=1024).plan({"t": use}, make_topology(1, 2))
+    assert report.plan.table("t").placement is not Placement.DATA_PARALLEL
+    assert report.plan.table("t").takes_any_id
+    (line,) = [line for line in str(report).splitlines() if line.startswith("t ")]
+    assert ", any id  " in line
+    replicas = {"t": TableConstraint(placements=("data_parallel",))}
+    with pytest.raises(ValueError, match="placement of dynamic table t must not be data_parallel"):
+        Planner(constraints=replicas).plan({"t": use}, make_topology(1, 2))
 
 
 def test_many_ranks_are_summed_up() -> None:

@@ -185,6 +185,13 @@ class DictFactory:
 
     takes_any_id = True
 
+    def rows_for(self, capacity: int) -> int:
+        return capacity
+
+    def bytes_for(self, num_rows: int) -> int:
+        """As if each row had an id of 8 bytes."""
+        return 8 * num_rows
+
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> DictIndex:
         return DictIndex(tables, device)
 
@@ -194,6 +201,12 @@ class RecordingFactory:
     """Makes :class:`RecordingIndex`."""
 
     takes_any_id = False
+
+    def rows_for(self, capacity: int) -> int:
+        return capacity
+
+    def bytes_for(self, num_rows: int) -> int:
+        return 0
 
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> RecordingIndex:
         return RecordingIndex(tables, device)

@@ -17,17 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
 from tests.support.row_indices import RecordingBagConfig
+from torchembed import LRU, Dynamic
+from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
 from torchembed.sharding.planning.plan import place_table
-from torchembed.tables import Table
+from torchembed.tables import Eviction, Table
 
 NUM_STEPS = 5
 SIZES = {"a": (23, 8), "b": (64, 8), "c": (50, 5), "d": (3, 8)}
 FEATURES = ("f0", "f1", "f2", "f3")
+USERS = {"a": ("f0", "f1"), "b": ("f2",), "c": ("f0",), "d": ("f3",)}
+"""The features of each table."""
 SMALLEST = {"f0": 23, "f1": 23, "f2": 64, "f3": 3}
 """Rows that every table of the feature has."""
 LENGTHS = (0, 1, 2, 4)
+CAPACITY = 256
+"""Of dynamic tables: room for all ids that come, on each of four ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,10 @@ class Case:
     """Columns that are left free before pooled vectors."""
     is_recorded: bool = False
     """Pooled tables note what is admitted to them."""
+    dynamic: tuple[str, ...] = ()
+    """Tables that are dynamic."""
+    capacity: int = CAPACITY
+    eviction: Eviction = LRU()
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -82,20 +92,21 @@ def made_mesh(device_type: str, num_nodes: int) -> DeviceMesh:
 
 def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
     """Tables of two dims, one shared by two features, one feature in two tables."""
-    users = {"a": ("f0", "f1"), "b": ("f2",), "c": ("f0",), "d": ("f3",)}
     kind = torchembed.EmbeddingBagConfig if case.pooled else torchembed.EmbeddingConfig
     if case.is_recorded:
         kind = RecordingBagConfig
     configs = []
     for name, (num_rows, dim) in SIZES.items():
         mean = case.pooled and name == "b" and not case.weighted
+        is_dynamic = name in case.dynamic
         configs.append(
             kind(
                 name=name,
-                num_embeddings=num_rows,
+                num_embeddings=case.capacity if is_dynamic else num_rows,
                 embedding_dim=dim,
-                feature_names=users[name],
+                feature_names=USERS[name],
                 dtype=case.dtype,
+                dynamic=Dynamic(eviction=case.eviction) if is_dynamic else None,
                 **({"pooling": torchembed.Pooling.MEAN} if mean else {}),
             )
         )
@@ -129,6 +140,12 @@ def make_batch(
     values = torch.randint(0, 1 << 30, limits.shape, generator=generator) % limits
     if case.on_bad_id != "raise" and values.numel():
         values[:: max(values.numel() // 3, 1)] = -7
+    takes_any = [
+        all(table in case.dynamic for table, users in USERS.items() if feature in users)
+        for feature in FEATURES
+    ]
+    is_free = torch.tensor(takes_any).repeat_interleave(num_samples).repeat_interleave(lengths)
+    values = torch.where(is_free, values * signed64(GOLDEN) - 1, values)
     weights = None
     if case.weighted:
         weights = torch.randint(1, 4, values.shape, generator=generator).float()
@@ -195,19 +212,47 @@ def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str,
             outputs.append(vectors.detach().cpu().numpy())
             if batch.weights is not None:
                 weight_gradients.append(batch.weights.grad.cpu().numpy())
-        rows = held_rows(model)
-        results.append({"outputs": outputs, "weight_gradients": weight_gradients, "rows": rows})
+        results.append(
+            {
+                "outputs": outputs,
+                "weight_gradients": weight_gradients,
+                "rows": held_rows(model),
+                "ids": held_ids(model),
+            }
+        )
     return results
 
 
 def held_rows(model: nn.Module) -> dict[str, tuple[Any, Any, list[Any]]]:
-    """The extent, the elements and the optimizer states of each table that this rank holds."""
+    """The extent, the elements and the optimizer states of each static table that this rank
+    holds."""
     rows = {}
     for table in model.tables._local.values():
+        if table.spec.num_ids is None:
+            continue
         state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
         parameter = table.parameter.detach().float().cpu().numpy()
         rows[table.spec.name] = (extent(table), parameter, state)
     return rows
+
+
+def held_ids(model: nn.Module) -> dict[str, tuple[slice, dict[int, Any]]]:
+    """The columns of each dynamic table that this rank holds, and by id the number of its row, its
+    elements and its optimizer states."""
+    found = {}
+    for table in model.tables.table_set.tables:
+        if table.spec.num_ids is None:
+            contents, group = table.index_contents(), table.group
+            tensors = [
+                table.parameter.detach(),
+                *(group.table_rows(s, table) for s in group.states),
+            ]
+            of_ids = {
+                int(contents["ids"][row]): (row, *(t[row].float().cpu().numpy() for t in tensors))
+                for row in contents["digests"].nonzero().flatten().tolist()
+            }
+            found[table.spec.name] = (extent(table)[1], of_ids)
+    return found
 
 
 def extent(table: Table) -> tuple[slice, slice]:
@@ -240,13 +285,20 @@ def train_unsharded(case: Case, num_ranks: int, device: str = "cpu") -> dict[str
         if case.weighted:
             # Each rank's own loss is not divided by the number of ranks.
             weight_gradients.append([b.weights.grad.cpu().numpy() * num_ranks for b in batches])
-    return {"outputs": outputs, "weight_gradients": weight_gradients, "rows": whole_rows(model)}
+    return {
+        "outputs": outputs,
+        "weight_gradients": weight_gradients,
+        "rows": whole_rows(model),
+        "ids": held_ids(model),
+    }
 
 
 def whole_rows(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
-    """The elements and the optimizer states of each table of an unsharded model."""
+    """The elements and the optimizer states of each static table of an unsharded model."""
     rows = {}
     for table in model.tables._tables:
+        if table.spec.num_ids is None:
+            continue
         state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
         rows[table.spec.name] = (table.parameter.detach().float().cpu().numpy(), state)
     return rows
@@ -261,7 +313,9 @@ def assert_equal_training(
             expected = unsharded["outputs"][step][rank]
             # At most 4 ids a bag: reordering moves a sum by less than 4 eps times the sum of
             # magnitudes, bounded by 4 ids times 3 (weights) times the largest element.
-            largest = max(np.abs(rows).max() for rows, _ in unsharded["rows"].values()) + 1.0
+            arrays = [rows for rows, _ in unsharded["rows"].values()]
+            arrays += [of[1] for _, ids in unsharded["ids"].values() for of in ids.values()]
+            largest = max(np.abs(rows).max() for rows in arrays) + 1.0
             tolerance = 4 * np.finfo(np.float32).eps * 4 * 3 * largest
             np.testing.assert_allclose(vectors, expected, rtol=0, atol=tolerance, err_msg=str(case))
         for step, gradient in enumerate(result["weight_gradients"]):
@@ -269,6 +323,7 @@ def assert_equal_training(
             tolerance = 16 * np.finfo(np.float32).eps * (np.abs(expected).max(initial=0) + 1)
             np.testing.assert_allclose(gradient, expected, rtol=0, atol=tolerance)
     assert_equal_rows([result["rows"] for result in sharded], unsharded["rows"], str(case))
+    assert_equal_ids([result["ids"] for result in sharded], unsharded["ids"], str(case))
 
 
 def assert_equal_rows(
@@ -277,7 +332,7 @@ def assert_equal_rows(
     message: str,
 ) -> None:
     """What the ranks hold are the elements and states of the whole tables, and all of them."""
-    seen = {name: np.zeros(shape, bool) for name, shape in SIZES.items()}
+    seen = {name: np.zeros(SIZES[name], bool) for name in whole_tables}
     for held in of_ranks:
         for name, (part, rows, state) in held.items():
             whole, whole_state = whole_tables[name]
@@ -287,3 +342,23 @@ def assert_equal_rows(
                 np.testing.assert_array_equal(local, expected, err_msg=f"{name} of {message}")
             seen[name][part] = True
     assert all(mask.all() for mask in seen.values()), "some elements are on no rank"
+
+
+def assert_equal_ids(
+    of_ranks: list[dict[str, tuple[slice, dict[int, Any]]]],
+    whole_tables: dict[str, tuple[slice, dict[int, Any]]],
+    message: str,
+) -> None:
+    """The ranks hold each column of each id's row and state once, with the bits of the whole
+    tables'."""
+    for name, (_, expected) in whole_tables.items():
+        seen: dict[int, list[int]] = {}
+        for held in of_ranks:
+            columns, of_ids = held.get(name, (slice(0), {}))
+            for row_id, (_, *found) in of_ids.items():
+                seen.setdefault(row_id, []).extend(range(columns.start or 0, columns.stop))
+                for local, whole in zip(found, expected[row_id][1:], strict=True):
+                    part = whole[columns] if whole.ndim else whole
+                    np.testing.assert_array_equal(local, part, err_msg=f"{name} of {message}")
+        assert sorted(seen) == sorted(expected), f"ids of {name} of {message}"
+        assert all(sorted(columns) == list(range(SIZES[name][1])) for columns in seen.values())

@@ -52,7 +52,19 @@ def train_plainly(
     num_steps: int = NUM_STEPS,
     batch_of: Callable[[Case, int, int, int], torchembed.SparseFeatures] = static_batch,
 ) -> dict[str, tuple[Any, list[Any]]]:
-    """The rows after training in one process on all ranks' batches, but those of the bad step."""
+    """The rows of static tables after :func:`trained_plainly`."""
+    return whole_rows(trained_plainly(case, num_ranks, bad_rank, device, num_steps, batch_of))
+
+
+def trained_plainly(
+    case: Case,
+    num_ranks: int,
+    bad_rank: int,
+    device: str = "cpu",
+    num_steps: int = NUM_STEPS,
+    batch_of: Callable[[Case, int, int, int], torchembed.SparseFeatures] = static_batch,
+) -> nn.Module:
+    """A model trained in one process on all ranks' batches, but those of the bad step."""
     model = make_model(case, device)
     optimizer = make_optimizer(case, model)
     for step in range(num_steps):
@@ -63,4 +75,4 @@ def train_plainly(
         losses = [exact_loss_of(model.tables(batch)) for batch in batches]
         (torch.stack(losses).sum() / num_ranks).backward()
         optimizer.step()
-    return whole_rows(model)
+    return model

@@ -189,7 +189,11 @@ class HashIndex:
             self._row_keys = torch.empty(num_rows + 1, dtype=torch.int64, device=self._device)
         self._refresh_row_keys()
         offsets = torch.arange(num_rows + 1, device=self._device)
-        return RoundingKeys(offsets, self._row_keys[:num_rows])
+        columns = None
+        if any(table.first_column for table in self._tables):
+            of_tables = [torch.full((t.num_rows,), t.first_column) for t in self._tables]
+            columns = torch.cat(of_tables).to(self._device)
+        return RoundingKeys(offsets, self._row_keys[:num_rows], columns)
 
     def _refresh_row_keys(self) -> None:
         if self._row_keys is None:
@@ -325,6 +329,14 @@ class HashFactory:
     dynamic: Dynamic
 
     takes_any_id = True
+
+    def rows_for(self, capacity: int) -> int:
+        return num_slots(capacity)
+
+    def bytes_for(self, num_rows: int) -> int:
+        """Ids, digests, epochs of the last use and, but for LRU, scores."""
+        has_scores = _POLICIES[type(self.dynamic.eviction)] is not Policy.LRU
+        return num_rows * (8 + 1 + 8 + (8 if has_scores else 0))
 
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> HashIndex:
         return HashIndex(tables, self.dynamic, device)

@@ -165,6 +165,14 @@ class IndexFactory(Protocol):
         """True where each 64-bit integer is an id; False where ids are the numbers of rows."""
         ...
 
+    def rows_for(self, capacity: int) -> int:
+        """Rows of a table that has room for ``capacity`` ids, or a few more."""
+        ...
+
+    def bytes_for(self, num_rows: int) -> int:
+        """Bytes of what an index keeps beside a table of ``num_rows``."""
+        ...
+
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> RowIndex:
         """The index of ``tables``, whose rows follow one another in the group."""
         ...
@@ -234,6 +242,13 @@ class RangeFactory:
     """Makes :class:`RangeIndex`."""
 
     takes_any_id = False
+
+    def rows_for(self, capacity: int) -> int:
+        return capacity
+
+    def bytes_for(self, num_rows: int) -> int:
+        """None: a range needs a few numbers only."""
+        return 0
 
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> RangeIndex:
         return RangeIndex(tables, device)

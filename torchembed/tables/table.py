@@ -158,6 +158,11 @@ class Table:
             return self.kept_contents or {}
         return self.group.index.contents(self.group.tables.index(self))
 
+    def holds_ids(self) -> bool:
+        """True if ids were inserted into a dynamic table; waits for its device."""
+        digests = self.index_contents().get("digests")
+        return digests is not None and not digests.is_meta and bool(digests.any())
+
     def load_index_contents(self, contents: Mapping[str, Tensor]) -> None:
         """Copy what :meth:`index_contents` of a table of as many rows gave."""
         if not hasattr(self, "group"):

@@ -36,9 +36,9 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
     :class:`~torchembed.sharding.Planner`. The name of such a module is also that of its feature.
 
     Raises:
-        ValueError: for a dynamic table.
+        ValueError: for dynamic tables that cannot be sharded.
     """
-    _check_static(model)
+    _check_dynamic_tables(model)
     uses = {
         name: TableUse(
             spec=single_spec(module),
@@ -61,16 +61,25 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
     return uses
 
 
-def _check_static(model: nn.Module) -> None:
-    """Raise ``ValueError`` where ``model`` has a dynamic table."""
+def _check_dynamic_tables(model: nn.Module) -> None:
+    """Raise ``ValueError`` where a dynamic table of ``model`` is no collection's, or holds ids."""
     for path, module in model.named_modules():
         tables = module.table_set.tables if isinstance(module, TableModule) else []
-        names = [table.spec.name for table in tables if table.spec.num_ids is None]
-        if names:
-            raise ValueError(
-                f"tables to be sharded must not be dynamic, got {', '.join(names)} of module "
-                f"{path!r}; train dynamic tables on one rank"
-            )
+        for table in tables:
+            if table.spec.num_ids is not None:
+                continue
+            if isinstance(module, SingleTable):
+                raise ValueError(
+                    f"the table of module {path!r} must not be dynamic where ranks share it, since "
+                    f"{type(module).__name__} cannot be sharded then; put it into an "
+                    "EmbeddingBagCollection or EmbeddingCollection"
+                )
+            if isinstance(module, Collection) and table.holds_ids():
+                raise ValueError(
+                    f"dynamic table {table.spec.name} of module {path!r} must hold no ids before "
+                    "it is sharded, since its rows are not moved to other ranks; shard the model "
+                    "before it is trained"
+                )
 
 
 def single_tables(model: nn.Module) -> dict[str, SingleTable]:

@@ -16,7 +16,7 @@ from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.lookup_stages import B, R, V
-from torchembed.modules.sharded.checked_ids import checked_ids
+from torchembed.modules.sharded.checked_ids import IdChecks
 from torchembed.modules.slots import Slots
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.modules.table_module import TableWeight
@@ -24,7 +24,11 @@ from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import Placement, TablePlan
 from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_batch
 from torchembed.sharding.transport.data_parallel import sum_over_columns
-from torchembed.sharding.transport.global_rows import global_tensor, local_part
+from torchembed.sharding.transport.global_rows import (
+    global_tensor,
+    local_part,
+    stacked_tensor,
+)
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import Table, TableSet, TableSpec
@@ -35,8 +39,10 @@ def _distribute(
 ) -> None:
     """After ``state_dict``: divided tables become ``DTensor``s over the ranks that hold them."""
     for table in module._local.values():
-        key = f"{prefix}{module._container}.{table.spec.name}.weight"
-        state[key] = table.as_global(state[key])
+        of_table = f"{prefix}{module._container}.{table.spec.name}."
+        names = ["weight", *(f"index.{name}" for name in table.index_contents())]
+        for key in (of_table + name for name in names):
+            state[key] = table.as_global(state[key])
 
 
 def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -46,11 +52,12 @@ def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *
     """
     held = {table.spec.name: table for table in module._local.values()}
     for config in module._configs:
-        key, table = f"{prefix}{module._container}.{config.name}.weight", held.get(config.name)
-        if table is None:
-            state.pop(key, None)
-        elif key in state:
-            state[key] = local_part(state[key], table)
+        of_table, table = f"{prefix}{module._container}.{config.name}.", held.get(config.name)
+        for key in [key for key in state if key.startswith(of_table)]:
+            if table is None:
+                del state[key]
+            else:
+                state[key] = local_part(state[key], table)
 
 
 class SlotExchange(NamedTuple):
@@ -90,12 +97,15 @@ def local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | 
     elif plan.placement.is_divided:
         by_columns = plan.placement is Placement.COLUMN_WISE
         mesh = ranks.holders(plan)
-        table.as_global = functools.partial(
-            global_tensor,
-            mesh=mesh,
-            dim=1 if by_columns else 0,
-            size=spec.dim if by_columns else spec.num_rows,
-        )
+        if plan.takes_any_id and not by_columns:
+            table.as_global = functools.partial(stacked_tensor, mesh=mesh)
+        else:
+            table.as_global = functools.partial(
+                global_tensor,
+                mesh=mesh,
+                dim=1 if by_columns else 0,
+                size=spec.dim if by_columns else spec.num_rows,
+            )
         if by_columns and mesh.size() > 1:
             table.sum_over_columns = sum_over_columns(mesh.get_group())
     return table
@@ -160,7 +170,8 @@ class ShardedCollection(StagedCollection[B, R, V]):
         for number, table in local.items():
             whole = tables[number].parameter
             table.parameter.requires_grad_(whole.requires_grad)
-            if not whole.is_meta:
+            # A dynamic table has no rows yet, and gets their values with their ids.
+            if not whole.is_meta and not plans[number].takes_any_id:
                 table.parameter.data.copy_(local_part(whole.data, table))
         names = [table.spec.name for table in local.values()]
         held = HeldTables(table_set, tuple(local), tuple(names))
@@ -204,13 +215,8 @@ class ShardedCollection(StagedCollection[B, R, V]):
             for t, feature in zip(tables, self._feature_slots.features, strict=True)
         ]
         # An id is of the whole table, whatever the seed of its rows.
-        num_ids = [self._configs[t].spec(seed=0).num_ids for t in tables]
-        self._is_free = [number is None for number in num_ids]
-        """For each slot whether its table takes any id."""
-        self._find_rows_of_slots(device)
-        is_narrow = all(number is not None and number <= 2**31 for number in num_ids)
-        self._id_dtype = torch.int32 if is_narrow else torch.int64
-        """Dtype in which ids are sent."""
+        self._num_ids = [self._configs[t].spec(seed=0).num_ids for t in tables]
+        self._id_checks = IdChecks(self._num_ids, device)
 
     def _table_of(self, part: SlotPart) -> Table:
         """This rank's table for a part."""
@@ -250,24 +256,21 @@ class ShardedCollection(StagedCollection[B, R, V]):
         return self._ranks
 
     @property
+    def admission_changes_tables(self) -> bool:
+        # The same on ranks that hold no part of a dynamic table: steps are chosen by it.
+        return any(plan.takes_any_id for plan in self._plans) or super().admission_changes_tables
+
+    @property
     def device(self) -> torch.device:
         """The device of this rank's rows."""
-        return self._num_rows.device
+        return self._id_checks.device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedCollection":
         super()._apply(fn, recurse)
         # fn may leave contents undefined, as to_empty's does, so that only its device is asked.
-        self._find_rows_of_slots(fn(self._num_rows).device)
+        device = fn(torch.empty(0, device=self.device)).device
+        self._id_checks = IdChecks(self._num_ids, device)
         return self
-
-    def _find_rows_of_slots(self, device: torch.device) -> None:
-        """Put on ``device`` what bad ids are found by."""
-        rows = [name.num_rows for name in self._slot_names]
-        self._num_rows = torch.tensor(rows, dtype=torch.int64, device=device)
-        """Rows of each slot's whole table, int64."""
-        self._takes_any_id = None
-        if any(self._is_free):
-            self._takes_any_id = torch.tensor(self._is_free, device=device)
 
     def _checked(self, batch: SparseFeatures) -> SparseFeatures:
         """``batch`` with -1 (or the nearest id) for each id outside its table.
@@ -275,9 +278,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         Raises:
             IndexError: under ``OnBadId.RAISE``, on the rank whose batch holds the bad id.
         """
-        rows, first_bad = checked_ids(
-            batch, self._num_rows, self._takes_any_id, self._on_bad_id, self._id_dtype
-        )
+        rows, first_bad = self._id_checks(batch, self._on_bad_id)
         if self._on_bad_id is OnBadId.RAISE:
             submit_bad_id(batch, first_bad, self._slot_names, self.bad_ids)
         return SparseFeatures(

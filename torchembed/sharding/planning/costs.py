@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchembed.core.types import OptimizerKind
+from torchembed.ops.hash_table import BUCKET_SLOTS
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.planning.distinct_rows import expected_distinct, exponent_of
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
@@ -23,9 +24,9 @@ from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.wire import WirePrecision, WireTransport
 from torchembed.tables import TableSpec
 
-ID_BYTES, LENGTH_BYTES = 4, 8
-"""Bytes of an id and of a bag's length in an exchange. Tables of more than 2**31 rows, whose ids
-take 8 bytes, are too rare to be told apart."""
+ID_BYTES, ANY_ID_BYTES, LENGTH_BYTES = 4, 8, 8
+"""Bytes of an id, of one of a dynamic table, and of a bag's length in an exchange. Tables of more
+than 2**31 rows, whose ids take 8 bytes, are too rare to be told apart."""
 ID_COPIES = 4
 """Buffers as long as a rank's ids: received ids, rows, sorted rows, and the sorting permutation."""
 ROW_ACCESS_BYTES = 48
@@ -33,6 +34,9 @@ ROW_ACCESS_BYTES = 48
 narrow rows cost more by the byte. With it counted, lookups and updates reach the bandwidth of a
 copy. This constant, the next one and the numbers of kernels are fitted to the measurements that
 `bench.planning.costs` compares."""
+NUM_PROBES = 2
+"""How often a batch's ids are looked up among those of a dynamic table: when they are routed, and
+when they are admitted."""
 CACHED_ROW_BYTE = 0.17
 """Weight of a byte that is read from the cache, because an earlier id has looked up the same
 row."""
@@ -85,7 +89,7 @@ class TableUse:
 
     def table_group(self, num_columns: int) -> Hashable:
         """Key that is equal for the shards which a rank looks up and updates in one call."""
-        return num_columns, self.spec.dtype, self.pooled
+        return num_columns, self.spec.dtype, self.pooled, self.spec.index
 
 
 class Load(enum.IntEnum):
@@ -150,22 +154,26 @@ class CostModel:
         return sum(self.hotness.get(feature, 1.0) for feature in use.features)
 
     def weight_bytes(self, use: TableUse, num_rows: int, num_columns: int) -> int:
-        """Bytes of ``num_rows`` by ``num_columns`` of a table and of their optimizer state."""
+        """Bytes of ``num_rows`` by ``num_columns`` of a table, of their optimizer state and, where
+        it is dynamic, of their ids."""
         state = self.rule.state_bytes(num_rows, num_columns)
-        return num_rows * num_columns * use.spec.dtype.itemsize + state
+        rows = num_rows * num_columns * use.spec.dtype.itemsize
+        return rows + state + use.spec.index.bytes_for(num_rows)
 
-    def shard_load(self, use: TableUse, shard: Shard) -> np.ndarray:
-        """float64 ``[6]``, by :class:`Load`: one shard of a table that is not replicated."""
+    def shard_load(self, use: TableUse, shard: Shard, share: float) -> np.ndarray:
+        """float64 ``[6]``, by :class:`Load`: one shard of a table that is not replicated, with that
+        ``share`` of its rows."""
         hotness = self.lookups(use)
         spec, num_ranks, num_samples = use.spec, self.topology.num_ranks, self.batch_size
-        share = shard.num_rows / spec.num_rows
+        is_dynamic = spec.num_ids is None
         bags = num_samples * len(use.features)
         # With fixed hotness every rank that holds rows gets all ids and ignores those of others.
         # Jagged ids and ids of sequences are bucketized: each goes to the one rank that holds its
         # row, with the lengths of the bags.
         is_fixed = self.fixed_hotness and use.pooled
         sent = num_samples * hotness * (1.0 if is_fixed else share)
-        ids = ID_BYTES * sent + (0 if is_fixed else LENGTH_BYTES * bags)
+        id_bytes = ANY_ID_BYTES if is_dynamic else ID_BYTES
+        ids = id_bytes * sent + (0 if is_fixed else LENGTH_BYTES * bags)
         lookups = num_ranks * num_samples * hotness * share
         touched = self._touched(use, num_ranks) * share
         vectors = bags if use.pooled else num_samples * hotness * share
@@ -177,6 +185,7 @@ class CostModel:
         return np.array(
             [
                 num_ranks * ids
+                + (_probed(lookups, touched) if is_dynamic else 0)
                 + _looked_up(lookups, touched, weight_row)
                 + num_ranks * vectors * width * out_itemsize,
                 lookups * _accessed(width * out_itemsize) + touched * self._row_update(use, width),
@@ -313,10 +322,12 @@ class CostModel:
         if plan.placement is not Placement.DATA_PARALLEL:
             # All shards but the last have one shape.
             known: dict[tuple[int, int], np.ndarray] = {}
+            of_rows = {shard.first_row: shard.num_rows for shard in plan.shards}
+            num_rows = sum(of_rows.values())
             for index, shard in enumerate(plan.shards):
                 shape = (shard.num_rows, shard.num_columns)
                 if shape not in known:
-                    known[shape] = self.shard_load(use, shard)
+                    known[shape] = self.shard_load(use, shard, shard.num_rows / num_rows)
                 loads[index] = known[shape]
         everywhere = self.everywhere(use, plan.placement, loads)
         by_columns = plan.placement is Placement.COLUMN_WISE and len(plan.shards) > 1
@@ -352,6 +363,15 @@ def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:
 def _looked_up(lookups: float, touched: float, row_bytes: int) -> float:
     """Weighted bytes of ``lookups`` of ``touched`` different rows."""
     return (touched + CACHED_ROW_BYTE * (lookups - touched)) * _accessed(row_bytes)
+
+
+def _probed(lookups: float, touched: float) -> float:
+    """Bytes through memory of finding ``lookups`` ids of ``touched`` different rows in a dynamic
+    table, and of noting their use: the digests of two buckets and an id for each, and for each row
+    the epoch of its last use, read and written."""
+    probe = 2 * _accessed(BUCKET_SLOTS) + _accessed(ANY_ID_BYTES)
+    found = touched + CACHED_ROW_BYTE * (lookups - touched)
+    return NUM_PROBES * probe * found + 2 * _accessed(8) * touched
 
 
 def _accessed(num_bytes: int) -> int:

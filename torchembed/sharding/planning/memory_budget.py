@@ -18,6 +18,8 @@ class MemoryBudget:
     """Bytes of the tables' rows."""
     state_bytes: int | None
     """Bytes of the tables' optimizer state; None where the optimizer is not known."""
+    index_bytes: int = 0
+    """Bytes of the ids of dynamic tables, and of what is kept of their use."""
     buffer_bytes: int | None
     """Activations and exchange buffers of the tables; None where no batch size is known."""
     dense_bytes: int
@@ -28,8 +30,8 @@ class MemoryBudget:
     @property
     def needed_bytes(self) -> int:
         """Sum of all known parts."""
-        parts = (self.row_bytes, self.state_bytes, self.buffer_bytes, self.dense_bytes)
-        return sum(part or 0 for part in parts)
+        known = (self.row_bytes, self.index_bytes, self.dense_bytes)
+        return sum(known) + (self.state_bytes or 0) + (self.buffer_bytes or 0)
 
     def check(self) -> None:
         """Raise ``ValueError`` where the needed bytes exceed the free ones."""
@@ -43,11 +45,13 @@ class MemoryBudget:
         parts = {
             "of rows": self.row_bytes,
             "of their optimizer state": self.state_bytes,
+            "of dynamic tables' ids": self.index_bytes or None,
             "of exchange buffers": self.buffer_bytes,
             "for the dense part's gradients and state": self.dense_bytes,
         }
         known = ", ".join(f"{bytes_text(p)} {what}" for what, p in parts.items() if p is not None)
-        unknown = [what.removeprefix("of ") for what, part in parts.items() if part is None]
+        unknown = {"their optimizer state": self.state_bytes, "exchange buffers": self.buffer_bytes}
+        unknown = [what for what, part in unknown.items() if part is None]
         not_counted = f", {' and '.join(unknown)} not counted" if unknown else ""
         needed, free = bytes_text(self.needed_bytes), bytes_text(self.free_bytes)
         return f"rank {self.rank} will take {needed} of {free} free memory: {known}{not_counted}"
@@ -69,18 +73,21 @@ def memory_budget(
         report: from a planner, which knows the optimizer and the batches.
         rule: the optimizer's, where it is known without a planner.
     """
-    row_bytes, state_bytes = 0, None
+    row_bytes, index_bytes, state_bytes = 0, 0, None
     mine = [(table.table, s) for table in plan.tables for s in table.shards if s.rank == rank]
     for table, shard in mine:
-        row_bytes += shard.num_rows * shard.num_columns * tables[table].spec.dtype.itemsize
+        spec = tables[table].spec
+        row_bytes += shard.num_rows * shard.num_columns * spec.dtype.itemsize
+        index_bytes += spec.index.bytes_for(shard.num_rows)
     if report is not None:
-        state_bytes = report.ranks[rank].weight_bytes - row_bytes
+        state_bytes = report.ranks[rank].weight_bytes - row_bytes - index_bytes
     elif rule is not None:
         state_bytes = sum(rule.state_bytes(shard.num_rows, shard.num_columns) for _, shard in mine)
     return MemoryBudget(
         rank=rank,
         row_bytes=row_bytes,
         state_bytes=state_bytes,
+        index_bytes=index_bytes,
         buffer_bytes=None if report is None else report.ranks[rank].buffer_bytes,
         dense_bytes=dense_bytes,
         free_bytes=free_bytes,

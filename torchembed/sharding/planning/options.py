@@ -72,10 +72,11 @@ def table_options(
     """Every way in which ``table`` may be placed.
 
     Replicas are an option of a pooled table with fewer rows than a rank has samples, and of any
-    table whose own constraint names them.
+    table whose own constraint names them; of no dynamic table.
 
     Raises:
-        ValueError: where ``constraint`` leaves none, or does not fit the table or the topology.
+        ValueError: where ``constraint`` leaves none, or does not fit the table or the topology, or
+            names replicas of a dynamic table.
     """
     topology = model.topology
     num_ranks, per_node = topology.num_ranks, topology.ranks_per_node
@@ -125,7 +126,7 @@ def table_options(
             )
 
     replicas_named = named is not None and Placement.DATA_PARALLEL in allowed
-    is_small = use.pooled and use.spec.num_rows < model.batch_size
+    is_small = use.pooled and use.spec.num_rows < model.batch_size and use.spec.num_ids is not None
     if len(pool) == num_ranks and (replicas_named or is_small):
         offer(Placement.DATA_PARALLEL, groups=[all_ranks])
     if pool:

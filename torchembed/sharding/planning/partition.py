@@ -3,39 +3,16 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from torchembed.core.random_bits import random_bits, shift_right
 from torchembed.sharding.planning.plan import Shard
 
-
-class Partition(Protocol):
-    """Divides the ids of a table among the ranks that hold its rows. Pure: a function of ids."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold rows, in increasing order."""
-        ...
-
-    def rank_of(self, ids: Tensor) -> Tensor:
-        """For each of ``ids [L]`` the rank that holds its row, int64; -1 where none does.
-
-        On the device of ``ids``; never waits for a GPU.
-        """
-        ...
-
-    def make_local(self, ids: Tensor, rank: int) -> None:
-        """Replace ``ids [L]`` of rows on ``rank`` by what the rank's row index is asked for, in
-        place."""
-        ...
-
-    def boundaries(self, num_ranks: int) -> list[int] | None:
-        """``[num_ranks + 1]``: rank w holds ids ``[out[w], out[w + 1])``, which its index numbers
-        from 0; None where the ids of some rank are no range. An id in no range then says by itself
-        that the rank has no row for it; of other partitions validity is told apart."""
-        ...
+_HASH_KEY = 1
+"""Key of the hash that chooses ranks. It is not the one of hash tables (0), so that the ids of a
+rank spread over all blocks and buckets of its table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,18 +34,44 @@ class RangePartition:
         firsts = (*(shard.first_row for shard in shards), *ends[-1:])
         return cls(ranks=tuple(shard.rank for shard in shards), first_ids=firsts)
 
-    def rank_of(self, ids: Tensor) -> Tensor:
-        ranks = torch.full_like(ids, -1, dtype=torch.int64)
-        for rank, (first, end) in zip(self.ranks, itertools.pairwise(self.first_ids), strict=True):
-            ranks.masked_fill_((ids >= first) & (ids < end), rank)
-        return ranks
-
     def make_local(self, ids: Tensor, rank: int) -> None:
+        """Replace ``ids [L]`` of rows on ``rank`` by what the rank's row index is asked for, in
+        place. Ids of other ranks are outside the rank's rows then."""
         first = self.first_ids[self.ranks.index(rank)]
         if first:
             ids.sub_(first)
 
     def boundaries(self, num_ranks: int) -> list[int]:
+        """``[num_ranks + 1]``: rank w holds ids ``[out[w], out[w + 1])``, which its index numbers
+        from 0."""
         ends = dict(zip(self.ranks, self.first_ids[1:], strict=True))
         of_ranks = [ends.get(rank, 0) for rank in range(num_ranks)]
         return list(itertools.accumulate(of_ranks, max, initial=0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HashPartition:
+    """Ids are any 64-bit integers, and a hash of an id chooses its rank, so that ids in a row, or
+    all of one remainder, spread evenly. Each rank's index is asked for the id as it is.
+
+    Attributes:
+        ranks: those that hold ids, in increasing order.
+    """
+
+    ranks: tuple[int, ...]
+
+    def places_of(self, ids: Tensor) -> Tensor:
+        """For each of ``ids [L]`` the place, in :attr:`ranks`, of the rank that holds its row,
+        int64 ``[L]``.
+
+        ``floor(h * num_ranks / 2**32)`` for the high 32 bits h of the id's hash; a function of the
+        id and of the number of ranks alone. On the device of ``ids``; never waits for a GPU.
+        """
+        ids = ids.long()
+        hashes = random_bits(torch.full_like(ids, _HASH_KEY), ids)
+        return (shift_right(hashes, 32) * len(self.ranks)) >> 32
+
+
+Partition = RangePartition | HashPartition
+"""Divides the ids of a table among the ranks that hold its rows. A pure function of ids; equal
+partitions divide them equally."""

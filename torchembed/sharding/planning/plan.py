@@ -19,7 +19,8 @@ class Placement(enum.Enum):
     """The k-th of some ranks holds columns ``[k * n, (k + 1) * n)`` of all rows, with
     ``n = ceil(dim / ranks)``. Each of them gets every id."""
     ROW_WISE = "row_wise"
-    """Rank w holds rows ``[w * n, (w + 1) * n)`` with ``n = ceil(rows / ranks)``."""
+    """Rank w holds rows ``[w * n, (w + 1) * n)`` with ``n = ceil(rows / ranks)``. Of a dynamic
+    table each rank holds one of capacity n, with the ids that a hash gives to it."""
     TABLE_ROW_WISE = "table_row_wise"
     """The rows are split, as under ``ROW_WISE``, over the ranks of one node. Each rank's part of a
     pooled sum is sent by itself, as under ``ROW_WISE``."""
@@ -33,7 +34,8 @@ class Placement(enum.Enum):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
     """Rows ``[first_row, first_row + num_rows)`` of a table on one rank, and of these the columns
-    ``[first_column, first_column + num_columns)``."""
+    ``[first_column, first_column + num_columns)``. Rows of a dynamic table's shards are numbered
+    one shard after the other."""
 
     rank: int
     first_row: int
@@ -50,6 +52,9 @@ class TablePlan:
     placement: Placement
     shards: tuple[Shard, ...]
     """In the order of ranks; without those that would be empty."""
+    takes_any_id: bool = False
+    """True for a dynamic table: the rows of a shard belong to whatever ids it holds, and a hash of
+    an id says which of the ranks that divide the rows holds it."""
 
 
 def _count(entries: Mapping[str, object], name: str) -> int:
@@ -57,6 +62,13 @@ def _count(entries: Mapping[str, object], name: str) -> int:
     if not isinstance(number, int):
         raise TypeError(f"{name} must be an integer, got {number!r}")
     return number
+
+
+def _flag(entries: Mapping[str, object], name: str) -> bool:
+    flag = entries.get(name, False)
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be true or false, got {flag!r}")
+    return flag
 
 
 def _shard(entries: Mapping[str, object]) -> Shard:
@@ -130,6 +142,7 @@ class ShardingPlan:
                     table=str(table["table"]),
                     placement=Placement(table["placement"]),
                     shards=tuple(_shard(shard) for shard in table["shards"]),
+                    takes_any_id=_flag(table, "takes_any_id"),
                 )
                 for table in data["tables"]
             )
@@ -142,12 +155,15 @@ class ShardingPlan:
         return cls(num_ranks=num_ranks, tables=tables, num_nodes=num_nodes)
 
     def __str__(self) -> str:
-        rows = [("table", "placement", "ranks", "rows a rank")]
+        rows = [("table", "placement", "ranks", "rows a rank", "ids")]
         for plan in self.tables:
             ranks = ",".join(str(shard.rank) for shard in plan.shards)
             most = max((shard.num_rows for shard in plan.shards), default=0)
-            rows.append((plan.table, plan.placement.value, ranks, f"{most:,}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+            ids = "any" if plan.takes_any_id else ""
+            rows.append((plan.table, plan.placement.value, ranks, f"{most:,}", ids))
+        if not any(plan.takes_any_id for plan in self.tables):
+            rows = [row[:-1] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -162,8 +178,8 @@ def place_table(
             ``COLUMN_WISE``, else all. None of them twice.
 
     Raises:
-        ValueError: for no ranks, for one that is named twice, or for more than one under
-            ``TABLE_WISE``.
+        ValueError: for no ranks, for one that is named twice, for more than one under
+            ``TABLE_WISE``, or for a dynamic table under ``DATA_PARALLEL``.
     """
     ranks = sorted(ranks)
     if not ranks or len(set(ranks)) < len(ranks):
@@ -176,11 +192,20 @@ def place_table(
             f"ranks of table {name} must be one under table_wise, got {ranks}; give one of them, "
             "or divide the table by row_wise or column_wise"
         )
+    takes_any_id = spec.num_ids is None
+    if takes_any_id and placement is Placement.DATA_PARALLEL:
+        raise ValueError(
+            f"placement of dynamic table {name} must not be data_parallel, since each rank would "
+            "insert the ids of its own batches; use table_wise, column_wise or row_wise"
+        )
     all_rows, all_columns = (0, spec.num_rows), (0, spec.dim)
     if placement in (Placement.DATA_PARALLEL, Placement.TABLE_WISE):
         parts = [(all_rows, all_columns)] * len(ranks)
     elif placement is Placement.COLUMN_WISE:
         parts = [(all_rows, columns) for columns in _divided(spec.dim, len(ranks))]
+    elif takes_any_id:
+        num_rows = spec.index.rows_for(-(-spec.num_rows // len(ranks)))
+        parts = [((place * num_rows, num_rows), all_columns) for place in range(len(ranks))]
     else:
         parts = [(rows, all_columns) for rows in _divided(spec.num_rows, len(ranks))]
     shards = tuple(
@@ -196,7 +221,7 @@ def place_table(
         )
         if num_rows > 0 and num_columns > 0
     )
-    return TablePlan(table=name, placement=placement, shards=shards)
+    return TablePlan(table=name, placement=placement, shards=shards, takes_any_id=takes_any_id)
 
 
 def _divided(size: int, num_parts: int) -> list[tuple[int, int]]:

@@ -30,13 +30,16 @@ class TableCost:
     lookups: float
     """Lookups a sample."""
     weight_bytes: int
-    """Bytes of rows and optimizer state; of one replica if replicated."""
+    """Bytes of rows, their optimizer state and, where the table is dynamic, their ids; of one
+    replica if replicated."""
     state_bytes: int
     """Bytes of the optimizer state among them."""
     busiest_bytes: int
-    """Bytes of rows and state on the rank that holds the most."""
+    """The most of these bytes that a rank holds."""
     seconds: float
     """Predicted time on the table's busiest rank, with that rank's memory and links to itself."""
+    takes_any_id: bool = False
+    """True for a dynamic table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class RankCost:
 
     rank: int
     weight_bytes: int
-    """Bytes of rows and optimizer state."""
+    """Bytes of rows, their optimizer state and, where tables are dynamic, their ids."""
     buffer_bytes: int
     """Bytes of activations and exchange buffers."""
     lookup_seconds: float
@@ -152,7 +155,6 @@ def report_plan(
         alone = np.zeros_like(loads)
         np.add.at(alone, members, shard_loads)
         whole = model.weight_bytes(use, use.spec.num_rows, use.spec.dim)
-        elements = use.spec.num_rows * use.spec.dim
         costs.append(
             TableCost(
                 table=name,
@@ -160,9 +162,10 @@ def report_plan(
                 ranks=tuple(members),
                 lookups=model.lookups(use),
                 weight_bytes=whole,
-                state_bytes=whole - elements * use.spec.dtype.itemsize,
+                state_bytes=model.rule.state_bytes(use.spec.num_rows, use.spec.dim),
                 busiest_bytes=max(held),
                 seconds=float(model.rank_seconds(alone, of_all).max()),
+                takes_any_id=of_table.takes_any_id,
             )
         )
     return PlanReport(
@@ -212,7 +215,7 @@ _RANK_HEAD = ("rank", "rows and state", "buffers", *(f"{part} ms" for part in TI
 def _table_row(table: TableCost) -> tuple[str, ...]:
     return (
         table.table,
-        table.placement.value,
+        table.placement.value + (", any id" if table.takes_any_id else ""),
         ranks_text(table.ranks),
         bytes_text(table.weight_bytes),
         bytes_text(table.busiest_bytes),

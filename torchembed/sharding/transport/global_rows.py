@@ -31,6 +31,12 @@ def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Te
     )
 
 
+def stacked_tensor(local: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """A ``DTensor`` over ``mesh`` of which each rank holds an equal part along the first dimension,
+    ``local`` on this one, as of dynamic tables whose ids are divided. Nothing is communicated."""
+    return global_tensor(local, mesh=mesh, dim=0, size=len(local) * mesh.size())
+
+
 def local_part(tensor: Tensor, table: Table) -> Tensor:
     """The part of a whole table, or of a ``DTensor`` with this model's placement, that ``table``
     holds.
@@ -38,12 +44,13 @@ def local_part(tensor: Tensor, table: Table) -> Tensor:
     A tensor of another shape than the whole table's is returned unchanged.
 
     Raises:
-        ValueError: for a ``DTensor`` with another placement.
+        ValueError: for a ``DTensor`` with another placement, or the whole rows of a dynamic table
+            whose ids are divided.
     """
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
-        own = table.as_global(table.parameter.data)
+        own = table.as_global(table.parameter.data if tensor.dim() == 2 else tensor.to_local())
         if not isinstance(own, DTensor) or (
             (tensor.placements, tensor.device_mesh.mesh.tolist())
             != (own.placements, own.device_mesh.mesh.tolist())
@@ -55,6 +62,12 @@ def local_part(tensor: Tensor, table: Table) -> Tensor:
             )
         return tensor.to_local()
     if tuple(tensor.shape) == (table.spec.num_rows, table.spec.dim):
+        if table.spec.num_ids is None and table.num_rows != table.spec.num_rows:
+            raise ValueError(
+                f"weight of dynamic table {table.spec.name} must be a DTensor of this model, since "
+                "its ids are divided over ranks, got the rows of a whole table; load a state dict "
+                "of a model that is sharded alike"
+            )
         rows = tensor[table.first_row : table.first_row + table.num_rows]
         return rows[:, table.first_column : table.first_column + table.num_columns]
     return tensor

@@ -1,13 +1,15 @@
 """The assignment of a sharded module's slots to ranks: blocks of bags for each rank."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchembed.core.piece_order import PieceOrder
-from torchembed.sharding.planning.partition import Partition, RangePartition
+from torchembed.sharding.planning.partition import HashPartition, Partition, RangePartition
 from torchembed.sharding.planning.plan import Shard, TablePlan
 
 
@@ -18,7 +20,7 @@ class SlotPart:
     slot: int
     shards: tuple[Shard, ...]
     partition: Partition
-    """The partition of ids over the ranks of the shards."""
+    """Of the ids over the ranks of the shards."""
 
     @property
     def num_columns(self) -> int:
@@ -31,9 +33,15 @@ def slot_parts(slot: int, plan: TablePlan) -> list[SlotPart]:
     for shard in plan.shards:
         by_column.setdefault(shard.first_column, []).append(shard)
     return [
-        SlotPart(slot, tuple(shards), RangePartition.of(shards))
+        SlotPart(slot, tuple(shards), _partition(plan, shards))
         for _, shards in sorted(by_column.items())
     ]
+
+
+def _partition(plan: TablePlan, shards: Sequence[Shard]) -> Partition:
+    if plan.takes_any_id:
+        return HashPartition(ranks=tuple(shard.rank for shard in shards))
+    return RangePartition.of(shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,61 +66,63 @@ class Layout:
         for number, part in enumerate(parts):
             for shard in part.shards:
                 self.blocks[shard.rank].append(Block(number, shard.num_columns))
-        self.partitions = [part.partition for part in parts]
-        """The partition of each part's ids."""
-        self._ranges = [partition.boundaries(num_ranks) for partition in self.partitions]
-        self.are_ranges = None not in self._ranges
+        self._partitions = [part.partition for part in parts]
+        self.are_ranges = all(isinstance(p, RangePartition) for p in self._partitions)
         """True if each rank holds a range of each part's ids."""
         self.divides_rows = any(len(part.shards) > 1 for part in parts)
         """True if several ranks hold rows of one part."""
         self.reorder = PieceOrder()
-        self._known: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._known: dict[torch.device, _LayoutTensors] = {}
 
     def boundaries(self, device: torch.device) -> Tensor:
-        """int64 ``[P, W + 1]``, where :attr:`are_ranges`: rank w holds ids
-        ``[out[p, w], out[p, w + 1])`` of part p.
+        """int64 ``[P, W + 1]``: rank w holds ids ``[out[p, w], out[p, w + 1])`` of part p. Where a
+        hash chooses the rank, as if each rank that shares the part held one id, its place among
+        them.
 
         Copied to ``device`` once, and not to be changed.
         """
-        assert self.are_ranges
-        return self._on(device)[0]
+        return self._on(device).boundaries
 
-    def places(self, device: torch.device) -> Tensor:
-        """int64 ``[P, W + 1]``: how many ranks before w share part p.
+    def hashed_parts(self, device: torch.device) -> dict[HashPartition, Tensor]:
+        """For each partition by a hash bool ``[P + 1]``: which parts have it; False at last.
 
         Copied to ``device`` once, and not to be changed.
         """
-        return self._on(device)[2]
+        return self._on(device).hashed_parts
 
     def bucket_rows(self, device: torch.device) -> Tensor:
         """int64: for each block of all ranks, its row ``w * P + part`` in a bucketized batch.
 
         Copied to ``device`` once, and not to be changed.
         """
-        return self._on(device)[1]
+        return self._on(device).bucket_rows
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _on(self, device: torch.device) -> "_LayoutTensors":
         if device not in self._known:
             # Kept, since a copy from pageable memory makes the host wait for the GPU. Not made as
             # inference tensors, which a later training step could not use.
             with torch.inference_mode(mode=False):
-                self._known[device] = (
+                self._known[device] = _LayoutTensors(
                     self._made_boundaries().to(device),
                     self._made_bucket_rows().to(device),
-                    self._made_places().to(device),
+                    {p: is_of.to(device) for p, is_of in self._made_hashed_parts().items()},
                 )
         return self._known[device]
 
     def _made_boundaries(self) -> Tensor:
-        ranges = [[0] * (self.num_ranks + 1) if of is None else of for of in self._ranges]
-        return torch.tensor(ranges, dtype=torch.int64).reshape(-1, self.num_ranks + 1)
+        ranks = range(self.num_ranks)
+        bounds = [
+            partition.boundaries(self.num_ranks)
+            if isinstance(partition, RangePartition)
+            else list(itertools.accumulate((w in partition.ranks for w in ranks), initial=0))
+            for partition in self._partitions
+        ]
+        return torch.tensor(bounds, dtype=torch.int64).reshape(-1, self.num_ranks + 1)
 
-    def _made_places(self) -> Tensor:
-        holds = torch.zeros(self.num_parts, self.num_ranks + 1, dtype=torch.int64)
-        for rank, blocks in enumerate(self.blocks):
-            for block in blocks:
-                holds[block.part, rank + 1] = 1
-        return holds.cumsum(1)
+    def _made_hashed_parts(self) -> dict[HashPartition, Tensor]:
+        hashed = dict.fromkeys(p for p in self._partitions if isinstance(p, HashPartition))
+        # Behind the last part there is one more, of positions that no bag holds.
+        return {p: torch.tensor([*(p == q for q in self._partitions), False]) for p in hashed}
 
     def _made_bucket_rows(self) -> Tensor:
         rows = [w * self.num_parts + b.part for w, blocks in enumerate(self.blocks) for b in blocks]
@@ -125,14 +135,32 @@ class Layout:
             ids: of each of the rank's blocks, those of all ranks' rows.
 
         Returns:
-            bool ``[L]``, for all of them: True where the rank holds the row. None where partitions
-            are ranges, since ids of other ranks are outside the rank's rows then.
+            bool ``[L]``, for all of them: False where the rank holds no row of an id, but for ids
+            in ranges, since those of other ranks are outside the rank's rows then. None where all
+            partitions are ranges.
         """
-        of_blocks = [self.partitions[block.part] for block in self.blocks[rank]]
-        pairs, is_valid = list(zip(of_blocks, ids, strict=True)), None
-        # Before the ids are changed: the partition knows only global ones.
-        if not self.are_ranges and pairs:
-            is_valid = torch.cat([p.rank_of(of_block) == rank for p, of_block in pairs])
-        for partition, of_block in pairs:
-            partition.make_local(of_block, rank)
-        return is_valid
+        hashed: dict[HashPartition, list[int]] = {}
+        for number, (block, of_block) in enumerate(zip(self.blocks[rank], ids, strict=True)):
+            partition = self._partitions[block.part]
+            if isinstance(partition, RangePartition):
+                partition.make_local(of_block, rank)
+            else:
+                hashed.setdefault(partition, []).append(number)
+        if not hashed:
+            return None
+        is_valid = [torch.ones_like(of_block, dtype=torch.bool) for of_block in ids]
+        for partition, numbers in hashed.items():
+            places = partition.places_of(torch.cat([ids[number] for number in numbers]))
+            is_here = places == partition.ranks.index(rank)
+            pieces = is_here.split([len(ids[number]) for number in numbers])
+            for number, piece in zip(numbers, pieces, strict=True):
+                is_valid[number] = piece
+        return torch.cat(is_valid)
+
+
+class _LayoutTensors(NamedTuple):
+    """What a layout keeps on a device."""
+
+    boundaries: Tensor
+    bucket_rows: Tensor
+    hashed_parts: dict[HashPartition, Tensor]

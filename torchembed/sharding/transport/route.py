@@ -21,8 +21,8 @@ class Route:
     Attributes:
         features: the ids that this rank looks up: one feature for each of its blocks, with the
             samples of all ranks, rank by rank. Ids outside the block's rows count for nothing.
-        is_valid: bool ``[L]``, False for ids of rows on other ranks; None where they do not come
-            here, or are outside the block's rows.
+        is_valid: bool ``[L]``, False for ids of rows on other ranks, but for those that are outside
+            the block's rows; None where none else come here.
         batch_sizes: samples of each rank.
     """
 
