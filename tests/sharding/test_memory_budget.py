@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.support.planning import make_topology, make_use
-from torchembed import Dynamic, optim
+from torchembed import LFU, CountMinSketch, Dynamic, MinimumCount, optim
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import Planner, WireTransport, make_plan
 from torchembed.sharding.planning.memory_budget import memory_budget
-from torchembed.tables import HashFactory
+from torchembed.tables import HashFactory, IndexedTable
 
 TABLES = {
     "t": make_use(1000, 16, "f"),
@@ -79,6 +79,18 @@ def test_ids_of_dynamic_tables_count() -> None:
     assert budget.index_bytes == 512 * 17
     assert budget.needed_bytes == report.ranks[1].held_bytes
     assert budget.state_bytes == 512 * 16 * 4 + 5 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "admission",
+    [MinimumCount(2), MinimumCount(2, capacity=1000), CountMinSketch(threshold=2, width=64)],
+)
+def test_what_chooses_new_ids_counts(admission: MinimumCount | CountMinSketch) -> None:
+    """The bytes of the index that is then made, but for what a table has once."""
+    factory = HashFactory(Dynamic(eviction=LFU(), admission=admission))
+    contents = factory([IndexedTable(1, 0, 512, 0)], torch.device("cpu")).contents(0)
+    held = sum(t.nbytes for name, t in contents.items() if t.numel() >= 64)
+    assert factory.bytes_for(512) == held
 
 
 def test_the_state_counts_where_the_optimizer_is_known() -> None:

@@ -72,6 +72,10 @@ class CountMinSketch:
             )
         return min(1.0, num_occurrences / (self.width * (self.threshold - count))) ** self.depth
 
+    def bytes_for(self, num_rows: int) -> int:
+        """Bytes of the sketch of a table, however many rows it has."""
+        return 4 * self.depth * self.width
+
     def build(self, tables: Sequence[IndexedTable], device: torch.device) -> "SketchFilter":
         """The filter, its counts zero, of the tables of a group."""
         return SketchFilter(self, [table.key for table in tables], device)
@@ -106,6 +110,10 @@ class Probability:
             raise TypeError(
                 f"chance must be Chance.PROPORTIONAL or Chance.PER_OCCURRENCE, got {self.chance!r}"
             )
+
+    def bytes_for(self, num_rows: int) -> int:
+        """None: nothing is kept."""
+        return 0
 
     def build(self, tables: Sequence[IndexedTable], device: torch.device) -> "ProbabilityFilter":
         """The filter of the tables of a group."""

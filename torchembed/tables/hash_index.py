@@ -334,9 +334,12 @@ class HashFactory:
         return num_slots(capacity)
 
     def bytes_for(self, num_rows: int) -> int:
-        """Ids, digests, epochs of the last use and, but for LRU, scores."""
+        """Ids, digests, epochs of the last use and, but for LRU, scores; and what chooses the ids
+        that get rows."""
         has_scores = _POLICIES[type(self.dynamic.eviction)] is not Policy.LRU
-        return num_rows * (8 + 1 + 8 + (8 if has_scores else 0))
+        admission = self.dynamic.admission
+        counts = 0 if admission is None else admission.bytes_for(num_rows)
+        return num_rows * (8 + 1 + 8 + (8 if has_scores else 0)) + counts
 
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> HashIndex:
         return HashIndex(tables, self.dynamic, device)

@@ -48,6 +48,10 @@ class MinimumCount:
         if self.capacity is not None:
             check_count("capacity", self.capacity, 2**40)
 
+    def bytes_for(self, num_rows: int) -> int:
+        """Bytes of the counts of a table of ``num_rows``."""
+        return 25 * table_shape(self.capacity or num_rows).num_rows
+
     def build(self, tables: Sequence[IndexedTable], device: torch.device) -> "MinimumCountFilter":
         """The filter, without counts, of the tables of a group."""
         return MinimumCountFilter(self, tables, device)

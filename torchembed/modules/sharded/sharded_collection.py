@@ -40,7 +40,10 @@ def _distribute(
     """After ``state_dict``: divided tables become ``DTensor``s over the ranks that hold them."""
     for table in module._local.values():
         of_table = f"{prefix}{module._container}.{table.spec.name}."
-        names = ["weight", *(f"index.{name}" for name in table.index_contents())]
+        names = ["weight"]
+        if table.num_columns == table.spec.dim:
+            # The ranks of columns all hold the same ids.
+            names += [f"index.{name}" for name in table.index_contents()]
         for key in (of_table + name for name in names):
             state[key] = table.as_global(state[key])
 
