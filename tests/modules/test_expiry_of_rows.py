@@ -143,10 +143,73 @@ def test_evaluation_lets_nothing_expire() -> None:
     assert ids_held(trained.module) == [{1}, {2}]
 
 
+class Clock:
+    """Says the time that it is told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(waits=st.lists(st.floats(0, 3), min_size=1, max_size=30), sweep_steps=st.integers(1, 3))
+def test_ids_go_when_nothing_uses_them_for_some_seconds(
+    waits: list[float], sweep_steps: int
+) -> None:
+    """Never before; and then, at most a 64th part late, within ``sweep_steps`` steps."""
+    clock, ttl_seconds, late = Clock(), 6.4, 0
+    dynamic = Dynamic(ttl_seconds=ttl_seconds, clock=clock, sweep_steps=sweep_steps)
+    trained = Trained(dynamic)
+    trained.step([1], [1])
+    age = 0.0
+    for wait in waits:
+        clock.now += wait
+        age += wait
+        held, _ = trained.step([2], [])
+        if age < ttl_seconds - 1e-9:
+            assert 1 in held
+        late += age >= ttl_seconds * 65 / 64 + 3
+        if late >= sweep_steps:
+            assert 1 not in held
+        assert 2 in held
+
+
+def test_rows_that_a_checkpoint_brings_live_from_the_load_on() -> None:
+    clock = Clock()
+    dynamic = Dynamic(ttl_seconds=10.0, clock=clock, sweep_steps=1)
+    first, second = Trained(dynamic), Trained(dynamic)
+    for _ in range(9):
+        first.step([1], [])
+    clock.now += 20
+    second.step([3], [])
+    second.step([3], [])
+    clock.now += 20
+    second.step([3], [])
+    second.module.load_state_dict(first.module.state_dict())
+    for _ in range(4):
+        second.step([2], [])
+    assert ids_held(second.module)[0] == {1, 2}
+    clock.now += 20
+    assert [second.step([2], [])[0] for _ in range(2)][-1] == {2}
+
+
+def test_a_clock_that_runs_backwards_is_named() -> None:
+    clock = Clock()
+    trained = Trained(Dynamic(ttl_seconds=10.0, clock=clock))
+    trained.step([1], [])
+    clock.now -= 1
+    with pytest.raises(ValueError, match=r"clock must not run backwards, got 99\.0 seconds after"):
+        trained.step([1], [])
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="ttl_steps must be at least 2, got 1"):
         Dynamic(ttl_steps=1)
     with pytest.raises(TypeError, match=r"ttl_steps must be an int, got 2\.5"):
         Dynamic(ttl_steps=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ttl_seconds must be positive and finite, got 0"):
+        Dynamic(ttl_seconds=0)
+    with pytest.raises(TypeError, match="clock must be a function without arguments, got 3"):
+        Dynamic(clock=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sweep_steps must be at least 1, got 0"):
         Dynamic(ttl_steps=5, sweep_steps=0)

@@ -287,3 +287,21 @@ def test_pipelines_and_loops_take_turns() -> None:
     found += [step_by_hand(model, LOSS, optimizers, batch).item() for batch in batches[12:]]
     assert found == losses
     assert_same_state(model, state_of(expected))
+
+
+def test_rows_expire_by_the_clock_in_captured_steps() -> None:
+    """Its host asks the clock between steps, which replays do not."""
+    seconds = iter(range(1000))
+    dynamic = Dynamic(ttl_seconds=4.0, clock=lambda: float(next(seconds)), sweep_steps=2)
+    model = Ranker(dynamic, 200)
+    with (
+        taped_captures()
+        if picked_kernel("insert_keys", "cpu") == "native"
+        else contextlib.nullcontext()
+    ):
+        pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+        results_of(pipeline, BATCHES["fixed"])
+    state, clock = index_of(model).hash_tables, index_of(model).clock
+    assert state.counters[0, Counter.EVICTED_EXPIRED] > 0
+    oldest = state.touched[state.digests > 0].min()
+    assert clock.last - 10 < oldest < clock.last - 2

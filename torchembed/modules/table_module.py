@@ -125,6 +125,11 @@ class TableModule(nn.Module):
         groups = self._table_set.current_groups()
         return any(group.index.changes_on_admission for group in groups)
 
+    def timed_indices(self) -> list[HashIndex]:
+        """The indices whose rows live for some seconds: they must note the time between steps."""
+        indices = [group.index for group in self._table_set.current_groups()]
+        return [i for i in indices if isinstance(i, HashIndex) and i.expires_by_time]
+
     def statistics(self, *, wait: bool = False) -> dict[str, TableStatistics]:
         """Counts of the dynamic tables, by name: ids looked up, inserted, evicted and so on.
 

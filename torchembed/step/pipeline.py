@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchembed.core import ranks
+from torchembed.modules.table_module import TableModule
 from torchembed.optim.joint import separate
 from torchembed.optim.trained_parameters import check_optimizers_train
 from torchembed.step.batch_intake import BatchIntake
@@ -208,6 +209,8 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._intake = BatchIntake(model, loss_fn, self._engines, padding, max_layouts)
+        modules = (m for m in model.modules() if isinstance(m, TableModule))
+        self._timed = [module for module in modules if module.timed_indices()]
         self._is_alone = ranks.world_size() == 1
         self._changes = JointChanges(self._engines.values, self._engines.hooks)
         if self._engines.captures:
@@ -241,6 +244,9 @@ class TrainPipeline:
         """
         now = self._next(batches)
         self._follow_layouts(now)
+        for module in self._timed:
+            for index in module.timed_indices():
+                index.note_time()
         trained = self._engines.run(now, list(self._upcoming))
         self._in_flight.add(trained)
         if not self._steps_ahead:

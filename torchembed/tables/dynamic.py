@@ -1,6 +1,9 @@
 """Policies of dynamic tables: what a table keeps in bounded memory where ids come and go."""
 
 import dataclasses
+import math
+import time
+from collections.abc import Callable
 
 from torchembed.tables.admission_filters import CountMinSketch, Probability
 from torchembed.tables.minimum_count import MinimumCount
@@ -85,6 +88,9 @@ class Dynamic:
             occurrences of ids that have no row in batches that are trained.
         ttl_steps: an id goes when as many training steps in a row have not used it; None: age alone
             evicts none. At least 2, since rows of the step before are in use.
+        ttl_seconds: an id goes when training has not used it for so long by ``clock``. Rows that a
+            checkpoint brings live from the load on.
+        clock: the time in seconds, which must not run backwards. The host asks it between steps.
         sweep_steps: ids that are too old go within as many steps more: each step looks at one part
             in ``sweep_steps`` of the rows.
     """
@@ -92,6 +98,8 @@ class Dynamic:
     eviction: Eviction = LRU()
     admission: AdmissionPolicy | None = None
     ttl_steps: int | None = None
+    ttl_seconds: float | None = None
+    clock: Callable[[], float] = dataclasses.field(default=time.monotonic, repr=False)
     sweep_steps: int = 1000
 
     def __post_init__(self) -> None:
@@ -107,4 +115,12 @@ class Dynamic:
             )
         if self.ttl_steps is not None:
             _check_at_least("ttl_steps", self.ttl_steps, 2)
+        if self.ttl_seconds is not None:
+            seconds = self.ttl_seconds
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+                raise TypeError(f"ttl_seconds must be a float, got {seconds!r}")
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"ttl_seconds must be positive and finite, got {seconds}")
+        if not callable(self.clock):
+            raise TypeError(f"clock must be a function without arguments, got {self.clock!r}")
         _check_at_least("sweep_steps", self.sweep_steps, 1)

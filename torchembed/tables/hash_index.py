@@ -30,6 +30,7 @@ from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.admission_filters import AdmissionFilter
 from torchembed.tables.dynamic import LFU, LRU, DecayingLFU, Dynamic, EpochLFU
+from torchembed.tables.epoch_times import EpochTimes
 from torchembed.tables.expiry import erase_expired
 from torchembed.tables.row_index import (
     Admission,
@@ -91,7 +92,10 @@ class HashIndex:
         if dynamic.admission is not None:
             self.admission = dynamic.admission.build(tables, device)
         self._swept: SlotWindows | None = None
-        if dynamic.ttl_steps is not None:
+        self._times: EpochTimes | None = None
+        if dynamic.ttl_seconds is not None:
+            self._times = EpochTimes(dynamic.ttl_seconds, dynamic.clock, device)
+        if dynamic.ttl_steps is not None or self._times is not None:
             self._swept = SlotWindows(shapes, dynamic.sweep_steps, device)
         self._decayed: SlotWindows | None = None
         if isinstance(dynamic.eviction, DecayingLFU):
@@ -112,6 +116,8 @@ class HashIndex:
         """Note the use of ``keys [L]``, of ``tables`` int32 ``[L]``, by a batch, and give rows to
         those that have none."""
         state, policy, is_trained = self.hash_tables, self._policy, admission.is_trained
+        if admission.epoch is None:
+            self.note_time()
         before, eviction = self.clock.last.clone(), self._dynamic.eviction
         epoch = self.clock.admitted(admission)
         epoch_number = None
@@ -132,8 +138,8 @@ class HashIndex:
             is_trained=is_trained,
         )
         released, wanted = self.clock.evictable(epoch), None
-        if self._swept is not None and self._dynamic.ttl_steps is not None:
-            newest = torch.minimum(epoch - self._dynamic.ttl_steps, released)
+        if self._swept is not None:
+            newest = torch.minimum(self._newest_expired(epoch), released)
             erase_expired(state, self._swept, epoch, newest, is_trained)
         if self.admission is not None:
             is_new = (tables >= 0) & (slots < 0)
@@ -157,6 +163,23 @@ class HashIndex:
         if self._row_keys is not None:
             self._note_new_keys(self._row_keys, inserted)
         return inserted
+
+    def _newest_expired(self, epoch: Tensor) -> Tensor:
+        """int64 ``[1]``: the last epoch whose rows are too old in ``epoch``."""
+        limits = [] if self._times is None else [self._times.newest]
+        if self._dynamic.ttl_steps is not None:
+            limits.append(epoch - self._dynamic.ttl_steps)
+        return torch.cat(limits).amax(0, keepdim=True)
+
+    def note_time(self) -> None:
+        """Ask the clock, where rows live for some seconds; between steps. Never waits for a GPU."""
+        if self._times is not None:
+            self._times.note(self.clock.last)
+
+    @property
+    def expires_by_time(self) -> bool:
+        """True if :meth:`note_time` must be called before each step that is prepared ahead."""
+        return self._times is not None
 
     def evict(self, table: int, num_kept: int) -> None:
         """Evict the ids of least score until at most ``num_kept`` are left; rows in use stay."""
@@ -255,6 +278,8 @@ class HashIndex:
         for name, own in self._own_contents(table).items():
             own.copy_(contents[name])
         self.clock.go_on_behind(contents["clock"])
+        if self._times is not None:
+            self._times.forget()
         self._refresh_row_keys()
 
 
