@@ -1,7 +1,6 @@
 """Dynamic tables in the modules: rows for whatever ids training meets."""
 
 import copy
-import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -440,11 +439,6 @@ def test_bad_settings_are_refused_by_name() -> None:
             TypeError,
             "this module must not be dynamic",
             EmbeddingBag(2, 2, dynamic=Dynamic()).to_torch,
-        ),
-        (
-            ValueError,
-            "must not be dynamic, got t",
-            functools.partial(torchembed.plan_embeddings, nn.Sequential(bags(4))),
         ),
     )
     for kind, message, call in errors:

@@ -21,6 +21,7 @@ from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core import ranks
 from torchembed.core.collective_errors import raise_on_all_ranks
 from torchembed.core.cpu_group import CpuGroup
+from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import table_of
 
@@ -131,6 +132,8 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
             key = ".".join(filter(None, ("model", name, "_extra_state")))
             if key in state:
                 module.set_extra_state(state[key])
+            if isinstance(module, TableModule):
+                module.note_loaded()
         for key, own, loaded in optimizers:
             _load_optimizer(run.model, own, key, loaded["param_groups"], state)
         for name, other in run.others.items():

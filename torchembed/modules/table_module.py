@@ -179,6 +179,14 @@ class TableModule(nn.Module):
         assert isinstance(index, HashIndex)
         index.evict(number, max_rows)
 
+    def note_loaded(self) -> None:
+        """Bring what follows from the ids of dynamic tables in line with these, after tensors of
+        the state dict were written to in place."""
+        for table in self._table_set.tables:
+            contents = table.index_contents()
+            if contents:
+                table.load_index_contents(contents)
+
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         """Each table and the module whose ``weight`` is its parameter."""
         raise NotImplementedError
