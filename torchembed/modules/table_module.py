@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.types import OnBadId
 from torchembed.tables import (
+    Delta,
+    DeltaMark,
     HashIndex,
     StatisticsReader,
     Table,
     TableGroup,
     TableSet,
     TableStatistics,
+    read_delta,
     table_of,
 )
 
@@ -186,6 +189,25 @@ class TableModule(nn.Module):
             contents = table.index_contents()
             if contents:
                 table.load_index_contents(contents)
+
+    def delta(self, since: DeltaMark | None = None) -> Delta:
+        """The ids of the dynamic tables that were inserted, used or taken away since a mark, with
+        their rows, and the mark of now.
+
+        Call it between steps, on the stream of the training loop; it waits for a GPU. Rows that
+        training did not write, such as those of static tables, are not in it. Where tables are
+        spread over ranks, each rank gives the changes of its rows.
+
+        Args:
+            since: ``mark`` of an earlier delta of this module; None for a full snapshot.
+
+        Raises:
+            SnapshotDueError: where more ids left tables since the mark than their ``deletion_log``
+                holds, or ids were loaded, so that a full snapshot is due.
+            ValueError: for a mark of other tables, or a table without a ``deletion_log``.
+        """
+        self._table_set.current_groups()
+        return read_delta(self._table_set.tables, since)
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         """Each table and the module whose ``weight`` is its parameter."""

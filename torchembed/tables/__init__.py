@@ -6,6 +6,7 @@ from torchembed.tables.admission_filters import (
     CountMinSketch,
     Probability,
 )
+from torchembed.tables.deletion_log import DeletionLog, SnapshotDueError
 from torchembed.tables.dynamic import (
     LFU,
     LRU,
@@ -52,6 +53,14 @@ from torchembed.tables.table import (
     table_of,
 )
 from torchembed.tables.table_addresses import table_at
+from torchembed.tables.table_delta import (
+    Delta,
+    DeltaMark,
+    Operation,
+    TableDelta,
+    TableMark,
+    read_delta,
+)
 from torchembed.tables.table_gradient import TableGradient, why_refused
 from torchembed.tables.table_set import TableSet
 from torchembed.tables.table_statistics import (
@@ -71,6 +80,9 @@ __all__ = [
     "Constant",
     "CountMinSketch",
     "DecayingLFU",
+    "DeletionLog",
+    "Delta",
+    "DeltaMark",
     "Dynamic",
     "EpochLFU",
     "Eviction",
@@ -86,6 +98,7 @@ __all__ = [
     "JoinedGroup",
     "MinimumCount",
     "Normal",
+    "Operation",
     "PendingGradients",
     "Probability",
     "RangeFactory",
@@ -95,11 +108,14 @@ __all__ = [
     "RowIds",
     "RowIndex",
     "SlotIndex",
+    "SnapshotDueError",
     "StatisticsReader",
     "StatisticsReading",
     "Table",
+    "TableDelta",
     "TableGradient",
     "TableGroup",
+    "TableMark",
     "TableOwner",
     "TableSet",
     "TableSpec",
@@ -112,6 +128,7 @@ __all__ = [
     "join_groups",
     "joined_where_whole",
     "num_slots",
+    "read_delta",
     "read_rows",
     "row_chunks",
     "row_ranges",

@@ -28,6 +28,11 @@ class AdmissionClock:
         self.last, self._released, self._shift, self._prepared, self._trained = views
         """``last``: int64 ``[1]``, the epoch of the last batch that was admitted to be trained."""
 
+    @property
+    def released(self) -> Tensor:
+        """int64 ``[1]``: the last epoch whose rows are not in use, since they were trained."""
+        return self._released
+
     def evictable(self, epoch: Tensor) -> Tensor:
         """int64 ``[1]``: a batch of ``epoch`` may evict rows that were used in this one last, or
         before.

@@ -93,6 +93,9 @@ class Dynamic:
         clock: the time in seconds, which must not run backwards. The host asks it between steps.
         sweep_steps: ids that are too old go within as many steps more: each step looks at one part
             in ``sweep_steps`` of the rows.
+        deletion_log: ids that left the table which are remembered for deltas, of 32 bytes each on
+            the device; tables that are looked up together share the memory. 0: none, and
+            ``delta`` is refused.
     """
 
     eviction: Eviction = LRU()
@@ -101,6 +104,7 @@ class Dynamic:
     ttl_seconds: float | None = None
     clock: Callable[[], float] = dataclasses.field(default=time.monotonic, repr=False)
     sweep_steps: int = 1000
+    deletion_log: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.eviction, Eviction):
@@ -124,3 +128,4 @@ class Dynamic:
         if not callable(self.clock):
             raise TypeError(f"clock must be a function without arguments, got {self.clock!r}")
         _check_at_least("sweep_steps", self.sweep_steps, 1)
+        _check_at_least("deletion_log", self.deletion_log, 0)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from torchembed.ops.hash_table import Counter, HashTables
+from torchembed.tables.deletion_log import DeletionLog
 from torchembed.tables.slot_windows import SlotWindows
 
 
@@ -12,6 +13,7 @@ def erase_expired(
     epoch: Tensor,
     newest: Tensor,
     is_trained: Tensor | None = None,
+    deletions: DeletionLog | None = None,
 ) -> None:
     """Erase, in the window of ``epoch``, the ids that no batch after ``newest`` has used.
 
@@ -23,12 +25,16 @@ def erase_expired(
         epoch: int64 ``[1]``: the newest admission epoch.
         newest: int64 ``[1]``: the last epoch whose rows expire; none of them is in use.
         is_trained: bool ``[1]``: False where nothing may change; None: True.
+        deletions: notes the ids that go.
     """
     slots, is_due = windows.at(epoch)
     touched = hash_tables.touched[slots]
     is_expired = is_due & (hash_tables.digests[slots] > 0) & (touched <= newest)
     if is_trained is not None:
         is_expired &= is_trained
+    if deletions is not None:
+        ids = hash_tables.keys[slots]
+        deletions.append(is_expired, ids, windows.tables, epoch, Counter.EVICTED_EXPIRED)
     gone = is_expired.long()
     for counter, change in (
         (Counter.EVICTED_EXPIRED, gone),

@@ -29,6 +29,7 @@ from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.admission_filters import AdmissionFilter
+from torchembed.tables.deletion_log import DeletionLog
 from torchembed.tables.dynamic import LFU, LRU, DecayingLFU, Dynamic, EpochLFU
 from torchembed.tables.epoch_times import EpochTimes
 from torchembed.tables.expiry import erase_expired
@@ -72,6 +73,7 @@ class HashIndex:
         hash_tables: ids, and the use of their rows.
         clock: numbers the batches that are admitted.
         admission: chooses the new ids that get rows; None: all do.
+        deletions: notes the ids that leave the tables; None where no delta is wanted.
     """
 
     changes_on_admission = True
@@ -91,6 +93,9 @@ class HashIndex:
         self.admission: AdmissionFilter | None = None
         if dynamic.admission is not None:
             self.admission = dynamic.admission.build(tables, device)
+        self.deletions: DeletionLog | None = None
+        if dynamic.deletion_log:
+            self.deletions = DeletionLog(dynamic.deletion_log * len(tables), device)
         self._swept: SlotWindows | None = None
         self._times: EpochTimes | None = None
         if dynamic.ttl_seconds is not None:
@@ -140,7 +145,7 @@ class HashIndex:
         released, wanted = self.clock.evictable(epoch), None
         if self._swept is not None:
             newest = torch.minimum(self._newest_expired(epoch), released)
-            erase_expired(state, self._swept, epoch, newest, is_trained)
+            erase_expired(state, self._swept, epoch, newest, is_trained, self.deletions)
         if self.admission is not None:
             is_new = (tables >= 0) & (slots < 0)
             if is_trained is not None:
@@ -158,6 +163,14 @@ class HashIndex:
             wanted=wanted,
             is_trained=is_trained,
         )
+        if self.deletions is not None:
+            self.deletions.append(
+                inserted.is_evicted,
+                inserted.evicted_keys,
+                inserted.tables,
+                epoch,
+                Counter.EVICTED_FULL,
+            )
         if self.admission is not None:
             self.admission.forget(inserted.keys, inserted.tables, epoch)
         if self._row_keys is not None:
@@ -186,7 +199,7 @@ class HashIndex:
         slots = SlotRange(table, self._first_rows[table], self._tables[table].num_rows)
         released = self.clock.evictable(self.clock.last + 1)
         kept = torch.full((1,), num_kept, dtype=torch.int64, device=self._device)
-        erase_if(
+        erased = erase_if(
             self.hash_tables,
             slots,
             coldest(self.hash_tables, slots, kept, released=released),
@@ -194,6 +207,11 @@ class HashIndex:
             epoch=self.clock.last,
             released=released,
         )
+        if self.deletions is not None:
+            tables = torch.full_like(erased.keys, table)
+            self.deletions.append(
+                erased.is_erased, erased.keys, tables, self.clock.last, Counter.EVICTED_TARGET
+            )
 
     def release(self, epoch: Tensor) -> None:
         self.clock.release(epoch)
@@ -273,6 +291,8 @@ class HashIndex:
         return {**found, "counters": state.counters[table]}
 
     def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        if self.deletions is not None:
+            self.deletions.begin_anew()
         if self.admission is not None:
             self.admission.load_contents(table, contents)
         for name, own in self._own_contents(table).items():
@@ -359,12 +379,13 @@ class HashFactory:
         return num_slots(capacity)
 
     def bytes_for(self, num_rows: int) -> int:
-        """Ids, digests, epochs of the last use and, but for LRU, scores; and what chooses the ids
-        that get rows."""
+        """Ids, digests, epochs of the last use and, but for LRU, scores; what chooses the ids that
+        get rows; and the log of those that left."""
         has_scores = _POLICIES[type(self.dynamic.eviction)] is not Policy.LRU
         admission = self.dynamic.admission
         counts = 0 if admission is None else admission.bytes_for(num_rows)
-        return num_rows * (8 + 1 + 8 + (8 if has_scores else 0)) + counts
+        logged = self.dynamic.deletion_log * DeletionLog.ENTRY_BYTES
+        return num_rows * (8 + 1 + 8 + (8 if has_scores else 0)) + counts + logged
 
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> HashIndex:
         return HashIndex(tables, self.dynamic, device)
