@@ -10,9 +10,9 @@ class Eviction(enum.Enum):
     """Whose row goes where a dynamic table is full."""
 
     LRU = LRU()
-    """That of the id which no batch has used for longest."""
+    """Evicts the row of the id that no batch has used for longest."""
     LFU = LFU()
-    """That of the id which has occurred least often."""
+    """Evicts the row of the id that has occurred least often."""
 
 
 def check_capacity(capacity: float | None) -> None:
@@ -27,5 +27,5 @@ def num_rows(capacity: float | None, num_ids: int) -> int:
 
 
 def dynamic_of(is_dynamic: bool, eviction: Eviction) -> Dynamic | None:
-    """What makes the tables of a run dynamic, in words of their configs."""
+    """The ``dynamic`` of the configs of a run's tables."""
     return Dynamic(eviction=eviction.value) if is_dynamic else None

@@ -1,7 +1,8 @@
 """The two libraries that ``bench.kernels.shapes`` compares, as their users call them."""
 
 import abc
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch import Tensor
 import torchembed
 from bench.data.workload import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD
 from bench.kernels.shape import Shape, ShapeBatch
-from torchembed.core.types import Pooling
 
 
 class ShapeTables(abc.ABC):
@@ -56,10 +56,9 @@ class TorchembedShape(ShapeTables):
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self._shape, rule = shape, shape.rule
         self._keys = tuple(f"f{table}" for table in range(shape.num_tables))
-        kind = torchembed.EmbeddingConfig
-        pooling: dict[str, Pooling] = {}
+        kind: Callable[..., torchembed.EmbeddingConfig] = torchembed.EmbeddingConfig
         if shape.pooling is not None:
-            kind, pooling = torchembed.EmbeddingBagConfig, {"pooling": shape.pooling}
+            kind = functools.partial(torchembed.EmbeddingBagConfig, pooling=shape.pooling)
         configs = [
             kind(
                 name=f"t{table}",
@@ -68,7 +67,6 @@ class TorchembedShape(ShapeTables):
                 feature_names=(key,),
                 dtype=shape.dtype,
                 initializer=torchembed.Constant(value=0.0),
-                **pooling,
             )
             for table, key in enumerate(self._keys)
         ]

@@ -17,7 +17,7 @@ def to_checked_json(fields: Mapping[str, object]) -> bytes:
 
 
 def from_checked_json(content: bytes, *, is_required: bool = True) -> Any:
-    """What ``content`` holds, the checksum left out.
+    """The items of ``content`` without its checksum.
 
     Args:
         is_required: False takes content without a checksum as well, unchecked.

@@ -10,7 +10,7 @@ from torchembed.core.random_bits import mix64, shift_right
 MAX_BYTES = 1 << 30
 """Memory that the check takes for keys, about."""
 _BYTES_A_KEY = 32
-"""Of a key that is kept: it, its copies while keys are joined and sorted, and its place."""
+"""Bytes that a kept key takes: it, its copies while keys are joined and sorted, and its place."""
 
 
 def check_distinct(

@@ -23,7 +23,7 @@ class ColumnForm(NamedTuple):
     dtype: str
     """As the format names it."""
     shape: tuple[int, ...]
-    """Of a row; ``()`` is a number."""
+    """Shape of one row's element; ``()`` is a number."""
 
 
 class RowFile(NamedTuple):
@@ -35,7 +35,7 @@ class RowFile(NamedTuple):
 
 
 class WrittenRows(NamedTuple):
-    """What a rank wrote."""
+    """Files and rows that a rank wrote."""
 
     columns: dict[str, ColumnForm]
     files: dict[str, RowFile]
@@ -55,7 +55,7 @@ def chunk_of(tensors: Mapping[str, Tensor]) -> RowChunk:
 
 
 def columns_of(storage: Storage, path: str, forms: Mapping[str, ColumnForm]) -> dict[str, Column]:
-    """Where a file holds its columns, as its header says.
+    """Places of a file's columns, as its header gives them.
 
     Raises:
         ValueError: where the file is cut off, its columns have other dtypes or shapes than

@@ -43,7 +43,7 @@ class Column(NamedTuple):
     num_rows: int
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
-    """Of a row; ``()`` is a number."""
+    """Shape of one row's element; ``()`` is a number."""
     offset: int = 0
 
     @property
