@@ -10,6 +10,7 @@ from torch import Tensor
 import torchembed
 from bench.data.workload import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD
 from bench.kernels.shape import Shape, ShapeBatch
+from torchembed.core.types import Pooling
 
 
 class ShapeTables(abc.ABC):
