@@ -171,6 +171,26 @@ def test_an_id_evicted_on_demand_is_a_deletion_at_once() -> None:
     assert changes.deletion_reasons.tolist() == [Counter.EVICTED_TARGET]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint64])
+def test_an_erased_id_is_a_deletion(dtype: torch.dtype) -> None:
+    """Ids whose rows are in use stay, and so do those of other tables."""
+    module = collection(4)
+    optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
+    for a in ([1, 3], [2], [2]):
+        step(module, optimizer, a, [1])
+    before = module.delta()
+    module.erase(torch.tensor([[1, 1], [2, 9]]).to(dtype), table="a")
+    changes = changes_of(module, before)
+    assert changes.deleted_ids.tolist() == [1]
+    assert changes.deletion_reasons.tolist() == [Counter.ERASED]
+    assert module.statistics()["a"].erased == 1
+    copies = applied(applied({}, before), module.delta(since=before.mark))
+    assert_equal_copies(copies, applied({}, module.delta()))
+    assert (copies["a"].keys(), copies["b"].keys()) == ({2, 3}, {1})
+    with pytest.raises(ValueError, match="table must be the name of a dynamic table"):
+        module.erase(torch.tensor([1]))
+
+
 def test_an_id_that_came_back_is_an_upsert_alone() -> None:
     module = collection(1)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.types import OnBadId
+from torchembed.ops.hash_table import int64_keys
 from torchembed.tables import (
     Delta,
     DeltaMark,
@@ -163,6 +164,31 @@ class TableModule(nn.Module):
         Raises:
             ValueError: for a negative number, or a name of no dynamic table.
         """
+        index, number = self._dynamic_index(table)
+        if max_rows < 0:
+            raise ValueError(f"max_rows must be at least 0, got {max_rows}")
+        index.evict(number, max_rows)
+
+    @torch.no_grad()
+    def erase(self, ids: Tensor, *, table: str | None = None) -> None:
+        """Take ids and their rows out of a dynamic table; those that it does not hold are nothing.
+
+        Rows that a step or gradients still need stay. Call it between steps. It never waits for a
+        GPU.
+
+        Args:
+            ids: of any shape; int64, int32, uint32 or uint64 (by its bits).
+            table: its name; None for the only table of the module.
+
+        Raises:
+            TypeError: for another dtype.
+            ValueError: for a name of no dynamic table.
+        """
+        index, number = self._dynamic_index(table)
+        index.erase(number, int64_keys(ids).flatten().to(index.hash_tables.keys.device))
+
+    def _dynamic_index(self, table: str | None) -> tuple[HashIndex, int]:
+        """The index of the dynamic table of a name, None for the only one, and its number there."""
         dynamic = {
             t.spec.name: (t.group.index, t.group.tables.index(t))
             for group in self._table_set.current_groups()
@@ -176,11 +202,9 @@ class TableModule(nn.Module):
                 f"table must be the name of a dynamic table of this module, {sorted(dynamic)}, "
                 f"got {table!r}"
             )
-        if max_rows < 0:
-            raise ValueError(f"max_rows must be at least 0, got {max_rows}")
         index, number = dynamic[table]
         assert isinstance(index, HashIndex)
-        index.evict(number, max_rows)
+        return index, number
 
     def note_loaded(self) -> None:
         """Bring what follows from the ids of dynamic tables in line with these, after tensors of

@@ -19,6 +19,7 @@ from torchembed.ops.hash_table import (
     coldest,
     empty_hash_tables,
     erase_if,
+    erase_keys,
     find_slots,
     insert_keys,
     table_shape,
@@ -212,6 +213,14 @@ class HashIndex:
             self.deletions.append(
                 erased.is_erased, erased.keys, tables, self.clock.last, Counter.EVICTED_TARGET
             )
+
+    def erase(self, table: int, keys: Tensor) -> None:
+        """Take ``keys [n]`` and their rows out of a table; rows in use stay."""
+        tables = torch.full(keys.shape, table, dtype=torch.int32, device=self._device)
+        released = self.clock.evictable(self.clock.last + 1)
+        slots = erase_keys(self.hash_tables, keys, tables, released=released)
+        if self.deletions is not None:
+            self.deletions.append(slots >= 0, keys, tables, self.clock.last, Counter.ERASED)
 
     def release(self, epoch: Tensor) -> None:
         self.clock.release(epoch)
