@@ -1,6 +1,8 @@
 """Dynamic tables that several gloo ranks share."""
 
+import collections
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ from torch import nn
 
 import torchembed
 from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import NUM_STEPS as NUM_CASE_STEPS
 from tests.support.sharded_cases import (
+    USERS,
     Case,
     assert_equal_ids,
     assert_equal_rows,
@@ -34,7 +38,7 @@ from tests.support.steps_on_ranks import (
     static_batch,
     trained_plainly,
 )
-from torchembed import LFU, LRU, Dynamic
+from torchembed import LFU, LRU, Dynamic, MinimumCount
 from torchembed.sharding.planning.partition import HashPartition
 from torchembed.training import TrainPipeline
 
@@ -74,6 +78,27 @@ FULL = [
     for eviction in (LRU(), LFU())
     for fixed in (False, True)
 ]
+
+
+COUNTED = Case(placements=MIXED, dynamic=("a", "b", "d"), admission=MinimumCount(2, capacity=5000))
+
+
+def test_ids_are_admitted_by_their_occurrences_on_all_ranks() -> None:
+    counts = {name: collections.Counter[int]() for name in COUNTED.dynamic}
+    for step, rank in itertools.product(range(NUM_CASE_STEPS), range(2)):
+        batch = make_batch(COUNTED, rank, step)
+        assert batch.offsets is not None
+        ends = batch.offsets.tolist()
+        for name, features in USERS.items():
+            for feature in features if name in counts else ():
+                first = batch.keys.index(feature) * batch.batch_size
+                of_feature = slice(ends[first], ends[first + batch.batch_size])
+                counts[name].update(batch.values[of_feature].tolist())
+    results = run_on_ranks(2, train_sharded, [COUNTED])
+    for name, of_table in counts.items():
+        held = [set(of_rank["ids"].get(name, (None, {}))[1]) for (of_rank,) in results]
+        assert set.union(*held) == {id_ for id_, count in of_table.items() if count >= 2}
+    assert min(counts["b"].values()) < 2 <= max(counts["b"].values())
 
 
 def test_all_ranks_of_columns_hold_the_same_ids_in_the_same_rows() -> None:

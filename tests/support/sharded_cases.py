@@ -22,7 +22,7 @@ from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
 from torchembed.sharding.planning.plan import place_table
-from torchembed.tables import Eviction, Table
+from torchembed.tables import AdmissionPolicy, Eviction, Table
 
 NUM_STEPS = 5
 SIZES = {"a": (23, 8), "b": (64, 8), "c": (50, 5), "d": (3, 8)}
@@ -58,6 +58,7 @@ class Case:
     """Tables that are dynamic."""
     capacity: int = CAPACITY
     eviction: Eviction = LRU()
+    admission: AdmissionPolicy | None = None
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -95,7 +96,7 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
     kind = torchembed.EmbeddingBagConfig if case.pooled else torchembed.EmbeddingConfig
     if case.is_recorded:
         kind = RecordingBagConfig
-    configs = []
+    configs, policies = [], Dynamic(eviction=case.eviction, admission=case.admission)
     for name, (num_rows, dim) in SIZES.items():
         mean = case.pooled and name == "b" and not case.weighted
         is_dynamic = name in case.dynamic
@@ -106,7 +107,7 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
                 embedding_dim=dim,
                 feature_names=USERS[name],
                 dtype=case.dtype,
-                dynamic=Dynamic(eviction=case.eviction) if is_dynamic else None,
+                dynamic=policies if is_dynamic else None,
                 **({"pooling": torchembed.Pooling.MEAN} if mean else {}),
             )
         )
