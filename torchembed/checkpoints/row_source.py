@@ -36,7 +36,7 @@ class RowSource:
 
 
 class Column(NamedTuple):
-    """What a file holds of consecutive rows: row-major, little-endian, from byte ``offset`` on."""
+    """Consecutive rows in a file: row-major, little-endian, from byte ``offset`` on."""
 
     storage: Storage
     path: str

@@ -47,7 +47,7 @@ STATES = {
 
 
 class _Kind(enum.IntEnum):
-    """What a file holds."""
+    """Content of a file."""
 
     KEYS = 0
     ROWS = 1

@@ -90,7 +90,7 @@ def open_safetensors(path: str | Path) -> dict[str, Tensor]:
 
 
 class TensorPlace(NamedTuple):
-    """Where a file holds a tensor: row-major, from byte ``offset`` on."""
+    """Place of a tensor in a file: row-major, from byte ``offset`` on."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -18,7 +18,7 @@ class Policy(enum.IntEnum):
     """``epoch_number << 32 | count``: by the epoch (the caller's, a day say) of the last use, then
     by the occurrences since insertion, at most 2**32 - 1."""
     CALLER = 3
-    """What the caller gave with the key's last use; the greatest where a batch gave several."""
+    """The caller's number of the key's last use; the greatest where a batch gave several."""
 
 
 class Counter(enum.IntEnum):

@@ -1,4 +1,4 @@
-"""What one table group looks up for a batch, and who takes the gradients of its rows."""
+"""Lookups of one table group for a batch, and who takes the gradients of its rows."""
 
 import functools
 from collections.abc import Sequence

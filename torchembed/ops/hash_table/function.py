@@ -94,7 +94,7 @@ def touch_slots(
 
 
 class InsertedKeys(NamedTuple):
-    """What :func:`insert_keys` did. Entries of ``keys`` and what follows are the keys inserted, by
+    """Result of :func:`insert_keys`. Entries of ``keys`` and what follows are the keys inserted, by
     (table, hash); from ``num_new`` on they are 0, ``tables`` and ``new_slots`` -1."""
 
     slots: Tensor

@@ -17,7 +17,7 @@ _LOW = (1 << 32) - 1
 
 
 class KeyPlaces(NamedTuple):
-    """Where each of L keys may lie."""
+    """Places where each of L keys may lie."""
 
     hashes: Tensor
     """int64 ``[L]``, the bits of an unsigned number."""
@@ -38,7 +38,7 @@ def hash_keys(keys: Tensor) -> Tensor:
 
 
 def locate_keys(keys: Tensor, tables: Tensor, geometry: Tensor) -> KeyPlaces:
-    """Where int64 ``keys [L]`` of ``tables [L]`` (-1 for no key) may lie in the group."""
+    """Places of int64 ``keys [L]`` of ``tables [L]`` (-1 for no key) in the group."""
     # The row behind the last is that of a table without slots; index -1 reads it.
     of_table = torch.nn.functional.pad(geometry, (0, 0, 0, 1))[tables.long()]
     first_slot, num_blocks, num_buckets, num_slots = of_table.unbind(1)
