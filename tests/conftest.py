@@ -1,6 +1,7 @@
 """One suite for every lane: the device, the lane, sizes that fit it, and poisoned memory."""
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,15 @@ def poisoned_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """What other tests have had torch compile does not count: pipelines observe attributes in
+    processes that have compiled nothing alone."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None:
+        compiler.counters.clear()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Attributes of modules that steps read make graphs stale; others change as in a plain loop."""
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,14 +25,6 @@ Loop = Callable[[Any, int], object]
 def _taped() -> Iterator[None]:
     with taped_captures():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> None:
-    """Attributes are observed where torch has compiled nothing, as other tests may have let it."""
-    compiler = sys.modules.get("torch._dynamo.utils")
-    if compiler is not None:
-        compiler.counters.clear()
 
 
 class Deep(TinyModel):
