@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core.hash_tables import Counter
+from torchembed.core.hash_tables import Counter, KeyErasure
 from torchembed.triton_kernels.find_slots import launch_find_slots
 from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.table_counters import count_by_table
@@ -85,29 +85,35 @@ def _erase_keys_kernel(
         tl.store(scores_ptr + slot, zero, mask=is_erased)
 
 
-def launch_erase_keys(
-    keys: Tensor,
-    tables: Tensor,
-    released: Tensor,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> Tensor:
+def launch_erase_keys(erasure: KeyErasure) -> Tensor:
     """``torchembed::erase_keys``; see :func:`torchembed.ops.hash_table.erase_keys`."""
-    slots = launch_find_slots(keys, tables, digests, slot_keys, geometry)
+    slots = launch_find_slots(
+        erasure.keys, erasure.tables, erasure.digests, erasure.slot_keys, erasure.geometry
+    )
     erased = torch.empty_like(slots)
-    num_ids = keys.numel()
+    num_ids = erasure.keys.numel()
     if num_ids == 0:
         return erased
     grid = (cdiv(num_ids, _BLOCK),)
-    with torch.cuda.device_of(keys):
+    with torch.cuda.device_of(erasure.keys):
         _erase_keys_mark_kernel[grid](
-            slots, tables, released, touched, counters, erased, num_ids, BLOCK=_BLOCK
+            slots,
+            erasure.tables,
+            erasure.released,
+            erasure.touched,
+            erasure.counters,
+            erased,
+            num_ids,
+            BLOCK=_BLOCK,
         )
         _erase_keys_kernel[grid](
-            slots, erased, digests, slot_keys, touched, scores, num_ids, BLOCK=_BLOCK
+            slots,
+            erased,
+            erasure.digests,
+            erasure.slot_keys,
+            erasure.touched,
+            erasure.scores,
+            num_ids,
+            BLOCK=_BLOCK,
         )
     return erased

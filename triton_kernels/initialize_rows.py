@@ -9,9 +9,9 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torchembed.core.types import InitializerKind
+from torchembed.core.update_records import RowInitialization
 from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.random_bits import random_bits
 from torchembed.triton_kernels.rounding import round_to_nearest
@@ -158,49 +158,36 @@ def _initialize_rows_kernel(
         first_entry += tl.num_programs(0) * BLOCK_ROWS
 
 
-def launch_initialize_rows(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    rows: Tensor,
-    ids: Tensor,
-    tables: Tensor,
-    num_new: Tensor | None,
-    table_keys: Tensor,
-    kinds: Tensor,
-    parameters: Tensor,
-    first_columns: Tensor | None,
-    initial_state: float,
-) -> None:
+def launch_initialize_rows(new: RowInitialization) -> None:
     """``torchembed::initialize_rows``; see
     :func:`torchembed.ops.initialize_rows.initialize_rows`."""
-    num_rows, dim = rows.numel(), weight.shape[1]
-    if num_rows == 0 or weight.numel() == 0:
+    num_rows, dim = new.rows.numel(), new.weight.shape[1]
+    if num_rows == 0 or new.weight.numel() == 0:
         return
-    states = [state for state in (state0, state1) if state is not None]
-    block = row_block(dim, weight.dtype, *(state.dtype for state in states))
-    with torch.cuda.device_of(weight):
+    states = [state for state in (new.state0, new.state1) if state is not None]
+    block = row_block(dim, new.weight.dtype, *(state.dtype for state in states))
+    with torch.cuda.device_of(new.weight):
         _initialize_rows_kernel[(min(cdiv(num_rows, block.rows), _MOST_PROGRAMS),)](
-            weight,
-            state0,
-            state1,
-            rows,
-            ids,
-            tables,
-            num_new,
-            table_keys,
-            kinds,
-            parameters,
-            first_columns,
+            new.weight,
+            new.state0,
+            new.state1,
+            new.rows,
+            new.ids,
+            new.tables,
+            new.num_new,
+            new.table_keys,
+            new.kinds,
+            new.parameters,
+            new.first_columns,
             num_rows,
-            initial_state,
-            STATE0_IS_ROWWISE=state0 is not None and state0.dim() == 1,
-            STATE1_IS_ROWWISE=state1 is not None and state1.dim() == 1,
+            new.initial_state,
+            STATE0_IS_ROWWISE=new.state0 is not None and new.state0.dim() == 1,
+            STATE1_IS_ROWWISE=new.state1 is not None and new.state1.dim() == 1,
             DIM=dim,
             BLOCK_ROWS=block.rows,
             BLOCK_D=block.columns,
-            VECTOR=16 // max(weight.itemsize, 4 * bool(states)),
-            INDEX=index_type(weight),
+            VECTOR=16 // max(new.weight.itemsize, 4 * bool(states)),
+            INDEX=index_type(new.weight),
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
+from torchembed.core.hash_tables import (
+    BUCKET_SLOTS,
+    Counter,
+    InsertionResults,
+    KeyInsertion,
+    Policy,
+    empty_results,
+)
 from torchembed.triton_kernels.hash_places import (
     block_of_hash,
     buckets_of_hash,
@@ -412,41 +419,15 @@ def _order_dtype(num_tables: int) -> torch.dtype:
     return torch.int32
 
 
-def launch_insert_keys(
-    keys: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    wanted: Tensor | None,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    released: Tensor,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_insert_keys(insertion: KeyInsertion) -> InsertionResults:
     """``torchembed::insert_keys``; see :func:`torchembed.ops.hash_table.insert_keys`."""
-    num_ids, num_tables = keys.numel(), geometry.shape[0]
+    keys = insertion.keys
+    num_ids, num_tables = keys.numel(), insertion.geometry.shape[0]
 
     def like_keys(dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty_like(keys, dtype=dtype)
 
-    results = (
-        like_keys(),
-        like_keys(),
-        like_keys(torch.int32),
-        like_keys(),
-        keys.new_zeros(1),
-        like_keys(torch.bool),
-        like_keys(),
-        like_keys(),
-        like_keys(),
-    )
+    results = empty_results(keys)
     if num_ids == 0:
         return results
     grid = (cdiv(num_ids, _BLOCK),)
@@ -454,24 +435,32 @@ def launch_insert_keys(
     with torch.cuda.device_of(keys):
         hashes, orders = like_keys(), like_keys(_order_dtype(num_tables))
         _insert_keys_order_kernel[grid](
-            keys, tables, slots, wanted, is_trained, hashes, orders, *sizes, BLOCK=_BLOCK
+            keys,
+            insertion.tables,
+            insertion.slots,
+            insertion.wanted,
+            insertion.is_trained,
+            hashes,
+            orders,
+            *sizes,
+            BLOCK=_BLOCK,
         )
         by_hash = torch.sort(hashes).indices
         order = by_hash[torch.sort(orders[by_hash], stable=True).indices]
 
         starts = keys.new_empty(2, num_ids, dtype=torch.int32)
         _insert_keys_starts_kernel[grid](
-            order, orders, keys, geometry, starts, *sizes, BLOCK=_BLOCK
+            order, orders, keys, insertion.geometry, starts, *sizes, BLOCK=_BLOCK
         )
         runs = torch.cumsum(starts, 1, dtype=torch.int32)
         run_starts, block_starts = keys.new_empty(2, num_ids + 1, dtype=torch.int32)
         num_blocks = keys.new_zeros(1, dtype=torch.int32)
-        run_scores = None if scores_in is None else torch.full_like(keys, _LEAST.value)
+        run_scores = None if insertion.scores_in is None else torch.full_like(keys, _LEAST.value)
         _insert_keys_runs_kernel[grid](
             order,
             orders,
             runs,
-            scores_in,
+            insertion.scores_in,
             run_starts,
             block_starts,
             run_scores,
@@ -489,18 +478,18 @@ def launch_insert_keys(
             block_starts,
             run_scores,
             num_blocks,
-            epoch,
-            epoch_number,
-            released,
-            digests,
-            slot_keys,
-            touched,
-            scores,
-            geometry,
-            counters,
+            insertion.epoch,
+            insertion.epoch_number,
+            insertion.released,
+            insertion.digests,
+            insertion.slot_keys,
+            insertion.touched,
+            insertion.scores,
+            insertion.geometry,
+            insertion.counters,
             is_inserted,
             *run_results,
-            POLICY=policy,
+            POLICY=insertion.policy,
             BUCKET=BUCKET_SLOTS,
             num_warps=1,
         )
@@ -508,7 +497,7 @@ def launch_insert_keys(
             order,
             orders,
             keys,
-            slots,
+            insertion.slots,
             runs,
             run_starts,
             torch.cumsum(is_inserted, 0, dtype=torch.int32),

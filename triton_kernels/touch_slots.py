@@ -7,9 +7,8 @@ of 32 bytes that hold its epoch and its score, read and written.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from torchembed.core.hash_tables import Counter, Policy
+from torchembed.core.hash_tables import Counter, Policy, SlotTouch
 from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.table_counters import count_by_table
 
@@ -112,52 +111,41 @@ def _finish_scores_kernel(
         tl.store(scores_ptr + slot, score, mask=is_hit)
 
 
-def launch_touch_slots(
-    slots: Tensor,
-    tables: Tensor,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    touched: Tensor,
-    scores: Tensor | None,
-    counters: Tensor,
-) -> None:
+def launch_touch_slots(touch: SlotTouch) -> None:
     """``torchembed::touch_slots``; see :func:`torchembed.ops.hash_table.touch_slots`."""
-    num_ids = slots.numel()
+    num_ids = touch.slots.numel()
     if num_ids == 0:
         return
     grid = (cdiv(num_ids, _BLOCK),)
-    is_epoch_lfu = policy == Policy.EPOCH_LFU
-    overflows = torch.empty_like(slots, dtype=torch.int8) if is_epoch_lfu else None
-    with torch.cuda.device_of(slots):
+    is_epoch_lfu = touch.policy == Policy.EPOCH_LFU
+    overflows = torch.empty_like(touch.slots, dtype=torch.int8) if is_epoch_lfu else None
+    with torch.cuda.device_of(touch.slots):
         _touch_slots_kernel[grid](
-            slots,
-            tables,
-            epoch,
-            is_trained,
-            touched,
-            scores,
-            counters,
+            touch.slots,
+            touch.tables,
+            touch.epoch,
+            touch.is_trained,
+            touch.touched,
+            touch.scores,
+            touch.counters,
             overflows,
             num_ids,
-            POLICY=policy,
+            POLICY=touch.policy,
             BLOCK=_BLOCK,
         )
         # Kernels of their own, since what is added to a slot must be there before it is finished.
         passes = {Policy.EPOCH_LFU: (False, True), Policy.CALLER: (False,)}
-        for of_overflows in passes.get(Policy(policy), ()):
+        for of_overflows in passes.get(Policy(touch.policy), ()):
             _finish_scores_kernel[grid](
-                slots,
-                tables,
-                epoch_number,
-                scores_in,
-                is_trained,
-                scores,
+                touch.slots,
+                touch.tables,
+                touch.epoch_number,
+                touch.scores_in,
+                touch.is_trained,
+                touch.scores,
                 overflows,
                 num_ids,
-                POLICY=policy,
+                POLICY=touch.policy,
                 OVERFLOWS=of_overflows,
                 BLOCK=_BLOCK,
             )

@@ -21,6 +21,7 @@ from tests.support.hash_tables import (
 from tests.support.repeats import assert_repeats
 from tests.support.sizes import Sizes
 from tests.support.tolerance import assert_same_bits
+from torchembed.core.hash_tables import KeyErasure, KeyInsertion, SlotTouch
 from torchembed.core.random_bits import GOLDEN, MIX_FIRST, MIX_SECOND, signed64
 from torchembed.ops.hash_table import (
     Counter,
@@ -46,11 +47,11 @@ KERNELS: tuple[Operation, Operation, Operation, Operation] = (
     OPS.insert_keys,
     OPS.erase_keys,
 )
-REFERENCES = (
+REFERENCES: tuple[Operation, Operation, Operation, Operation] = (
     find_slots_reference,
-    touch_slots_reference,
-    insert_keys_reference,
-    erase_keys_reference,
+    lambda *arguments: touch_slots_reference(SlotTouch(*arguments)),
+    lambda *arguments: insert_keys_reference(KeyInsertion(*arguments)),
+    lambda *arguments: erase_keys_reference(KeyErasure(*arguments)),
 )
 
 

@@ -15,8 +15,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.support import lanes
+from torchembed.core.hash_tables import KeyErasure, KeyInsertion, SlotTouch
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
-from torchembed.core.update_records import DenseUpdate, RowUpdate
+from torchembed.core.update_records import DenseUpdate, RowInitialization, RowUpdate
 from torchembed.ops.hash_table import HashTables, Policy, TableShape, empty_hash_tables
 from torchembed.ops.push import RectangleCopies, RectangleCopy
 from torchembed.triton_kernels import (
@@ -234,40 +235,46 @@ def launch_hash_tables(policy: Policy, options: bool) -> None:
     numbers = ids(torch.int32)
     held = (tables.digests, tables.keys)
     slots = find_slots.launch_find_slots(ids(), numbers, *held, tables.geometry)
-    touch_slots.launch_touch_slots(slots, numbers, *use, given, is_trained, *state, tables.counters)
+    touch_slots.launch_touch_slots(
+        SlotTouch(slots, numbers, *use, given, is_trained, *state, tables.counters)
+    )
     insert_keys.launch_insert_keys(
-        ids(),
-        numbers,
-        ids(),
-        ids(torch.bool) if options else None,
-        *use,
-        one,
-        given,
-        is_trained,
-        *held,
-        *state,
-        tables.geometry,
-        tables.counters,
+        KeyInsertion(
+            ids(),
+            numbers,
+            ids(),
+            ids(torch.bool) if options else None,
+            *use,
+            one,
+            given,
+            is_trained,
+            *held,
+            *state,
+            tables.geometry,
+            tables.counters,
+        )
     )
     erase_keys.launch_erase_keys(
-        ids(), numbers, one, *held, *state, tables.geometry, tables.counters
+        KeyErasure(ids(), numbers, one, *held, *state, tables.geometry, tables.counters)
     )
 
 
 def launch_initialize_rows(dim: int, dtype: torch.dtype, options: bool) -> None:
     states = (torch.zeros(NUM_ROWS, dim), torch.zeros(NUM_ROWS)) if options else (None, None)
     initialize_rows.launch_initialize_rows(
-        torch.zeros(NUM_ROWS, dim, dtype=dtype),
-        *states,
-        ids(),
-        ids(),
-        ids(torch.int32),
-        ids(count=1) if options else None,
-        ids(count=2),
-        ids(torch.int32, 2),
-        torch.zeros(2, 2),
-        ids(count=2) if options else None,
-        0.0,
+        RowInitialization(
+            torch.zeros(NUM_ROWS, dim, dtype=dtype),
+            *states,
+            ids(),
+            ids(),
+            ids(torch.int32),
+            ids(count=1) if options else None,
+            ids(count=2),
+            ids(torch.int32, 2),
+            torch.zeros(2, 2),
+            ids(count=2) if options else None,
+            0.0,
+        )
     )
 
 

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
+from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy, SlotTouch
 from torchembed.core.types import InitializerKind
+from torchembed.core.update_records import RowInitialization
 from torchembed.triton_kernels import erase_keys, insert_keys, touch_slots
 from torchembed.triton_kernels.find_slots import _place_in_bucket, launch_find_slots
 from torchembed.triton_kernels.hash_places import buckets_of_hash
@@ -80,16 +81,18 @@ def test_touch_slots(device: torch.device) -> None:
     slots, tables = longs(device, 1, 1, -1), integers(device, 0, 0, 0)
     touched, scores, counts = longs(device, 1, 1), longs(device, 3, 4), counters(device)
     touch_slots.launch_touch_slots(
-        slots,
-        tables,
-        int(Policy.LFU),
-        longs(device, 5),
-        None,
-        None,
-        None,
-        touched,
-        scores,
-        counts,
+        SlotTouch(
+            slots,
+            tables,
+            int(Policy.LFU),
+            longs(device, 5),
+            None,
+            None,
+            None,
+            touched,
+            scores,
+            counts,
+        )
     )
     assert (touched.tolist(), scores.tolist()) == ([1, 5], [3, 6])
     assert (counts[0, Counter.HITS], counts[0, Counter.MISSES]) == (2, 1)
@@ -288,17 +291,19 @@ def test_erase_keys(device: torch.device) -> None:
 def test_initialize_rows(device: torch.device) -> None:
     weight = torch.zeros(3, 2, device=device)
     launch_initialize_rows(
-        weight,
-        None,
-        None,
-        longs(device, 2, -1),
-        longs(device, 5, 6),
-        integers(device, 0, 0),
-        longs(device, 2),
-        longs(device, 1),
-        integers(device, InitializerKind.CONSTANT),
-        torch.tensor([[7.0, 0.0]], device=device),
-        None,
-        0.0,
+        RowInitialization(
+            weight,
+            None,
+            None,
+            longs(device, 2, -1),
+            longs(device, 5, 6),
+            integers(device, 0, 0),
+            longs(device, 2),
+            longs(device, 1),
+            integers(device, InitializerKind.CONSTANT),
+            torch.tensor([[7.0, 0.0]], device=device),
+            None,
+            0.0,
+        )
     )
     assert weight.tolist() == [[0, 0], [0, 0], [7, 7]]

@@ -1,6 +1,10 @@
 """Numbers of hash tables that their kernels and those who call them share."""
 
 import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 BUCKET_SLOTS = 128
 """The most slots of a bucket."""
@@ -47,3 +51,89 @@ class Counter(enum.IntEnum):
     """Keys that were to be erased, and stayed since their rows were in use."""
     EVICTED_AGE = 10
     """Sum, over the keys that were evicted for any reason, of the epochs since their last use."""
+
+
+class SlotTouch(NamedTuple):
+    """Arguments of ``torchembed::touch_slots``, as every kernel takes them, in the order of the
+    schema; :func:`torchembed.ops.hash_table.touch_slots` says what they mean."""
+
+    slots: Tensor
+    tables: Tensor
+    policy: int
+    """Value of a :class:`Policy`."""
+    epoch: Tensor
+    epoch_number: Tensor | None
+    scores_in: Tensor | None
+    """The caller's scores."""
+    is_trained: Tensor | None
+    touched: Tensor
+    scores: Tensor | None
+    counters: Tensor
+    """These three are the tables', and are changed."""
+
+
+class KeyInsertion(NamedTuple):
+    """Arguments of ``torchembed::insert_keys``, likewise;
+    see :func:`torchembed.ops.hash_table.insert_keys`."""
+
+    keys: Tensor
+    tables: Tensor
+    slots: Tensor
+    wanted: Tensor | None
+    policy: int
+    """Value of a :class:`Policy`."""
+    epoch: Tensor
+    epoch_number: Tensor | None
+    released: Tensor
+    scores_in: Tensor | None
+    """The caller's scores."""
+    is_trained: Tensor | None
+    digests: Tensor
+    slot_keys: Tensor
+    touched: Tensor
+    scores: Tensor | None
+    """These four are the tables', and are changed."""
+    geometry: Tensor
+    counters: Tensor
+    """Changed."""
+
+
+InsertionResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Results of ``torchembed::insert_keys``, in the order of
+:class:`torchembed.ops.hash_table.InsertedKeys`."""
+
+
+def empty_results(keys: Tensor) -> InsertionResults:
+    """Memory of the results for ``keys [L]``, not filled, but for the number of new keys, 0."""
+
+    def like_keys(dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty_like(keys, dtype=dtype)
+
+    return (
+        like_keys(),
+        like_keys(),
+        like_keys(torch.int32),
+        like_keys(),
+        keys.new_zeros(1),
+        like_keys(torch.bool),
+        like_keys(),
+        like_keys(),
+        like_keys(),
+    )
+
+
+class KeyErasure(NamedTuple):
+    """Arguments of ``torchembed::erase_keys``, likewise;
+    see :func:`torchembed.ops.hash_table.erase_keys`."""
+
+    keys: Tensor
+    tables: Tensor
+    released: Tensor
+    digests: Tensor
+    slot_keys: Tensor
+    touched: Tensor
+    scores: Tensor | None
+    """These four are the tables', and are changed."""
+    geometry: Tensor
+    counters: Tensor
+    """Changed."""

@@ -84,3 +84,24 @@ class DenseUpdate(NamedTuple):
     def parts(self) -> list[tuple[int, int]]:
         """Begin and end of each part that is updated."""
         return list(zip(self.bounds[::2], self.bounds[1::2], strict=True))
+
+
+class RowInitialization(NamedTuple):
+    """Arguments of ``torchembed::initialize_rows``, for ``n`` rows of a weight ``[R, D]``.
+
+    :func:`torchembed.ops.initialize_rows.initialize_rows` says what they mean.
+    """
+
+    weight: Tensor
+    state0: Tensor | None
+    state1: Tensor | None
+    """These three are changed."""
+    rows: Tensor
+    ids: Tensor
+    tables: Tensor
+    num_new: Tensor | None
+    table_keys: Tensor
+    kinds: Tensor
+    parameters: Tensor
+    first_columns: Tensor | None
+    initial_state: float

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from torchembed.core import checks, contents
-from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
+from torchembed.core.hash_tables import (
+    BUCKET_SLOTS,
+    Counter,
+    KeyErasure,
+    KeyInsertion,
+    Policy,
+    SlotTouch,
+)
 
 _INT64 = (torch.int64,)
 _POLICIES = frozenset(map(int, Policy))
@@ -60,9 +67,19 @@ def _check_of_tables(
     checks.check_same_device(like_name, like, **{name: tensor})
 
 
-def _check_tables(like_name: str, like: Tensor, geometry: Tensor, counters: Tensor) -> None:
-    _check_of_tables("geometry", geometry, 4, like_name, like)
-    _check_of_tables("counters", counters, len(Counter), like_name, like)
+def _check_all_state(changed: KeyInsertion | KeyErasure) -> None:
+    keys, geometry, counters = changed.keys, changed.geometry, changed.counters
+    _check_state(
+        "keys",
+        keys,
+        changed.digests.numel(),
+        digests=changed.digests,
+        slot_keys=changed.slot_keys,
+        touched=changed.touched,
+        scores=changed.scores,
+    )
+    _check_of_tables("geometry", geometry, 4, "keys", keys)
+    _check_of_tables("counters", counters, len(Counter), "keys", keys)
     if counters.shape[0] != geometry.shape[0]:
         raise ValueError(
             f"counters must have {geometry.shape[0]} rows, one for each table of geometry, "
@@ -110,77 +127,41 @@ def check_find_slots(
     _check_of_tables("geometry", geometry, 4, "keys", keys)
 
 
-def check_touch_slots(
-    slots: Tensor,
-    tables: Tensor,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    touched: Tensor,
-    scores: Tensor | None,
-    counters: Tensor,
-) -> None:
-    _check_batch("slots", slots, tables)
-    _check_policy(policy, epoch_number, scores_in, scores)
-    if scores_in is not None:
-        _check_ids("scores_in", scores_in, "slots", slots, torch.int64)
-    _check_flags("slots", slots, is_trained, epoch=epoch, epoch_number=epoch_number)
-    _check_state("slots", slots, touched.numel(), touched=touched, scores=scores)
-    _check_of_tables("counters", counters, len(Counter), "slots", slots)
+def check_touch_slots(touch: SlotTouch) -> None:
+    _check_batch("slots", touch.slots, touch.tables)
+    _check_policy(touch.policy, touch.epoch_number, touch.scores_in, touch.scores)
+    if touch.scores_in is not None:
+        _check_ids("scores_in", touch.scores_in, "slots", touch.slots, torch.int64)
+    _check_flags(
+        "slots", touch.slots, touch.is_trained, epoch=touch.epoch, epoch_number=touch.epoch_number
+    )
+    _check_state(
+        "slots", touch.slots, touch.touched.numel(), touched=touch.touched, scores=touch.scores
+    )
+    _check_of_tables("counters", touch.counters, len(Counter), "slots", touch.slots)
 
 
-def check_insert_keys(
-    keys: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    wanted: Tensor | None,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    released: Tensor,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> None:
-    _check_batch("keys", keys, tables)
-    _check_ids("slots", slots, "keys", keys, torch.int64)
-    if wanted is not None:
-        _check_ids("wanted", wanted, "keys", keys, torch.bool)
-    _check_policy(policy, epoch_number, scores_in, scores)
-    if scores_in is not None:
-        _check_ids("scores_in", scores_in, "keys", keys, torch.int64)
-    epochs = {"epoch": epoch, "epoch_number": epoch_number, "released": released}
-    _check_flags("keys", keys, is_trained, **epochs)
-    num_slots = digests.numel()
-    state = {"digests": digests, "slot_keys": slot_keys, "touched": touched, "scores": scores}
-    _check_state("keys", keys, num_slots, **state)
-    _check_tables("keys", keys, geometry, counters)
+def check_insert_keys(insertion: KeyInsertion) -> None:
+    _check_batch("keys", insertion.keys, insertion.tables)
+    _check_ids("slots", insertion.slots, "keys", insertion.keys, torch.int64)
+    if insertion.wanted is not None:
+        _check_ids("wanted", insertion.wanted, "keys", insertion.keys, torch.bool)
+    _check_policy(insertion.policy, insertion.epoch_number, insertion.scores_in, insertion.scores)
+    if insertion.scores_in is not None:
+        _check_ids("scores_in", insertion.scores_in, "keys", insertion.keys, torch.int64)
+    epochs = {
+        "epoch": insertion.epoch,
+        "epoch_number": insertion.epoch_number,
+        "released": insertion.released,
+    }
+    _check_flags("keys", insertion.keys, insertion.is_trained, **epochs)
+    _check_all_state(insertion)
 
 
-def check_erase_keys(
-    keys: Tensor,
-    tables: Tensor,
-    released: Tensor,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> None:
-    _check_batch("keys", keys, tables)
-    _check_flags("keys", keys, None, released=released)
-    num_slots = digests.numel()
-    state = {"digests": digests, "slot_keys": slot_keys, "touched": touched, "scores": scores}
-    _check_state("keys", keys, num_slots, **state)
-    _check_tables("keys", keys, geometry, counters)
+def check_erase_keys(erasure: KeyErasure) -> None:
+    _check_batch("keys", erasure.keys, erasure.tables)
+    _check_flags("keys", erasure.keys, None, released=erasure.released)
+    _check_all_state(erasure)
 
 
 def _check_tables_contents(tables: Tensor, num_tables: int) -> None:
@@ -207,59 +188,23 @@ def check_find_slots_contents(
     _check_geometry_contents(geometry, digests.numel())
 
 
-def check_touch_slots_contents(
-    slots: Tensor,
-    tables: Tensor,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    touched: Tensor,
-    scores: Tensor | None,
-    counters: Tensor,
-) -> None:
-    _check_tables_contents(tables, counters.shape[0])
-    _check_slots_contents(slots, touched.numel())
+def check_touch_slots_contents(touch: SlotTouch) -> None:
+    _check_tables_contents(touch.tables, touch.counters.shape[0])
+    _check_slots_contents(touch.slots, touch.touched.numel())
 
 
-def check_insert_keys_contents(
-    keys: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    wanted: Tensor | None,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    released: Tensor,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> None:
-    _check_tables_contents(tables, geometry.shape[0])
-    _check_slots_contents(slots, digests.numel())
-    _check_geometry_contents(geometry, digests.numel())
-    if int(released) >= int(epoch):
+def check_insert_keys_contents(insertion: KeyInsertion) -> None:
+    _check_tables_contents(insertion.tables, insertion.geometry.shape[0])
+    _check_slots_contents(insertion.slots, insertion.digests.numel())
+    _check_geometry_contents(insertion.geometry, insertion.digests.numel())
+    if int(insertion.released) >= int(insertion.epoch):
         raise ValueError(
-            f"released must be less than epoch, {int(epoch)}, since this batch is not trained yet, "
-            f"got {int(released)}"
+            f"released must be less than epoch, {int(insertion.epoch)}, since this batch is not "
+            f"trained yet, got {int(insertion.released)}"
         )
 
 
-def check_erase_keys_contents(
-    keys: Tensor,
-    tables: Tensor,
-    released: Tensor,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> None:
-    check_find_slots_contents(keys, tables, digests, slot_keys, geometry)
+def check_erase_keys_contents(erasure: KeyErasure) -> None:
+    check_find_slots_contents(
+        erasure.keys, erasure.tables, erasure.digests, erasure.slot_keys, erasure.geometry
+    )

@@ -5,7 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy
+from torchembed.core.hash_tables import (
+    BUCKET_SLOTS,
+    Counter,
+    InsertionResults,
+    KeyErasure,
+    KeyInsertion,
+    Policy,
+    SlotTouch,
+)
 from torchembed.ops.hash_table.hashing import locate_keys
 
 _UNSIGNED = (1 << 64) - 1
@@ -38,43 +46,33 @@ def _count(
         counters[table, counter] += sign * (counted & (tables == table)).sum()
 
 
-def touch_slots_reference(
-    slots: Tensor,
-    tables: Tensor,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    touched: Tensor,
-    scores: Tensor | None,
-    counters: Tensor,
-) -> None:
-    is_id = tables >= 0
-    if is_trained is not None:
-        is_id = is_id & is_trained
-    is_hit = is_id & (slots >= 0)
-    _count(counters, Counter.HITS, tables, is_hit)
-    _count(counters, Counter.MISSES, tables, is_id & ~is_hit)
-    if touched.numel() == 0:
+def touch_slots_reference(touch: SlotTouch) -> None:
+    is_id = touch.tables >= 0
+    if touch.is_trained is not None:
+        is_id = is_id & touch.is_trained
+    is_hit = is_id & (touch.slots >= 0)
+    _count(touch.counters, Counter.HITS, touch.tables, is_hit)
+    _count(touch.counters, Counter.MISSES, touch.tables, is_id & ~is_hit)
+    if touch.touched.numel() == 0:
         return
     # Positions that touch nothing change slot 0 by an operation that leaves it as it is.
-    place = slots.clamp_min(0)
-    touched.scatter_reduce_(0, place, torch.where(is_hit, epoch, _INT64_MIN), "amax")
-    if policy == Policy.LRU:
+    place = touch.slots.clamp_min(0)
+    touch.touched.scatter_reduce_(0, place, torch.where(is_hit, touch.epoch, _INT64_MIN), "amax")
+    if touch.policy == Policy.LRU:
         return
+    scores = touch.scores
     assert scores is not None
     occurrences = torch.zeros_like(scores).scatter_add_(0, place, is_hit.long())
-    if policy == Policy.LFU:
+    if touch.policy == Policy.LFU:
         scores += occurrences
         return
-    if policy == Policy.EPOCH_LFU:
-        assert epoch_number is not None
+    if touch.policy == Policy.EPOCH_LFU:
+        assert touch.epoch_number is not None
         count = ((scores & _MAX_COUNT) + occurrences).clamp_max(_MAX_COUNT)
-        new_scores = (epoch_number << 32) | count
+        new_scores = (touch.epoch_number << 32) | count
     else:
-        assert scores_in is not None
-        given = torch.where(is_hit, scores_in, _INT64_MIN)
+        assert touch.scores_in is not None
+        given = torch.where(is_hit, touch.scores_in, _INT64_MIN)
         new_scores = torch.full_like(scores, _INT64_MIN).scatter_reduce_(0, place, given, "amax")
     scores.copy_(torch.where(occurrences > 0, new_scores, scores))
 
@@ -148,44 +146,36 @@ def _victim(new: _NewKey, score: int, released: int, touched: Tensor, scores: Te
     return min(candidates)[-1]
 
 
-def insert_keys_reference(
-    keys: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    wanted: Tensor | None,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    released: Tensor,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    is_new = (tables >= 0) & (slots < 0)
-    if wanted is not None:
-        is_new &= wanted
-    if is_trained is not None:
-        is_new &= is_trained
-    state = [digests, slot_keys, touched, touched if scores is None else scores, counters]
+def insert_keys_reference(insertion: KeyInsertion) -> InsertionResults:
+    keys, tables, scores = insertion.keys, insertion.tables, insertion.scores
+    is_new = (tables >= 0) & (insertion.slots < 0)
+    if insertion.wanted is not None:
+        is_new &= insertion.wanted
+    if insertion.is_trained is not None:
+        is_new &= insertion.is_trained
+    state = [
+        insertion.digests,
+        insertion.slot_keys,
+        insertion.touched,
+        insertion.touched if scores is None else scores,
+        insertion.counters,
+    ]
     host_state = [tensor.cpu() for tensor in state]  # the tensors themselves, on a CPU
     host_digests, host_keys, host_touched, host_scores, host_counters = host_state
-    epoch_, released_ = int(epoch), int(released)
+    epoch_, released_ = int(insertion.epoch), int(insertion.released)
 
-    result = slots.clone()
+    result = insertion.slots.clone()
     num_ids = keys.numel()
     new_keys, new_slots = torch.zeros_like(keys), torch.full_like(keys, -1)
     new_tables = torch.full_like(tables, -1)
     is_evicted = torch.zeros(num_ids, dtype=torch.bool, device=keys.device)
     evicted_keys, evicted_scores, evicted_touched = (torch.zeros_like(keys) for _ in range(3))
     num_new = 0
-    for new in _new_keys(keys, tables, is_new, geometry):
+    for new in _new_keys(keys, tables, is_new, insertion.geometry):
         count = host_counters[new.table]
-        score = _first_score(new, policy, epoch_, epoch_number, scores_in)
+        score = _first_score(
+            new, insertion.policy, epoch_, insertion.epoch_number, insertion.scores_in
+        )
         slot = _free_slot(new, host_digests)
         if slot is not None:
             count[Counter.SIZE] += 1
@@ -222,33 +212,25 @@ def insert_keys_reference(
     )
 
 
-def erase_keys_reference(
-    keys: Tensor,
-    tables: Tensor,
-    released: Tensor,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> Tensor:
-    slots = find_slots_reference(keys, tables, digests, slot_keys, geometry)
-    num_ids, num_slots = keys.numel(), digests.numel()
+def erase_keys_reference(erasure: KeyErasure) -> Tensor:
+    slots = find_slots_reference(
+        erasure.keys, erasure.tables, erasure.digests, erasure.slot_keys, erasure.geometry
+    )
+    num_ids, num_slots = erasure.keys.numel(), erasure.digests.numel()
     if num_slots == 0:
         return slots
     place = slots.clamp_min(0)
-    positions = torch.arange(num_ids, device=keys.device)
+    positions = torch.arange(num_ids, device=erasure.keys.device)
     # The first position of each slot's key stands for all of them.
     held = torch.where(slots >= 0, positions, num_ids)
     first = held.new_full((num_slots,), num_ids).scatter_reduce_(0, place, held, "amin")
     is_first = (slots >= 0) & (first[place] == positions)
-    in_use = touched[place] > released
-    _count(counters, Counter.IN_USE, tables, is_first & in_use)
-    _count(counters, Counter.ERASED, tables, is_first & ~in_use)
-    _count(counters, Counter.SIZE, tables, is_first & ~in_use, sign=-1)
-    is_erased = (first < num_ids) & (touched <= released)
-    for state in (digests, slot_keys, touched, scores):
+    in_use = erasure.touched[place] > erasure.released
+    _count(erasure.counters, Counter.IN_USE, erasure.tables, is_first & in_use)
+    _count(erasure.counters, Counter.ERASED, erasure.tables, is_first & ~in_use)
+    _count(erasure.counters, Counter.SIZE, erasure.tables, is_first & ~in_use, sign=-1)
+    is_erased = (first < num_ids) & (erasure.touched <= erasure.released)
+    for state in (erasure.digests, erasure.slot_keys, erasure.touched, erasure.scores):
         if state is not None:
             state.masked_fill_(is_erased, 0)
     return torch.where(in_use, -1, slots)

@@ -5,6 +5,13 @@ from torch import Tensor
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.core.hash_tables import (
+    InsertionResults,
+    KeyErasure,
+    KeyInsertion,
+    SlotTouch,
+    empty_results,
+)
 from torchembed.ops.hash_table.checks import (
     check_erase_keys,
     check_erase_keys_contents,
@@ -42,18 +49,7 @@ find_slots_op = define_op(
 )
 
 
-def _fake_touch(
-    slots: Tensor,
-    tables: Tensor,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    touched: Tensor,
-    scores: Tensor | None,
-    counters: Tensor,
-) -> None:
+def _fake_touch(touch: SlotTouch) -> None:
     return None
 
 
@@ -68,38 +64,12 @@ touch_slots_op = define_op(
     native_missing=_native.missing_reason(),
     check=check_touch_slots,
     check_contents=check_touch_slots_contents,
+    record=SlotTouch,
 )
 
 
-def _fake_insert(
-    keys: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    wanted: Tensor | None,
-    policy: int,
-    epoch: Tensor,
-    epoch_number: Tensor | None,
-    released: Tensor,
-    scores_in: Tensor | None,
-    is_trained: Tensor | None,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(keys),
-        torch.empty_like(keys),
-        torch.empty_like(tables),
-        torch.empty_like(keys),
-        keys.new_empty(1),
-        torch.empty_like(keys, dtype=torch.bool),
-        torch.empty_like(keys),
-        torch.empty_like(keys),
-        torch.empty_like(keys),
-    )
+def _fake_insert(insertion: KeyInsertion) -> InsertionResults:
+    return empty_results(insertion.keys)
 
 
 insert_keys_op = define_op(
@@ -115,21 +85,12 @@ insert_keys_op = define_op(
     native_missing=_native.missing_reason(),
     check=check_insert_keys,
     check_contents=check_insert_keys_contents,
+    record=KeyInsertion,
 )
 
 
-def _fake_erase(
-    keys: Tensor,
-    tables: Tensor,
-    released: Tensor,
-    digests: Tensor,
-    slot_keys: Tensor,
-    touched: Tensor,
-    scores: Tensor | None,
-    geometry: Tensor,
-    counters: Tensor,
-) -> Tensor:
-    return torch.empty_like(keys)
+def _fake_erase(erasure: KeyErasure) -> Tensor:
+    return torch.empty_like(erasure.keys)
 
 
 erase_keys_op = define_op(
@@ -143,4 +104,5 @@ erase_keys_op = define_op(
     native_missing=_native.missing_reason(),
     check=check_erase_keys,
     check_contents=check_erase_keys_contents,
+    record=KeyErasure,
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchembed.core.random_bits import random_bits, random_uniform, shift_right
 from torchembed.core.types import InitializerKind
+from torchembed.core.update_records import RowInitialization
 
 _SQRT_HALF_BITS = 0x3F3504F3
 _QUARTER = 1 << 22
@@ -56,39 +57,26 @@ def standard_normal(keys: Tensor, columns: Tensor) -> Tensor:
     return radius * _cosine_of_turn(second)
 
 
-def initialize_rows_reference(
-    weight: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    rows: Tensor,
-    ids: Tensor,
-    tables: Tensor,
-    num_new: Tensor | None,
-    table_keys: Tensor,
-    kinds: Tensor,
-    parameters: Tensor,
-    first_columns: Tensor | None,
-    initial_state: float,
-) -> None:
-    if weight.numel() == 0:
+def initialize_rows_reference(new: RowInitialization) -> None:
+    if new.weight.numel() == 0:
         return
-    is_new = rows >= 0
-    if num_new is not None:
-        is_new &= torch.arange(rows.numel(), device=rows.device) < num_new
-    rows, ids, tables = rows[is_new], ids[is_new], tables[is_new].long()
+    is_new = new.rows >= 0
+    if new.num_new is not None:
+        is_new &= torch.arange(new.rows.numel(), device=new.rows.device) < new.num_new
+    rows, ids, tables = new.rows[is_new], new.ids[is_new], new.tables[is_new].long()
 
-    columns = torch.arange(weight.shape[1], device=weight.device).unsqueeze(0)
-    if first_columns is not None:
-        columns = columns + first_columns[tables].unsqueeze(1)
-    keys = random_bits(table_keys[tables], ids).unsqueeze(1)
-    kind = kinds[tables].unsqueeze(1)
-    first, second = parameters[tables].unsqueeze(2).unbind(1)
+    columns = torch.arange(new.weight.shape[1], device=new.weight.device).unsqueeze(0)
+    if new.first_columns is not None:
+        columns = columns + new.first_columns[tables].unsqueeze(1)
+    keys = random_bits(new.table_keys[tables], ids).unsqueeze(1)
+    kind = new.kinds[tables].unsqueeze(1)
+    first, second = new.parameters[tables].unsqueeze(2).unbind(1)
     uniform = first + second * random_uniform(keys, columns)
     normal = first + second * standard_normal(keys, columns)
     values = torch.where(kind == InitializerKind.UNIFORM, uniform, first)
     values = torch.where(kind == InitializerKind.NORMAL, normal, values)
 
-    weight[rows] = values.to(weight.dtype)
-    for state in (state0, state1):
+    new.weight[rows] = values.to(new.weight.dtype)
+    for state in (new.state0, new.state1):
         if state is not None:
-            state[rows] = initial_state
+            state[rows] = new.initial_state

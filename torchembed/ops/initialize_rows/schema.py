@@ -1,9 +1,8 @@
 """Defines ``torchembed::initialize_rows`` and picks its kernels."""
 
-from torch import Tensor
-
 from torchembed import _native
 from torchembed.core.dispatch import define_op
+from torchembed.core.update_records import RowInitialization
 from torchembed.ops.initialize_rows.checks import (
     check_initialize_rows,
     check_initialize_rows_contents,
@@ -11,7 +10,7 @@ from torchembed.ops.initialize_rows.checks import (
 from torchembed.ops.initialize_rows.reference import initialize_rows_reference
 
 
-def _fake(*arguments: Tensor | float | None) -> None:
+def _fake(new: RowInitialization) -> None:
     return None
 
 
@@ -27,4 +26,5 @@ initialize_rows_op = define_op(
     native_missing=_native.missing_reason(),
     check=check_initialize_rows,
     check_contents=check_initialize_rows_contents,
+    record=RowInitialization,
 )
