@@ -8,7 +8,13 @@ from torch import Tensor
 from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy, SlotTouch
 from torchembed.core.types import InitializerKind
 from torchembed.core.update_records import RowInitialization
-from torchembed.triton_kernels import erase_keys, insert_keys, touch_slots
+from torchembed.triton_kernels import (
+    erase_keys,
+    insert_keys,
+    insert_keys_results,
+    insert_keys_runs,
+    touch_slots,
+)
 from torchembed.triton_kernels.find_slots import _place_in_bucket, launch_find_slots
 from torchembed.triton_kernels.hash_places import buckets_of_hash
 from torchembed.triton_kernels.initialize_rows import launch_initialize_rows
@@ -131,7 +137,7 @@ def test_count_by_table(device: torch.device) -> None:
 
 def test_insert_keys_order(device: torch.device) -> None:
     hashes, orders = longs(device, -9, -9, -9), integers(device, -9, -9, -9)
-    insert_keys._insert_keys_order_kernel[(1,)](
+    insert_keys_runs._insert_keys_order_kernel[(1,)](
         longs(device, 4, 5, 6),
         integers(device, 1, -1, 0),
         longs(device, -1, -1, 5),
@@ -148,7 +154,7 @@ def test_insert_keys_order(device: torch.device) -> None:
 
 def test_insert_keys_starts(device: torch.device) -> None:
     starts = integers(device, *[-9] * 6).reshape(2, 3)
-    insert_keys._insert_keys_starts_kernel[(1,)](
+    insert_keys_runs._insert_keys_starts_kernel[(1,)](
         longs(device, 0, 1, 2),
         integers(device, 0, 0, 0),
         longs(device, 7, 7, 5),
@@ -164,7 +170,7 @@ def test_insert_keys_starts(device: torch.device) -> None:
 def test_insert_keys_runs(device: torch.device) -> None:
     run_starts, block_starts = integers(device, *[-9] * 8).reshape(2, 4)
     num_blocks = integers(device, 0)
-    insert_keys._insert_keys_runs_kernel[(1,)](
+    insert_keys_runs._insert_keys_runs_kernel[(1,)](
         longs(device, 0, 1, 2),
         integers(device, 0, 0, 0),
         integers(device, 1, 1, 2, 1, 1, 1).reshape(2, 3),
@@ -220,7 +226,7 @@ def test_insert_keys(device: torch.device) -> None:
 def test_insert_keys_results(device: torch.device) -> None:
     slots, new_keys, new_slots, num_new = (longs(device, -9, -9, -9) for _ in range(4))
     no_evictions = [longs(device, -9, -9, -9) for _ in range(3)]
-    insert_keys._insert_keys_results_kernel[(1,)](
+    insert_keys_results._insert_keys_results_kernel[(1,)](
         longs(device, 0, 1, 2),
         integers(device, 0, 0, 0),
         longs(device, 10, 11, 12),

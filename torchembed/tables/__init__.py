@@ -18,7 +18,8 @@ from torchembed.tables.dynamic import (
 )
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
-from torchembed.tables.hash_index import HashFactory, HashIndex, num_slots
+from torchembed.tables.hash_factory import HashFactory, num_slots
+from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import (
     Constant,

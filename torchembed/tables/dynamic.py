@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 
+from torchembed.ops.hash_table import Policy
 from torchembed.tables.admission_filters import CountMinSketch, Probability
 from torchembed.tables.minimum_count import MinimumCount
 
@@ -67,6 +68,18 @@ class EpochLFU:
 
 Eviction = LRU | LFU | DecayingLFU | EpochLFU
 AdmissionPolicy = MinimumCount | CountMinSketch | Probability
+
+_POLICIES = {
+    LRU: Policy.LRU,
+    LFU: Policy.LFU,
+    DecayingLFU: Policy.LFU,
+    EpochLFU: Policy.EPOCH_LFU,
+}
+
+
+def policy_of(eviction: Eviction) -> Policy:
+    """The scores by which hash tables choose whose row goes under ``eviction``."""
+    return _POLICIES[type(eviction)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,42 @@
 """Decay of counts, so that ids that came often long ago make room for those that come now."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from torchembed.ops.hash_table import TableShape
+from torchembed.tables.dynamic import DecayingLFU
 from torchembed.tables.slot_windows import SlotWindows
 
 
-def decay_scores(
-    scores: Tensor, windows: SlotWindows, epoch: Tensor, rate: float, happens: Tensor
-) -> None:
-    """Multiply the scores in the window of ``epoch`` by ``rate``, rounded down.
-
-    Torch operations of static shapes: never waits for a GPU, and may be captured. A product of
-    float64 is the same on every device.
+class ScoreDecay:
+    """Multiplies the scores of tables by a rate, a window of slots each step.
 
     Args:
-        scores: int64 ``[S]``, not negative; changed.
-        windows: over the slots.
-        epoch: int64 ``[1]``: the newest admission epoch.
-        rate: in ``[0, 1)``.
-        happens: bool ``[1]``: False where nothing may change.
+        eviction: the rate, in ``[0, 1)``, and the steps within which each score decays once.
+        shapes: of the tables, in order.
+        device: of the tables.
     """
-    slots, is_due = windows.at(epoch)
-    counts = scores[slots]
-    decayed = (counts.double() * rate).long()
-    scores.scatter_(0, slots, torch.where(is_due & happens, decayed, counts))
+
+    def __init__(
+        self, eviction: DecayingLFU, shapes: Sequence[TableShape], device: torch.device
+    ) -> None:
+        self._rate = eviction.rate
+        self._windows = SlotWindows(shapes, eviction.steps_per_decay, device)
+
+    def apply(self, scores: Tensor, epoch: Tensor, happens: Tensor) -> None:
+        """Multiply the scores in the window of ``epoch`` by the rate, rounded down.
+
+        Torch operations of static shapes: never waits for a GPU, and may be captured. A product of
+        float64 is the same on every device.
+
+        Args:
+            scores: int64 ``[S]``, not negative; changed.
+            epoch: int64 ``[1]``: the newest admission epoch.
+            happens: bool ``[1]``: False where nothing may change.
+        """
+        slots, is_due = self._windows.at(epoch)
+        counts = scores[slots]
+        decayed = (counts.double() * self._rate).long()
+        scores.scatter_(0, slots, torch.where(is_due & happens, decayed, counts))

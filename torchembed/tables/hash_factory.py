@@ -1,0 +1,42 @@
+"""The factory of hash indices: the rows and bytes that a dynamic table takes, before it is made."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from torchembed.ops.hash_table import Policy, table_shape
+from torchembed.tables.deletion_log import DeletionLog
+from torchembed.tables.dynamic import Dynamic, policy_of
+from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.row_index import IndexedTable
+
+
+def num_slots(capacity: int) -> int:
+    """Rows of a dynamic table of ``capacity``: as many, or a few more, so that its buckets are
+    equally large."""
+    return table_shape(capacity).num_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class HashFactory:
+    """Makes :class:`HashIndex`."""
+
+    dynamic: Dynamic
+
+    takes_any_id = True
+
+    def rows_for(self, capacity: int) -> int:
+        return num_slots(capacity)
+
+    def bytes_for(self, num_rows: int) -> int:
+        """Ids, digests, epochs of the last use and, but for LRU, scores; what chooses the ids that
+        get rows; and the log of those that left."""
+        has_scores = policy_of(self.dynamic.eviction) is not Policy.LRU
+        admission = self.dynamic.admission
+        counts = 0 if admission is None else admission.bytes_for(num_rows)
+        logged = self.dynamic.deletion_log * DeletionLog.ENTRY_BYTES
+        return num_rows * (8 + 1 + 8 + (8 if has_scores else 0)) + counts + logged
+
+    def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> HashIndex:
+        return HashIndex(tables, self.dynamic, device)
