@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchembed
+from tests.support.dynamic_tables import ids_held
 from tests.support.tolerance import assert_same_bits
 from torchembed import (
     LFU,
@@ -22,7 +23,6 @@ from torchembed import (
     Probability,
     SparseFeatures,
 )
-from torchembed.tables import HashIndex
 
 POLICIES = {
     "minimum count": MinimumCount(3),
@@ -40,13 +40,6 @@ def bags(dynamic: Dynamic, capacity: int = 40) -> EmbeddingBagCollection:
 def batch(*ids: int) -> SparseFeatures:
     """Ids of table ``a``, and none of ``b``."""
     return SparseFeatures.from_dict({"a": [[i] for i in ids], "b": [[] for _ in ids]})
-
-
-def ids_held(module: EmbeddingBagCollection) -> set[int]:
-    (group,) = module.table_set.current_groups()
-    assert isinstance(group.index, HashIndex)
-    state = group.index.hash_tables
-    return set(state.keys[state.digests > 0].tolist())
 
 
 def train(module: EmbeddingBagCollection, *batches: SparseFeatures) -> list[set[int]]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchembed
+from tests.support.dynamic_tables import one_bag_each, train_on, two_and_a_static_one
 from tests.support.tolerance import assert_same_bits
 from torchembed import (
     LFU,
@@ -19,9 +20,7 @@ from torchembed import (
     Dynamic,
     EmbeddingBag,
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     SnapshotDueError,
-    SparseFeatures,
     TableDelta,
 )
 from torchembed.ops.hash_table import Counter
@@ -33,34 +32,7 @@ Copies = dict[str, dict[int, Tensor]]
 
 
 def collection(capacity: int = 4, **settings: Any) -> EmbeddingBagCollection:
-    """Two dynamic tables of one group, and a static one."""
-    dynamic = Dynamic(**{"deletion_log": 100, **settings})
-    return EmbeddingBagCollection(
-        [
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=capacity,
-                embedding_dim=2,
-                feature_names=(name,),
-                dynamic=of_table,
-            )
-            for name, of_table in (("a", dynamic), ("b", dynamic), ("c", None))
-        ]
-    )
-
-
-def batch_of(a: list[int], b: list[int]) -> SparseFeatures:
-    """One bag of each table."""
-    offsets = torch.tensor([0, len(a), len(a) + len(b), len(a) + len(b) + 1])
-    values = torch.tensor([*a, *b, 0])
-    return SparseFeatures(keys=("a", "b", "c"), values=values, batch_size=1, offsets=offsets)
-
-
-def step(
-    module: EmbeddingBagCollection, optimizer: torch.optim.Optimizer, a: list[int], b: list[int]
-) -> None:
-    module(batch_of(a, b)).values().square().sum().backward()
-    optimizer.step()
+    return two_and_a_static_one(capacity, Dynamic(**{"deletion_log": 100, **settings}))
 
 
 def applied(copies: Copies, delta: Delta) -> Copies:
@@ -113,7 +85,7 @@ def test_a_snapshot_and_deltas_are_a_later_snapshot(
             if isinstance(operation, int):
                 module.evict(max_rows=operation, table="a")
             else:
-                step(module, optimizer, *operation)
+                train_on(module, optimizer, *operation)
         delta = module.delta(since=marks[-1])
         if not window:
             assert num_changes(delta) == 0
@@ -134,9 +106,9 @@ def test_an_eviction_is_a_deletion_with_its_epoch_and_reason() -> None:
     module = collection(2)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
     for a in ([1, 2], [2], [2]):
-        step(module, optimizer, a, [0])
+        train_on(module, optimizer, a, [0])
     before = module.delta()
-    step(module, optimizer, [3], [0])
+    train_on(module, optimizer, [3], [0])
     changes = changes_of(module, before)
     assert changes.ids.tolist() == [3]
     assert changes.deleted_ids.tolist() == [1]
@@ -148,10 +120,10 @@ def test_an_eviction_is_a_deletion_with_its_epoch_and_reason() -> None:
 def test_an_expired_id_is_a_deletion() -> None:
     module = collection(4, ttl_steps=2, sweep_steps=1)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
-    step(module, optimizer, [1], [0])
+    train_on(module, optimizer, [1], [0])
     before = module.delta()
     for _ in range(3):
-        step(module, optimizer, [2], [0])
+        train_on(module, optimizer, [2], [0])
     changes = changes_of(module, before)
     assert changes.ids.tolist() == [2]
     assert changes.deleted_ids.tolist() == [1]
@@ -162,7 +134,7 @@ def test_an_id_evicted_on_demand_is_a_deletion_at_once() -> None:
     module = collection(4)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
     for a in ([1], [2], [2]):
-        step(module, optimizer, a, [0])
+        train_on(module, optimizer, a, [0])
     before = module.delta()
     module.evict(max_rows=1, table="a")
     changes = changes_of(module, before)
@@ -177,7 +149,7 @@ def test_an_erased_id_is_a_deletion(dtype: torch.dtype) -> None:
     module = collection(4)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
     for a in ([1, 3], [2], [2]):
-        step(module, optimizer, a, [1])
+        train_on(module, optimizer, a, [1])
     before = module.delta()
     module.erase(torch.tensor([[1, 1], [2, 9]]).to(dtype), table="a")
     changes = changes_of(module, before)
@@ -194,10 +166,10 @@ def test_an_erased_id_is_a_deletion(dtype: torch.dtype) -> None:
 def test_an_id_that_came_back_is_an_upsert_alone() -> None:
     module = collection(1)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
-    step(module, optimizer, [1], [0])
+    train_on(module, optimizer, [1], [0])
     before = module.delta()
     for a in (2, 2, 1, 1, 2, 2, 1, 1):
-        step(module, optimizer, [a], [0])
+        train_on(module, optimizer, [a], [0])
     changes = changes_of(module, before)
     assert (changes.ids.tolist(), changes.deleted_ids.tolist()) == ([1], [2])
 
@@ -206,14 +178,14 @@ def test_a_log_that_is_too_short_says_that_a_snapshot_is_due() -> None:
     """The two tables of the group share room for four."""
     module = collection(1, deletion_log=2)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
-    step(module, optimizer, [1], [0])
+    train_on(module, optimizer, [1], [0])
     before = module.delta()
     for number in range(2, 6):
-        step(module, optimizer, [number], [0])
-        step(module, optimizer, [number], [0])
+        train_on(module, optimizer, [number], [0])
+        train_on(module, optimizer, [number], [0])
     assert changes_of(module, before).deleted_ids.tolist() == [1, 2, 3, 4]
-    step(module, optimizer, [6], [0])
-    step(module, optimizer, [6], [0])
+    train_on(module, optimizer, [6], [0])
+    train_on(module, optimizer, [6], [0])
     with pytest.raises(SnapshotDueError, match=r"at most 4 ids left .* which 5 did; a full"):
         module.delta(since=before.mark)
     snapshot = module.delta()
@@ -245,9 +217,9 @@ def test_bad_uses_are_refused_by_name() -> None:
 def test_rows_that_gradients_wait_for_come_in_the_next_delta() -> None:
     module = collection()
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
-    step(module, optimizer, [1], [0])
+    train_on(module, optimizer, [1], [0])
     copies = applied({}, module.delta())
-    module(batch_of([1, 5], [0])).values().sum().backward()
+    module(one_bag_each([1, 5], [0])).values().sum().backward()
     between = module.delta()
     optimizer.step()
     copies = applied(applied(copies, between), module.delta(since=between.mark))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
+from tests.support.dynamic_tables import ids_held, index_of
 from tests.support.tolerance import assert_same_bits
 from torchembed import (
     LFU,
@@ -27,7 +28,6 @@ from torchembed import (
     Uniform,
 )
 from torchembed.ops.hash_table import Counter
-from torchembed.tables import HashIndex
 
 ANY_IDS = [-1, 0, 2**63 - 1, -(2**63), 7]
 NUM_ROWS = 40
@@ -54,20 +54,6 @@ def bags(capacity: int, dynamic: Dynamic | None = None, **settings: Any) -> Embe
         **settings,
     )
     return EmbeddingBagCollection([config])
-
-
-def index_of(module: EmbeddingBagCollection | EmbeddingCollection) -> HashIndex:
-    (index,) = [
-        group.index
-        for group in module.table_set.current_groups()
-        if isinstance(group.index, HashIndex)
-    ]
-    return index
-
-
-def ids_held(module: EmbeddingBagCollection | EmbeddingCollection) -> set[int]:
-    state = index_of(module).hash_tables
-    return set(state.keys[state.digests > 0].tolist())
 
 
 def counted(module: EmbeddingBagCollection, counter: Counter) -> int:

@@ -12,68 +12,31 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchembed
+from tests.support.dynamic_tables import (
+    index_of,
+    one_bag_each,
+    train_on,
+    two_and_a_static_one,
+)
 from torchembed import (
     LFU,
     LRU,
     Dynamic,
     EmbeddingBag,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    SparseFeatures,
     TableStatistics,
 )
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.modules.model_statistics import dynamic_tables
 from torchembed.ops.hash_table import Counter, SlotRange, erase_if, erase_keys
-from torchembed.tables import HashIndex, StatisticsReader
+from torchembed.tables import StatisticsReader
 from torchembed.training import History, MetricsWriter, TrainPipeline, read_metrics, train
 
 
-def collection(capacity: int, dynamic: Dynamic | None = None) -> EmbeddingBagCollection:
-    """Two dynamic tables of one group, and a static one."""
-    dynamic = dynamic or Dynamic()
-    return EmbeddingBagCollection(
-        [
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=capacity,
-                embedding_dim=2,
-                feature_names=(name,),
-                dynamic=of_table,
-            )
-            for name, of_table in (("a", dynamic), ("b", dynamic), ("c", None))
-        ]
-    )
-
-
-def batch_of(a: list[int], b: list[int]) -> SparseFeatures:
-    """One bag of each table."""
-    offsets = torch.tensor([0, len(a), len(a) + len(b), len(a) + len(b) + 1])
-    values = torch.tensor([*a, *b, 0])
-    return SparseFeatures(keys=("a", "b", "c"), values=values, batch_size=1, offsets=offsets)
-
-
-def step(
-    module: EmbeddingBagCollection, optimizer: torch.optim.Optimizer, a: list[int], b: list[int]
-) -> None:
-    module(batch_of(a, b)).values().sum().backward()
-    optimizer.step()
-
-
-def index_of(module: EmbeddingBagCollection) -> HashIndex:
-    (index,) = [
-        group.index
-        for group in module.table_set.current_groups()
-        if isinstance(group.index, HashIndex)
-    ]
-    return index
-
-
 def test_what_steps_did_is_counted_by_table() -> None:
-    module = collection(2)
+    module = two_and_a_static_one(2, Dynamic())
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
     for ids in ([7, 7], [7, -1], [-1], [-1], [5]):
-        step(module, optimizer, ids, [3])
+        train_on(module, optimizer, ids, [3])
     found = module.statistics()
     assert found.keys() == {"a", "b"}
     assert found["a"] == TableStatistics(
@@ -98,8 +61,8 @@ def test_what_steps_did_is_counted_by_table() -> None:
 
 
 def test_a_table_that_was_never_trained_has_rates_of_zero() -> None:
-    module = collection(4)
-    module.eval()(batch_of([1], [2]))
+    module = two_and_a_static_one(4, Dynamic())
+    module.eval()(one_bag_each([1], [2]))
     found = module.statistics()["a"]
     assert (found.lookups, found.hit_rate, found.load_factor, found.mean_evicted_age) == (0,) * 4
 
@@ -118,14 +81,14 @@ _operations = st.lists(
 @settings(max_examples=40, derandomize=True, database=None)
 @given(_operations, st.sampled_from([LRU(), LFU()]))
 def test_statistics_add_up(operations: list[Any], eviction: LRU | LFU) -> None:
-    module = collection(4, Dynamic(eviction=eviction))
+    module = two_and_a_static_one(4, Dynamic(eviction=eviction))
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
     index = index_of(module)
     state, num_lookups = index.hash_tables, 0
     for operation, first, second in operations:
         last = index.clock.last
         if operation == "train":
-            step(module, optimizer, first, second)
+            train_on(module, optimizer, first, second)
             num_lookups += len(first)
         elif operation == "erase":
             tables = torch.zeros(len(first), dtype=torch.int32)
@@ -145,11 +108,11 @@ def test_statistics_add_up(operations: list[Any], eviction: LRU | LFU) -> None:
 
 
 def test_what_was_read_does_not_change_with_the_table() -> None:
-    module = collection(4)
+    module = two_and_a_static_one(4, Dynamic())
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
-    step(module, optimizer, [1], [2])
+    train_on(module, optimizer, [1], [2])
     before = module.statistics()
-    step(module, optimizer, [3], [4])
+    train_on(module, optimizer, [3], [4])
     assert before["a"].size == 1
     assert module.statistics()["a"].size == 2
 
@@ -159,17 +122,17 @@ def test_a_copy_that_is_under_way_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     arrived = [False]
     monkeypatch.setattr(HostNumbers, "have_arrived", property(lambda numbers: arrived[0]))
     monkeypatch.setattr(HostNumbers, "__init__", _copy_at_once)
-    module = collection(4)
+    module = two_and_a_static_one(4, Dynamic())
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
-    step(module, optimizer, [1], [2])
+    train_on(module, optimizer, [1], [2])
     assert module.statistics() == {}
-    step(module, optimizer, [3], [4])
+    train_on(module, optimizer, [3], [4])
     assert module.statistics() == {}
     arrived[0] = True
     assert module.statistics()["a"].epoch == 1
     assert module.statistics()["a"].epoch == 2
     arrived[0] = False
-    step(module, optimizer, [5], [6])
+    train_on(module, optimizer, [5], [6])
     assert module.statistics()["a"].epoch == 2
     assert module.statistics(wait=True)["a"].epoch == 3
 
@@ -179,19 +142,19 @@ def _copy_at_once(numbers: Any, tensor: Tensor) -> None:
 
 
 def test_copies_of_a_module_read_their_own_figures() -> None:
-    module = collection(4)
+    module = two_and_a_static_one(4, Dynamic())
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
-    step(module, optimizer, [1], [2])
+    train_on(module, optimizer, [1], [2])
     module.statistics()
     twin = copy.deepcopy(module)
-    step(module, optimizer, [3], [4])
+    train_on(module, optimizer, [3], [4])
     assert twin.statistics()["a"].size == 1
     assert StatisticsReader().read({}, wait=False) == {}
 
 
 def test_statistics_follow_a_table_into_another_group() -> None:
-    module = collection(4)
-    step(module, torchembed.optim.SGD(module.parameters(), lr=0.1), [1], [2])
+    module = two_and_a_static_one(4, Dynamic())
+    train_on(module, torchembed.optim.SGD(module.parameters(), lr=0.1), [1], [2])
     weights = {table.spec.name: table.parameter for table in module.table_set.tables}
     weights["b"].requires_grad_(False)
     assert {name: of.size for name, of in module.statistics().items()} == {"a": 1, "b": 1}
@@ -202,7 +165,10 @@ class Clicks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users, self.items = collection(4), collection(4)
+        self.users, self.items = (
+            two_and_a_static_one(4, Dynamic()),
+            two_and_a_static_one(4, Dynamic()),
+        )
         self.bag = EmbeddingBag(3, 2, mode="sum", dynamic=Dynamic())
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -212,7 +178,7 @@ class Clicks(nn.Module):
 def test_tables_of_a_model_have_names_of_their_own() -> None:
     names = dynamic_tables(Clicks()).keys()
     assert names == {"users.a", "users.b", "items.a", "items.b", "bag"}
-    assert dynamic_tables(collection(4)).keys() == {"a", "b"}
+    assert dynamic_tables(two_and_a_static_one(4, Dynamic())).keys() == {"a", "b"}
     assert dynamic_tables(EmbeddingBag(3, 2, dynamic=Dynamic())).keys() == {"weight"}
 
 

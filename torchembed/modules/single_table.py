@@ -1,8 +1,8 @@
 """The base of ``EmbeddingBag`` and ``Embedding``: one table, under the parameter ``weight``."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.configs import check_dynamic, table_spec
 from torchembed.modules.forward_admission import admits_in_forward
+from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
 from torchembed.modules.table_lookup import look_up, look_up_pooled
-from torchembed.modules.table_module import as_on_bad_id, load_index, save_index
+from torchembed.modules.table_module import as_on_bad_id
 from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
 from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
@@ -27,7 +28,7 @@ from torchembed.tables import Dynamic, Normal, Table, TableGroup
 M = TypeVar("M", nn.EmbeddingBag, nn.Embedding)
 
 
-class SingleTable(ModuleOfOneTable):
+class SingleTable(IndexInStateDict, ModuleOfOneTable):
     """One table under the parameter ``weight``, looked up by the feature ``input``."""
 
     weight: nn.Parameter
@@ -123,18 +124,6 @@ class SingleTable(ModuleOfOneTable):
         super().register_parameter(name, param)
         if param is not None and name == "weight":
             self._table.parameter = param
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_index(self._table, destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        load_index(self._table, state_dict, prefix, *arguments)
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ((self._table, self),)

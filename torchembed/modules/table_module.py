@@ -1,13 +1,12 @@
 """The base of the modules that hold embedding tables."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.own_storage import with_own_storage
 from torchembed.core.types import OnBadId
+from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.ops.hash_table import int64_keys
 from torchembed.tables import (
     Delta,
@@ -23,7 +22,7 @@ from torchembed.tables import (
 )
 
 
-class TableWeight(nn.Module):
+class TableWeight(IndexInStateDict):
     """Holds the parameter ``weight`` of one table, which gives it a name in ``state_dict``."""
 
     def __init__(self, table: Table) -> None:
@@ -43,51 +42,6 @@ class TableWeight(nn.Module):
     def held_weight(self) -> Tensor:
         """``weight``, after the hooks by which pruning computes it."""
         return self()
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_index(self._table, destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        load_index(self._table, state_dict, prefix, *arguments)
-
-
-def save_index(table: Table, destination: dict[str, Any], prefix: str) -> None:
-    """Add to a state dict which ids a dynamic ``table`` holds, as ``index.ids`` and so on."""
-    for name, tensor in table.index_contents().items():
-        destination[f"{prefix}index.{name}"] = with_own_storage(tensor)
-
-
-def load_index(
-    table: Table,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    local_metadata: object,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Copy into ``table`` what :func:`save_index` gave; arguments are those of torch's hook."""
-    own = table.index_contents()
-    keys = {name: f"{prefix}index.{name}" for name in own}
-    unexpected_keys[:] = [key for key in unexpected_keys if key not in keys.values()]
-    missing = [key for key in keys.values() if key not in state_dict]
-    wrong = [
-        f"{key} must have shape {tuple(own[name].shape)}, got {tuple(state_dict[key].shape)}"
-        for name, key in keys.items()
-        if key in state_dict and state_dict[key].shape != own[name].shape
-    ]
-    if strict:
-        missing_keys += missing
-    error_msgs += wrong
-    if own and not missing and not wrong:
-        table.load_index_contents({name: state_dict[key] for name, key in keys.items()})
 
 
 def _restore_after_load(module: "TableModule", incompatible_keys: object) -> None:
