@@ -1,4 +1,4 @@
-"""Where keys of hash tables may lie, inside kernels: the arithmetic of
+"""Places of keys of hash tables, inside kernels: the arithmetic of
 :mod:`torchembed.ops.hash_table.hashing`."""
 
 import triton

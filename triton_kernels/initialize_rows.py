@@ -34,7 +34,7 @@ _MOST_PROGRAMS = 2048
 
 @triton.jit
 def _uniform_steps(keys, columns):
-    """Of 2**24 steps from 0 to 1 the one that is drawn, int32."""
+    """The one of 2**24 steps from 0 to 1 that is drawn, int32."""
     return (random_bits(keys, columns) >> 40).to(tl.int32)
 
 

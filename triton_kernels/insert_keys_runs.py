@@ -53,8 +53,9 @@ def _insert_keys_order_kernel(
     num_tables,
     BLOCK: tl.constexpr,
 ):
-    """What positions are sorted by: ``orders``, the table of a key that is to be inserted and
-    ``num_tables`` for others, then ``hashes``, less 2**63 so that signed numbers have the order.
+    """The numbers that positions are sorted by: ``orders``, the table of a key that is to be
+    inserted and ``num_tables`` for others, then ``hashes``, less 2**63 so that signed numbers have
+    the order.
 
     Example: two tables, ``tables = [1, -1, 0]``, ``slots = [-1, -1, 5]``: ``orders = [1, 2, 2]``.
     """

@@ -243,7 +243,7 @@ def _log(beta: float) -> float:
 
 
 def step_size(update: RowUpdate) -> torch.Tensor:
-    """What the update multiplies a row's change by, float32 ``[1]``: ``lr``, and for Adam its
+    """The factor of a row's change, float32 ``[1]``: ``lr``, and for Adam its
     corrected step size."""
     if update.optimizer != OptimizerKind.ADAM:
         return update.lr

@@ -49,7 +49,7 @@ _ROW_WISE = "exact_row_wise_adagrad"
 
 
 class KeyCounts(NamedTuple):
-    """How often some keys were seen that have no rows yet."""
+    """Numbers of occurrences of keys that have no rows yet."""
 
     keys: Tensor
     """int64 ``[n]``, each at most once."""

@@ -21,7 +21,7 @@ class ColumnForm(NamedTuple):
     """Form of a column: what the same columns of all files share."""
 
     dtype: str
-    """As the format names it."""
+    """The format's name of it."""
     shape: tuple[int, ...]
     """Shape of one row's element; ``()`` is a number."""
 
@@ -39,7 +39,7 @@ class WrittenRows(NamedTuple):
 
     columns: dict[str, ColumnForm]
     files: dict[str, RowFile]
-    """By name in the folder."""
+    """The files of the folder, by name."""
 
 
 def chunk_of(tensors: Mapping[str, Tensor]) -> RowChunk:

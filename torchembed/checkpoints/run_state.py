@@ -33,7 +33,7 @@ class SavedState(NamedTuple):
     """A checkpoint to load from."""
 
     name: str
-    """For errors."""
+    """The name that errors give it."""
     entries: Mapping[str, STORAGE_TYPES]
     """Metadata of ``torch.distributed.checkpoint`` for each tensor and object, by name."""
     num_ranks: int

@@ -36,14 +36,14 @@ _DTYPES = (
     torch.float32,
     torch.float64,
 )
-"""By their numbers in heads."""
+"""The dtypes, by their numbers in heads."""
 _KEYS, _FLOATS = _DTYPES[:4], _DTYPES[4:]
 STATES = {
     "SGD": {},
     "Adagrad": {"sum": "accumulator"},
     "Adam": {"exp_avg": "m", "exp_avg_sq": "v"},
 }
-"""By SOK's name of an optimizer: its slots, by the names of the same states here."""
+"""The slots of each optimizer of SOK, by the names of the same states here."""
 
 
 class _Kind(enum.IntEnum):

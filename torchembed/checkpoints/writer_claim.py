@@ -144,7 +144,8 @@ def claim_of(storage: Storage, holder: object) -> WriterClaim:
 
 
 def _forget_claims() -> None:
-    """In a forked process: the lock is the parent's, and must not outlive it in a child."""
+    """Forget all claims, in a forked process: a lock is the parent's, and must not outlive it in a
+    child."""
     for claim in list(_claims.values()):
         claim._release()
     _claims.clear()

@@ -17,7 +17,7 @@ class Policy(enum.IntEnum):
     LRU = 0
     """The epoch that used the row last, so that there are no scores beside ``touched``."""
     LFU = 1
-    """How often the key occurred since it was inserted, duplicates in a batch counted."""
+    """The occurrences of the key since it was inserted, duplicates in a batch counted."""
     EPOCH_LFU = 2
     """``epoch_number << 32 | count``: by the epoch (the caller's, a day say) of the last use, then
     by the occurrences since insertion, at most 2**32 - 1."""

@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torchembed.core import ranks
 
 PATIENCE_SECONDS = 5.0
-"""How long a rank waits for the others to notice what it has."""
+"""The time that a rank waits for the others to notice what it has."""
 _POLL_SECONDS = 5e-4
 
 

@@ -40,9 +40,9 @@ class GroupSlots:
         self.changes_on_admission = group.index.changes_on_admission
         self.reorder = PieceOrder()
         self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
-        """By hotness, batch size and pooling; kept, since captured steps read them."""
+        """Maps by hotness, batch size and pooling; kept, since captured steps read them."""
         self.maps_of_forward: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors(_NUM_MAPS)
-        """Likewise, of the first forms that were looked up in forward."""
+        """Maps of the first forms that were looked up in forward, likewise."""
 
 
 class Ids(NamedTuple):

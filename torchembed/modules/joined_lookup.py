@@ -268,7 +268,7 @@ class JoinedLookup:
 NO_FEATURES = SparseFeatures(
     keys=(), values=torch.empty(0, dtype=torch.int64, device="cpu"), batch_size=0, hotness=()
 )
-"""In place of the batch that a collection recognizes."""
+"""A batch without features, in place of the one that a collection recognizes."""
 
 
 class _Sink:

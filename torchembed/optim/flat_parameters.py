@@ -87,7 +87,7 @@ class FlatParameters:
         self._versions = [parameter._version for parameter in self.parameters]
 
     def _apart_of(self, chosen: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of ``chosen`` parameters that have memory of their own, and their ``values``."""
+        """The parameters among ``chosen`` that have memory of their own, and their ``values``."""
         if not self._apart:
             return [], []
         found = [parameter for parameter in chosen if parameter in self._apart]

@@ -1,4 +1,5 @@
-"""What ``GradScaler`` asks of the gradients of tables."""
+"""The scaling of a loss by ``GradScaler``: the gradients of tables unscaled, and checked for being
+finite."""
 
 from collections.abc import Sequence
 

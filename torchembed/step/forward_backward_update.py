@@ -177,7 +177,7 @@ class ForwardBackwardUpdate:
         self.has_begun_update = False
         """True if a step has begun to change rows and parameters."""
         self.forward_sizes: list[GatheredSize] = []
-        """What the ranks told each other in the last forward, of ids that it looked up itself."""
+        """Sizes that ranks told each other in the last forward, of ids that it looked up itself."""
 
     def __call__(
         self,

@@ -55,7 +55,7 @@ def agreed_calls(calls: Sequence[C], modules: Sequence[ModuleOfOneTable]) -> lis
 
 
 def _form(call: _Call) -> tuple[Hashable, ...]:
-    """What must be the same on all ranks for ``call`` to be part of a joined lookup."""
+    """The form of ``call``, which all ranks must have alike for it to be in a joined lookup."""
     slot, dtypes = call.slot, tuple(map(str, call.dtypes))
     hotness = slot.hotness if isinstance(slot, ExchangeSlot) else None
     return hotness, call.kind.is_jagged, dtypes

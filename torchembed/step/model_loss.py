@@ -153,7 +153,7 @@ def _output_of(model: nn.Module, batch: Tree, loss_fn: LossFunction) -> Tree:
 def _loss_of_labels(
     output: Tree, labels: Tree, weights: tuple[Tensor, ...], loss_fn: LabelLoss
 ) -> tuple[object, Tree]:
-    """What ``loss_fn`` gives, and the output in the shape in which it was given it."""
+    """The result of ``loss_fn``, and the output in the shape in which it was given it."""
     alike = _alike(output, labels, loss_fn)
     if alike is None:
         return loss_fn(output, labels, *weights), output

@@ -138,7 +138,7 @@ class BucketizedBatch:
     """int64 ``[n]``: the capacity that the lookup calls need, one after the other; of padded
     steps."""
     num_needed: tuple[int, ...] = ()
-    """How many of these numbers are each call's."""
+    """The count of these numbers that are each call's."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,7 +188,7 @@ class TrainedBatch:
     """Recorded once the device has done the step; None: once it has done what the current stream
     holds now."""
     place: ResultPlace | None = None
-    """Where the result lies; None for memory of its own."""
+    """The memory of the result; None for memory of its own."""
 
     def held_until(
         self, done: torch.cuda.Event | None, source: Tree, place: ResultPlace | None = None

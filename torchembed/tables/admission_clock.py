@@ -79,7 +79,7 @@ class AdmissionClock:
         self.numbers.copy_(torch.cat([last, last, torch.zeros_like(last).expand(3)]))
 
     def to(self, device: torch.device) -> "AdmissionClock":
-        """The same on another device."""
+        """A clock of the same epochs on another device."""
         made = AdmissionClock(device)
         made.numbers.copy_(self.numbers)
         return made

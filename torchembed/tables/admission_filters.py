@@ -277,7 +277,7 @@ class ProbabilityFilter:
 
 
 def num_occurrences(ids: Tensor, tables: Tensor, is_counted: Tensor) -> Tensor:
-    """How often each position's id of its table stands at the positions ``is_counted``.
+    """The times that each position's id of its table stands at the positions ``is_counted``.
 
     Args:
         ids: int64 ``[L]``, any.

@@ -104,9 +104,9 @@ class MinimumCountFilter:
         erase_keys(self.counts, ids, tables, released=epoch)
 
     def contents(self, table: int) -> dict[str, Tensor]:
-        """Of ``n`` counts: ``counted_ids`` int64 ``[n]``, ``counted_digests`` uint8 ``[n]``, 0 of
-        free entries, ``counts`` int64 ``[n]``, with the epoch of the last occurrence in the higher
-        32 bits, ``counted_epochs`` int64 ``[n]``, and ``count_counters`` int64."""
+        """Views of ``n`` counts: ``counted_ids`` int64 ``[n]``; ``counted_digests`` uint8
+        ``[n]``, 0 of free entries; ``counts`` int64 ``[n]``, with the epoch of the last occurrence
+        in the higher 32 bits; ``counted_epochs`` int64 ``[n]``, and ``count_counters`` int64."""
         state, begin, end = self.counts, *self._first_slots[table : table + 2]
         assert state.scores is not None
         return {

@@ -26,7 +26,7 @@ class RecordedGradients(NamedTuple):
     known_runs: Runs | None = None
     """Runs of equal ``rows``, where they were found before."""
     ready: torch.cuda.Event | None = None
-    """From when on another stream of the GPU may use them."""
+    """The moment from which another stream of the GPU may use them."""
 
     def wait(self) -> None:
         """Let the current stream wait until they are there."""
@@ -121,8 +121,8 @@ class PendingGradients:
                 self._shown.append(_Shown(table, parameter, gradient))
 
     def gradient_of(self, table: "Table") -> TableGradient:
-        """What stands for the gradients of ``table``, which is of this group; always the same
-        tensor while its weight keeps device and dtype."""
+        """The tensor that stands for the gradients of ``table``, which is of this group; always the
+        same tensor while its weight keeps device and dtype."""
         kept, weight = self._kept.get(table), self._group.weight
         if kept is None or kept.dtype is not weight.dtype or kept.device != weight.device:
             kept = self._kept[table] = TableGradient(table)

@@ -56,7 +56,7 @@ class AdmittedRows(NamedTuple):
     rows: Tensor
     """``[L]``, -1 for ids without one."""
     new: NewRows | None = None
-    """Those of them whose values must be set before they are read; None for none."""
+    """The rows whose values must be set before they are read; None for none."""
 
 
 class SlotIndex(Protocol):
@@ -138,7 +138,7 @@ class RowIndex(Protocol):
         ...
 
     def to(self, device: torch.device) -> "RowIndex":
-        """The same index on another device."""
+        """An index of the same ids on another device."""
         ...
 
     def take_table(self, table: int, source: "RowIndex", source_table: int) -> None:

@@ -125,12 +125,11 @@ class Table:
         """Turns this table's rows, or their optimizer state, into what a distributed checkpoint
         takes."""
         self.sum_over_columns: ColumnSum | None = None
-        """For a table whose columns are on several ranks."""
+        """Adds over columns, of a table whose columns are on several ranks."""
         self.max_over_holders: RankMaximum | None = None
-        """For a table of a model whose ranks hold different ones; the same for all of its tables.
-        """
+        """Takes maxima over ranks, for a model whose ranks hold different tables; one for all."""
         self.gradient_reduction: GradientReduction | None = None
-        """For a table that every rank holds: makes recorded gradients their mean over ranks."""
+        """Makes recorded gradients their mean over ranks, of a table that every rank holds."""
         self.may_join = False
         """True for the table of a module that holds no other: tables of several such modules may be
         updated in one pass."""

@@ -14,7 +14,7 @@ from torchembed.tables.table import Table
 
 
 class Operation(enum.Enum):
-    """What a delta does with an id."""
+    """The operation of a delta on an id."""
 
     UPSERT = "upsert"
     """Give it the row, whether it has one or not."""
@@ -27,7 +27,7 @@ class TableMark:
     """A moment in the history of one table."""
 
     history: str
-    """Of the table's log."""
+    """The name of the table's log."""
     epoch: int
     """Rows that were used last before this epoch have not changed since."""
     num_deletions: int
@@ -43,7 +43,7 @@ class DeltaMark:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableDelta:
-    """What changed in a table: each id is at most in one of ``ids`` and ``deleted_ids``, and once.
+    """Changes of one table: each id is at most in one of ``ids`` and ``deleted_ids``, and once.
 
     All tensors are on the CPU, and no later step changes them.
     """
@@ -70,17 +70,17 @@ class TableDelta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What changed in the dynamic tables of a module, up to one moment between two steps."""
+    """Changes of the dynamic tables of a module, up to one moment between two steps."""
 
     tables: Mapping[str, TableDelta]
-    """By the tables' names."""
+    """Changes by the tables' names."""
     mark: DeltaMark
     """The moment."""
 
 
 @torch.no_grad()
 def read_delta(tables: Sequence[Table], since: DeltaMark | None) -> Delta:
-    """What changed in those of ``tables`` that are dynamic; waits for the device.
+    """Changes of the dynamic ones among ``tables``; waits for the device.
 
     Args:
         tables: of one module.
@@ -150,7 +150,8 @@ def _table_delta(table: Table, since: TableMark | None) -> tuple[TableDelta, Tab
 
 
 def _gone(index: HashIndex, table: int, logged: LoggedDeletions) -> LoggedDeletions:
-    """Those of the ids of ``table`` that it does not hold now, each as it left last; ascending."""
+    """The ids of ``table`` in ``logged`` that it does not hold now, each as it left last;
+    ascending."""
     of_table = LoggedDeletions(*(column[logged.tables == table] for column in logged))
     ids, inverse = of_table.ids.unique(return_inverse=True)
     places = torch.arange(len(inverse), device=ids.device)

@@ -22,7 +22,7 @@ from torchembed.tables.table import Table
 _forming = threading.RLock()
 
 _Parameters: TypeAlias = tuple[list[int], list[bool]]
-"""Of each table, where its rows lie, and whether it trains."""
+"""The address of each table's rows, and for each table True if it trains."""
 
 
 class TableSet:

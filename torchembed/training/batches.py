@@ -27,7 +27,7 @@ class BatchLayout(NamedTuple):
     labels: Tree
     """Without samples, on the CPU."""
     weights: Tensor | None
-    """Of samples; likewise."""
+    """Weights of samples, likewise; None without."""
 
     @classmethod
     def of(cls, batch: Batch | WeightedBatch) -> "BatchLayout":

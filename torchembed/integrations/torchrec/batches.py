@@ -19,7 +19,7 @@ Hotness: TypeAlias = tuple[int, ...]
 ReadItem: TypeAlias = tuple[Tree]
 """A batch alone in a tuple, so that the pipeline moves its tensors and not a method of its own."""
 RestoredFeatures: TypeAlias = dict[int, tuple[KeyedJaggedTensor, SparseFeatures]]
-"""By ``id``, each ``KeyedJaggedTensor`` of a batch and the ``SparseFeatures`` it was made of."""
+"""Each ``KeyedJaggedTensor`` of a batch and the ``SparseFeatures`` it was made of, by ``id``."""
 
 
 def fixed_hotness(features: KeyedJaggedTensor) -> Hotness | None:

@@ -31,7 +31,7 @@ _logger = logging.getLogger("torchembed.integrations.torchrec")
 
 _last_made: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[PipelineSteps]]"
 _last_made = weakref.WeakKeyDictionary()
-"""By the user's model, the steps that were made of it last, on every rank."""
+"""The steps that were made last of each of the user's models, on every rank."""
 
 
 class PipelineSteps:

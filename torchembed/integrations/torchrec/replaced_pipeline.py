@@ -88,6 +88,6 @@ def _set_destroy(destroy: Callable[..., None]) -> None:
 
 
 def _leave() -> None:
-    """As the process ends: destroy graphs, and wait for no rank that may have ended before."""
+    """Destroy graphs as the process ends, and wait for no rank that may have ended before."""
     for pipeline in list(_open):
         pipeline.__exit__(SystemExit, SystemExit(), None)

@@ -39,7 +39,7 @@ class IdChecks:
         # Behind the last bag there is one more slot.
         self._takes_any = torch.tensor([*is_free, False], device=device) if any(is_free) else None
         self._masks: KeptTensors[object, Tensor] = KeptTensors(_NUM_FORMS)
-        """By hotness and batch size; kept, since captured steps read them."""
+        """Masks by hotness and batch size; kept, since captured steps read them."""
 
     def _free_positions(self, features: SparseFeatures) -> Tensor | None:
         """bool ``[L]``, True for ids of tables that take any; None where no table does."""

@@ -247,9 +247,9 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
 
 
 _NO_ID = -3
-"""In place of a padding id where there is none."""
+"""Stands for the padding id where there is none."""
 _IS_PADDING = -2
-"""In place of ids that are padding. No rank holds such a row."""
+"""Stands for ids that are padding. No rank holds such a row."""
 
 
 def _features_of(batch: SparseFeatures) -> Tensor:

@@ -150,7 +150,7 @@ class ShardedCollection(StagedCollection[B, R, V]):
         numbered = list(zip(held.numbers, held.table_set.tables, strict=True))
         self._local: dict[int, Table] = dict(numbered)
         self._by_column = {(number, table.first_column): table for number, table in numbered}
-        """By number and first column, since a rank may hold columns of one table twice."""
+        """Tables by number and first column, since a rank may hold columns of one table twice."""
         self._container = description.container
         """The attribute that holds the tables' weights."""
         self._hold_weights()

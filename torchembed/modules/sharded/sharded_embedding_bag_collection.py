@@ -226,7 +226,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return torch.cat([reserved, *in_order], dim=1)
 
     def _pushed_values(self, lookups: "_RoutedBags", push: PooledPush, *, ahead: bool) -> Tensor:
-        """The same by push: each vector is stored where it belongs."""
+        """The vectors of the samples by push: each is stored where it belongs."""
         assert lookups.route is not None
         assert lookups.sharded is not None
         others: list[tuple[Tensor, list[ColumnCopy]]] = []

@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     tables: Sequence[Table]
     """All tables of a group, in its order, or one of them."""
     slots: list[int]
-    """In the order of their tables."""
+    """The numbers of the slots, in the order of their tables."""
 
 
 class TracedSequences(NamedTuple):

@@ -22,9 +22,10 @@ class GrownTables(NamedTuple):
 def grow(
     hash_tables: HashTables, shapes: Sequence[TableShape], new_shapes: Sequence[TableShape]
 ) -> GrownTables:
-    """The same keys in tables of more blocks, which are new tensors, but for the counters. No key
-    is evicted: a block becomes several, and a key keeps its bucket and its place there. Waits for
-    the device.
+    """Tables of more blocks with the keys of ``hash_tables``, in new tensors but for the counters.
+
+    No key is evicted: a block becomes several, and a key keeps its bucket and its place there.
+    Waits for the device.
 
     Args:
         hash_tables: unchanged.

@@ -1,4 +1,4 @@
-"""Which two buckets of a table may hold a key, as a function of the key's hash.
+"""The two buckets of a table that may hold a key, as a function of the key's hash.
 
 The hash of a key is a bijection, so that the order of hashes is one of keys too. Its high bits
 choose the block: ``floor(h * num_blocks / 2**64)``, which grows with h, and which doubling the

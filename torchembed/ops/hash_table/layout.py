@@ -17,9 +17,9 @@ class TableShape(NamedTuple):
 
     num_blocks: int
     num_buckets: int
-    """In a block."""
+    """The buckets of a block."""
     num_slots: int
-    """In a bucket."""
+    """The slots of a bucket."""
 
     @property
     def num_rows(self) -> int:

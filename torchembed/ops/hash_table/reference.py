@@ -88,7 +88,7 @@ class _NewKey(NamedTuple):
     """The first slots of its two buckets, or of the one that there is."""
     num_slots: int
     positions: list[int]
-    """Where it stands in the batch."""
+    """The places of the key in the batch, ascending."""
 
 
 def _new_keys(keys: Tensor, tables: Tensor, is_new: Tensor, geometry: Tensor) -> list[_NewKey]:

@@ -101,7 +101,7 @@ def export_keys(
 
 
 class ErasedKeys(NamedTuple):
-    """What :func:`erase_if` erased."""
+    """The keys of a range of slots that :func:`erase_if` erased."""
 
     is_erased: Tensor
     """bool ``[n]``, for each slot of the range."""

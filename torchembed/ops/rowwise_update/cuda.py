@@ -21,7 +21,7 @@ _RULES_OF_16_BITS = {
     256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD),
     512: (OptimizerKind.ROWWISE_ADAGRAD,),
 }
-"""The same for rows of float16 and bfloat16, whose gradients must be float32."""
+"""The rules for rows of float16 and bfloat16, whose gradients must be float32."""
 _WIDEST_OF_ALL = 128
 """The most columns for which there are kernels for every GPU that is new enough."""
 _OLDEST_GPU = (8, 0)

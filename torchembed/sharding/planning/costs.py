@@ -35,8 +35,8 @@ narrow rows cost more by the byte. With it counted, lookups and updates reach th
 copy. This constant, the next one and the numbers of kernels are fitted to the measurements that
 `bench.planning.costs` compares."""
 NUM_PROBES = 2
-"""How often a batch's ids are looked up among those of a dynamic table: when they are routed, and
-when they are admitted."""
+"""The times that a batch's ids are looked up among those of a dynamic table: when they are routed,
+and when they are admitted."""
 CACHED_ROW_BYTE = 0.17
 """Weight of a byte that is read from the cache, because an earlier id has looked up the same
 row."""

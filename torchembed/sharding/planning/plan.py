@@ -51,7 +51,7 @@ class TablePlan:
     table: str
     placement: Placement
     shards: tuple[Shard, ...]
-    """In the order of ranks; without those that would be empty."""
+    """The shards in the order of ranks; without those that would be empty."""
     takes_any_id: bool = False
     """True for a dynamic table: the rows of a shard belong to whatever ids it holds, and a hash of
     an id says which of the ranks that divide the rows holds it."""

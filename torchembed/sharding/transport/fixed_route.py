@@ -59,7 +59,7 @@ class FixedRoute(Route):
         # What arrives is ordered by sender first; a lookup takes all samples of a feature, one
         # after the other.
         def blocks_first(received: Tensor) -> Tensor:
-            """From (rank, block) order to (block, rank) order."""
+            """Bring vectors from (rank, block) order to (block, rank) order."""
             return layout.reorder(received, pieces, by_block)
 
         def pick(tensor: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ class JaggedRoute(Route):
 
     @property
     def num_home(self) -> int:
-        """How many vectors :meth:`send_home` gives."""
+        """The number of vectors that :meth:`send_home` gives."""
         return sum(self._send)
 
     def send_home(self, vectors: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class SlotPart:
     slot: int
     shards: tuple[Shard, ...]
     partition: Partition
-    """Of the ids over the ranks of the shards."""
+    """The division of the ids among the ranks of the shards."""
 
     @property
     def num_columns(self) -> int:
@@ -159,7 +159,7 @@ class Layout:
 
 
 class _LayoutTensors(NamedTuple):
-    """What a layout keeps on a device."""
+    """The tensors that a layout keeps on a device."""
 
     boundaries: Tensor
     bucket_rows: Tensor

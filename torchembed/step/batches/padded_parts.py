@@ -23,7 +23,7 @@ class Padding:
     """
 
     value: float
-    """In columns that the batch does not have; the model must ignore them."""
+    """The value of columns that the batch does not have; the model must ignore them."""
     length: int | None = None
     """Columns ``[..., length]``; longer batches are left as they are. None for the longest batch so
     far, beyond which a model may have no positions."""

@@ -35,7 +35,7 @@ from torchembed.step.streams import event_on, fork_and_join, named_range, on_str
 from torchembed.tables import Admission
 
 _CLOSE_SECONDS = 10.0
-"""For the sizes under way to reach all ranks; where it takes longer, one of them is gone."""
+"""The time in which sizes under way reach all ranks; where it takes longer, one of them is gone."""
 
 
 @dataclasses.dataclass

@@ -29,9 +29,9 @@ class StaticEngine:
         self._program = program
         self.step: StaticStep | None = None
         self._steps: dict[tuple[int, ...], StaticStep] = {}
-        """By the number of each rank's layout."""
+        """Steps by the number of each rank's layout."""
         self._buffers: dict[int, InputBuffers] = {}
-        """By the number of this rank's layout."""
+        """Input buffers by the number of this rank's layout."""
         self._seen: dict[tuple[int, ...], None] = {}
         """Layouts of the ranks that came once; in order."""
         self._resources: StepResources | None = None

@@ -1,4 +1,4 @@
-"""What the steps of an engine have in common: they never run at once, and train one model."""
+"""Resources that the steps of an engine share: they never run at once, and train one model."""
 
 import torch
 

@@ -20,7 +20,7 @@ _CODE_OF_MODULES = frozenset(
     method.__code__
     for method in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.register_buffer)
 )
-"""What reads the holders for one attribute alone."""
+"""The code that reads the holders for one attribute alone."""
 
 
 class LeftAttribute(NamedTuple):

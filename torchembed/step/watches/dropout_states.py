@@ -31,7 +31,7 @@ class DropoutStates:
     def __init__(self, trained: TrainedModules) -> None:
         self._trained = trained
         self._states: dict[int, Tensor] = {}
-        """By their address."""
+        """States by their address."""
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a forward computes, as norms and sums, and the first difference between two ways to compute
+"""Numbers of a forward, as norms and sums, and the first difference between two ways to compute
 it that rounding does not explain."""
 
 import contextlib
@@ -19,7 +19,7 @@ from torchembed.step.stages import LookedUpBatch
 from torchembed.step.watches.called_modules import called_from_python
 
 DEVIATIONS = 8.0
-"""How many standard deviations of rounding errors may lie between two ways to compute a number."""
+"""The standard deviations of rounding errors that may lie between two ways to compute a number."""
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 OTHER_NUMBERS = "forward calls other modules than it did, or with tensors of other shapes"

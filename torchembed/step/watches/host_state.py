@@ -26,7 +26,7 @@ _NUM_OBSERVED = 2
 """The last steps before a capture that count: the first one may initialize what is drawn once."""
 
 _READERS = ("torchembed: batches", "batch-feeder")
-"""How the names of threads that read batches begin."""
+"""The beginnings of names of threads that read batches."""
 
 
 class _Generator(NamedTuple):

@@ -100,20 +100,20 @@ class PaddingCheck:
         return other if isinstance(other, str) else None
 
     def _both(self, given: Tree, padded: Tree) -> list["_Computed | str"]:
-        """What is computed for both, or what is raised; the latter on all ranks or none."""
+        """The results for both; an error is raised on all ranks or none."""
         return [_computed(self._program, self._optimizers, batch) for batch in (given, padded)]
 
 
 class _Computed(NamedTuple):
-    """What forward and backward of one batch compute."""
+    """The results of forward and backward of one batch."""
 
     outputs: list[tuple[str, tuple[int, ...], float]]
-    """What each module returned, in words, with shape and norm; in the order of calls."""
+    """The outputs of each module, in words, with shape and norm; in the order of calls."""
     epsilon: float
     """The largest distance from 1 to the next number of the outputs' dtypes."""
     loss: float
     gradients: dict[str, Tensor]
-    """Of dense parameters."""
+    """The gradients of dense parameters."""
     draws: bool
     """True where random numbers were drawn."""
 
@@ -142,7 +142,7 @@ def _computed(program: StepProgram, optimizers: StepOptimizers, batch: Tree) -> 
 
 
 def _difference(given: _Computed, padded: _Computed) -> str | None:
-    """What differs by more than rounding explains, in words; None for nothing.
+    """The first difference that rounding does not explain, in words; None for none.
 
     Each of the outputs before the loss adds a rounding of its own, and so does backward on its way
     through them. Gradients are compared all together: one alone may be the sum of many numbers that

@@ -88,7 +88,7 @@ def called_for_loss(loss_fn: object) -> object:
 
 
 def _places(code: "_Code", objects: dict[str, Values]) -> list[ReadValues]:
-    """What ``code`` reads, of ``objects`` and of those within them."""
+    """The places that ``code`` reads, of ``objects`` and of those within them."""
     dicts: dict[str, Values] = {}
     seen = set(map(id, objects.values()))
 
@@ -134,7 +134,7 @@ def _is_library(package: str) -> bool:
 
 
 class _Code:
-    """What functions read, they and those that they call by their names.
+    """The reads of functions, and of those that they call by their names.
 
     Attributes:
         attributes: names that are read or set as attributes, of whatever object.
@@ -145,7 +145,7 @@ class _Code:
         self._variables: dict[int, ReadValues] = {}
         """For each module of Python, its global variables that are read."""
         self._values: list[ReadValues] = []
-        """Of functions: variables of the functions around them, default values, attributes."""
+        """Values of functions: variables of the functions around them, defaults, attributes."""
         self._functions: set[types.FunctionType] = set()
         self._kinds: dict[type, None] = {}
         """Classes whose objects have attributes that are read, and their bases."""

@@ -45,7 +45,7 @@ class ReplacedMethods:
         self._own = {kind: forward_of(kind) for kind in kinds}
 
     def find(self) -> Iterator[ReplacedMethod]:
-        """Those that are there now."""
+        """The methods that are replaced now."""
         for path, module in self._model.named_modules():
             if _is_assigned_by_others(module):
                 where = f"module {path}" if path else f"model {type(module).__name__}"
@@ -65,7 +65,7 @@ class ReplacedMethods:
 
 
 def forward_of(kind: type[nn.Module]) -> object:
-    """What a class of modules holds under ``forward``, not bound to anything."""
+    """The function that a class of modules has as ``forward``, not bound to anything."""
     return next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
 
 

@@ -19,7 +19,7 @@ class OtherRankFailed(Exception):  # noqa: N818 - no error of this rank
 
 
 class Trial(NamedTuple):
-    """What forward and backward of a batch computed."""
+    """The results of forward and backward of a batch."""
 
     summary: Summary
     """The outputs of all modules and, last, the loss."""

@@ -71,7 +71,7 @@ class WatchedContents:
         return (bool(self._arrays) or bool(self._tensors)) and self._now() != self._before
 
     def named(self) -> Iterator[tuple[str, object]]:
-        """What was there when this object was made, by names in warnings."""
+        """The contents when this object was made, by names in warnings."""
         names = [name for name, _ in (*self._arrays, *self._tensors)]
         return ((f"contents of {n}", now) for n, now in zip(names, self._before, strict=True))
 

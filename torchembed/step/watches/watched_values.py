@@ -107,7 +107,7 @@ class WatchedValues:
         those that are not there."""
         self._reads_all = self._has_new_reads = False
         self._applied: Reads = {}
-        """Those by which values were chosen."""
+        """The reads by which values were chosen."""
         self._forwards: dict[type, object] = {}
         """``forward`` of each class of the modules, as it was first."""
         self._changes: dict[str, collections.deque[int]] = {}
@@ -228,7 +228,7 @@ class WatchedValues:
         return found
 
     def _named(self) -> Iterator[tuple[str, object]]:
-        """The same values by their names."""
+        """The values by their names."""
         yield from self._hyperparameters()
         for where, values in self._held:
             yield from ((f"{name} of {where}", value) for name, value in values.items())
