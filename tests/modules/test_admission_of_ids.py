@@ -145,3 +145,20 @@ def test_state_dicts_and_copies_hold_the_counts(name: str, eviction: torchembed.
 def test_admission_must_be_a_policy() -> None:
     with pytest.raises(TypeError, match=r"admission must be MinimumCount\(\.\.\.\), .* got 3"):
         Dynamic(admission=3)  # type: ignore[arg-type]
+
+
+def test_each_step_of_torchs_optimizers_draws_anew() -> None:
+    """Forwards between two steps are one batch, whoever steps: else an id that was not drawn once
+    never would be."""
+    held = []
+    for kind in (torch.optim.SGD, torchembed.optim.SGD):
+        module = bags(Dynamic(admission=Probability(threshold=4)))
+        optimizer = kind(module.parameters(), lr=0.5)
+        for _ in range(12):
+            optimizer.zero_grad()
+            for features in (batch(1, 2, 3), batch(-4, 5, 6)):
+                module(features).values().square().sum().backward()
+            optimizer.step()
+            held.append(ids_held(module))
+    assert held[:12] == held[12:]
+    assert held[0] != held[11] == {1, 2, 3, -4, 5, 6}

@@ -48,7 +48,7 @@ class RecordingIndex(RangeIndex):
         slots.admissions = self.admissions
         return slots
 
-    def release(self, epoch: Tensor) -> None:
+    def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
         self.released.append(int(epoch))
 
 
@@ -91,10 +91,10 @@ class DictIndex:
     def for_tables(self, tables: Sequence[int]) -> "DictSlots":
         return DictSlots(self, list(tables))
 
-    def release(self, epoch: Tensor) -> None:
+    def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
         """Nothing is evicted."""
 
-    def release_forwards(self) -> None:
+    def release_forwards(self, *, keeps_rows: bool = False) -> None:
         """Nothing is evicted."""
 
     def contents(self, table: int) -> dict[str, Tensor]:

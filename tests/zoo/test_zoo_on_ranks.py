@@ -13,6 +13,7 @@ import torch
 
 from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
+from tests.zoo.dynamic_tables import DYNAMIC, DYNAMIC_MODULES
 from tests.zoo.harness import Kind, Outcome, joint, outcome_of
 from tests.zoo.known_faults import KNOWN_FAULTS, KNOWN_FAULTS_ON_RANKS
 from tests.zoo.sizes import tiny
@@ -22,9 +23,11 @@ NUM_RANKS = 2
 MODELS = ("pooled", "sequences", "tasks", "layers")
 """Families whose entries differ little in what ranks do: one in four is trained here, and all of
 them by ``torchrun -m bench.models``."""
+STRIDES = {**dict.fromkeys(MODELS, 4), DYNAMIC.name: 8}
 CHOSEN = {
-    family.name: [entry.name for entry in family.entries[:: 4 if family.name in MODELS else 1]]
+    family.name: [entry.name for entry in family.entries[:: STRIDES.get(family.name, 1)]]
     for family in FAMILIES
+    if family is not DYNAMIC_MODULES  # which ranks refuse to share
 }
 MENDED = (Kind.CAPTURED, Kind.ROUNDED, Kind.SAID)
 LIMIT_SECONDS = 240.0

@@ -1,6 +1,7 @@
 """All entries of the zoo."""
 
 from tests.zoo.batch_habits import BATCHES
+from tests.zoo.dynamic_tables import DYNAMIC, DYNAMIC_MODULES
 from tests.zoo.gradient_habits import GRADIENTS
 from tests.zoo.hook_habits import HOOKS
 from tests.zoo.jagged_sequence_models import JAGGED_SEQUENCES
@@ -26,5 +27,7 @@ FAMILIES = (
     RANDOM,
     GRADIENTS,
     VALUES,
+    DYNAMIC,
+    DYNAMIC_MODULES,
 )
 ENTRIES = {entry.name: entry for family in FAMILIES for entry in family.entries}

@@ -186,7 +186,7 @@ class JoinedLookup:
     def release(self, epoch: Tensor) -> None:
         """Let the table evict the rows of batches admitted in ``epoch``, int64 ``[1]``, and before,
         which were trained. Never waits for a GPU."""
-        self._kind.group.index.release(epoch)
+        self._kind.group.release(epoch)
 
     def look_up(self, admitted: Admitted[JoinedRows]) -> LookedUp[JoinedRows, list[Tensor]]:
         """The result of each call, in the order of the slots.

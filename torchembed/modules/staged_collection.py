@@ -161,7 +161,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         """Let tables evict the rows of batches admitted in ``epoch``, int64 ``[1]``, and before,
         which were trained. Never waits for a GPU."""
         for group in self._table_set.current_groups():
-            group.index.release(epoch)
+            group.release(epoch)
 
     def prepare(self, features: Tree) -> Admitted[R]:
         """All stages of a batch that depend on its ids alone.

@@ -16,16 +16,16 @@ class AdmissionClock:
         device: of the index.
 
     Attributes:
-        numbers: int64 ``[5]``, the state: the epoch of the last batch; the last epoch whose rows
+        numbers: int64 ``[6]``, the state: the epoch of the last batch; the last epoch whose rows
             are not in use; the epoch here of a pipeline's batch less its number there; the epoch of
-            the last batch that was prepared ahead; and that of the last one of these that was
-            trained.
+            the last batch that was prepared ahead; that of the last one of these that was trained;
+            and the last epoch of forwards that an update has trained.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.numbers = torch.zeros(5, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(6, dtype=torch.int64, device=device)
         views = self.numbers.split(1)
-        self.last, self._released, self._shift, self._prepared, self._trained = views
+        self.last, self._released, self._shift, self._prepared, self._trained, self._ended = views
         """``last``: int64 ``[1]``, the epoch of the last batch that was admitted to be trained."""
 
     @property
@@ -47,7 +47,7 @@ class AdmissionClock:
         is_trained, number = admission
         if number is None:
             # Forwards share an epoch until an update has trained them.
-            epoch = torch.maximum(self.last, self._released + 1)
+            epoch = torch.maximum(self.last, torch.maximum(self._released, self._ended) + 1)
             _set(self.last, epoch, is_trained)
             return epoch
         # With nothing under way, epochs follow one another, whichever pipeline comes.
@@ -61,14 +61,20 @@ class AdmissionClock:
         _set(self.last, torch.maximum(self.last, epoch), is_trained)
         return epoch
 
-    def release(self, number: Tensor) -> None:
-        """Let go of a pipeline's batch of this ``number``, int64 ``[1]``, and those before it."""
+    def release(self, number: Tensor, *, keeps_rows: bool = False) -> None:
+        """A pipeline has trained its batch of this ``number``, int64 ``[1]``, and those before it:
+        let go of their rows, unless all rows stay in use."""
         epoch = torch.minimum(number + self._shift, self._prepared)
         self._trained.copy_(torch.maximum(self._trained, epoch))
-        self._released.copy_(torch.maximum(self._released, self._trained))
+        if not keeps_rows:
+            self._released.copy_(torch.maximum(self._released, self._trained))
 
-    def release_forwards(self) -> None:
-        """Let go of all batches but those that were prepared ahead and are still to be trained."""
+    def release_forwards(self, *, keeps_rows: bool = False) -> None:
+        """An update has trained all batches but those that were prepared ahead and are still to
+        be trained: let go of their rows, unless all rows stay in use."""
+        self._ended.copy_(self.last)
+        if keeps_rows:
+            return
         is_idle = self._trained >= self._prepared
         last = torch.where(is_idle, self.last, torch.minimum(self.last, self._trained))
         self._released.copy_(torch.maximum(self._released, last))
@@ -76,7 +82,7 @@ class AdmissionClock:
     def go_on_behind(self, last: Tensor) -> None:
         """Go on behind the epoch ``last``, int64 ``[1]``, too, with nothing under way."""
         last = torch.maximum(self.last, last.to(self.last.device))
-        self.numbers.copy_(torch.cat([last, last, torch.zeros_like(last).expand(3)]))
+        self.numbers.copy_(torch.cat([last, last, torch.zeros_like(last).expand(4)]))
 
     def to(self, device: torch.device) -> "AdmissionClock":
         """A clock of the same epochs on another device."""

@@ -55,6 +55,8 @@ class TableGroup:
         self.num_awaited = 0
         self.joined: JoinedGroup | None = None
         self.num_forward_admissions = 0
+        self._versions_trained: list[int] | None = None
+        """Of the parameters in the last forward that no optimizer of torchembed's trains."""
         self.make_index()
         self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
         """``[0]``; requires a gradient, so that programs of ``torch.compile`` have a backward."""
@@ -112,10 +114,26 @@ class TableGroup:
         if not self.tables[0].parameter.requires_grad:
             return rows
         self.num_forward_admissions += admission is None
+        if self.rule is None and admission is None:
+            self._note_steps_of_others()
         admitted = slots.admit(features, rows, admission or Admission(), is_valid)
         if admitted.new is not None:
             self.initialize(admitted.new)
         return admitted.rows
+
+    def release(self, epoch: Tensor) -> None:
+        """Let go of the rows of batches admitted in ``epoch``, int64 ``[1]``, and before, which
+        were trained; but of none where another optimizer than torchembed's keeps state of them.
+        Never waits for a GPU."""
+        self.index.release(epoch, keeps_rows=self.rule is None)
+
+    def _note_steps_of_others(self) -> None:
+        """Let forwards be of another batch than those before where an optimizer that is not
+        torchembed's has stepped since, as the versions of the parameters tell."""
+        versions = [table.parameter._version for table in self.tables]
+        if self._versions_trained not in (None, versions):
+            self.index.release_forwards(keeps_rows=True)
+        self._versions_trained = versions
 
     @torch.no_grad()
     def initialize(self, new: NewRows) -> None:

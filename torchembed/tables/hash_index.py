@@ -178,11 +178,11 @@ class HashIndex:
         if self.deletions is not None:
             self.deletions.append(slots >= 0, keys, tables, self.clock.last, Counter.ERASED)
 
-    def release(self, epoch: Tensor) -> None:
-        self.clock.release(epoch)
+    def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
+        self.clock.release(epoch, keeps_rows=keeps_rows)
 
-    def release_forwards(self) -> None:
-        self.clock.release_forwards()
+    def release_forwards(self, *, keeps_rows: bool = False) -> None:
+        self.clock.release_forwards(keeps_rows=keeps_rows)
 
     def row_ids(self, table: int) -> Tensor:
         """The ids of a table's rows, int64; 0 for free ones."""

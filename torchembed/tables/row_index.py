@@ -118,14 +118,19 @@ class RowIndex(Protocol):
         slot."""
         ...
 
-    def release(self, epoch: Tensor) -> None:
+    def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
         """Let the rows of batches admitted in ``epoch``, int64 ``[1]``, and before go: they were
-        trained. Never waits for a GPU."""
+        trained. Never waits for a GPU.
+
+        Args:
+            keeps_rows: True where they stay in their places all the same, since an optimizer that
+                knows nothing of ids has state of them.
+        """
         ...
 
-    def release_forwards(self) -> None:
+    def release_forwards(self, *, keeps_rows: bool = False) -> None:
         """Let the rows go that forwards admitted which were not prepared ahead: an update has
-        trained them. Never waits for a GPU."""
+        trained them. Never waits for a GPU. ``keeps_rows`` as for :meth:`release`."""
         ...
 
     def row_ids(self, table: int) -> RowIds:
@@ -199,10 +204,10 @@ class RangeIndex:
         counts = [self._tables[number].num_rows for number in tables]
         return RangeSlots(firsts, counts, self._device)
 
-    def release(self, epoch: Tensor) -> None:
+    def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
         """Nothing is ever evicted."""
 
-    def release_forwards(self) -> None:
+    def release_forwards(self, *, keeps_rows: bool = False) -> None:
         """Nothing is ever evicted."""
 
     def row_ids(self, table: int) -> range:
