@@ -124,6 +124,8 @@ class Table:
         self.as_global: Callable[[Tensor], Tensor] = _as_it_is
         """Turns this table's rows, or their optimizer state, into what a distributed checkpoint
         takes."""
+        self.contents_as_global: Callable[[Tensor], Tensor] = _as_it_is
+        """Does the same for each tensor of :meth:`index_contents`."""
         self.sum_over_columns: ColumnSum | None = None
         """Adds over columns, of a table whose columns are on several ranks."""
         self.max_over_holders: RankMaximum | None = None

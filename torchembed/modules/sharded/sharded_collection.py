@@ -26,6 +26,7 @@ from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_ba
 from torchembed.sharding.transport.data_parallel import sum_over_columns
 from torchembed.sharding.transport.global_rows import (
     global_tensor,
+    local_contents,
     local_part,
     stacked_tensor,
 )
@@ -40,12 +41,10 @@ def _distribute(
     """After ``state_dict``: divided tables become ``DTensor``s over the ranks that hold them."""
     for table in module._local.values():
         of_table = f"{prefix}{module._container}.{table.spec.name}."
-        names = ["weight"]
-        if table.num_columns == table.spec.dim:
-            # The ranks of columns all hold the same ids.
-            names += [f"index.{name}" for name in table.index_contents()]
-        for key in (of_table + name for name in names):
-            state[key] = table.as_global(state[key])
+        state[f"{of_table}weight"] = table.as_global(state[f"{of_table}weight"])
+        for name in table.index_contents():
+            key = f"{of_table}index.{name}"
+            state[key] = table.contents_as_global(state[key])
 
 
 def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -60,7 +59,8 @@ def _localize(module: "ShardedCollection", state: dict[str, Any], prefix: str, *
             if table is None:
                 del state[key]
             else:
-                state[key] = local_part(state[key], table)
+                of_rows = key == f"{of_table}weight"
+                state[key] = (local_part if of_rows else local_contents)(state[key], table)
 
 
 class SlotExchange(NamedTuple):
@@ -102,6 +102,8 @@ def local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | 
         mesh = ranks.holders(plan)
         if plan.takes_any_id and not by_columns:
             table.as_global = functools.partial(stacked_tensor, mesh=mesh)
+            # The ranks of columns all hold the same ids.
+            table.contents_as_global = table.as_global
         else:
             table.as_global = functools.partial(
                 global_tensor,

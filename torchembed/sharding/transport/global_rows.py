@@ -3,10 +3,15 @@
 DTensor is imported where it is used: it takes longer to import than all of torchembed.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.tables import Table
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
@@ -51,16 +56,8 @@ def local_part(tensor: Tensor, table: Table) -> Tensor:
 
     if isinstance(tensor, DTensor):
         own = table.as_global(table.parameter.data if tensor.dim() == 2 else tensor.to_local())
-        if not isinstance(own, DTensor) or (
-            (tensor.placements, tensor.device_mesh.mesh.tolist())
-            != (own.placements, own.device_mesh.mesh.tolist())
-        ):
-            raise ValueError(
-                f"weight of table {table.spec.name} must be placed as in this model, or whole, got "
-                f"a DTensor with {tensor.placements} over ranks {tensor.device_mesh.mesh.tolist()};"
-                " call its full_tensor(), or load through torch.distributed.checkpoint"
-            )
-        return tensor.to_local()
+        what, way = f"weight of table {table.spec.name}", "call its full_tensor(), or load through"
+        return _local_of(tensor, own, what, f"{way} torch.distributed.checkpoint")
     if tuple(tensor.shape) == (table.spec.num_rows, table.spec.dim):
         if table.spec.num_ids is None and table.num_rows != table.spec.num_rows:
             raise ValueError(
@@ -71,3 +68,34 @@ def local_part(tensor: Tensor, table: Table) -> Tensor:
         rows = tensor[table.first_row : table.first_row + table.num_rows]
         return rows[:, table.first_column : table.first_column + table.num_columns]
     return tensor
+
+
+def local_contents(tensor: Tensor, table: Table) -> Tensor:
+    """The part of one of the tensors of a dynamic table's ``index_contents`` that this rank holds,
+    of a ``DTensor`` with this model's placement; another tensor is returned unchanged.
+
+    Raises:
+        ValueError: for a ``DTensor`` with another placement.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    own = table.contents_as_global(tensor.to_local())
+    way = "load a state dict of a model that is sharded alike"
+    return _local_of(tensor, own, f"ids of dynamic table {table.spec.name}", way)
+
+
+def _local_of(tensor: "DTensor", own: Tensor, what: str, way_out: str) -> Tensor:
+    """This rank's part of ``tensor``, which must be placed as this model's ``own`` is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(own, DTensor) or (
+        (tensor.placements, tensor.device_mesh.mesh.tolist())
+        != (own.placements, own.device_mesh.mesh.tolist())
+    ):
+        raise ValueError(
+            f"{what} must be placed as in this model, or whole, got a DTensor with "
+            f"{tensor.placements} over ranks {tensor.device_mesh.mesh.tolist()}; {way_out}"
+        )
+    return tensor.to_local()
