@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchembed.ops.hash_table import Counter, HashTables, TableShape
+from torchembed.ops.hash_table import Counter, HashTables, TableShape, count_erased
 from torchembed.tables.deletion_log import DeletionLog
 from torchembed.tables.dynamic import Dynamic
 from torchembed.tables.epoch_times import EpochTimes
@@ -104,14 +104,8 @@ def _erase_expired(
     if deletions is not None:
         ids = hash_tables.keys[slots]
         deletions.append(is_expired, ids, windows.tables, epoch, Counter.EVICTED_EXPIRED)
-    gone = is_expired.long()
-    for counter, change in (
-        (Counter.EVICTED_EXPIRED, gone),
-        (Counter.SIZE, -gone),
-        (Counter.EVICTED_AGE, gone * (epoch - touched)),
-    ):
-        hash_tables.counters[:, counter].index_add_(0, windows.tables, change)
-    state = hash_tables.digests, hash_tables.keys, hash_tables.touched, hash_tables.scores
-    for tensor in state:
-        if tensor is not None:
-            tensor.scatter_(0, slots, tensor[slots].masked_fill(is_expired, 0))
+    num_gone = is_expired.long()
+    ages = num_gone * (epoch - touched)
+    count_erased(hash_tables.counters, windows.tables, num_gone, ages, Counter.EVICTED_EXPIRED)
+    for state in hash_tables.of_slots():
+        state.scatter_(0, slots, state[slots].masked_fill(is_expired, 0))

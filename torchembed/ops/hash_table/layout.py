@@ -43,6 +43,11 @@ class HashTables(NamedTuple):
     counters: Tensor
     """int64 ``[T, len(Counter)]``."""
 
+    def of_slots(self) -> list[Tensor]:
+        """The tensors ``[S]``, all of which are 0 in free slots."""
+        tensors = self.digests, self.keys, self.touched, self.scores
+        return [tensor for tensor in tensors if tensor is not None]
+
 
 def table_shape(
     capacity: int, initial_capacity: int | None = None, *, block_slots: int = BLOCK_SLOTS

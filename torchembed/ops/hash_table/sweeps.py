@@ -140,17 +140,36 @@ def erase_if(
         raise ValueError(f"reason must be one of {names}, got {reason!r}")
     touched, keys = slots.of(hash_tables.touched), slots.of(hash_tables.keys)
     is_erased = (slots.of(hash_tables.digests) > 0) & is_chosen & (touched <= released)
-    counters = hash_tables.counters[slots.table]
-    num_erased = is_erased.sum()
-    counters[reason] += num_erased
-    counters[Counter.SIZE] -= num_erased
-    if reason is not Counter.ERASED:
-        counters[Counter.EVICTED_AGE] += ((epoch - touched) * is_erased).sum()
+    count_erased(
+        hash_tables.counters,
+        torch.full((1,), slots.table, device=is_erased.device),
+        is_erased.sum(0, keepdim=True),
+        ((epoch - touched) * is_erased).sum(0, keepdim=True),
+        reason,
+    )
     erased = ErasedKeys(is_erased, keys * is_erased)
-    for state in (hash_tables.digests, hash_tables.keys, hash_tables.touched, hash_tables.scores):
-        if state is not None:
-            slots.of(state).masked_fill_(is_erased, 0)
+    for state in hash_tables.of_slots():
+        slots.of(state).masked_fill_(is_erased, 0)
     return erased
+
+
+def count_erased(
+    counters: Tensor, tables: Tensor, num_erased: Tensor, ages: Tensor, reason: Counter
+) -> None:
+    """Count keys that are erased. Never synchronizes.
+
+    Args:
+        counters: of the tables; changed.
+        tables: int64 ``[n]``, in which a table may come several times.
+        num_erased: int64 ``[n]``: keys of each of ``tables``.
+        ages: int64 ``[n]``: batches since their last use, all together; counted but for ERASED.
+        reason: the counter of the keys.
+    """
+    changes = [(reason, num_erased), (Counter.SIZE, -num_erased)]
+    if reason is not Counter.ERASED:
+        changes.append((Counter.EVICTED_AGE, ages))
+    for counter, change in changes:
+        counters[:, counter].index_add_(0, tables, change)
 
 
 def coldest(
