@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bench.report.result_file import Row
 from tests.zoo.harness import Kind, words_of_ranks
-from torchembed.core.process_exit import exit_process_with_parent
+from torchembed.core.ranks.process_exit import exit_process_with_parent
 
 NOT_MEASURED = "not_printed_because"
 Measure = Callable[[Any, str, Callable[[Row], object]], Row]

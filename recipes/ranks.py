@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchembed import shard_embeddings
-from torchembed.core.process_exit import exit_process_with_parent
+from torchembed.core.ranks.process_exit import exit_process_with_parent
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
 from torchembed.sharding import Placement

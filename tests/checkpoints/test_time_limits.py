@@ -16,7 +16,8 @@ from torch import nn
 
 from tests.support.rank_processes import Ended, Forked, RankProcesses
 from torchembed.checkpoints.storage import Storage
-from torchembed.core import ranks, roll_call
+from torchembed.core import ranks
+from torchembed.core.ranks import roll_call
 from torchembed.training import CheckpointFolder, TrainingRun
 
 LIMIT_SECONDS = 5.0

@@ -10,7 +10,7 @@ from tests.support.source_tree import ROOT
 PROGRAM = """
 import ctypes
 import sys
-from torchembed.core.process_exit import exit_process_within
+from torchembed.core.ranks.process_exit import exit_process_within
 
 class Hangs:
     def __init__(self):
@@ -52,7 +52,7 @@ sys.stdin.read()
 """
 CHILD = """
 import signal
-from torchembed.core.process_exit import exit_process_with_parent
+from torchembed.core.ranks.process_exit import exit_process_with_parent
 exit_process_with_parent()
 print("follows its parent", flush=True)
 signal.pause()

@@ -18,7 +18,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import made_mesh
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import step_by_hand
-from torchembed.core import joint_notices
+from torchembed.core.ranks import joint_notices
 from torchembed.data import Batch
 from torchembed.modules import MLP
 from torchembed.tables import table_of

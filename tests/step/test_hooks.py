@@ -36,7 +36,7 @@ from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
 from torchembed.autograd.weight_gradients import DeferredWeightGradients
-from torchembed.core import joint_notices
+from torchembed.core.ranks import joint_notices
 from torchembed.modules.dense.mlp import MLP
 from torchembed.optim.joint import separate
 from torchembed.step.engines.eager_engine import EagerEngine

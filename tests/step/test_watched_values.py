@@ -32,7 +32,7 @@ from tests.support.steps_on_ranks import (
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers, step_by_hand
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
-from torchembed.core import joint_notices
+from torchembed.core.ranks import joint_notices
 from torchembed.step.watches.watched_values import WatchedValues
 from torchembed.training import TrainPipeline
 

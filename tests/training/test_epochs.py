@@ -252,7 +252,7 @@ def test_code_is_every_file_of_the_library() -> None:
     files = source_files(torchembed)
     assert files["torchembed"] == torchembed.__version__
     assert files["torch"] == torch.__version__
-    assert "torchembed/core/program_agreement.py" in files
+    assert "torchembed/core/ranks/program_agreement.py" in files
     assert "torchembed/triton_kernels/segments.py" in files
     assert not any("__pycache__" in name for name in files)
     assert files == source_files(torchembed)

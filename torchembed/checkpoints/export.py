@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchembed.checkpoints.model_shards import ModelShards, WholeTensor
 from torchembed.checkpoints.tensor_file import INDEX, bytes_of, header_of
 from torchembed.core import ranks
-from torchembed.core.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.tables import RowChunk, Table, row_chunks, table_of, write_rows
 
 CHUNK_BYTES = 1 << 26

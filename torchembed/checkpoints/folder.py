@@ -26,8 +26,8 @@ from torchembed.checkpoints.storage import FileDigest, Storage
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.checkpoints.writer_claim import WriterClaim, claim_of
 from torchembed.core import ranks
-from torchembed.core.collective_errors import decide_on_first_rank, raise_on_all_ranks
-from torchembed.core.cpu_group import CpuGroup
+from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.core.ranks.cpu_group import CpuGroup
 
 _DATA_FILE = re.compile(r"__(\d+)_")
 """Name of a file of the rank of this number."""

@@ -19,7 +19,7 @@ from torchembed.checkpoints.row_files import (
 from torchembed.checkpoints.row_source import CHUNK_BYTES, RowSource, source_of_columns
 from torchembed.checkpoints.storage import FileDigest, Storage
 from torchembed.core import ranks
-from torchembed.core.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.tables import RowChunk
 
 INDEX = "rows.safetensors.index.json"

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torchembed.checkpoints.random_state import random_state, set_random_state
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core import ranks
-from torchembed.core.collective_errors import raise_on_all_ranks
-from torchembed.core.cpu_group import CpuGroup
+from torchembed.core.ranks.collective_errors import raise_on_all_ranks
+from torchembed.core.ranks.cpu_group import CpuGroup
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import table_of

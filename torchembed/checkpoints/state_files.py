@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from torchembed.checkpoints.save_planner import ChunkedSavePlanner
 from torchembed.core import ranks
-from torchembed.core.collective_errors import raise_on_all_ranks
-from torchembed.core.cpu_group import CpuGroup
+from torchembed.core.ranks.collective_errors import raise_on_all_ranks
+from torchembed.core.ranks.cpu_group import CpuGroup
 
 
 def write_state(

@@ -4,8 +4,8 @@ from torchembed.checkpoints.export import export_safetensors, import_tables, who
 from torchembed.checkpoints.folder import CheckpointFolder
 from torchembed.checkpoints.tensor_file import open_safetensors
 from torchembed.checkpoints.training_run import TrainingRun
-from torchembed.core.process_exit import exit_process_with_parent
-from torchembed.core.program_agreement import check_ranks_agree, source_files
+from torchembed.core.ranks.process_exit import exit_process_with_parent
+from torchembed.core.ranks.program_agreement import check_ranks_agree, source_files
 from torchembed.step.batches.padded_parts import Padding
 from torchembed.step.model_loss import BatchLoss
 from torchembed.step.pipeline import TrainPipeline

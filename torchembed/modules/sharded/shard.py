@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchembed.core.agreement import check_agreement
+from torchembed.core.ranks.agreement import check_agreement
 from torchembed.modules.collection import Collection
 from torchembed.modules.inside_ddp import ignore_tables
 from torchembed.modules.sharded.dense_use import dense_parameters

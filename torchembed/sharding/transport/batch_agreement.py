@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchembed.core.collective_errors import described, failure_elsewhere
 from torchembed.core.features import SparseFeatures
+from torchembed.core.ranks.collective_errors import described, failure_elsewhere
 from torchembed.sharding.transport.collectives import gather_numbers
 
 

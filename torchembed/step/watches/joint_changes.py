@@ -3,7 +3,7 @@
 import warnings
 from typing import NamedTuple
 
-from torchembed.core.joint_notices import JointNotices
+from torchembed.core.ranks.joint_notices import JointNotices
 from torchembed.step.watches.hooks import PythonHooks
 from torchembed.step.watches.watched_values import WatchedValues
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 from torchembed.core import ranks
-from torchembed.core.agreement import check_agreement
+from torchembed.core.ranks.agreement import check_agreement
 
 
 def check_ranks_agree(**texts: str | Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from torchembed.core import ranks
-from torchembed.core.roll_call import RollCall
+from torchembed.core.ranks.roll_call import RollCall
 
 T = TypeVar("T")
 

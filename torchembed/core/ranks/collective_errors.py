@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torchembed.core import ranks
-from torchembed.core.cpu_group import CpuGroup
+from torchembed.core.ranks.cpu_group import CpuGroup
 
 T = TypeVar("T")
 

@@ -1,0 +1,32 @@
+"""The ranks of a run: small collectives apart from the model's, and what all ranks agree on, fail
+with and end with."""
+
+from torchembed.core.ranks.collectives import (
+    any_rank,
+    any_rank_each,
+    check_cpu_backend,
+    default_timeout,
+    from_first_rank,
+    gather_objects,
+    gather_on_first_rank,
+    make_cpu_group,
+    rank,
+    start_minimum,
+    sum_over_ranks,
+    world_size,
+)
+
+__all__ = [
+    "any_rank",
+    "any_rank_each",
+    "check_cpu_backend",
+    "default_timeout",
+    "from_first_rank",
+    "gather_objects",
+    "gather_on_first_rank",
+    "make_cpu_group",
+    "rank",
+    "start_minimum",
+    "sum_over_ranks",
+    "world_size",
+]
