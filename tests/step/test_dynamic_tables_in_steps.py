@@ -273,6 +273,41 @@ def test_a_step_that_a_bad_batch_skips_inserts_and_counts_nothing(dynamic: Dynam
     assert_same_state(model, state_of(expected))
 
 
+class DynamicFirst(nn.Module):
+    """A loss of a bag of a dynamic table and, looked up after it, one of a static table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = EmbeddingBag(24, 4, mode="sum", seed=1, dynamic=Dynamic())
+        self.second = EmbeddingBag(NUM_IDS, 4, mode="sum", seed=2)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        first, second = batch
+        return (self.first(first) * self.second(second)).sum()
+
+
+def test_eager_steps_check_all_joined_calls_before_any_table_inserts() -> None:
+    batches = []
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1 << 40, (2, 6, 2), generator=generator)
+        batches.append((ids[0].clone(), ids[1] % NUM_IDS + (NUM_IDS if seed == 5 else 0)))
+    expected, model = DynamicFirst(), DynamicFirst()
+    optimizer = torchembed.optim.SGD(expected.parameters(), lr=0.05)
+    for number, one in enumerate(batches):
+        if number != 5:
+            optimizer.zero_grad()
+            expected(one).backward()
+            optimizer.step()
+    optimizer = torchembed.optim.SGD(model.parameters(), lr=0.05)
+    pipeline, iterator = TrainPipeline(model, None, [optimizer], device=CPU), iter(batches)
+    for number in range(8):
+        with pytest.raises(IndexError) if number == 5 else contextlib.nullcontext():
+            pipeline.progress(iterator)
+    assert_same_state(model, state_of(expected))
+
+
 def test_pipelines_and_loops_take_turns() -> None:
     """Each counts its own batches; the tables go on counting."""
     batches = BATCHES["fixed"]

@@ -4,7 +4,7 @@ for offsets outside the ids."""
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,20 @@ def deferred_id_checks() -> contextlib.AbstractContextManager[list[IdCheck]]:
     The caller acts on the list that the context yields.
     """
     return _Deferred()
+
+
+def collected_checks() -> list[IdCheck]:
+    """The checks that the innermost :func:`deferred_id_checks` of this thread has collected so far;
+    none where lookups raise."""
+    return (_collected.lists[-1] or []) if _collected.lists else []
+
+
+def any_bad(checks: Sequence[IdCheck]) -> Tensor:
+    """True where one of the ``checks``, at least one, has found a bad id, bool ``[1]`` on the
+    device."""
+    bad = [check.found[:1] < check.num_ids for check in checks]
+    # One check, the most frequent number, takes less than half the operations.
+    return torch.cat(bad).any().reshape(1) if len(checks) > 1 else bad[0]
 
 
 class ChecksAtOnce(contextlib.AbstractContextManager[list[IdCheck]]):

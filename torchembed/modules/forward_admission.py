@@ -5,17 +5,48 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from torchembed.modules.bad_ids import any_bad, collected_checks
 from torchembed.modules.table_module import TableModule
+from torchembed.tables import Admission
 
 _is_trial: ContextVar[bool] = ContextVar("is_trial", default=False)
+_skip: ContextVar[Tensor | None] = ContextVar("skip", default=None)
 
 
 def admits_in_forward(module: nn.Module) -> bool:
     """True where forward of ``module`` now gives rows to new ids of dynamic tables: in training,
     where gradients are computed, and not in a trial."""
     return module.training and torch.is_grad_enabled() and not _is_trial.get()
+
+
+def admission_in_forward(group: dist.ProcessGroup | None) -> Admission:
+    """The batch of a forward that admits ids: no trained one where an id that its step has looked
+    up so far is bad, on any rank, since the step is skipped then.
+
+    Collective over ``group`` (None for one rank) where the step collects the checks of ids; never
+    waits for a GPU.
+    """
+    checks, skip = collected_checks(), _skip.get()
+    if checks:
+        is_bad = any_bad(checks).float()
+        if group is not None:
+            dist.all_reduce(is_bad, dist.ReduceOp.MAX, group=group)
+        skip = is_bad if skip is None else skip.maximum(is_bad)
+    return Admission() if skip is None else Admission(is_trained=skip == 0)
+
+
+@contextlib.contextmanager
+def skipped_where(skip: Tensor | None) -> Iterator[None]:
+    """A context for forward of a step that trains nothing where ``skip``, float32 ``[1]`` and the
+    same on all ranks, is not zero: its forwards admit no ids then. None: nothing is known yet."""
+    token = _skip.set(skip)
+    try:
+        yield
+    finally:
+        _skip.reset(token)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.configs import check_dynamic, table_spec
-from torchembed.modules.forward_admission import admits_in_forward
+from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.slots import Slots
@@ -193,8 +193,10 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         """Rows of the table, -1 for ids that have none."""
         if torch.compiler.is_compiling():
             return traced_rows(features, [self._table], features.keys, self._on_bad_id)
-        is_trained = is_trained and admits_in_forward(self)
-        return self._slots.rows(features, is_trained=is_trained, is_valid=is_valid)
+        admission = None
+        if is_trained and self.dynamic is not None and admits_in_forward(self):
+            admission = admission_in_forward(None)
+        return self._slots.rows(features, admission, is_valid)
 
     @property
     def updated_group(self) -> TableGroup:

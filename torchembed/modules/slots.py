@@ -165,12 +165,15 @@ class Slots:
         return maps.get(form, lambda: find(features.values))
 
     def rows(
-        self, features: SparseFeatures, *, is_trained: bool, is_valid: Tensor | None = None
+        self,
+        features: SparseFeatures,
+        admission: Admission | None,
+        is_valid: Tensor | None = None,
     ) -> Tensor:
         """The rows ``[L]`` of ``features``, exactly one for each slot, all of one group.
 
         Args:
-            is_trained: whether to admit them, too.
+            admission: the batch as which to admit them, too; None to leave tables as they are.
             is_valid: as of :class:`Ids`.
 
         Raises:
@@ -179,8 +182,8 @@ class Slots:
         (entry,) = self.by_group()
         ids = Ids(features, is_valid)
         rows = self._routed(entry, ids)
-        if is_trained and entry.changes_on_admission:
-            rows = entry.group.admit(entry.index, features, rows, is_valid)
+        if admission is not None and entry.changes_on_admission:
+            rows = entry.group.admit(entry.index, features, rows, is_valid, admission)
         return rows
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
-from torchembed.modules.forward_admission import admits_in_forward
+from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.lookup_stages import (
     Admitted,
     B,
@@ -260,8 +261,15 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             return self._vectors_of(reusable)
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         # What is only evaluated changes no table.
-        rows = self._admit(ids, None, finds_runs=False) if admits_in_forward(self) else ids
-        return self._look_up(rows, ahead=False)
+        if admits_in_forward(self) and self.admission_changes_tables:
+            admission = admission_in_forward(self._admission_group)
+            ids = self._admit(ids, admission, finds_runs=False)
+        return self._look_up(ids, ahead=False)
+
+    @property
+    def _admission_group(self) -> dist.ProcessGroup | None:
+        """The ranks that admit the ids of a forward together; None for one."""
+        return None
 
     def _vectors_of(self, reusable: _Reusable[R, V]) -> V:
         looked_up = reusable.looked_up

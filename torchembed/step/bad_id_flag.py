@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchembed.modules.bad_ids import IdCheck
+from torchembed.modules.bad_ids import IdCheck, any_bad
 
 
 class BadIdFlag(NamedTuple):
@@ -40,12 +40,9 @@ def reduce_checks(checks: Sequence[IdCheck], group: dist.ProcessGroup | None) ->
         return None
     # Everything stays on the device: a collective of the flag, and no branch of the host on it,
     # lets all ranks skip the same step without waiting for it.
-    bad = [check.found[:1] < check.num_ids for check in checks]
-    # One check, the most frequent number, takes less than half the operations.
     found = torch.cat([c.found for c in checks]) if len(checks) > 1 else checks[0].found
-    is_bad = torch.cat(bad).any().reshape(1) if len(checks) > 1 else bad[0]
     # A float, since torch's fused optimizers take it as the found_inf of a gradient scaler.
-    skip = is_bad.float()
+    skip = any_bad(checks).float()
     if group is not None:
         dist.all_reduce(skip, dist.ReduceOp.MAX, group=group)
     return BadIdFlag(skip, found)

@@ -18,6 +18,7 @@ from torchembed.step.bad_id_flag import reduce_checks
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls import JoinedCall, observed_joined_calls
 from torchembed.step.stages import LookedUpBatch
+from torchembed.tables import Admission
 
 _NUM_LAYOUTS = 8
 """The most layouts of batches that are remembered, the newest."""
@@ -48,6 +49,7 @@ class EagerLookups:
         self._model, self._group, self._id_checks = model, group, id_checks
         modules = [module for module in model.modules() if isinstance(module, ModuleOfOneTable)]
         self._is_shared = any(module.is_on_several_ranks for module in modules)
+        self._changes_tables = any(module.admission_changes_tables for module in modules)
         self.can_join = len(modules) > 1 and (group is None or self._is_shared)
         self._known: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
         """For each layout the number of its calls, or that they are to be observed."""
@@ -112,18 +114,27 @@ class EagerLookups:
         checks: list[IdCheck],
     ) -> LookedUpBatch:
         with self._id_checks() as of_routes:
-            lookups = []
-            for call, of_call in zip(calls, bucketized, strict=True):
-                lookup = call.collection
-                lookups.append(lookup.look_up(lookup.admit(lookup.route(of_call))))
+            routed = [
+                call.collection.route(of_call)
+                for call, of_call in zip(calls, bucketized, strict=True)
+            ]
         checks = [*checks, *of_routes]
-        return LookedUpBatch(batch, calls, lookups, reduce_checks(checks, self._group), checks)
+        flag = reduce_checks(checks, self._group)
+        # A table inserts no row for a batch that is not trained.
+        admission = Admission(None if flag is None else flag.skip == 0)
+        lookups = [
+            call.collection.look_up(call.collection.admit(of_call, admission))
+            for call, of_call in zip(calls, routed, strict=True)
+        ]
+        return LookedUpBatch(batch, calls, lookups, flag, checks)
 
     def _note(self, layout: Hashable, calls: Sequence[JoinedCall]) -> None:
-        """Remember the ``calls`` of a batch of ``layout``, those of several modules."""
+        """Remember the ``calls`` of a batch of ``layout``: those of several modules, or all, so
+        that their ids are checked before a table inserts any."""
         self._num_observed += 1
         number = _OBSERVE + self._num_observed
-        self._calls[number] = [call for call in calls if len(call.modules) > 1]
+        least = 1 if self._changes_tables else 2
+        self._calls[number] = [call for call in calls if len(call.modules) >= least]
         if layout is not None:
             self._remember(layout, number)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchembed.core.trees import map_tensors
 from torchembed.modules.bad_ids import IdChecks, deferred_id_checks
+from torchembed.modules.forward_admission import skipped_where
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.clipping import clip_gradients
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
@@ -200,7 +201,10 @@ class ForwardBackwardUpdate:
             if batch.calls and prepare_next is not None:
                 # On several ranks its exchange of ids would delay this step's vectors.
                 prepare_next(None if program.group is None else streams.vectors)
-            with reusing(batch.calls, batch.lookups, batch.data) if batch.calls else _NOTHING:
+            with (
+                reusing(batch.calls, batch.lookups, batch.data) if batch.calls else _NOTHING,
+                self._skipped_forward(batch),
+            ):
                 # Further steps take the batch's containers as they are now.
                 data = for_model(batch.data)
                 with recorded_sizes() if self._notes_sizes else _NOTHING as sizes:
@@ -247,6 +251,12 @@ class ForwardBackwardUpdate:
                 call.collection.release(batch.epoch)
         result = StepOutputs(found, map_tensors(Tensor.detach, output), without_gradients(data))
         return TrainedBatch(result, skip, report, [*batch.checks, *checks])
+
+    def _skipped_forward(self, batch: LookedUpBatch) -> contextlib.AbstractContextManager[None]:
+        """A context for forward, which admits no ids where lookups ahead of it found bad ones."""
+        if self._program.epochs is None or batch.flag is None:
+            return _NOTHING
+        return skipped_where(batch.flag.skip)
 
     @property
     def _clips(self) -> bool:

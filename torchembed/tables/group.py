@@ -113,10 +113,12 @@ class TableGroup:
         """
         if not self.tables[0].parameter.requires_grad:
             return rows
-        self.num_forward_admissions += admission is None
-        if self.rule is None and admission is None:
+        admission = admission or Admission()
+        is_in_forward = admission.epoch is None
+        self.num_forward_admissions += is_in_forward
+        if self.rule is None and is_in_forward:
             self._note_steps_of_others()
-        admitted = slots.admit(features, rows, admission or Admission(), is_valid)
+        admitted = slots.admit(features, rows, admission, is_valid)
         if admitted.new is not None:
             self.initialize(admitted.new)
         return admitted.rows

@@ -261,6 +261,10 @@ class ShardedCollection(StagedCollection[B, R, V]):
         return self._ranks
 
     @property
+    def _admission_group(self) -> dist.ProcessGroup | None:
+        return self._ranks.group
+
+    @property
     def admission_changes_tables(self) -> bool:
         # The same on ranks that hold no part of a dynamic table: steps are chosen by it.
         return any(plan.takes_any_id for plan in self._plans) or super().admission_changes_tables
