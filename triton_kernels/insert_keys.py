@@ -1,23 +1,20 @@
 """The Triton kernels of ``insert_keys``.
 
-Keys are sorted into runs of equal ones first, those of a block side by side
-(``insert_keys_runs.py``). One program inserts the keys of a block one after the other, since each
-must see what the one before it did, and blocks do not depend on each other: many programs of one
-warp share them. Then what was inserted is moved to the front of the results
-(``insert_keys_results.py``). Every size follows from the number of ids, and counts stay on the
-device.
+The keys that are to be inserted are in bins by their hashes (``key_bins.py``). One program inserts
+the keys of a block one after the other in the order of their hashes, since each must see what the
+one before it did. Blocks do not depend on each other: many programs of one warp share them. In its
+bins a program looks for the least hash that is left, and finds its equals on the way. Then what was
+inserted is moved to the front of the results (``insert_keys_results.py``). Every size follows from
+the number of ids, and counts stay on the device.
 
-Byte floor for each id: 21 bytes of its key, table, slot and flag read, 8 of its slot written, and
-53 of an entry of the results. For each distinct new key the digests of two buckets (256 bytes),
-and where both are full the epochs and scores of their slots (2048, or 4096 with scores); four
-sectors of 32 bytes are written. The sort of 64-bit hashes moves more than all of these while few
-keys are new.
+Byte floor: that of the bins, and 53 bytes of an entry of the results written for each id. For each
+distinct new key the digests of two buckets (256 bytes), and where both are full the epochs and
+scores of their slots (2048, or 4096 with scores); four sectors of 32 bytes are written.
 """
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torchembed.core.hash_tables import (
     BUCKET_SLOTS,
@@ -28,15 +25,16 @@ from torchembed.core.hash_tables import (
     empty_results,
 )
 from torchembed.triton_kernels.hash_places import (
+    block_of_hash,
     buckets_of_hash,
     digest_of_hash,
     hash_of_key,
 )
 from torchembed.triton_kernels.insert_keys_results import (
-    InsertedRuns,
+    empty_inserted_keys,
     launch_insert_keys_results,
 )
-from torchembed.triton_kernels.insert_keys_runs import launch_insert_keys_runs
+from torchembed.triton_kernels.key_bins import bin_of_hash, put_into_bins
 
 _SIZE = tl.constexpr(int(Counter.SIZE))
 _INSERTED = tl.constexpr(int(Counter.INSERTED))
@@ -48,9 +46,69 @@ _LRU = tl.constexpr(int(Policy.LRU))
 _EPOCH_LFU = tl.constexpr(int(Policy.EPOCH_LFU))
 _CALLER = tl.constexpr(int(Policy.CALLER))
 _GREATEST = tl.constexpr(2**63 - 1)
+_LEAST = tl.constexpr(-(2**63))
+_CHUNK = 64
+"""Entries of a bin that a program looks at in one go."""
+_LEAST_SLOTS = 2048
+"""Slots that each block has at least in a table of several blocks."""
 # Programs of one warp that share the blocks of tables: as many as an H200 has room for. What one
 # key waits for is the latency of memory, so many must be under way at once.
 _MOST_PROGRAMS = 4224
+
+
+@triton.jit
+def _next_key(
+    bin_keys_ptr,
+    bin_positions_ptr,
+    scores_in_ptr,
+    start,
+    end,
+    num_blocks,
+    block,
+    last,
+    is_first,
+    CHUNK: tl.constexpr,
+):
+    """The key of the least hash of ``block`` above ``last``, or of all where ``is_first``, in a bin
+    from ``start`` to ``end``; its hash less 2**63, so that signed numbers have the order; its
+    entries, 0 where none is left; the greatest score that the caller gave for it; the entries of
+    its block that are left behind it, and those of blocks before.
+
+    Example: keys 7 5 7 of one block, 5 of the lesser hash: key 5 of 1 entry, then key 7 of 2.
+    """
+    found_key, found, score = last - last, last - last, last - last
+    num_found = start - start
+    num_left = start - start
+    num_before = start - start
+    while start < end:
+        entry = start + tl.arange(0, CHUNK)
+        inside = entry < end
+        key = tl.load(bin_keys_ptr + entry, mask=inside, other=0)
+        hashed = hash_of_key(key)
+        ordered = hashed.to(tl.int64, bitcast=True) ^ _LEAST
+        of_block = block_of_hash(hashed, num_blocks)
+        is_left = inside & (of_block == block) & (is_first | (ordered > last))
+        num_left += tl.sum(is_left.to(tl.int32), axis=0)
+        num_before += tl.sum((inside & (of_block < block)).to(tl.int32), axis=0)
+        least = tl.min(tl.where(is_left, ordered, _GREATEST), axis=0)
+        is_least = is_left & (ordered == least)
+        num_least = tl.sum(is_least.to(tl.int32), axis=0)
+        if (num_least > 0) & ((num_found == 0) | (least <= found)):
+            greatest = least - least
+            if scores_in_ptr is not None:
+                position = tl.load(bin_positions_ptr + entry, mask=is_least, other=0)
+                given = tl.load(scores_in_ptr + position, mask=is_least, other=_LEAST)
+                greatest = tl.max(given, axis=0)
+            if (num_found > 0) & (least == found):
+                num_found += num_least
+                score = tl.maximum(score, greatest)
+            else:
+                found = least
+                found_key = tl.max(tl.where(is_least, key, _LEAST), axis=0)
+                num_found = num_least
+                score = greatest
+        start += CHUNK
+    return found_key, found, num_found, score, num_left - num_found, num_before
 
 
 @triton.jit
@@ -98,15 +156,12 @@ def _slot_of_new_key(
     return tl.where(chosen < 2 * BUCKET, taken, -1), evicts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tables"])
 def _insert_keys_kernel(
-    order_ptr,
-    orders_ptr,
-    keys_ptr,
-    run_starts_ptr,
-    block_starts_ptr,
-    run_scores_ptr,
-    num_blocks_ptr,
+    bin_keys_ptr,
+    bin_positions_ptr,
+    bin_ends_ptr,
+    scores_in_ptr,
     epoch_ptr,
     epoch_number_ptr,
     released_ptr,
@@ -116,126 +171,179 @@ def _insert_keys_kernel(
     scores_ptr,
     geometry_ptr,
     counters_ptr,
+    slots_out_ptr,
     is_inserted_ptr,
-    run_slots_ptr,
-    run_evicted_ptr,
+    taken_keys_ptr,
+    taken_tables_ptr,
+    taken_slots_ptr,
+    is_evicted_ptr,
     evicted_keys_ptr,
     evicted_scores_ptr,
     evicted_touched_ptr,
+    num_tables,
     POLICY: tl.constexpr,
     BUCKET: tl.constexpr,
+    BINS_LOG2: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TABLES: tl.constexpr,
 ):
-    """Insert the keys of each block, one after the other, into its buckets; note for each run the
-    slot of its key and what was evicted from it.
+    """Insert the keys of each block, one after the other, into its buckets, and give all positions
+    of a key its slot. What was inserted from a bin, and what was evicted for it, is noted in the
+    order of the hashes: where the key's first entry would be if the bin's entries had that order.
 
     Example: a table of one bucket of two slots, both free, and keys 7 and 5 in order: 7 takes slot
     0, 5 takes slot 1; SIZE and INSERTED grow by 2.
     """
     epoch, released = tl.load(epoch_ptr), tl.load(released_ptr)
-    num_block_runs = tl.load(num_blocks_ptr)
-    block_run = tl.program_id(0)
-    while block_run < num_block_runs:
-        run = tl.load(block_starts_ptr + block_run)
-        end = tl.load(block_starts_ptr + block_run + 1)
-        place = tl.load(order_ptr + tl.load(run_starts_ptr + run))
-        table = tl.load(orders_ptr + place).to(tl.int64)
+    tables = tl.arange(0, TABLES)
+    is_table = tables < num_tables
+    blocks = tl.load(geometry_ptr + tables * 4 + 1, mask=is_table, other=0)
+    # A table without rows refuses keys in one block.
+    blocks = tl.where(is_table, tl.maximum(blocks, 1), 0)
+    block_ends = tl.cumsum(blocks, axis=0)
+    num_all_blocks = tl.sum(blocks, axis=0)
+    number = tl.program_id(0).to(tl.int64)
+    while number < num_all_blocks:
+        table = tl.sum((is_table & (block_ends <= number)).to(tl.int64), axis=0)
+        block = number - tl.sum(tl.where(tables < table, blocks, 0), axis=0)
         first_slot = tl.load(geometry_ptr + table * 4)
         num_blocks = tl.load(geometry_ptr + table * 4 + 1)
         num_buckets = tl.load(geometry_ptr + table * 4 + 2)
         num_slots = tl.load(geometry_ptr + table * 4 + 3)
+        # The bins that hold hashes from block / num_blocks on, to those before the next block's.
+        divisor = tl.maximum(num_blocks, 1)
+        first_bin = (table << BINS_LOG2) + (block << BINS_LOG2) // divisor
+        last_bin = (table << BINS_LOG2) + (((block + 1) << BINS_LOG2) - 1) // divisor
+        entry = tl.load(bin_ends_ptr + first_bin - 1, mask=first_bin > 0, other=0)
+        end = tl.load(bin_ends_ptr + last_bin)
         num_inserted = epoch - epoch
         num_refused = epoch - epoch
         num_evicted = epoch - epoch
         age = epoch - epoch
-        while run < end:
-            start = tl.load(run_starts_ptr + run)
-            key = tl.load(keys_ptr + tl.load(order_ptr + start))
-            hashed = hash_of_key(key)
-            first, second = buckets_of_hash(hashed, first_slot, num_blocks, num_buckets, num_slots)
-            if POLICY == _LRU:
-                score = epoch
-            elif POLICY == _CALLER:
-                score = tl.load(run_scores_ptr + run)
-            else:
-                score = (tl.load(run_starts_ptr + run + 1) - start).to(tl.int64)
-                if POLICY == _EPOCH_LFU:
-                    score += tl.load(epoch_number_ptr) << 32
-            slot, evicts = _slot_of_new_key(
-                first,
-                second,
-                num_slots,
-                score,
-                released,
-                digests_ptr,
-                touched_ptr,
-                scores_ptr,
-                BUCKET,
+        while entry < end:
+            hashed = hash_of_key(tl.load(bin_keys_ptr + entry))
+            bin_end = tl.load(bin_ends_ptr + bin_of_hash(hashed, table, BINS_LOG2))
+            last = epoch - epoch
+            is_first = entry < end
+            key, ordered, num_entries, score, num_left, num_before = _next_key(
+                bin_keys_ptr,
+                bin_positions_ptr,
+                scores_in_ptr,
+                entry,
+                bin_end,
+                num_blocks,
+                block,
+                last,
+                is_first,
+                CHUNK,
             )
-            takes = slot >= 0
-            if takes:
-                if evicts:
-                    last_use = tl.load(touched_ptr + slot)
-                    old_score = last_use
+            # Other blocks have entries in the first and the last bin.
+            place = entry + num_before
+            while num_entries > 0:
+                if POLICY == _LRU:
+                    score = epoch
+                elif POLICY != _CALLER:
+                    score = num_entries.to(tl.int64)
+                    if POLICY == _EPOCH_LFU:
+                        score += tl.load(epoch_number_ptr) << 32
+                hashed = hash_of_key(key)
+                first, second = buckets_of_hash(
+                    hashed, first_slot, num_blocks, num_buckets, num_slots
+                )
+                slot, evicts = _slot_of_new_key(
+                    first,
+                    second,
+                    num_slots,
+                    score,
+                    released,
+                    digests_ptr,
+                    touched_ptr,
+                    scores_ptr,
+                    BUCKET,
+                )
+                if slot >= 0:
+                    if evicts:
+                        last_use = tl.load(touched_ptr + slot)
+                        old_score = last_use
+                        if scores_ptr is not None:
+                            old_score = tl.load(scores_ptr + slot)
+                        tl.store(evicted_keys_ptr + place, tl.load(slot_keys_ptr + slot))
+                        tl.store(evicted_scores_ptr + place, old_score)
+                        tl.store(evicted_touched_ptr + place, last_use)
+                        num_evicted += 1
+                        age += epoch - last_use
+                    # All threads have read the old contents before one of them writes new ones.
+                    tl.debug_barrier()
+                    tl.store(digests_ptr + slot, digest_of_hash(hashed).to(tl.uint8))
+                    tl.store(slot_keys_ptr + slot, key)
+                    tl.store(touched_ptr + slot, epoch)
                     if scores_ptr is not None:
-                        old_score = tl.load(scores_ptr + slot)
-                    tl.store(evicted_keys_ptr + run, tl.load(slot_keys_ptr + slot))
-                    tl.store(evicted_scores_ptr + run, old_score)
-                    tl.store(evicted_touched_ptr + run, last_use)
-                    num_evicted += 1
-                    age += epoch - last_use
-                # All threads have read the old contents before one of them writes new ones.
-                tl.debug_barrier()
-                tl.store(digests_ptr + slot, digest_of_hash(hashed).to(tl.uint8))
-                tl.store(slot_keys_ptr + slot, key)
-                tl.store(touched_ptr + slot, epoch)
-                if scores_ptr is not None:
-                    tl.store(scores_ptr + slot, score)
-                num_inserted += 1
-            else:
-                num_refused += 1
-            tl.store(run_slots_ptr + run, slot)
-            tl.store(is_inserted_ptr + run, takes.to(tl.int32))
-            tl.store(run_evicted_ptr + run, (takes & evicts).to(tl.int8))
-            # The next key sees what one thread wrote.
-            tl.debug_barrier()
-            run += 1
-        counts_ptr = counters_ptr + table * _NUM_COUNTERS
-        tl.atomic_add(counts_ptr + _SIZE, num_inserted - num_evicted, sem="relaxed")
-        tl.atomic_add(counts_ptr + _INSERTED, num_inserted, sem="relaxed")
-        tl.atomic_add(counts_ptr + _REFUSED, num_refused, sem="relaxed")
-        tl.atomic_add(counts_ptr + _EVICTED, num_evicted, sem="relaxed")
-        tl.atomic_add(counts_ptr + _EVICTED_AGE, age, sem="relaxed")
-        block_run += tl.num_programs(0)
+                        tl.store(scores_ptr + slot, score)
+                    tl.store(is_inserted_ptr + place, 1)
+                    tl.store(taken_keys_ptr + place, key)
+                    tl.store(taken_tables_ptr + place, table.to(tl.int32))
+                    tl.store(taken_slots_ptr + place, slot)
+                    tl.store(is_evicted_ptr + place, evicts.to(tl.int8))
+                    num_inserted += 1
+                    chunk = entry
+                    while chunk < bin_end:
+                        index = chunk + tl.arange(0, CHUNK)
+                        inside = index < bin_end
+                        keys = tl.load(bin_keys_ptr + index, mask=inside, other=0)
+                        is_key = inside & (keys == key)
+                        position = tl.load(bin_positions_ptr + index, mask=is_key, other=0)
+                        tl.store(slots_out_ptr + position, slot, mask=is_key)
+                        chunk += CHUNK
+                    # The next key sees what one thread wrote.
+                    tl.debug_barrier()
+                else:
+                    num_refused += 1
+                place += num_entries
+                num_entries = num_left
+                if num_left > 0:
+                    last = ordered
+                    is_first = num_left < 0
+                    key, ordered, num_entries, score, num_left, num_before = _next_key(
+                        bin_keys_ptr,
+                        bin_positions_ptr,
+                        scores_in_ptr,
+                        entry,
+                        bin_end,
+                        num_blocks,
+                        block,
+                        last,
+                        is_first,
+                        CHUNK,
+                    )
+            entry = bin_end
+        if (num_inserted > 0) | (num_refused > 0):
+            counts_ptr = counters_ptr + table * _NUM_COUNTERS
+            tl.atomic_add(counts_ptr + _SIZE, num_inserted - num_evicted, sem="relaxed")
+            tl.atomic_add(counts_ptr + _INSERTED, num_inserted, sem="relaxed")
+            tl.atomic_add(counts_ptr + _REFUSED, num_refused, sem="relaxed")
+            tl.atomic_add(counts_ptr + _EVICTED, num_evicted, sem="relaxed")
+            tl.atomic_add(counts_ptr + _EVICTED_AGE, age, sem="relaxed")
+        number += tl.num_programs(0)
 
 
 def launch_insert_keys(insertion: KeyInsertion) -> InsertionResults:
     """``torchembed::insert_keys``; see :func:`torchembed.ops.hash_table.insert_keys`."""
     keys = insertion.keys
+    num_ids, num_tables = keys.numel(), insertion.geometry.shape[0]
     results = empty_results(keys)
-    if keys.numel() == 0:
+    if num_ids == 0:
         return results
-
-    def of_runs() -> Tensor:
-        return torch.empty_like(keys, dtype=torch.int64)
-
+    slots = results[0]
     with torch.cuda.device_of(keys):
-        runs = launch_insert_keys_runs(insertion)
-        inserted = InsertedRuns(
-            is_inserted=torch.zeros_like(keys, dtype=torch.int32),
-            slots=of_runs(),
-            is_evicted=torch.empty_like(keys, dtype=torch.int8),
-            evicted_keys=of_runs(),
-            evicted_scores=of_runs(),
-            evicted_touched=of_runs(),
-        )
-        _insert_keys_kernel[(min(keys.numel(), _MOST_PROGRAMS),)](
-            runs.order,
-            runs.orders,
-            keys,
-            runs.run_starts,
-            runs.block_starts,
-            runs.run_scores,
-            runs.num_blocks,
+        bins = put_into_bins(insertion, slots)
+        inserted = empty_inserted_keys(keys)
+        num_blocks = num_tables + insertion.digests.numel() // _LEAST_SLOTS
+        num_programs = min(num_ids, max(num_blocks, 1), _MOST_PROGRAMS)
+        _insert_keys_kernel[(num_programs,)](
+            bins.keys,
+            bins.positions,
+            bins.ends,
+            insertion.scores_in,
             insertion.epoch,
             insertion.epoch_number,
             insertion.released,
@@ -245,10 +353,15 @@ def launch_insert_keys(insertion: KeyInsertion) -> InsertionResults:
             insertion.scores,
             insertion.geometry,
             insertion.counters,
+            slots,
             *inserted,
+            num_tables,
             POLICY=insertion.policy,
             BUCKET=BUCKET_SLOTS,
+            BINS_LOG2=bins.bins_log2,
+            CHUNK=_CHUNK,
+            TABLES=triton.next_power_of_2(max(num_tables, 1)),
             num_warps=1,
         )
-        launch_insert_keys_results(insertion, runs, inserted, results)
+        launch_insert_keys_results(inserted, results)
     return results

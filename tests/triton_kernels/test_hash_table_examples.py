@@ -5,19 +5,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy, SlotTouch
+from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy, SlotTouch, empty_results
 from torchembed.core.types import InitializerKind
 from torchembed.core.update_records import RowInitialization
+from torchembed.ops.hash_table.hashing import hash_keys
 from torchembed.triton_kernels import (
     erase_keys,
     insert_keys,
-    insert_keys_results,
-    insert_keys_runs,
+    key_bins,
     touch_slots,
 )
 from torchembed.triton_kernels.find_slots import _place_in_bucket, launch_find_slots
 from torchembed.triton_kernels.hash_places import buckets_of_hash
 from torchembed.triton_kernels.initialize_rows import launch_initialize_rows
+from torchembed.triton_kernels.insert_keys_results import (
+    empty_inserted_keys,
+    launch_insert_keys_results,
+)
 from torchembed.triton_kernels.table_counters import count_by_table
 
 BLOCK = 4
@@ -135,72 +139,101 @@ def test_count_by_table(device: torch.device) -> None:
     assert counts[:, Counter.HITS].tolist() == [1, 2]
 
 
-def test_insert_keys_order(device: torch.device) -> None:
-    hashes, orders = longs(device, -9, -9, -9), integers(device, -9, -9, -9)
-    insert_keys_runs._insert_keys_order_kernel[(1,)](
+@triton.jit
+def _bins_kernel(hashes_ptr, out_ptr):
+    index = tl.arange(0, 2)
+    hashed = tl.load(hashes_ptr + index).to(tl.uint64, bitcast=True)
+    tl.store(out_ptr + index, key_bins.bin_of_hash(hashed, index * 0 + 1, 5))
+
+
+def test_bin_of_hash(device: torch.device) -> None:
+    out = longs(device, -9, -9)
+    _bins_kernel[(1,)](longs(device, 0, -1), out)
+    assert out.tolist() == [32, 63]
+
+
+def test_key_bins_count(device: torch.device) -> None:
+    counts, ranks = integers(device, *[0] * 32), integers(device, -9, -9, -9)
+    slots, slots_out = longs(device, -1, -1, 5), longs(device, -9, -9, -9)
+    key_bins._key_bins_count_kernel[(1,)](
         longs(device, 4, 5, 6),
-        integers(device, 1, -1, 0),
-        longs(device, -1, -1, 5),
+        integers(device, 0, -1, 0),
+        slots,
         None,
         None,
-        hashes,
-        orders,
+        counts,
+        ranks,
+        slots_out,
         3,
+        BINS_LOG2=5,
+        BLOCK=BLOCK,
+    )
+    assert ranks.tolist() == [0, -1, -1]
+    assert slots_out.tolist() == slots.tolist()
+    assert (counts.sum(), counts[hash_keys(longs(device, 4)) >> 59 & 31]) == (1, 1)
+
+
+def test_key_bins_fill(device: torch.device) -> None:
+    bin_keys, positions = longs(device, -9, -9), integers(device, -9, -9)
+    key_bins._key_bins_fill_kernel[(1,)](
+        longs(device, 5, 7),
+        integers(device, 0, 0),
+        integers(device, -1, 0),
+        torch.where(torch.arange(32) < int(hash_keys(longs(device, 7)) >> 59 & 31), 0, 1)
+        .int()
+        .to(device),
+        bin_keys,
+        positions,
         2,
+        BINS_LOG2=5,
         BLOCK=BLOCK,
     )
-    assert orders.tolist() == [1, 2, 2]
+    assert (bin_keys.tolist(), positions.tolist()) == ([7, -9], [1, -9])
 
 
-def test_insert_keys_starts(device: torch.device) -> None:
-    starts = integers(device, *[-9] * 6).reshape(2, 3)
-    insert_keys_runs._insert_keys_starts_kernel[(1,)](
-        longs(device, 0, 1, 2),
-        integers(device, 0, 0, 0),
-        longs(device, 7, 7, 5),
-        longs(device, 0, 1, 1, 4).reshape(1, 4),
-        starts,
-        3,
-        1,
-        BLOCK=BLOCK,
+def by_hash(device: torch.device, *keys: int) -> list[int]:
+    """``keys`` by their hashes, as unsigned numbers."""
+    hashes = hash_keys(longs(device, *keys)) ^ -(2**63)
+    return [keys[number] for number in hashes.argsort().tolist()]
+
+
+@triton.jit
+def _next_kernel(keys_ptr, out_ptr, CHUNK: tl.constexpr):
+    end = tl.load(out_ptr).to(tl.int32)
+    zero = tl.load(out_ptr + 1)
+    start = zero.to(tl.int32)
+    key, ordered, num_entries, _, num_left, _ = insert_keys._next_key(
+        keys_ptr, keys_ptr, None, start, end, zero + 1, zero, zero, start == 0, CHUNK
     )
-    assert starts.tolist() == [[1, 0, 1], [1, 0, 0]]
-
-
-def test_insert_keys_runs(device: torch.device) -> None:
-    run_starts, block_starts = integers(device, *[-9] * 8).reshape(2, 4)
-    num_blocks = integers(device, 0)
-    insert_keys_runs._insert_keys_runs_kernel[(1,)](
-        longs(device, 0, 1, 2),
-        integers(device, 0, 0, 0),
-        integers(device, 1, 1, 2, 1, 1, 1).reshape(2, 3),
-        None,
-        run_starts,
-        block_starts,
-        None,
-        num_blocks,
-        3,
-        1,
-        BLOCK=BLOCK,
+    tl.store(out_ptr + 2, key)
+    tl.store(out_ptr + 3, num_entries)
+    tl.store(out_ptr + 4, num_left)
+    key, ordered, num_entries, _, num_left, _ = insert_keys._next_key(
+        keys_ptr, keys_ptr, None, start, end, zero + 1, zero, ordered, start < 0, CHUNK
     )
-    assert run_starts.tolist() == [0, 2, 3, -9]
-    assert block_starts.tolist() == [0, 2, -9, -9]
-    assert num_blocks.tolist() == [1]
+    tl.store(out_ptr + 5, key)
+    tl.store(out_ptr + 6, num_entries)
+    tl.store(out_ptr + 7, num_left)
+
+
+def test_next_key(device: torch.device) -> None:
+    lesser, greater = by_hash(device, 5, 7)
+    keys, out = longs(device, greater, lesser, greater), longs(device, 3, 0, *[-9] * 6)
+    _next_kernel[(1,)](keys, out, CHUNK=2)
+    assert out.tolist()[2:] == [lesser, 1, 2, greater, 2, 0]
 
 
 def test_insert_keys(device: torch.device) -> None:
     digests = torch.zeros(2, dtype=torch.uint8, device=device)
     slot_keys, touched = longs(device, 0, 0), longs(device, 0, 0)
-    counts = counters(device)
-    is_inserted, run_slots = integers(device, -9, -9), longs(device, -9, -9)
+    slots_out, counts = longs(device, -9, -9), counters(device)
+    inserted = empty_inserted_keys(longs(device, 0, 0))
+    keys = by_hash(device, 5, 7)
     insert_keys._insert_keys_kernel[(2,)](
-        longs(device, 0, 1),
-        integers(device, 0, 0),
-        longs(device, 7, 5),
-        integers(device, 0, 1, 2),
-        integers(device, 0, 2),
+        longs(device, *keys),
+        integers(device, 1, 0),
+        torch.full((32,), 2, dtype=torch.int32, device=device),
         None,
-        integers(device, 1),
         longs(device, 3),
         None,
         longs(device, 2),
@@ -210,47 +243,35 @@ def test_insert_keys(device: torch.device) -> None:
         None,
         longs(device, 0, 1, 1, 2).reshape(1, 4),
         counts,
-        is_inserted,
-        run_slots,
-        torch.empty(2, dtype=torch.int8, device=device),
-        *(longs(device, -9, -9) for _ in range(3)),
+        slots_out,
+        *inserted,
+        1,
         POLICY=int(Policy.LRU),
         BUCKET=BUCKET_SLOTS,
+        BINS_LOG2=5,
+        CHUNK=BLOCK,
+        TABLES=1,
         num_warps=1,
     )
-    assert (slot_keys.tolist(), touched.tolist()) == ([7, 5], [3, 3])
-    assert (run_slots.tolist(), is_inserted.tolist()) == ([0, 1], [1, 1])
+    assert (slot_keys.tolist(), touched.tolist()) == (keys, [3, 3])
+    assert (slots_out.tolist(), inserted.slots.tolist()) == ([1, 0], [0, 1])
+    assert (inserted.keys.tolist(), inserted.is_inserted.tolist()) == (keys, [1, 1])
     assert (counts[0, Counter.SIZE], counts[0, Counter.INSERTED]) == (2, 2)
 
 
 def test_insert_keys_results(device: torch.device) -> None:
-    slots, new_keys, new_slots, num_new = (longs(device, -9, -9, -9) for _ in range(4))
-    no_evictions = [longs(device, -9, -9, -9) for _ in range(3)]
-    insert_keys_results._insert_keys_results_kernel[(1,)](
-        longs(device, 0, 1, 2),
-        integers(device, 0, 0, 0),
-        longs(device, 10, 11, 12),
-        longs(device, -1, -1, -1),
-        integers(device, 1, 2, 3, 1, 1, 1).reshape(2, 3),
-        integers(device, 0, 1, 2, 3),
-        integers(device, 1, 1, 2),
-        integers(device, 1, 0, 1),
-        longs(device, 3, -1, 5),
-        torch.zeros(3, dtype=torch.int8, device=device),
-        *no_evictions,
-        slots,
-        new_keys,
-        integers(device, -9, -9, -9),
-        new_slots,
-        num_new,
-        torch.ones(3, dtype=torch.bool, device=device),
-        *no_evictions,
-        3,
-        1,
-        BLOCK=BLOCK,
+    results = empty_results(longs(device, 0, 0, 0))
+    inserted = empty_inserted_keys(longs(device, 0, 0, 0))._replace(
+        is_inserted=integers(device, 1, 0, 1),
+        keys=longs(device, 10, -9, 12),
+        tables=integers(device, 0, -9, 0),
+        slots=longs(device, 3, -9, 5),
+        is_evicted=torch.zeros(3, dtype=torch.int8, device=device),
     )
-    assert slots.tolist() == [3, -1, 5]
+    launch_insert_keys_results(inserted, results)
+    _, new_keys, new_tables, new_slots, num_new, is_evicted, *_ = results
     assert (new_slots.tolist(), new_keys.tolist()) == ([3, 5, -1], [10, 12, 0])
+    assert (new_tables.tolist(), is_evicted.tolist()) == ([0, 0, -1], [False] * 3)
     assert num_new[0] == 2
 
 
