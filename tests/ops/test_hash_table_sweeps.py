@@ -180,7 +180,7 @@ def test_a_table_shrinks_to_a_target(num_kept: int, gone: list[int], device: tor
 
 
 def test_grown_tables_hold_the_same(device: torch.device) -> None:
-    shapes = [TableShape(1, 2, 8), TableShape(2, 3, 16), TableShape(3, 1, 8)]
+    shapes = [TableShape(1, 2, 8), TableShape(2, 3, 16, num_spare=5), TableShape(3, 1, 8)]
     tables = Tables(shapes, Policy.LFU, device)
     keys = torch.arange(-20 if lanes.is_interpreted() else -90, 90, device=device)
     for table in range(3):
@@ -194,7 +194,11 @@ def test_grown_tables_hold_the_same(device: torch.device) -> None:
         old, new = tables.held(table), Tables.of(grown, new_shapes, Policy.LFU).held(table)
         assert {key: int(new_slots[slot]) for key, slot in old.items()} == new
     is_held = before.digests > 0
+    spare = torch.arange(16 + 96, 16 + 96 + 5, device=device)
+    assert torch.equal(new_slots[spare], spare + 7 * 16 + 2 * 48)
+    is_held[spare] = True
     assert (new_slots[~is_held] == -1).all()
+    is_held[spare] = False
     for state, old_state in zip(grown[:4], before[:4], strict=True):
         assert state is not None and old_state is not None
         assert torch.equal(state[new_slots[is_held]], old_state[is_held])
@@ -281,6 +285,6 @@ def test_errors_of_scores_and_shapes() -> None:
     with pytest.raises(ValueError, match=r"^scores must hold 1 elements \(as keys has\), got 2$"):
         assign_scores(held, keys, tables, int64(1, 2))
     for new_shape in (TableShape(3, 1, 4), TableShape(2, 1, 5), TableShape(0, 1, 4)):
-        message = r"^new_shapes\[0\] must have the blocks of \(1, 1, 4\), doubled any number of"
+        message = r"^new_shapes\[0\] must have the blocks of \(1, 1, 4, 0\), doubled any number of"
         with pytest.raises(ValueError, match=message):
             grow(held, [FOUR], [new_shape])

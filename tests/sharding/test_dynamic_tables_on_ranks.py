@@ -41,7 +41,7 @@ from tests.support.steps_on_ranks import (
     static_batch,
     trained_plainly,
 )
-from torchembed import LFU, LRU, Dynamic, MinimumCount
+from torchembed import LFU, LRU, Dynamic, HashedRows, MinimumCount
 from torchembed.sharding.planning.partition import HashPartition
 from torchembed.training import TrainPipeline
 
@@ -58,6 +58,21 @@ CASES = [
     Case(placements=dict.fromkeys("abcd", "table_wise"), dynamic=("d",), fixed=True),
     Case(placements=MIXED, dynamic=("a", "d"), pooled=False),
     Case(placements=ROW_WISE, dynamic=("a", "b", "d"), pooled=False, fixed=True, optimizer="SGD"),
+    # No id has a row of its own: ranks of columns share the same rows, and where ranks divide the
+    # ids, each has as many, of which no two ids here share one.
+    Case(
+        placements=MIXED | {"a": "column_wise"},
+        dynamic=("a", "b", "d"),
+        admission=MinimumCount(2**31 - 1),
+        missing=HashedRows(3),
+    ),
+    Case(
+        placements=ROW_WISE,
+        dynamic=("a", "b", "d"),
+        fixed=True,
+        admission=MinimumCount(2**31 - 1),
+        missing=HashedRows(1 << 16),
+    ),
 ]
 
 

@@ -21,6 +21,7 @@ from torchembed import (
     Dynamic,
     EmbeddingBag,
     EpochLFU,
+    HashedRows,
     MinimumCount,
     Probability,
     SparseFeatures,
@@ -115,6 +116,7 @@ POLICIES = {
     "MinimumCount": Dynamic(admission=MinimumCount(2)),
     "DecayingLFU": Dynamic(eviction=DecayingLFU(rate=0.5, steps_per_decay=2)),
     "ttl": Dynamic(ttl_steps=3, sweep_steps=4),
+    "HashedRows": Dynamic(eviction=LFU(), admission=MinimumCount(2), missing=HashedRows(7)),
 }
 BATCHES = {
     "fixed": [batch(seed) for seed in range(14)],

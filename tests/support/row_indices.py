@@ -188,6 +188,9 @@ class DictFactory:
     def rows_for(self, capacity: int) -> int:
         return capacity
 
+    def rows_of_part(self, num_rows: int, num_parts: int) -> int:
+        return -(-num_rows // num_parts)
+
     def bytes_for(self, num_rows: int) -> int:
         """As if each row had an id of 8 bytes."""
         return 8 * num_rows
@@ -204,6 +207,9 @@ class RecordingFactory:
 
     def rows_for(self, capacity: int) -> int:
         return capacity
+
+    def rows_of_part(self, num_rows: int, num_parts: int) -> int:
+        return -(-num_rows // num_parts)
 
     def bytes_for(self, num_rows: int) -> int:
         return 0

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
 from tests.support.row_indices import RecordingBagConfig
-from torchembed import LRU, Dynamic
+from torchembed import LRU, Dynamic, HashedRows
 from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
@@ -59,6 +59,7 @@ class Case:
     capacity: int = CAPACITY
     eviction: Eviction = LRU()
     admission: AdmissionPolicy | None = None
+    missing: HashedRows | None = None
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -96,7 +97,8 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
     kind = torchembed.EmbeddingBagConfig if case.pooled else torchembed.EmbeddingConfig
     if case.is_recorded:
         kind = RecordingBagConfig
-    configs, policies = [], Dynamic(eviction=case.eviction, admission=case.admission)
+    policies = Dynamic(eviction=case.eviction, admission=case.admission, missing=case.missing)
+    configs = []
     for name, (num_rows, dim) in SIZES.items():
         mean = case.pooled and name == "b" and not case.weighted
         is_dynamic = name in case.dynamic

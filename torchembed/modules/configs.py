@@ -21,7 +21,6 @@ from torchembed.tables import (
     TableSpec,
     Uniform,
     is_function_of_id,
-    num_slots,
 )
 
 
@@ -150,7 +149,8 @@ def table_spec(
         if isinstance(initializer, Uniform):
             low, high = initializer.bounds(num_rows)
             initializer = Uniform(low=low, high=high)
-        num_rows, index = num_slots(num_rows), HashFactory(dynamic)
+        index = HashFactory(dynamic)
+        num_rows = index.rows_for(num_rows)
     return TableSpec(
         name=name,
         num_rows=num_rows,

@@ -20,6 +20,7 @@ from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.hash_factory import HashFactory, num_slots
 from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.hashed_rows import HashedRows
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import (
     Constant,
@@ -91,6 +92,7 @@ __all__ = [
     "GroupWeight",
     "HashFactory",
     "HashIndex",
+    "HashedRows",
     "InPlaceFunction",
     "IndexFactory",
     "IndexedTable",

@@ -27,7 +27,11 @@ class HashFactory:
     takes_any_id = True
 
     def rows_for(self, capacity: int) -> int:
-        return num_slots(capacity)
+        return num_slots(capacity) + self.dynamic.num_hashed_rows
+
+    def rows_of_part(self, num_rows: int, num_parts: int) -> int:
+        num_hashed = self.dynamic.num_hashed_rows
+        return self.rows_for(-(-(num_rows - num_hashed) // num_parts))
 
     def bytes_for(self, num_rows: int) -> int:
         """Ids, digests, epochs of the last use and, but for LRU, scores; what chooses the ids that

@@ -16,6 +16,7 @@ from torchembed.ops.hash_table import (
     erase_keys,
     find_slots,
     insert_keys,
+    slot_ranges,
     table_shape,
     touch_slots,
 )
@@ -27,6 +28,7 @@ from torchembed.tables.dynamic import DecayingLFU, Dynamic, EpochLFU, policy_of
 from torchembed.tables.expiry import Expiry
 from torchembed.tables.hash_slots import HashSlots
 from torchembed.tables.hashed_row_keys import HashedRowKeys
+from torchembed.tables.hashed_rows import HashedRows, SharedRows
 from torchembed.tables.row_index import Admission, IndexedTable, RowIndex
 from torchembed.tables.score_decay import ScoreDecay
 
@@ -45,6 +47,7 @@ class HashIndex:
 
     Attributes:
         hash_tables: ids, and the use of their rows.
+        shared: gives rows to ids that have none of their own; None: they read none.
         clock: numbers the batches that are admitted.
         admission: chooses the new ids that get rows; None: all do.
         deletions: notes the ids that leave the tables; None where no delta is wanted.
@@ -57,12 +60,21 @@ class HashIndex:
     ) -> None:
         self._tables, self._dynamic, self._device = list(tables), dynamic, device
         self._policy = policy_of(dynamic.eviction)
-        shapes = [table_shape(table.num_rows) for table in tables]
+        num_shared = dynamic.num_hashed_rows
+        shapes = [
+            table_shape(table.num_rows - num_shared)._replace(num_spare=num_shared)
+            for table in tables
+        ]
         assert [shape.num_rows for shape in shapes] == [table.num_rows for table in tables]
+        self._shapes = shapes
         self._first_rows = [0]
         for table in tables:
             self._first_rows.append(self._first_rows[-1] + table.num_rows)
         self.hash_tables: HashTables = empty_hash_tables(shapes, self._policy, device)
+        self.shared: SharedRows | None = None
+        if isinstance(dynamic.missing, HashedRows):
+            self.shared = SharedRows(dynamic.missing, slot_ranges(shapes), device)
+            self.shared.set_ids(self.hash_tables.keys)
         self.clock = AdmissionClock(device)
         self.admission: AdmissionFilter | None = None
         if dynamic.admission is not None:
@@ -75,6 +87,10 @@ class HashIndex:
         if isinstance(dynamic.eviction, DecayingLFU):
             self._decay = ScoreDecay(dynamic.eviction, shapes, device)
         self._row_keys = HashedRowKeys(tables, device)
+
+    def capacity(self, table: int) -> int:
+        """The most ids that a table can hold here."""
+        return self._shapes[table].capacity
 
     def for_tables(self, tables: Sequence[int]) -> "HashSlots":
         return HashSlots(self, tables, self._device)
@@ -185,7 +201,8 @@ class HashIndex:
         self.clock.release_forwards(keeps_rows=keeps_rows)
 
     def row_ids(self, table: int) -> Tensor:
-        """The ids of a table's rows, int64; 0 for free ones."""
+        """The ids of a table's rows, int64; 0 for free ones, and for shared rows numbers of their
+        own."""
         return self._part(self.hash_tables.keys, table)
 
     def rounding_keys(self) -> RoundingKeys:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import OnBadId
+from torchembed.ops.hash_table import int64_keys
 from torchembed.ops.linearize_ids import LinearRows
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.tables.row_index import Admission, AdmittedRows, NewRows
@@ -55,8 +56,9 @@ class HashSlots:
         rows_dtype: torch.dtype,
         is_valid: Tensor | None = None,
     ) -> LinearRows:
-        """The rows of the ids that have one; no id is bad."""
-        rows = self._index.find(features.values, self._tables_of(features, is_valid))
+        """The rows of the ids that have one, or share one; no id is bad."""
+        tables = self._tables_of(features, is_valid)
+        rows = self._with_shared(self._index.find(features.values, tables), features.values, tables)
         none_bad = torch.full((1,), rows.numel(), dtype=torch.int64, device=rows.device)
         return LinearRows(rows.to(rows_dtype), none_bad)
 
@@ -71,4 +73,10 @@ class HashSlots:
         tables = self._tables_of(features, is_valid)
         inserted = self._index.insert(features.values, tables, admission)
         new = NewRows(inserted.new_slots, inserted.keys, inserted.tables)
-        return AdmittedRows(inserted.slots.to(rows.dtype), new)
+        slots = self._with_shared(inserted.slots, features.values, tables)
+        return AdmittedRows(slots.to(rows.dtype), new)
+
+    def _with_shared(self, rows: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
+        """``rows [L]`` with those that ids without one of their own share."""
+        shared = self._index.shared
+        return rows if shared is None else shared.rows(rows, int64_keys(ids), tables)

@@ -174,6 +174,11 @@ class IndexFactory(Protocol):
         """Rows of a table that has room for ``capacity`` ids, or a few more."""
         ...
 
+    def rows_of_part(self, num_rows: int, num_parts: int) -> int:
+        """Rows of one of ``num_parts`` that ranks hold of a table of ``num_rows``, where a hash
+        divides its ids."""
+        ...
+
     def bytes_for(self, num_rows: int) -> int:
         """Bytes of what an index keeps beside a table of ``num_rows``."""
         ...
@@ -250,6 +255,9 @@ class RangeFactory:
 
     def rows_for(self, capacity: int) -> int:
         return capacity
+
+    def rows_of_part(self, num_rows: int, num_parts: int) -> int:
+        return -(-num_rows // num_parts)
 
     def bytes_for(self, num_rows: int) -> int:
         """None: a range needs a few numbers only."""

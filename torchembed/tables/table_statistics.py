@@ -25,7 +25,7 @@ class TableStatistics:
     epoch: int
     """Batches that were admitted to be trained until this moment."""
     capacity: int
-    """Rows that the table has room for, those held here alone."""
+    """Ids that the table has room for, in the rows held here alone."""
     size: int
     """Ids that have a row."""
     hits: int
@@ -133,7 +133,7 @@ class StatisticsReading:
                 self._groups.append(
                     _OfGroup(
                         [name for name, _ in named],
-                        [table.num_rows for _, table in named],
+                        [group.index.capacity(number) for number in numbers],
                         HostNumbers(_counts(group.index, numbers)),
                     )
                 )

@@ -16,7 +16,8 @@ class GrownTables(NamedTuple):
 
     tables: HashTables
     new_slots: Tensor
-    """int64 ``[S]``: the new slot of each old one that holds a key, -1 of free ones."""
+    """int64 ``[S]``: the new slot of each old one that holds a key, and the new place of each spare
+    one; -1 of free ones."""
 
 
 def grow(
@@ -41,7 +42,7 @@ def grow(
     new_geometry = geometry_of(new_shapes, device)
     num_slots = sum(shape.num_rows for shape in new_shapes)
     new_slots = torch.full_like(hash_tables.keys, -1)
-    for slots in slot_ranges(shapes):
+    for slots, new_range in zip(slot_ranges(shapes), slot_ranges(new_shapes), strict=True):
         held = slots.of(hash_tables.digests).nonzero().flatten()
         keys = slots.of(hash_tables.keys)[held]
         tables = torch.full(keys.shape, slots.table, dtype=torch.int32, device=device)
@@ -50,6 +51,11 @@ def grow(
         block_slots = shape.num_buckets * shape.num_slots
         first_slot = new_geometry[slots.table, 0]
         new_slots[slots.first_slot + held] = first_slot + blocks * block_slots + held % block_slots
+        num_spare = shape.num_spare
+        if num_spare:
+            slots.of(new_slots)[-num_spare:] = (
+                new_range.end - num_spare + torch.arange(num_spare, device=device)
+            )
     is_held = new_slots >= 0
 
     def moved(state: Tensor) -> Tensor:
@@ -74,5 +80,5 @@ def _check_growth(table: int, shape: TableShape, new_shape: TableShape) -> None:
     if shape != new_shape and (shape[1:] != new_shape[1:] or not is_doubled):
         raise ValueError(
             f"new_shapes[{table}] must have the blocks of {tuple(shape)}, doubled any number of "
-            f"times, and the same buckets and slots, got {tuple(new_shape)}"
+            f"times, and the same buckets, slots and spare rows, got {tuple(new_shape)}"
         )

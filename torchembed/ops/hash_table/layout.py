@@ -13,18 +13,25 @@ BLOCK_SLOTS = 4096
 
 
 class TableShape(NamedTuple):
-    """Shape of one table: blocks of buckets of slots."""
+    """Shape of one table: blocks of buckets of slots, and spare rows behind them."""
 
     num_blocks: int
     num_buckets: int
     """The buckets of a block."""
     num_slots: int
     """The slots of a bucket."""
+    num_spare: int = 0
+    """Places in the tensors behind the slots, for rows of the table that never hold a key."""
+
+    @property
+    def capacity(self) -> int:
+        """Keys that the table can hold, one in each slot."""
+        return self.num_blocks * self.num_buckets * self.num_slots
 
     @property
     def num_rows(self) -> int:
-        """Slots of the whole table, each of which is a row of its group."""
-        return self.num_blocks * self.num_buckets * self.num_slots
+        """Places of the whole table, spare ones too, each of which is a row of its group."""
+        return self.capacity + self.num_spare
 
 
 class HashTables(NamedTuple):
@@ -86,7 +93,7 @@ def geometry_of(shapes: Sequence[TableShape], device: torch.device | None = None
     """``HashTables.geometry`` of tables whose slots follow one another: int64 ``[T, 4]``."""
     rows, first_slot = [], 0
     for shape in shapes:
-        rows.append([first_slot, *shape])
+        rows.append([first_slot, shape.num_blocks, shape.num_buckets, shape.num_slots])
         first_slot += shape.num_rows
     return torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rows), 4)
 

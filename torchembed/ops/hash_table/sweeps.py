@@ -24,6 +24,11 @@ class SlotRange(NamedTuple):
     first_slot: int
     num_slots: int
 
+    @property
+    def end(self) -> int:
+        """The slot behind the last one."""
+        return self.first_slot + self.num_slots
+
     def pieces(self, num_slots: int) -> "Iterator[SlotRange]":
         """The range in parts of ``num_slots`` slots; the last one has what is left."""
         for begin in range(0, self.num_slots, num_slots):
@@ -32,11 +37,11 @@ class SlotRange(NamedTuple):
 
     def of(self, state: Tensor) -> Tensor:
         """The range's part ``[n]`` of ``state [S]``, in the same memory."""
-        return state[self.first_slot : self.first_slot + self.num_slots]
+        return state[self.first_slot : self.end]
 
 
 def slot_ranges(shapes: Sequence[TableShape]) -> list[SlotRange]:
-    """All slots of each table of a group."""
+    """All slots of each table of a group, and the spare places behind them."""
     ranges, first_slot = [], 0
     for table, shape in enumerate(shapes):
         ranges.append(SlotRange(table, first_slot, shape.num_rows))

@@ -204,7 +204,7 @@ def place_table(
     elif placement is Placement.COLUMN_WISE:
         parts = [(all_rows, columns) for columns in _divided(spec.dim, len(ranks))]
     elif takes_any_id:
-        num_rows = spec.index.rows_for(-(-spec.num_rows // len(ranks)))
+        num_rows = spec.index.rows_of_part(spec.num_rows, len(ranks))
         parts = [((place * num_rows, num_rows), all_columns) for place in range(len(ranks))]
     else:
         parts = [(rows, all_columns) for rows in _divided(spec.num_rows, len(ranks))]

@@ -1,0 +1,71 @@
+"""Rows that the ids of dynamic tables without a row of their own share, by a hash of the id."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.core.random_bits import name_key, random_bits, shift_right
+from torchembed.ops.hash_table import SlotRange
+
+# Drawn from other keys than slots (0), ranks (1) and the initial values of rows.
+_PLACE_KEY = name_key(0, "hashed rows", "place")
+_ID_KEY = name_key(0, "hashed rows", "id")
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedRows:
+    """Lets ids of a dynamic table that have no row of their own share rows beside the table's.
+
+    A hash of the id chooses among them, so that each id reads the same one at any time, and several
+    may read one. They are trained as all rows are, are never evicted, and are what evaluation reads
+    for ids that training has not met.
+    """
+
+    num_rows: int
+    """Of the table, beside its capacity; where ranks divide the table, of each of them."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_rows, bool) or not isinstance(self.num_rows, int):
+            raise TypeError(f"num_rows must be an int, got {self.num_rows!r}")
+        # A hash of 32 bits is multiplied by it.
+        if not 1 <= self.num_rows < 2**31:
+            raise ValueError(f"num_rows must be from 1 to {2**31 - 1}, got {self.num_rows}")
+
+
+class SharedRows:
+    """The :class:`HashedRows` of each table of a group: its last rows, behind those of its slots.
+
+    Args:
+        config: the same for all tables.
+        tables: the slots of each table, and behind them the places of these rows.
+        device: where ids come.
+    """
+
+    def __init__(
+        self, config: HashedRows, tables: Sequence[SlotRange], device: torch.device
+    ) -> None:
+        self._num_rows = config.num_rows
+        firsts = [slots.first_slot + slots.num_slots - config.num_rows for slots in tables]
+        self._firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
+        self._place_key = torch.tensor(_PLACE_KEY, device=device)
+
+    def set_ids(self, ids: Tensor) -> None:
+        """Write the numbers that initial values and rounding of these rows are functions of, to
+        their places in ``ids``, int64 ``[R]``."""
+        places = torch.arange(self._num_rows, device=ids.device)
+        numbers = random_bits(torch.full_like(places, _ID_KEY), places)
+        ids[(self._firsts[:, None] + places).flatten()] = numbers.repeat(len(self._firsts))
+
+    def rows(self, rows: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
+        """``rows``, int64 ``[L]``, with a shared row for each id that has none of its own.
+
+        Args:
+            rows: of the group, -1 for none.
+            ids: int64 ``[L]``.
+            tables: int32 ``[L]``: the table of each id; -1 where there is no id, and no row.
+        """
+        places = (shift_right(random_bits(self._place_key, ids), 32) * self._num_rows) >> 32
+        shared = self._firsts[tables.clamp_min(0)] + places
+        return torch.where((rows < 0) & (tables >= 0), shared, rows)
