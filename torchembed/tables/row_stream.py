@@ -95,7 +95,8 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
     no place for scores and last uses, which are left out.
 
     Returns:
-        How many rows of the chunk found no place, since a dynamic table keeps greater scores.
+        The number of ids that a dynamic table left out for others of greater scores: ids of the
+        chunk that found no place, and ids that it held and that made room.
 
     Raises:
         IndexError: for a key that the table does not hold here; nothing is changed then.
@@ -139,11 +140,11 @@ def _write_by_id(
     """:func:`write_rows` for a dynamic table; ``moves`` are values and where they go."""
     device = table.parameter.device
     on_device = [None if t is None else t.to(device) for t in (chunk.scores, chunk.touched)]
-    rows = place_ids(index, table, chunk.keys.to(device), *on_device)
+    rows, num_left_out = place_ids(index, table, chunk.keys.to(device), *on_device)
     is_placed = rows >= 0
     for values, tensor, _ in moves:
         tensor[rows[is_placed]] = values.to(device, tensor.dtype)[is_placed]
-    return int((~is_placed).sum())
+    return num_left_out
 
 
 def _as_slice(keys: Tensor) -> slice | None:

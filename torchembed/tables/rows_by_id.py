@@ -24,6 +24,15 @@ class HeldIds(NamedTuple):
     """int64 ``[n]``: the epochs of their last use."""
 
 
+class PlacedIds(NamedTuple):
+    """Ids that were given rows of a dynamic table, or not."""
+
+    rows: Tensor
+    """int64 ``[n]``; -1 for ids that found only greater scores in their buckets."""
+    num_left_out: int
+    """Ids that have no row, and ids that were there before and made room."""
+
+
 def index_by_id(table: Table) -> HashIndex | None:
     """The index of a dynamic ``table``'s group; None for one whose ids are numbers of rows."""
     index = table.group.index
@@ -42,9 +51,8 @@ def held_ids(index: HashIndex, table: Table, part: range) -> HeldIds:
 @torch.no_grad()
 def place_ids(
     index: HashIndex, table: Table, ids: Tensor, scores: Tensor | None, touched: Tensor | None
-) -> Tensor:
-    """Give rows of ``table`` to ``ids [n]``, all different, and return these, int64 ``[n]``: -1 for
-    those that found only greater scores in their buckets.
+) -> PlacedIds:
+    """Give rows of ``table`` to ``ids [n]``, all different.
 
     Where the table is full, the rows of the least scores make room. New rows get their initial
     values. No batch may be under way. Waits for the device.
@@ -55,6 +63,9 @@ def place_ids(
     """
     number, state = table.group.tables.index(table), index.hash_tables
     first_row, device = table.group.first_row_of(table), ids.device
+    digests = index.contents(number)["digests"]
+    tables = torch.full(ids.shape, number, dtype=torch.int32, device=device)
+    num_ids = (digests > 0).sum() + (find_slots(state, ids, tables) < 0).sum()
     is_lru = state.scores is None
     touched = torch.ones_like(ids) if touched is None else touched.clamp_min(1)
     scores = touched if scores is None else scores
@@ -65,7 +76,6 @@ def place_ids(
     by_score = state._replace(
         touched=unused, scores=state.touched if state.scores is None else state.scores
     )
-    tables = torch.full(ids.shape, number, dtype=torch.int32, device=device)
     one = torch.ones(1, dtype=torch.int64, device=device)
     assert by_score.scores is not None
     has_changed = True
@@ -93,4 +103,5 @@ def place_ids(
     state.touched[rows[is_held]] = touched[is_held]
     last = torch.cat([touched, index.clock.last]).amax().reshape(1)
     index.load_contents(number, {**index.contents(number), "clock": last})
-    return torch.where(is_held, rows - first_row, -1)
+    num_left_out = int(num_ids - (digests > 0).sum())
+    return PlacedIds(torch.where(is_held, rows - first_row, -1), num_left_out)
