@@ -9,6 +9,7 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.ops.hash_table import int64_keys
 from torchembed.tables import (
+    CountedTables,
     Delta,
     DeltaMark,
     HashIndex,
@@ -94,14 +95,20 @@ class TableModule(nn.Module):
         Call it between steps. On a GPU it does not wait: each call gives what the copies begun by
         earlier ones have brought, of some steps ago, and the first calls give nothing. On a CPU
         the figures are of now. The table of a module of one table has the name ``weight``. Where
-        tables are spread over ranks, each rank counts what it holds.
+        tables are spread over ranks every rank calls it, equally often, and gets the figures of
+        the whole tables.
 
         Args:
             wait: True for the figures of now on a GPU too, for which the call waits.
         """
-        self._table_set.current_groups()
-        tables = {table.spec.name: table for table in self._table_set.tables}
-        return self._statistics.read(tables, wait=wait)
+        return self._statistics.read(self.counted_tables(), wait=wait)
+
+    def counted_tables(self) -> CountedTables:
+        """The dynamic tables, as :meth:`statistics` reads their counters."""
+        groups = [g for g in self._table_set.current_groups() if isinstance(g.index, HashIndex)]
+        tables = {table.spec.name: table for group in groups for table in group.tables}
+        device = groups[0].weight.device if groups else torch.device("cpu")
+        return CountedTables(tables, device)
 
     @torch.no_grad()
     def evict(self, *, max_rows: int, table: str | None = None) -> None:

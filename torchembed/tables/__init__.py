@@ -66,6 +66,7 @@ from torchembed.tables.table_delta import (
 from torchembed.tables.table_gradient import TableGradient, why_refused
 from torchembed.tables.table_set import TableSet
 from torchembed.tables.table_statistics import (
+    CountedTables,
     StatisticsReader,
     StatisticsReading,
     TableStatistics,
@@ -81,6 +82,7 @@ __all__ = [
     "Chance",
     "Constant",
     "CountMinSketch",
+    "CountedTables",
     "DecayingLFU",
     "DeletionLog",
     "Delta",

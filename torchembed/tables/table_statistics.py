@@ -1,15 +1,16 @@
 """Statistics of dynamic tables, read without waiting for a GPU."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.ops.hash_table import Counter
-from torchembed.tables.group import TableGroup
 from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.table import Table
 
@@ -25,7 +26,7 @@ class TableStatistics:
     epoch: int
     """Batches that were admitted to be trained until this moment."""
     capacity: int
-    """Ids that the table has room for, in the rows held here alone."""
+    """Ids that the table has room for."""
     size: int
     """Ids that have a row."""
     hits: int
@@ -103,82 +104,86 @@ def _statistics(epoch: int, capacity: int, counters: Sequence[int]) -> TableStat
     )
 
 
-class _OfGroup(NamedTuple):
-    """The counters of a group's tables, on their way to the host."""
+class CountedTables(NamedTuple):
+    """Dynamic tables whose counters are read together, by name."""
 
-    names: list[str]
-    capacities: list[int]
-    numbers: HostNumbers
-    """The counters of each table, and behind them the epoch."""
+    tables: Mapping[str, Table | None]
+    """This rank's part of each; None where it holds none. The same names on all ranks."""
+    device: torch.device
+    """Of all of them."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share the tables; None for one."""
 
 
 class StatisticsReading:
     """A copy of the counters of dynamic tables to the host, which was begun on the current stream.
 
-    Tables that are not dynamic are left out.
+    Collective over the ranks that share tables: their counts are added up on the device, and each
+    rank gets those of the whole tables. Waits for no GPU.
 
     Args:
-        tables: by name; on any devices.
+        counted: the tables; names differ.
     """
 
     @torch.no_grad()
-    def __init__(self, tables: dict[str, Table]) -> None:
-        self._groups: list[_OfGroup] = []
-        by_group: dict[TableGroup, list[tuple[str, Table]]] = {}
-        for name, table in tables.items():
-            by_group.setdefault(table.group, []).append((name, table))
-        for group, named in by_group.items():
-            if isinstance(group.index, HashIndex) and group.weight.device.type != "meta":
-                numbers = [group.tables.index(table) for _, table in named]
-                self._groups.append(
-                    _OfGroup(
-                        [name for name, _ in named],
-                        [group.index.capacity(number) for number in numbers],
-                        HostNumbers(_counts(group.index, numbers)),
-                    )
-                )
+    def __init__(self, counted: Iterable[CountedTables]) -> None:
+        self._parts: list[tuple[list[str], HostNumbers]] = []
+        for tables, device, group in counted:
+            if not tables or device.type == "meta":
+                continue
+            counts = torch.stack([_counts(table, device) for table in tables.values()])
+            if group is not None:
+                dist.all_reduce(counts, group=group)
+            self._parts.append((list(tables), HostNumbers(counts)))
 
     @property
     def has_arrived(self) -> bool:
         """True once :meth:`result` no longer waits."""
-        return all(group.numbers.have_arrived for group in self._groups)
+        return all(numbers.have_arrived for _, numbers in self._parts)
 
     def result(self) -> dict[str, TableStatistics]:
         """The statistics by table name; waits for the copy."""
         found = {}
-        for names, capacities, numbers in self._groups:
-            *counters, (epoch, *_) = numbers.tolist()
-            for name, capacity, row in zip(names, capacities, counters, strict=True):
-                found[name] = _statistics(epoch, capacity, row)
+        for names, numbers in self._parts:
+            for name, (*counters, epoch, capacity) in zip(names, numbers.tolist(), strict=True):
+                found[name] = _statistics(epoch, capacity, counters)
         return found
 
 
-def _counts(index: HashIndex, numbers: Sequence[int]) -> Tensor:
-    """int64 ``[T + 1, len(Counter)]``: the counters of tables, and a row that begins with the
-    epoch; new memory, which later steps do not change."""
-    counters = index.hash_tables.counters
-    last = index.clock.last.expand(1, len(Counter))
-    return torch.cat([counters[number : number + 1] for number in numbers] + [last])
+def _counts(table: Table | None, device: torch.device) -> Tensor:
+    """int64 ``[len(Counter) + 2]``: the counters of a table, and behind them its epoch and its
+    capacity, of which the sums over the ranks that share it are those of the whole table; new
+    memory, which later steps do not change."""
+    if table is None or table.first_column:
+        # Ranks of other columns hold the same ids.
+        return torch.zeros(len(Counter) + 2, dtype=torch.int64, device=device)
+    index = table.group.index
+    assert isinstance(index, HashIndex)
+    number = table.group.tables.index(table)
+    # All ranks have come to the same epoch.
+    epoch = index.clock.last if table.first_row == 0 else torch.zeros_like(index.clock.last)
+    capacity = torch.full_like(epoch, index.capacity(number))
+    return torch.cat([index.hash_tables.counters[number], epoch, capacity])
 
 
 class StatisticsReader:
     """Reads the statistics of one module's dynamic tables again and again, without waiting."""
 
     def __init__(self) -> None:
-        self._under_way: StatisticsReading | None = None
+        self._under_way: collections.deque[StatisticsReading] = collections.deque()
         self._latest: dict[str, TableStatistics] = {}
 
-    def __getstate__(self) -> dict[str, object]:
+    def __reduce__(self) -> tuple[type["StatisticsReader"], tuple[()]]:
         """Copies and pickles have read nothing yet."""
-        return {"_under_way": None, "_latest": {}}
+        return StatisticsReader, ()
 
-    def read(self, tables: dict[str, Table], *, wait: bool) -> dict[str, TableStatistics]:
-        """The statistics of ``tables``, by name, that arrived last.
+    def read(self, counted: CountedTables, *, wait: bool) -> dict[str, TableStatistics]:
+        """The statistics of tables, by name, that arrived last; of now where ``wait`` is True.
 
-        Where no copy is under way, begins one. Where ``wait`` is True, the figures are of now.
+        Collective over the ranks that share them.
         """
-        if wait or self._under_way is None:
-            self._under_way = StatisticsReading(tables)
-        if wait or self._under_way.has_arrived:
-            self._latest, self._under_way = self._under_way.result(), None
+        # Begun by each call: when a copy arrives, each rank sees at another call.
+        self._under_way.append(StatisticsReading([counted]))
+        while self._under_way and (wait or self._under_way[0].has_arrived):
+            self._latest = self._under_way.popleft().result()
         return dict(self._latest)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchembed.modules.model_statistics import begin_statistics
+from torchembed.core.ranks import any_rank
+from torchembed.modules.model_statistics import begin_statistics, dynamic_tables
 from torchembed.step.pipeline import TrainPipeline
 from torchembed.tables import StatisticsReading
 from torchembed.training.batches import in_step
@@ -51,8 +52,8 @@ def train(
         progress: advanced at each step.
         metrics: is given, whenever the loss is read, the loss, the learning rate of the first
             optimizer's step, the samples a second since the previous reading, and the statistics
-            of dynamic tables as of the step, as ``item/size`` for table ``item``; of several ranks
-            those of the rows on the rank that writes.
+            of dynamic tables as of the step, as ``item/size`` for table ``item``, of the whole
+            table where ranks share it. Ranks other than the first may pass None.
         stop: once a rank is asked to stop, all ranks end after the steps whose batches they have
             read by then. If that is before ``max_steps``, the loss is not read, so that continuing,
             from a checkpoint too, gives the same points as a run without a stop.
@@ -107,6 +108,10 @@ class _Meter:
         """Learning rates of steps whose loss is not read yet."""
         self._statistics_at: dict[int, StatisticsReading] = {}
         """Statistics of tables as of such steps, on their way to the host."""
+        self._reads_statistics = metrics is not None
+        if any(tables.group is not None for tables in dynamic_tables(model)):
+            # Each reading is collective, and one rank alone may write.
+            self._reads_statistics = any_rank(self._reads_statistics)
 
     def add_step(
         self, loss: Tensor, batch_size: int, optimizers: Sequence[torch.optim.Optimizer]
@@ -118,7 +123,8 @@ class _Meter:
             self._lr = lr.clone() if isinstance(lr, Tensor) else lr
             if step % every == 0:
                 self._lr_at[step] = self._lr
-                self._statistics_at[step] = begin_statistics(self._model)
+        if self._reads_statistics and step % every == 0:
+            self._statistics_at[step] = begin_statistics(self._model)
         num_points = len(self.history.losses)
         self.history.add_step(loss, batch_size)
         if self.progress is not None:
@@ -152,13 +158,14 @@ class _Meter:
         for point in points:
             if self.progress is not None:
                 self.progress.show(loss=point.loss)
+            statistics = self._statistics_of(point.step) if self._reads_statistics else {}
             if self.metrics is not None:
                 self.metrics.write(
                     point.step,
                     loss=point.loss,
                     lr=float(self._lr_at.pop(point.step, self._lr)),
                     samples_per_second=num_samples / seconds,
-                    **self._statistics_of(point.step),
+                    **statistics,
                 )
 
     def _statistics_of(self, step: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ from torchembed.sharding.transport.global_rows import (
 )
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.transport.table_ranks import TableRanks
-from torchembed.tables import Table, TableSet, TableSpec
+from torchembed.tables import CountedTables, Table, TableSet, TableSpec
 
 
 def _distribute(
@@ -268,6 +268,13 @@ class ShardedCollection(StagedCollection[B, R, V]):
     def admission_changes_tables(self) -> bool:
         # The same on ranks that hold no part of a dynamic table: steps are chosen by it.
         return any(plan.takes_any_id for plan in self._plans) or super().admission_changes_tables
+
+    def counted_tables(self) -> CountedTables:
+        plans = zip(self._configs, self._plans, strict=True)
+        dynamic = [n for n, (_, plan) in enumerate(plans) if plan.takes_any_id]
+        self._table_set.current_groups()
+        tables = {self._configs[number].name: self._local.get(number) for number in dynamic}
+        return CountedTables(tables, self.device, self._ranks.group)
 
     @property
     def device(self) -> torch.device:
