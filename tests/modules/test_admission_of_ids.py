@@ -162,3 +162,17 @@ def test_each_step_of_torchs_optimizers_draws_anew() -> None:
             held.append(ids_held(module))
     assert held[:12] == held[12:]
     assert held[0] != held[11] == {1, 2, 3, -4, 5, 6}
+
+
+COUNTING = {"minimum count": MinimumCount(1), "sketch": CountMinSketch(threshold=1, width=1 << 16)}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_under_lfu_new_ids_compete_by_all_of_their_occurrences(name: str) -> None:
+    """Not by those of one batch alone; an id that was refused is counted on."""
+    old, new = batch(1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), batch(99)
+    steps = train(bags(Dynamic(eviction=LFU(), admission=COUNTING[name]), 3), old, *[new] * 4)
+    # Rows of the two batches before are not evicted.
+    assert steps == [{1, 2, 3}] * 3 + [{2, 3, 99}] * 2
+    uncounted = train(bags(Dynamic(eviction=LFU()), 3), old, *[new] * 4)
+    assert uncounted == [{1, 2, 3}] * 5

@@ -58,7 +58,7 @@ def admitted(
 ) -> list[bool]:
     """The answers for a batch of new ``ids`` of one table."""
     rows = columns([(id_, table, True) for id_ in ids])
-    return admission.admit(*rows, epoch(at)).tolist()
+    return admission.admit(*rows, epoch(at)).is_wanted.tolist()
 
 
 @given(batches=st.lists(OCCURRENCES, max_size=4))
@@ -186,7 +186,7 @@ def test_exact_counts_equal_a_dict(
         ids, tables, is_new = columns(batch)
         is_new &= tables >= 0
         counts.update((id_, table) for id_, table, is_new in batch if is_new and table >= 0)
-        found = exact.admit(ids, tables, is_new, epoch(at))
+        found = exact.admit(ids, tables, is_new, epoch(at)).is_wanted
         for (id_, table, _), new, answer in zip(
             batch, is_new.tolist(), found.tolist(), strict=True
         ):
@@ -239,7 +239,7 @@ def test_ids_are_drawn_with_the_stated_probability(count: int, threshold: int) -
         Chance.PER_OCCURRENCE: 1 - 0.05 ** (count / threshold),
     }.items():
         drawn = Probability(threshold=threshold, chance=chance).build(TABLES, CPU)
-        answers = drawn.admit(ids, tables, is_new, epoch(1)).view(NUM_IDS, count)
+        answers = drawn.admit(ids, tables, is_new, epoch(1)).is_wanted.view(NUM_IDS, count)
         assert torch.equal(answers.any(1), answers.all(1))
         share_within(answers[:, 0].tolist(), probability)
 
@@ -285,16 +285,16 @@ def test_only_new_ids_are_admitted(name: str, device: torch.device) -> None:
     admission = FILTERS[name].build(TABLES, device)
     batch = [(id_, table, is_new) for id_ in EDGES for table in (0, 1) for is_new in (False, True)]
     ids, tables, is_new = columns(batch * 60, device)
-    found = admission.admit(ids, tables, is_new, epoch(1, device))
+    found = admission.admit(ids, tables, is_new, epoch(1, device)).is_wanted
     assert found.dtype is torch.bool
     assert found[is_new].all()
     assert not found[~is_new].any()
     before = {name: tensor.clone() for name, tensor in admission.contents(0).items()}
-    nothing = admission.admit(ids, tables, torch.zeros_like(is_new), epoch(2, device))
+    nothing = admission.admit(ids, tables, torch.zeros_like(is_new), epoch(2, device)).is_wanted
     assert not nothing.any()
     assert all(torch.equal(admission.contents(0)[name], was) for name, was in before.items())
     empty = columns([], device)
-    assert admission.admit(*empty, epoch(3, device)).shape == (0,)
+    assert admission.admit(*empty, epoch(3, device)).is_wanted.shape == (0,)
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -305,7 +305,8 @@ def test_nothing_depends_on_what_tensors_hold(name: str) -> None:
         admission = FILTERS[name].build(TABLES, CPU)
         rows = torch.empty(5, dtype=torch.int64), torch.empty(5, dtype=torch.int32)
         is_new = torch.empty(5, dtype=torch.bool)
-        assert admission.admit(*rows, is_new, torch.empty(1, dtype=torch.int64)).shape == (5,)
+        chosen = admission.admit(*rows, is_new, torch.empty(1, dtype=torch.int64))
+        assert chosen.is_wanted.shape == (5,)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ tables, so a table that is cut into columns admits the same ids everywhere.
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -120,13 +120,23 @@ class Probability:
         return ProbabilityFilter(self, [table.key for table in tables], device)
 
 
+class ChosenIds(NamedTuple):
+    """Ids of a batch that a filter has chosen."""
+
+    is_wanted: Tensor
+    """bool ``[L]``: True for positions whose ids are to be inserted; all positions of one id get
+    the same answer."""
+    counts: Tensor | None = None
+    """int64 ``[L]``: the occurrences of each position's id so far, as the filter knows them, equal
+    at all positions of a wanted id; None where it keeps no counts."""
+
+
 class AdmissionFilter(Protocol):
     """Chooses, of the ids of a batch that have no row, those that get one. The index of a group
     owns it."""
 
-    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
-        """The positions whose ids are to be inserted, bool ``[L]``, False where ``is_new`` is.
-        All positions of one id get the same answer. Changes the state by the batch.
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> ChosenIds:
+        """The ids to be inserted, none where ``is_new`` is False. Changes the state by the batch.
 
         Args:
             ids: int64 ``[L]``, any.
@@ -208,9 +218,10 @@ class SketchFilter:
         counts.scatter_reduce_(0, cells, found, "amax")
         return torch.where(tables >= 0, found.view(bits.shape).amin(1), 0)
 
-    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> ChosenIds:
         """The ids whose estimates have reached the threshold."""
-        return is_new & (self.add(ids, tables, is_new) >= self._config.threshold)
+        estimates = self.add(ids, tables, is_new)
+        return ChosenIds(is_new & (estimates >= self._config.threshold), estimates.long())
 
     def forget(self, ids: Tensor, tables: Tensor, epoch: Tensor) -> None:
         """Nothing goes: other ids share the counts."""
@@ -253,17 +264,17 @@ class ProbabilityFilter:
         ]
         self._powers = torch.tensor(powers, dtype=torch.float64, device=device)
 
-    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> ChosenIds:
         """The ids that are drawn: one draw for each distinct one, by its occurrences."""
         count = num_occurrences(ids, tables, is_new)
         bits = random_bits(random_bits(self._keys, epoch)[tables.clamp_min(0).long()], ids)
         if self._config.chance is Chance.PROPORTIONAL:
-            return is_new & (shift_right(bits, 1) % self._config.threshold < count)
+            return ChosenIds(is_new & (shift_right(bits, 1) % self._config.threshold < count))
         powers = (self._powers[place][(count >> 8 * place) & 0xFF] for place in range(4))
         first, second, third, fourth = powers
         probability_of_none = first * second * third * fourth
         drawn = shift_right(bits, 11).double() * 2.0**-53
-        return is_new & (drawn >= probability_of_none)
+        return ChosenIds(is_new & (drawn >= probability_of_none))
 
     def forget(self, ids: Tensor, tables: Tensor, epoch: Tensor) -> None:
         """Nothing is kept."""

@@ -28,8 +28,9 @@ class LRU:
 class LFU:
     """Evicts the row whose id has occurred least often in training batches since it was inserted.
 
-    Occurrences in one batch count one by one. Among rows of equal counts the one that was unused
-    for longest goes.
+    A new id must have occurred as often as that one: in its batch, or, where an admission policy
+    counts ids without a row, since it was first counted. Occurrences in one batch count one by one.
+    Among rows of equal counts the one that was unused for longest goes.
     """
 
 

@@ -9,6 +9,7 @@ from torchembed.ops.hash_table import (
     Counter,
     HashTables,
     InsertedKeys,
+    Policy,
     SlotRange,
     coldest,
     empty_hash_tables,
@@ -124,24 +125,27 @@ class HashIndex:
             epoch_number=epoch_number,
             is_trained=is_trained,
         )
-        released, wanted = self.clock.evictable(epoch), None
+        released, chosen = self.clock.evictable(epoch), None
         if self._expiry is not None:
             self._expiry.erase(state, epoch, released, is_trained, self.deletions)
         if self.admission is not None:
             is_new = (tables >= 0) & (slots < 0)
             if is_trained is not None:
                 is_new &= is_trained
-            wanted = self.admission.admit(keys, tables, is_new, epoch)
+            chosen = self.admission.admit(keys, tables, is_new, epoch)
+        # An id that was counted before it had a row competes by its whole count.
+        counts = None if chosen is None or policy is not Policy.LFU else chosen.counts
         inserted = insert_keys(
             state,
             keys,
             tables,
             slots,
-            policy=policy,
+            policy=policy if counts is None else Policy.CALLER,
             epoch=epoch,
             released=released,
             epoch_number=epoch_number,
-            wanted=wanted,
+            scores=counts,
+            wanted=None if chosen is None else chosen.is_wanted,
             is_trained=is_trained,
         )
         if self.deletions is not None:

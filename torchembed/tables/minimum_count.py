@@ -16,7 +16,7 @@ from torchembed.ops.hash_table import (
     table_shape,
     touch_slots,
 )
-from torchembed.tables.admission_filters import INT32_MAX, check_count
+from torchembed.tables.admission_filters import INT32_MAX, ChosenIds, check_count
 from torchembed.tables.row_index import IndexedTable
 
 # Ids that have no row yet lie in hash tables whose scores are pairs of the batch that they came in
@@ -79,7 +79,7 @@ class MinimumCountFilter:
             self._first_slots.append(self._first_slots[-1] + shape.num_rows)
         self.counts: HashTables = empty_hash_tables(shapes, _POLICY, device)
 
-    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> Tensor:
+    def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> ChosenIds:
         """The ids whose counts have reached the threshold."""
         tables = torch.where(is_new, tables, -1)
         number = epoch.clamp_max(INT32_MAX)
@@ -97,7 +97,7 @@ class MinimumCountFilter:
         ).slots
         assert self.counts.scores is not None
         counts = self.counts.scores[slots.clamp_min(0)] & _COUNT_MASK
-        return is_new & (slots >= 0) & (counts >= self._threshold)
+        return ChosenIds(is_new & (slots >= 0) & (counts >= self._threshold), counts)
 
     def forget(self, ids: Tensor, tables: Tensor, epoch: Tensor) -> None:
         """Erase the counts of ids that got rows; one that was refused keeps its count."""
