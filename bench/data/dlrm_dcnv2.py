@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.data.workload import EXPONENTS
-from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from torchembed import Dynamic, EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES, Batch
 from torchembed.data.skewed_ids import skewed_ids
 from torchembed.models import DLRM_DCNv2
@@ -42,10 +42,17 @@ def table_sizes(max_rows: int | None) -> tuple[int, ...]:
     return tuple(min(size, max_rows or size) for size in MLPERF_TABLE_SIZES)
 
 
-def table_configs(max_rows: int | None) -> list[EmbeddingBagConfig]:
-    """One table for each feature, its rows and initial values."""
+def table_configs(max_rows: int | None, dynamic: Dynamic | None = None) -> list[EmbeddingBagConfig]:
+    """One table for each feature, its rows and initial values; ``dynamic`` tables have room for as
+    many ids, and ids the same initial values."""
     return [
-        EmbeddingBagConfig(name=key, num_embeddings=size, embedding_dim=DIM, feature_names=(key,))
+        EmbeddingBagConfig(
+            name=key,
+            num_embeddings=size,
+            embedding_dim=DIM,
+            feature_names=(key,),
+            dynamic=dynamic,
+        )
         for key, size in zip(KEYS, table_sizes(max_rows), strict=True)
     ]
 

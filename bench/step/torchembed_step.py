@@ -19,7 +19,7 @@ from bench.planning.step_costs import (
 )
 from bench.step.setting import StepSetting
 from bench.step.stages import stage_milliseconds
-from torchembed import optim, plan_embeddings, shard_embeddings
+from torchembed import Dynamic, optim, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.sharding import CPU, Topology, WireTransport
@@ -35,12 +35,17 @@ OF_DENSE = {
 
 
 class TorchembedStep:
-    """A model, the planner's plan, and a pipeline over batches in pinned memory."""
+    """A model, the planner's plan, and a pipeline over batches in pinned memory.
 
-    def __init__(self, setting: StepSetting) -> None:
+    Args:
+        setting: what is measured.
+        dynamic: of all tables; None for static ones.
+    """
+
+    def __init__(self, setting: StepSetting, dynamic: Dynamic | None = None) -> None:
         device, num_ranks = setting.device, dist.get_world_size()
         self.model = workload.make_model(
-            workload.table_configs(setting.max_rows),
+            workload.table_configs(setting.max_rows, dynamic),
             workload.DENSE_SIZES,
             table_device=device if num_ranks == 1 else "meta",
             device=device,

@@ -32,14 +32,16 @@ from bench.step.reference_step import Expected, dense_values, expected_losses
 from bench.step.setting import StepSetting
 from bench.step.table import print_row
 from bench.step.torchembed_step import TorchembedStep
+from torchembed import Dynamic
 from torchembed.data import Batch
 
 SYSTEMS = (
-    *("torchembed", "torchrec", "torchrec_tuned", "torchembed_tf32", "drop_in"),
-    *("drop_in_pipeline", "torchrec_bf16", "drop_in_pipeline_bf16"),
+    *("torchembed", "torchembed_dynamic", "torchrec", "torchrec_tuned", "torchembed_tf32"),
+    *("drop_in", "drop_in_pipeline", "torchrec_bf16", "drop_in_pipeline_bf16"),
 )
-"""``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in TorchRec's
-own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder;
+"""``torchembed_dynamic``: every table is dynamic, with room for as many ids as static ones have
+rows. ``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in
+TorchRec's own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder;
 ``drop_in_pipeline``: and with its pipeline. TorchRec's model computes in tf32, or, where the name
 says so, in bf16 under ``torch.autocast``."""
 NUM_CHECKED, NUM_PASSES = 2, 3
@@ -324,7 +326,7 @@ class Bench:
 
 def setting_of(name: str, setting: StepSetting) -> StepSetting:
     """``setting`` in the precisions of the system."""
-    if name == "torchembed":
+    if name in ("torchembed", "torchembed_dynamic"):
         return setting
     wire = "fp16" if name == "torchrec_tuned" else "fp32"
     precision = "bf16" if name.endswith("_bf16") else "tf32"
@@ -332,13 +334,14 @@ def setting_of(name: str, setting: StepSetting) -> StepSetting:
 
 
 def _has_transport(name: str) -> bool:
-    return name == "torchembed" or name.startswith("drop_in_pipeline")
+    is_ours = name in ("torchembed", "torchembed_dynamic")
+    return is_ours or name.startswith("drop_in_pipeline")
 
 
 def make_system(name: str, setting: StepSetting, dense: Sequence[Tensor]) -> MeasuredSystem[Any]:
     """The system of that name, one of ``SYSTEMS``."""
     if name.startswith("torchembed"):
-        return TorchembedStep(setting)
+        return TorchembedStep(setting, Dynamic() if name == "torchembed_dynamic" else None)
     # TorchRec warns of each table whose placement leaves no choice.
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     from bench.step.torchrec_step import TorchrecStep

@@ -36,8 +36,11 @@ def test_a_figure_is_there_only_where_losses_are_right(
 ) -> None:
     monkeypatch.setattr(train_step, "NUM_PASSES", 1)
     output = tmp_path / "steps.json"
-    train_step.Bench(dataclasses.replace(CONFIG, output=output), CPU).run()
-    (row,) = json.loads(output.read_text())["rows"]
+    systems = (*CONFIG.systems, "torchembed_dynamic")
+    train_step.Bench(dataclasses.replace(CONFIG, output=output, systems=systems), CPU).run()
+    row, of_dynamic = json.loads(output.read_text())["rows"]
+    assert 0 < of_dynamic["loss_error"] <= of_dynamic["loss_tolerance"]
+    assert of_dynamic["ms_median"] > 0
     assert {key: row[key] for key in ("system", "num_gpus", "ids", "precision", "wire")} == {
         "system": "torchembed_tf32", "num_gpus": 0, "ids": "zipf", "precision": "tf32",
         "wire": "fp32",
@@ -51,7 +54,7 @@ def test_a_figure_is_there_only_where_losses_are_right(
     assert 0 < row["loss_error"] <= row["loss_tolerance"] < 1e-2
     assert f"{row['ms_median']:.3f} (" in capsys.readouterr().out
 
-    def at_another_rate(setting: StepSetting) -> TorchembedStep:
+    def at_another_rate(setting: StepSetting, _: object) -> TorchembedStep:
         return TorchembedStep(dataclasses.replace(setting, lr=0.8 * setting.lr))
 
     monkeypatch.setattr(train_step, "TorchembedStep", at_another_rate)
