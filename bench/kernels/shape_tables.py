@@ -1,4 +1,4 @@
-"""The two libraries that ``bench.kernels.shapes`` compares, as their users call them."""
+"""The tables that ``bench.kernels.shapes`` compares, as their users call them."""
 
 import abc
 import functools
@@ -11,12 +11,17 @@ import torchembed
 from bench.data.workload import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD
 from bench.kernels.shape import Shape, ShapeBatch
 from torchembed.core.types import Pooling
+from torchembed.tables import RowChunk, Table, row_chunks, table_of, write_rows
+
+_CHUNK_BYTES = 1 << 28
 
 
 class ShapeTables(abc.ABC):
     """One library's tables and optimizer, with random rows."""
 
     name: str
+    is_dynamic = False
+    """Whether ids are given rows as they come."""
 
     @abc.abstractmethod
     def __init__(self, shape: Shape, device: torch.device) -> None: ...
@@ -63,11 +68,12 @@ class TorchembedShape(ShapeTables):
         configs = [
             kind(
                 name=f"t{table}",
-                num_embeddings=shape.num_rows,
+                num_embeddings=self._capacity,
                 embedding_dim=shape.dim,
                 feature_names=(key,),
                 dtype=shape.dtype,
                 initializer=torchembed.Constant(value=0.0),
+                dynamic=torchembed.Dynamic() if self.is_dynamic else None,
             )
             for table, key in enumerate(self._keys)
         ]
@@ -78,7 +84,7 @@ class TorchembedShape(ShapeTables):
                 configs, is_weighted=shape.is_weighted, device=device
             )
         )
-        parameters = self.weights()
+        parameters = list(self._collection.parameters())
         accumulator = rule.initial_accumulator
         optim = torchembed.optim
         if rule == SGD:
@@ -91,6 +97,10 @@ class TorchembedShape(ShapeTables):
                 parameters, lr=rule.lr, eps=rule.eps, initial_accumulator_value=accumulator
             )
         self._fill()
+
+    @property
+    def _capacity(self) -> int:
+        return self._shape.num_rows
 
     def prepare(self, batch: ShapeBatch) -> torchembed.SparseFeatures:
         shape = self._shape
@@ -115,6 +125,42 @@ class TorchembedShape(ShapeTables):
 
     def weights(self) -> list[Tensor]:
         return list(self._collection.parameters())
+
+
+class DynamicShape(TorchembedShape):
+    """:class:`TorchembedShape` with dynamic tables, which hold all ids from the start, in four
+    fifths of their rows."""
+
+    name = "torchembed, dynamic"
+    is_dynamic = True
+
+    @property
+    def _capacity(self) -> int:
+        return self._shape.num_rows * 5 // 4
+
+    def weights(self) -> list[Tensor]:
+        """Copies: each table's rows by their ids."""
+        found = []
+        for weight in self._collection.parameters():
+            rows = weight.new_zeros(self._shape.num_rows, self._shape.dim, requires_grad=False)
+            for chunk in row_chunks(self._table(weight), _CHUNK_BYTES, with_states=False):
+                rows[chunk.keys.to(rows.device)] = chunk.rows
+            found.append(rows)
+        return found
+
+    def _fill(self) -> None:
+        shape, ids = self._shape, torch.arange(self._shape.num_rows)
+        for weight in self._collection.parameters():
+            rows = weight.new_empty(shape.num_rows, shape.dim, requires_grad=False)
+            chunk = RowChunk(ids, rows.uniform_(-0.5, 0.5), {})
+            if write_rows(self._table(weight), chunk):
+                raise RuntimeError("a table is too full to hold all ids")
+
+    @staticmethod
+    def _table(weight: Tensor) -> Table:
+        table = table_of(weight)
+        assert table is not None
+        return table
 
 
 class FbgemmShape(ShapeTables):

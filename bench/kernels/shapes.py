@@ -5,7 +5,8 @@ forward, and those of forward, backward and update; each over FBGEMM's in the sa
 fewest bytes that the work must move, a second, as a part of what a copy moves. Both libraries are
 called as their users call them, so that each kernel that a call launches counts; gaps between
 kernels do not. A figure is printed only if what it measures is right: vectors and updated rows are
-compared with float64 first, in the same run, within the limits of rounding.
+compared with float64 first, in the same run, within the limits of rounding. With ``--dynamic`` a
+million ids are looked up in dynamic tables that hold them, beside static ones.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bench.data.workload import ADAGRAD, ADAM, SGD
+from bench.data.workload import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD
 from bench.kernels.gpu_timing import copy_bytes_per_second, kernel_microseconds
 from bench.kernels.shape import (
     Shape,
@@ -30,7 +31,12 @@ from bench.kernels.shape import (
     floor_bytes,
     make_shape_batch,
 )
-from bench.kernels.shape_tables import FbgemmShape, ShapeTables, TorchembedShape
+from bench.kernels.shape_tables import (
+    DynamicShape,
+    FbgemmShape,
+    ShapeTables,
+    TorchembedShape,
+)
 from bench.report.result_file import Row, write_results
 from torchembed.core.types import Pooling
 
@@ -69,6 +75,10 @@ SHAPES = (
 )
 
 
+DYNAMIC_SHAPES = tuple(
+    Shape(dim=128, batch_size=4096, hotness=16, rule=rule) for rule in (ROWWISE_ADAGRAD, ADAGRAD)
+)
+"""Those that dynamic tables are measured with: 1,048,576 ids."""
 STAGES: tuple[str, ...] = ("forward", "in_all")
 
 
@@ -97,7 +107,7 @@ def measure(shape: Shape, kind: type[ShapeTables], batches: list[ShapeBatch]) ->
     row: Row = {
         "bench": "shapes",
         "system": kind.name,
-        "shape": shape.name,
+        "shape": f"dynamic, {shape.name}" if kind.is_dynamic else shape.name,
         "optimizer": shape.rule.name,
         "tables": f"{shape.num_tables} of {shape.num_rows} rows",
         "ids": "zipf",
@@ -152,9 +162,22 @@ HEADER = (
 
 
 def print_rows(rows: list[Row], prints_kernels: bool) -> None:
-    """Print a line for our row, and one for each row that is wrong or whose kernels are asked
-    for."""
-    ours = rows[0]
+    """Print a line for each row of ours, and one for each row that is wrong or whose kernels are
+    asked for."""
+    for row in rows:
+        if row["system"] != FbgemmShape.name:
+            print_times(row)
+        if "not_printed_because" in row:
+            print(f"    {row['system']} is not shown: {row['not_printed_because']}", flush=True)
+        elif prints_kernels:
+            for stage in STAGES:
+                kernels = sorted(row[f"{stage}_kernels"].items(), key=lambda pair: -pair[1])
+                listed = ", ".join(f"{short_name(name)} {us:.1f}" for name, us in kernels)
+                print(f"    {row['system']} {stage}: {listed}", flush=True)
+
+
+def print_times(ours: Row) -> None:
+    """Print a line of the table."""
     line = f"{ours['shape']:50}{ours['optimizer']:18}"
     for stage in STAGES:
         for key, form in (
@@ -166,14 +189,6 @@ def print_rows(rows: list[Row], prints_kernels: bool) -> None:
             value = ours.get(f"{stage}_{key}")
             line += f"{'-':>8}" if value is None else f"{value:{form}}"
     print(line, flush=True)
-    for row in rows:
-        if "not_printed_because" in row:
-            print(f"    {row['system']} is not shown: {row['not_printed_because']}", flush=True)
-        elif prints_kernels:
-            for stage in STAGES:
-                kernels = sorted(row[f"{stage}_kernels"].items(), key=lambda pair: -pair[1])
-                listed = ", ".join(f"{short_name(name)} {us:.1f}" for name, us in kernels)
-                print(f"    {row['system']} {stage}: {listed}", flush=True)
 
 
 def short_name(kernel: str) -> str:
@@ -185,6 +200,7 @@ def short_name(kernel: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="measure the shapes whose names match this expression")
+    parser.add_argument("--dynamic", action="store_true", help="dynamic tables beside static ones")
     parser.add_argument("--alone", action="store_true", help="leave FBGEMM out")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     parser.add_argument("--output", type=Path, help="where to write the results")
@@ -192,13 +208,15 @@ def main() -> None:
     device, copy_rate = torch.device("cuda"), copy_bytes_per_second()
     print(f"{torch.cuda.get_device_name()}, a copy moves {copy_rate / 1e12:.2f} TB/s")
     kinds: list[type[ShapeTables]] = [TorchembedShape]
+    if arguments.dynamic:
+        kinds.append(DynamicShape)
     if importlib.util.find_spec("fbgemm_gpu") is None:
         print("FBGEMM is not installed, so it is not shown")
     elif not arguments.alone:
         kinds.append(FbgemmShape)
     print(HEADER)
     rows: list[Row] = []
-    for shape in SHAPES:
+    for shape in DYNAMIC_SHAPES if arguments.dynamic else SHAPES:
         if arguments.only and not re.search(arguments.only, f"{shape.name}, {shape.rule.name}"):
             continue
         batches = [make_shape_batch(shape, number, device) for number in range(NUM_BATCHES)]
@@ -208,7 +226,9 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
         floors = dict(zip(STAGES, floor_bytes(shape, batches), strict=True))
-        compare(measured[0], measured[1] if len(measured) > 1 else None, floors, copy_rate)
+        theirs = measured[-1] if kinds[-1] is FbgemmShape else None
+        for ours in measured[: -1 if theirs else None]:
+            compare(ours, theirs, floors, copy_rate)
         print_rows(measured, arguments.kernels)
         rows += measured
         if arguments.output is not None:  # each time, so that what was measured outlives an error

@@ -7,10 +7,10 @@ def print_row(row: Row, rows: list[Row]) -> None:
     """Print a line of the table, with the ratio to torchembed in the same setting."""
     if len(rows) == 1:
         print(
-            "batch ids      system           ms median (min to max)     samples/s  ratio  floor"
+            "batch ids      system              ms median (min to max)     samples/s  ratio  floor"
             "  busy ms  kernels  launches  waits  stalls  peak GB  set-up s"
         )
-    head = f"{row['batch_per_gpu']:5d} {row['ids']:8} {row['system']:15}"
+    head = f"{row['batch_per_gpu']:5d} {row['ids']:8} {row['system']:18}"
     if "ms_median" not in row:
         print(f"{head} not printed: {row['not_printed_because']}")
         return

@@ -14,8 +14,8 @@ from bench.kernels.shape import (
     floor_bytes,
     make_shape_batch,
 )
-from bench.kernels.shape_tables import FbgemmShape, ShapeTables, TorchembedShape
-from bench.kernels.shapes import SHAPES, compare, errors, measure, short_name
+from bench.kernels.shape_tables import DynamicShape, FbgemmShape, ShapeTables, TorchembedShape
+from bench.kernels.shapes import DYNAMIC_SHAPES, SHAPES, compare, errors, measure, short_name
 from torchembed.core.types import Pooling
 
 CPU = torch.device("cpu")
@@ -41,6 +41,13 @@ def _errors(shape: Shape, kind: type[ShapeTables]) -> tuple[float, float]:
 @pytest.mark.parametrize("form", FORMS, ids=lambda shape: shape.name)
 def test_right_vectors_and_rows_are_within_the_limits(form: Shape, rule: Rule) -> None:
     of_vectors, of_rows = _errors(dataclasses.replace(form, rule=rule), TorchembedShape)
+    assert of_vectors <= 1
+    assert of_rows <= 1
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda shape: shape.name)
+def test_dynamic_tables_are_held_to_the_same(form: Shape) -> None:
+    of_vectors, of_rows = _errors(form, DynamicShape)
     assert of_vectors <= 1
     assert of_rows <= 1
 
@@ -88,8 +95,8 @@ def test_limits_are_those_of_the_dtype_that_the_tables_have() -> None:
 
 
 def test_the_shapes_are_different_ones() -> None:
-    names = {(shape.name, shape.rule.name) for shape in SHAPES}
-    assert len(names) == len(SHAPES)
+    for shapes in (SHAPES, DYNAMIC_SHAPES):
+        assert len({(shape.name, shape.rule.name) for shape in shapes}) == len(shapes)
 
 
 def test_floors_count_what_must_move() -> None:
