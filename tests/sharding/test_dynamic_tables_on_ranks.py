@@ -73,6 +73,16 @@ CASES = [
         admission=MinimumCount(2**31 - 1),
         missing=HashedRows(1 << 16),
     ),
+    *(
+        Case(placements=MIXED, dynamic=("a", "b", "d"), **other)
+        for other in (
+            {"missing": "vector"},
+            {"missing": "initial", "fixed": True},
+            {"missing": "initial", "pooled": False},
+            {"missing": "vector", "pooled": False, "fixed": True, "dtype": torch.bfloat16},
+            {"missing": "initial", "weighted": True, "admission": MinimumCount(10**6)},
+        )
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import torchembed
 from tests.support.pushing import (
     CASES,
+    DYNAMIC,
     LATE,
     WIRES,
     MappedMemory,
@@ -101,7 +102,8 @@ def on_a_rank(
     folder: str,
 ) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]], list[Any]]:
     """By the all-to-all, and by push; and means."""
-    pairs, collective = list(zip(CASES, WIRES, strict=True)), WireTransport.COLLECTIVE
+    pairs = [*zip(CASES, WIRES, strict=True), (DYNAMIC, WIRES[0])]
+    collective = WireTransport.COLLECTIVE
     plain = [*vectors_and_gradients(pairs, "cpu", collective), vectors_of_two(None)]
     memory = MappedMemory(folder)
     pushed = [*vectors_and_gradients(pairs, "cpu", collective, memory), vectors_of_two(memory)]

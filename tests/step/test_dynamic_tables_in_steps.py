@@ -174,6 +174,26 @@ def test_modules_of_one_dynamic_table_train_in_captured_steps() -> None:
     assert not (index.hash_tables.keys[index.hash_tables.digests > 0] == 0).any()
 
 
+@pytest.mark.parametrize(("missing", "form"), [("initial", "fixed"), ((3, 1, -2, 0.5), "mixed")])
+def test_ids_without_a_row_are_looked_up_alike_in_captured_steps(missing: Any, form: str) -> None:
+    """Those that are not admitted, in collections and in modules of one table."""
+    batches, modes = BATCHES[form], ("sum", "mean", "max") if form == "fixed" else ()
+    losses = []
+    for value in (missing, "zeros"):
+        expected = Ranker(Dynamic(admission=MinimumCount(3), missing=value), 24, modes=modes)
+        losses.append(by_hand(expected, batches))
+        if value == missing:
+            state = state_of(expected)
+    assert losses[0] != losses[1]
+    model = Ranker(Dynamic(admission=MinimumCount(3), missing=missing), 24, modes=modes)
+    is_native = picked_kernel("insert_keys", "cpu") == "native"
+    with taped_captures() if is_native else contextlib.nullcontext():
+        pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+        assert results_of(pipeline, batches) == losses[0]
+    assert_same_state(model, state)
+    assert "graph" in [str(kind.form) for kind in pipeline.kinds]
+
+
 class Bags(nn.Module):
     """A logit from bags between offsets, whose number of ids varies."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import torchembed
 from tests.support.sharded_cases import Case, made_mesh, make_batch, make_model, vectors_of
+from torchembed import MinimumCount
 from torchembed.sharding import WirePrecision, WireTransport
 from torchembed.sharding.transport.channel import PushDomain
 
@@ -19,6 +20,14 @@ CASES = [
     Case(placements=MIXED, fixed=True, weighted=True, fused=False, reserved=3),
     Case(placements=MIXED, fused=False, dtype=torch.bfloat16),
 ]
+DYNAMIC = Case(
+    placements=MIXED,
+    fused=False,
+    weighted=True,
+    dynamic=("a", "b", "c"),
+    admission=MinimumCount(2),
+    missing="vector",
+)
 WIRES = [
     WirePrecision(),
     WirePrecision(forward=torch.bfloat16, backward=torch.bfloat16),

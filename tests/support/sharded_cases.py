@@ -59,7 +59,8 @@ class Case:
     capacity: int = CAPACITY
     eviction: Eviction = LRU()
     admission: AdmissionPolicy | None = None
-    missing: HashedRows | None = None
+    missing: str | HashedRows = "zeros"
+    """What ids without a row are looked up as; "vector": a vector."""
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -97,9 +98,13 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
     kind = torchembed.EmbeddingBagConfig if case.pooled else torchembed.EmbeddingConfig
     if case.is_recorded:
         kind = RecordingBagConfig
-    policies = Dynamic(eviction=case.eviction, admission=case.admission, missing=case.missing)
     configs = []
     for name, (num_rows, dim) in SIZES.items():
+        policies = Dynamic(
+            eviction=case.eviction,
+            admission=case.admission,
+            missing=torch.arange(-2, dim - 2) / 8 if case.missing == "vector" else case.missing,
+        )
         mean = case.pooled and name == "b" and not case.weighted
         is_dynamic = name in case.dynamic
         configs.append(
@@ -162,6 +167,15 @@ def make_batch(
     )
 
 
+def partly_unseen(batch: torchembed.SparseFeatures) -> torchembed.SparseFeatures:
+    """``batch`` with ids that are in no other in place of every second one, where all tables of the
+    feature take any."""
+    values, positions = batch.values, torch.arange(len(batch.values))
+    takes_any = (values < 0) | (values >= 1 << 20)
+    unseen = torch.where(takes_any & (positions % 2 == 0), values ^ (1 << 50), values)
+    return dataclasses.replace(batch, values=unseen)
+
+
 def vectors_of(result: Any) -> Tensor:
     """All vectors of a collection's result, flat."""
     if isinstance(result, dict):
@@ -215,6 +229,9 @@ def train_sharded(cases: list[Case], device_type: str = "cpu") -> list[dict[str,
             outputs.append(vectors.detach().cpu().numpy())
             if batch.weights is not None:
                 weight_gradients.append(batch.weights.grad.cpu().numpy())
+        if case.missing != "zeros":
+            batch = partly_unseen(make_batch(case, rank, NUM_STEPS, 4)).to(device_type)
+            outputs.append(vectors_of(model.eval().tables(batch)).detach().cpu().numpy())
         results.append(
             {
                 "outputs": outputs,
@@ -288,6 +305,10 @@ def train_unsharded(case: Case, num_ranks: int, device: str = "cpu") -> dict[str
         if case.weighted:
             # Each rank's own loss is not divided by the number of ranks.
             weight_gradients.append([b.weights.grad.cpu().numpy() * num_ranks for b in batches])
+    if case.missing != "zeros":
+        batches = [partly_unseen(make_batch(case, rank, NUM_STEPS, 4)) for rank in range(num_ranks)]
+        found = [vectors_of(model.eval().tables(batch.to(device))) for batch in batches]
+        outputs.append([vectors.detach().cpu().numpy() for vectors in found])
     return {
         "outputs": outputs,
         "weight_gradients": weight_gradients,

@@ -13,13 +13,17 @@ from torchembed.core.features import names_in
 from torchembed.core.types import Pooling
 from torchembed.tables import (
     Dynamic,
+    HashedRows,
     HashFactory,
     IndexFactory,
     Initializer,
     InPlaceFunction,
+    Missing,
+    MissingValue,
     RangeFactory,
     TableSpec,
     Uniform,
+    check_missing,
     is_function_of_id,
 )
 
@@ -84,7 +88,13 @@ class EmbeddingConfig:
                 f"dtype of table {self.name} must be float32, float16 or bfloat16, got {self.dtype}"
             )
         if self.dynamic is not None:
-            check_dynamic(f"table {self.name}", self.dynamic, self.initializer)
+            check_dynamic(
+                f"table {self.name}",
+                self.dynamic,
+                self.initializer,
+                dim=self.embedding_dim,
+                dtype=self.dtype,
+            )
 
     def spec(self, seed: int) -> TableSpec:
         """The table, with ``seed`` for its initial rows."""
@@ -111,8 +121,10 @@ class EmbeddingBagConfig(EmbeddingConfig):
         object.__setattr__(self, "pooling", _pooling(self.name, self.pooling))
 
 
-def check_dynamic(name: str, dynamic: object, initializer: Initializer) -> None:
-    """Raise unless a table, ``name`` in errors, can be dynamic."""
+def check_dynamic(
+    name: str, dynamic: object, initializer: Initializer, *, dim: int, dtype: torch.dtype
+) -> None:
+    """Raise unless a table, ``name`` in errors, of ``dim`` columns can be dynamic."""
     if not isinstance(dynamic, Dynamic):
         raise TypeError(f"dynamic of {name} must be a Dynamic or None, got {dynamic!r}")
     if not is_function_of_id(initializer):
@@ -120,6 +132,11 @@ def check_dynamic(name: str, dynamic: object, initializer: Initializer) -> None:
             f"initializer of {name} must be Uniform, Normal or Constant, since a dynamic table "
             f"makes rows when their ids come, got {type(initializer).__name__}"
         )
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"dtype of {name} must be float32, float16 or bfloat16 where it is dynamic, got {dtype}"
+        )
+    check_missing(name, dynamic.missing_value, dim, dtype)
 
 
 def check_not_dynamic(name: str, dynamic: Dynamic | None) -> None:
@@ -145,10 +162,15 @@ def table_spec(
     """A table of ``num_rows``; a dynamic one of that capacity, with the initial values of a table
     that has as many rows."""
     index: IndexFactory = RangeFactory()
+    missing: MissingValue = Missing.ZEROS
     if dynamic is not None:
         if isinstance(initializer, Uniform):
             low, high = initializer.bounds(num_rows)
             initializer = Uniform(low=low, high=high)
+        missing = dynamic.missing_value
+        if not isinstance(dynamic.missing, HashedRows):
+            # Tables that differ in it are looked up together all the same.
+            dynamic = dataclasses.replace(dynamic, missing=Missing.ZEROS)
         index = HashFactory(dynamic)
         num_rows = index.rows_for(num_rows)
     return TableSpec(
@@ -159,6 +181,7 @@ def table_spec(
         initializer=initializer,
         seed=seed,
         index=index,
+        missing=missing,
     )
 
 

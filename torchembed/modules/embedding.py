@@ -209,12 +209,14 @@ class EmbeddingBag(SingleTable):
             # The number of ids of a bag may be a variable of the program.
             features = with_offsets(features)
         rows, is_padding = self._rows(features, is_trained=is_trained)
+        is_spare = None
         if count is not None:
             is_spare = torch.arange(rows.numel(), device=rows.device) >= count
             rows = rows.masked_fill(is_spare, -1)
+        missing = self._missing(features, rows, is_padding, is_spare)
         if self.mode == "max":
             is_counted = rows >= 0 if self.dynamic is None else ~self._is_padding(features.values)
-            return self._maxima(features, self._vectors(rows), is_counted)
+            return self._maxima(features, self._vectors(rows, missing), is_counted)
         # The mean does not count ids of the padding row, as in torch. The kernel would, so that
         # sums are looked up and divided here.
         divides = self.mode == "mean" and is_padding is not None
@@ -222,6 +224,7 @@ class EmbeddingBag(SingleTable):
         pooled = self._pooled(
             features,
             rows,
+            missing,
             Pooling.MEAN if self.mode == "mean" and not divides else Pooling.SUM,
             torch.promote_types(dtype, torch.float32) if divides else dtype,
         )
@@ -360,7 +363,7 @@ class Embedding(SingleTable):
 
     def _result(self, features: SparseFeatures, *, is_trained: bool) -> Tensor:
         rows, is_padding = self._rows(features, is_trained=is_trained)
-        vectors = self._vectors(rows)
+        vectors = self._vectors(rows, self._missing(features, rows, is_padding))
         if is_padding is not None:
             # Rows of -1 give zeros. The padding row's own values may be others, but get no
             # gradient.

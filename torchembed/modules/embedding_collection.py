@@ -218,6 +218,7 @@ def group_vectors(
             sink=of_group.sink(),
             output_dtype=output_dtype,
             weight_form=weight_form,
+            missing=of_group.missing(),
         )
         for of_group in rows.groups
     ]

@@ -51,8 +51,8 @@ def skipped_where(skip: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_admission() -> Iterator[None]:
-    """A context for trials, in which forwards change no table: ids without rows are looked up as
-    zeros."""
+    """A context for trials, in which forwards change no table: ids without rows are looked up as in
+    evaluation."""
     token = _is_trial.set(True)
     try:
         yield

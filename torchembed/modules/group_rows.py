@@ -17,7 +17,7 @@ from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs
-from torchembed.tables import JoinedGroup, Table, TableGroup
+from torchembed.tables import JoinedGroup, MissingVectors, Table, TableGroup
 
 _NUM_MAPS = 4
 """The most gradient maps that are kept for lookups whose form may change with every batch."""
@@ -38,6 +38,7 @@ class GroupSlots:
         ]
         self.index = group.index.for_tables([group.tables.index(table) for table in tables])
         self.changes_on_admission = group.index.changes_on_admission
+        self.reads_missing = group.reads_missing
         self.reorder = PieceOrder()
         self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
         """Maps by hotness, batch size and pooling; kept, since captured steps read them."""
@@ -81,6 +82,15 @@ class GroupRows(NamedTuple):
     are those of the features."""
     untrained: UntrainedSlots | None = None
     """Slots whose rows an update leaves out, if there may be any."""
+    missing_ids: Ids | None = None
+    """The ids, where those without a row are looked up as other values than zeros."""
+
+    def missing(self) -> MissingVectors | None:
+        """The vectors of ids that have no row; None where they are zeros."""
+        if self.missing_ids is None:
+            return None
+        entry, (features, is_valid) = self.entry, self.missing_ids
+        return entry.group.missing_vectors(entry.index, features, self.features.values, is_valid)
 
     def gradient_map(self, pooling: Pooling, num_empty: int = 0) -> tuple[Tensor, Tensor] | None:
         """The map from positions of ``features`` to their gradients, where it was known before;

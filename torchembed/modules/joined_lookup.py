@@ -21,7 +21,7 @@ from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables import Admission, JoinedGroup, Table, TableGroup
+from torchembed.tables import Admission, JoinedGroup, MissingVectors, Table, TableGroup
 
 T = TypeVar("T")
 
@@ -76,6 +76,8 @@ class JoinedRows(NamedTuple):
     weights: Tensor | None
     ids: Ids | None = None
     """Kept for an index that admission changes, until then."""
+    missing_ids: Ids | None = None
+    """The ids, where those without a row are looked up as other values than zeros."""
 
 
 class JoinedLookup:
@@ -145,7 +147,10 @@ class JoinedLookup:
             rows_dtype = self._kind.group.rows_dtype
             rows, _ = self._index.route(features, self._kind.on_bad_id, rows_dtype, is_id)
         ids = Ids(features, is_id)
-        return Routed(NO_FEATURES, JoinedRows(rows, rows, None, offsets, features.weights, ids))
+        looked_up = ids if self._kind.group.reads_missing else None
+        return Routed(
+            NO_FEATURES, JoinedRows(rows, rows, None, offsets, features.weights, ids, looked_up)
+        )
 
     def _are_ids(self, values: Tensor, offsets: Tensor | None) -> Tensor | None:
         """False, bool ``[L]``, for padding and for spare ids behind the last bag; None where there
@@ -203,6 +208,7 @@ class JoinedLookup:
                 sink=sink,
                 output_dtype=None,
                 weight_form=WeightGradient.DENSE,
+                missing=self._missing(rows),
             )
         else:
             vectors = self._pooled(rows, kind.pooling, sink)
@@ -244,7 +250,15 @@ class JoinedLookup:
             output_dtype=self._kind.group.weight.dtype,
             weight_form=WeightGradient.DENSE,
             known_map=known_map,
+            missing=self._missing(rows),
         ).squeeze(1)
+
+    def _missing(self, rows: JoinedRows) -> MissingVectors | None:
+        """The vectors of ids that have no row; None where they are zeros."""
+        if rows.missing_ids is None:
+            return None
+        features, is_id = rows.missing_ids
+        return self._kind.group.missing_vectors(self._index, features, rows.rows, is_id)
 
     def _constant(self, name: str, make: Callable[[], T]) -> T:
         is_cuda = self._kind.group.weight.is_cuda

@@ -79,6 +79,7 @@ def pooled_groups(
             sink=group_rows.sink(),
             known_map=group_rows.gradient_map(poolings[entry.slots[0]], num_empty),
             store=None if store_of is None else store_of(entry.slots),
+            missing=group_rows.missing(),
         )
         groups.append((entry.slots, vectors))
     return groups

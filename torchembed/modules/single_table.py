@@ -23,7 +23,7 @@ from torchembed.modules.table_module import as_on_bad_id
 from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
 from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import Dynamic, Normal, Table, TableGroup
+from torchembed.tables import Dynamic, Missing, MissingVectors, Normal, Table, TableGroup
 
 M = TypeVar("M", nn.EmbeddingBag, nn.Embedding)
 
@@ -66,7 +66,6 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
                 )
         self.dynamic = dynamic
         if dynamic is not None:
-            check_dynamic("this module", dynamic, Normal())
             if weight is not None:
                 raise ValueError(
                     "_weight must be None for a dynamic table, whose rows have no ids of their "
@@ -91,6 +90,8 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in (*checks.FLOAT_DTYPES, torch.float64):
             raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
+        if dynamic is not None:
+            check_dynamic("this module", dynamic, Normal(), dim=embedding_dim, dtype=dtype)
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
         if num_embeddings < 1 and dynamic is not None:
@@ -243,19 +244,49 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             vectors = self._result(features, is_trained=False)
             return Lookup(vectors, find_bad_ids(features, [self._table.spec.num_ids]))
 
-    def _vectors(self, rows: Tensor) -> Tensor:
-        """``[L, D]``, in the dtype of the weight; zeros for rows of -1."""
+    def _missing(
+        self, features: SparseFeatures, rows: Tensor, *are_no_ids: Tensor | None
+    ) -> MissingVectors | None:
+        """The vectors of ids of a dynamic table that have no row; None where they are zeros.
+
+        Args:
+            are_no_ids: bool ``[L]``, True for padding, spare ids and so on; or None.
+        """
+        if self._table.spec.missing is Missing.ZEROS:
+            return None
+        is_id = torch.ones_like(rows, dtype=torch.bool)
+        for mask in are_no_ids:
+            is_id = is_id if mask is None else is_id & ~mask
+        return self._slots.missing(features, rows, is_id)
+
+    def _vectors(self, rows: Tensor, missing: MissingVectors | None) -> Tensor:
+        """``[L, D]``, in the dtype of the weight; zeros for rows of -1 that are not ``missing``."""
         if torch.compiler.is_compiling():
             return traced_vectors([self._table], rows, None, self._weight_form)
         group = self._table.group
         return look_up(
-            group, rows, sink=group.record, output_dtype=None, weight_form=self._weight_form
+            group,
+            rows,
+            sink=group.record,
+            output_dtype=None,
+            weight_form=self._weight_form,
+            missing=missing,
         )
 
     def _pooled(
-        self, features: SparseFeatures, rows: Tensor, pooling: Pooling, output_dtype: torch.dtype
+        self,
+        features: SparseFeatures,
+        rows: Tensor,
+        missing: MissingVectors | None,
+        pooling: Pooling,
+        output_dtype: torch.dtype,
     ) -> Tensor:
-        """The pooled vectors of the bags of ``features``, ``[B, D]``; ``rows [L]`` are its ids'."""
+        """The pooled vectors of the bags of ``features``, ``[B, D]``.
+
+        Args:
+            rows: ``[L]``, of its ids.
+            missing: the vectors of ids without one.
+        """
         if torch.compiler.is_compiling():
             pooled = traced_pooled(
                 [self._table], features, rows, [1], pooling, output_dtype, self._weight_form
@@ -276,4 +307,5 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             output_dtype=output_dtype,
             weight_form=self._weight_form,
             known_map=None if is_compiled else self._slots.gradient_map(features, pooling),
+            missing=missing,
         ).squeeze(1)

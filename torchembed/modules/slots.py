@@ -17,7 +17,7 @@ from torchembed.modules.feature_selection import capacity_for, select_features
 from torchembed.modules.group_rows import GroupRows, GroupSlots, Ids
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.segments import find_runs
-from torchembed.tables import Admission, Table, TableGroup, TableSet
+from torchembed.tables import Admission, MissingVectors, Table, TableGroup, TableSet
 
 
 class SlotRows(NamedTuple):
@@ -101,7 +101,8 @@ class Slots:
             rows = self._routed(entry, ids)
             kept = ids if entry.changes_on_admission else None
             with_rows = dataclasses.replace(features, values=rows)
-            groups.append(GroupRows(entry, with_rows, None, kept))
+            looked_up = ids if entry.reads_missing else None
+            groups.append(GroupRows(entry, with_rows, None, kept, missing_ids=looked_up))
         return SlotRows(groups, batch.batch_size, batch.values.device)
 
     def _routed(self, entry: GroupSlots, ids: Ids) -> Tensor:
@@ -185,6 +186,18 @@ class Slots:
         if admission is not None and entry.changes_on_admission:
             rows = entry.group.admit(entry.index, features, rows, is_valid, admission)
         return rows
+
+    def missing(
+        self, features: SparseFeatures, rows: Tensor, is_valid: Tensor | None = None
+    ) -> MissingVectors:
+        """The vectors of ids that have no row.
+
+        Args:
+            features, is_valid: as for :meth:`rows`.
+            rows: as it gave them.
+        """
+        (entry,) = self.by_group()
+        return entry.group.missing_vectors(entry.index, features, rows, is_valid)
 
 
 def _selected_mask(

@@ -1,5 +1,6 @@
 """Lookups in a table group, by kernels or by PyTorch's own operations, whichever can do it."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torchembed.ops.eager_lookup import bags_of_positions, eager_sequence_lookup
 from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
 from torchembed.ops.row_gradients import GradientSink, WeightGradient
 from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import Table, TableGroup, group_weight
+from torchembed.tables import MissingVectors, Table, TableGroup, group_weight
 
 
 def _names(tables: Sequence[Table]) -> str:
@@ -75,6 +76,7 @@ def look_up(
     sink: GradientSink,
     output_dtype: torch.dtype | None,
     weight_form: WeightGradient,
+    missing: MissingVectors | None = None,
 ) -> Tensor:
     """The vector of each of ``rows [L]`` of ``group``, ``[L, D]``; zeros for a row of -1.
 
@@ -85,14 +87,24 @@ def look_up(
         sink: receives the gradients where a fused optimizer updates the group.
         output_dtype: of the vectors; the weight's where None.
         weight_form: form of the gradient of the weight, where no fused optimizer updates it.
+        missing: vectors in place of some of the zeros.
     """
     weight, is_recorded = group_weight(group)
-    return look_up_in(
+    found = look_up_in(
         weight,
         rows,
         tables=group.tables,
         sink=sink if is_recorded else None,
         output_dtype=output_dtype,
+        weight_form=weight_form,
+    )
+    if missing is None:
+        return found
+    return found + look_up_in(
+        *missing,
+        tables=group.tables,
+        sink=None,
+        output_dtype=found.dtype,
         weight_form=weight_form,
     )
 
@@ -135,6 +147,7 @@ def look_up_pooled(
     weight_form: WeightGradient,
     known_map: tuple[Tensor, Tensor] | None = None,
     store: LookupStore | None = None,
+    missing: MissingVectors | None = None,
 ) -> Tensor:
     """The pooled vectors of the bags of ``rows [L]`` of ``group``, ``[B, num_features, D]``.
 
@@ -145,11 +158,12 @@ def look_up_pooled(
         offsets, hotness, batch_size, num_features, per_id_weights, known_map, store: as for
             :func:`~torchembed.ops.pooled_lookup.pooled_lookup`; ``store`` is for kernels alone.
         pooling, sink, output_dtype, weight_form: as for that function and :func:`look_up`.
+        missing: vectors in place of those of some rows of -1.
     """
     weight, is_recorded = group_weight(group)
-    return look_up_pooled_in(
-        weight,
-        rows,
+    dtype = weight.dtype if output_dtype is None else output_dtype
+    pool = functools.partial(
+        look_up_pooled_in,
         tables=group.tables,
         offsets=offsets,
         hotness=hotness,
@@ -157,10 +171,35 @@ def look_up_pooled(
         num_features=num_features,
         per_id_weights=per_id_weights,
         pooling=pooling,
-        sink=sink if is_recorded else None,
-        output_dtype=output_dtype,
         weight_form=weight_form,
-        known_map=known_map,
+    )
+    row_sink = sink if is_recorded else None
+    if missing is None:
+        return pool(
+            weight, rows, sink=row_sink, output_dtype=dtype, known_map=known_map, store=store
+        )
+    # Both are added before they are rounded, as kernels add rows.
+    summed_in = torch.promote_types(dtype, torch.float32)
+    found = pool(weight, rows, sink=row_sink, output_dtype=summed_in, known_map=known_map)
+    pooled = found + pool(*missing, sink=None, output_dtype=summed_in)
+    return pooled.to(dtype) if store is None else _stored(pooled, dtype, store)
+
+
+def _stored(pooled: Tensor, dtype: torch.dtype, store: LookupStore) -> Tensor:
+    """Let ``store`` take vectors ``[B, num_features, D]`` that are pooled already.
+
+    Returns:
+        As many zeros of ``dtype``, which carry the gradients.
+    """
+    batch_size, num_features, num_columns = pooled.shape
+    places = torch.arange(batch_size * num_features, device=pooled.device)
+    return pooled_lookup(
+        pooled.view(-1, num_columns),
+        places.view(batch_size, num_features).t().flatten(),
+        hotness=[1] * num_features,
+        batch_size=batch_size,
+        num_features=num_features,
+        output_dtype=dtype,
         store=store,
     )
 

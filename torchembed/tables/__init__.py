@@ -34,6 +34,12 @@ from torchembed.tables.initializers import (
 )
 from torchembed.tables.joined_group import JoinedGroup, join_groups, joined_where_whole
 from torchembed.tables.minimum_count import MinimumCount
+from torchembed.tables.missing_rows import (
+    Missing,
+    MissingValue,
+    MissingVectors,
+    check_missing,
+)
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import (
     Admission,
@@ -102,6 +108,9 @@ __all__ = [
     "Initializer",
     "JoinedGroup",
     "MinimumCount",
+    "Missing",
+    "MissingValue",
+    "MissingVectors",
     "Normal",
     "Operation",
     "PendingGradients",
@@ -127,6 +136,7 @@ __all__ = [
     "TableStatistics",
     "Uniform",
     "WeightHolder",
+    "check_missing",
     "group_weight",
     "initial_values",
     "is_function_of_id",

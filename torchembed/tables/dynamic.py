@@ -3,12 +3,15 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from torchembed.ops.hash_table import Policy
 from torchembed.tables.admission_filters import CountMinSketch, Probability
 from torchembed.tables.hashed_rows import HashedRows
 from torchembed.tables.minimum_count import MinimumCount
+from torchembed.tables.missing_rows import Missing, MissingValue, as_missing
 
 
 def _check_at_least(name: str, value: object, least: int) -> None:
@@ -91,9 +94,9 @@ class Dynamic:
     ``num_embeddings`` of the table is its capacity. A row's initial values are a function of the
     seed, the table and the id. Where a new id finds no free row, ``eviction`` chooses the one whose
     id goes; rows of the batch before, and of those that are not trained yet, never do. An id that
-    gets no row, and in evaluation one that has none, is looked up as ``missing`` says.
-    Evaluation (a module in evaluation mode, ``torch.no_grad()``, or a frozen weight) inserts
-    nothing and counts no use.
+    gets no row, and in evaluation one that has none, is looked up as ``missing`` says. Evaluation
+    (a module in evaluation mode, ``torch.no_grad()``, or a frozen weight) inserts nothing and
+    counts no use.
 
     Args:
         eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU`,
@@ -111,8 +114,11 @@ class Dynamic:
         deletion_log: ids that left the table which are remembered for deltas, of 32 bytes each on
             the device; tables that are looked up together share the memory. 0: none, and
             ``delta`` is refused.
-        missing: what an id without a row is looked up as: None for zeros, or :class:`HashedRows`,
-            rows that such ids share and train.
+        missing: what an id without a row is looked up as: ``"zeros"``; ``"initial"``, the initial
+            values of the row that it would get; or a vector of ``embedding_dim`` numbers, as a
+            sequence or a floating tensor, which is rounded to the table's dtype. Such values are
+            never trained and never stored. Or :class:`HashedRows`, rows that such ids share and
+            train.
     """
 
     eviction: Eviction = LRU()
@@ -122,7 +128,7 @@ class Dynamic:
     clock: Callable[[], float] = dataclasses.field(default=time.monotonic, repr=False)
     sweep_steps: int = 1000
     deletion_log: int = 0
-    missing: HashedRows | None = None
+    missing: Missing | str | Sequence[float] | Tensor | HashedRows = Missing.ZEROS
 
     def __post_init__(self) -> None:
         if not isinstance(self.eviction, Eviction):
@@ -147,10 +153,15 @@ class Dynamic:
             raise TypeError(f"clock must be a function without arguments, got {self.clock!r}")
         _check_at_least("sweep_steps", self.sweep_steps, 1)
         _check_at_least("deletion_log", self.deletion_log, 0)
-        if self.missing is not None and not isinstance(self.missing, HashedRows):
-            raise TypeError(f"missing must be HashedRows(...) or None, got {self.missing!r}")
+        if not isinstance(self.missing, HashedRows):
+            object.__setattr__(self, "missing", as_missing(self.missing))
 
     @property
     def num_hashed_rows(self) -> int:
         """Rows beside the capacity, which ids without one of their own share."""
         return self.missing.num_rows if isinstance(self.missing, HashedRows) else 0
+
+    @property
+    def missing_value(self) -> MissingValue:
+        """The values of ids that read no row at all."""
+        return Missing.ZEROS if isinstance(self.missing, HashedRows) else as_missing(self.missing)

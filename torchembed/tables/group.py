@@ -14,6 +14,7 @@ from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import RowIds
+from torchembed.tables.missing_rows import Missing, MissingRows, MissingValue, MissingVectors
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, SlotIndex
 from torchembed.tables.table import GradientReduction, Table, mark_parameter
@@ -74,6 +75,7 @@ class TableGroup:
         if not index.changes_on_admission:
             self._rounding_keys = index.rounding_keys()
         self._initial_values: InitialValues | None = None
+        self._missing_rows: MissingRows | None = None
 
     @property
     def rounding_keys(self) -> RoundingKeys:
@@ -141,21 +143,52 @@ class TableGroup:
     def initialize(self, new: NewRows) -> None:
         """Give rows that the index has given to ids their initial values, and their optimizer
         state its own. Never waits for a GPU."""
-        if self._initial_values is None:
-            tables = [
-                InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
-                for t in self.tables
-            ]
-            self._initial_values = initial_values(tables, self.weight.device)
         initialize_rows(
             self.weight,
             self.states,
             new.rows,
             new.ids,
             new.tables,
-            self._initial_values,
+            self._known_initial_values(),
             initial_state=self.initial_state,
         )
+
+    def _known_initial_values(self) -> InitialValues:
+        if self._initial_values is None:
+            tables = [
+                InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
+                for t in self.tables
+            ]
+            self._initial_values = initial_values(tables, self.weight.device)
+        return self._initial_values
+
+    @property
+    def reads_missing(self) -> bool:
+        """True if ids without a row of some table are looked up as other values than zeros."""
+        return any(table.spec.missing is not Missing.ZEROS for table in self.tables)
+
+    def missing_vectors(
+        self,
+        slots: SlotIndex,
+        features: SparseFeatures,
+        rows: Tensor,
+        is_valid: Tensor | None = None,
+    ) -> MissingVectors:
+        """The vectors of ids that have no row. Never waits for a GPU.
+
+        Args:
+            slots: of this group's index.
+            features, rows, is_valid: as for :meth:`~torchembed.tables.SlotIndex.tables_of_missing`.
+        """
+        if self._missing_rows is None:
+            self._missing_rows = MissingRows(
+                [_columns_here(table) for table in self.tables],
+                self.weight.shape[1],
+                self.weight.dtype,
+                self._known_initial_values(),
+            )
+        tables = slots.tables_of_missing(features, rows, is_valid)
+        return self._missing_rows.vectors(features.values, tables)
 
     @property
     def num_rows(self) -> int:
@@ -284,3 +317,9 @@ class TableGroup:
     def tables_of_pending(self) -> Sequence[Table]:
         """The tables that ``pending`` may hold gradients of."""
         return self.tables
+
+
+def _columns_here(table: Table) -> MissingValue:
+    """The columns that are held here of the vector of ids without a row."""
+    missing, first = table.spec.missing, table.first_column
+    return missing if isinstance(missing, Missing) else missing[first : first + table.num_columns]

@@ -80,3 +80,8 @@ class HashSlots:
         """``rows [L]`` with those that ids without one of their own share."""
         shared = self._index.shared
         return rows if shared is None else shared.rows(rows, int64_keys(ids), tables)
+
+    def tables_of_missing(
+        self, features: SparseFeatures, rows: Tensor, is_valid: Tensor | None = None
+    ) -> Tensor:
+        return self._tables_of(features, is_valid).masked_fill(rows >= 0, -1)

@@ -102,6 +102,18 @@ class SlotIndex(Protocol):
         """
         ...
 
+    def tables_of_missing(
+        self, features: SparseFeatures, rows: Tensor, is_valid: Tensor | None = None
+    ) -> Tensor:
+        """The table, its number within the group, of each id that its table has no row for; int32
+        ``[L]``, -1 at all other positions and for bad ids.
+
+        Args:
+            features, is_valid: as :meth:`route` took them.
+            rows: as it or :meth:`admit` gave them.
+        """
+        ...
+
 
 class RowIndex(Protocol):
     """Turns the ids of a group's tables into rows of its flat weight; the group owns it.
@@ -314,6 +326,12 @@ class RangeSlots:
     ) -> AdmittedRows:
         """``rows``: a range holds all of them already."""
         return AdmittedRows(rows)
+
+    def tables_of_missing(
+        self, features: SparseFeatures, rows: Tensor, is_valid: Tensor | None = None
+    ) -> Tensor:
+        """None: an id of a range has a row or is bad."""
+        return torch.full_like(rows, -1, dtype=torch.int32)
 
     def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         firsts, counts = self._first_and_num

@@ -11,6 +11,7 @@ from torchembed.core.left_behind import LeftBehind
 from torchembed.core.random_bits import name_key
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.tables.initializers import Initializer, Uniform
+from torchembed.tables.missing_rows import Missing, MissingValue
 from torchembed.tables.row_index import IndexFactory, RangeFactory
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class TableSpec:
     seed: int = 0
     index: IndexFactory = RangeFactory()
     """Makes the index of the groups that hold the table."""
+    missing: MissingValue = Missing.ZEROS
+    """The vector of an id without a row, of ``dim`` numbers where it is one."""
 
     @property
     def num_ids(self) -> int | None:
