@@ -19,6 +19,7 @@ from torchembed.modules import (
 from torchembed.tables import (
     LFU,
     LRU,
+    CallerScores,
     Chance,
     Constant,
     CountMinSketch,
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LFU",
     "LRU",
+    "CallerScores",
     "Chance",
     "Constant",
     "CountMinSketch",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from torchembed.core import checks
 from torchembed.core.types import OnBadId
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.ops.hash_table import int64_keys
@@ -18,6 +19,7 @@ from torchembed.tables import (
     TableGroup,
     TableSet,
     TableStatistics,
+    check_score,
     read_delta,
     table_of,
 )
@@ -147,6 +149,62 @@ class TableModule(nn.Module):
         """
         index, number = self._dynamic_index(table)
         index.erase(number, int64_keys(ids).flatten().to(index.hash_tables.keys.device))
+
+    @torch.no_grad()
+    def set_score(self, score: int | None, *, table: str | None = None) -> None:
+        """Let training batches give ``score`` to all ids that they use of a dynamic table whose
+        ``eviction`` is :class:`~torchembed.CallerScores`, until the next call.
+
+        Call it between steps. It counts for batches that are admitted from then on; a
+        ``TrainPipeline`` admits each during the step before. It never waits for a GPU.
+
+        Args:
+            score: an int64; None: ids keep their scores, and new ones get ``initial_score``.
+            table: its name; None for the only dynamic table of the module.
+
+        Raises:
+            TypeError, ValueError: for a score that is no int64, or a name of no such table.
+        """
+        index, number = self._scored_index(table)
+        if score is not None:
+            check_score("score", score)
+        assert index.step_scores is not None
+        index.step_scores.set(number, score)
+
+    @torch.no_grad()
+    def assign_scores(self, ids: Tensor, scores: Tensor, *, table: str | None = None) -> None:
+        """Give scores to ids of a dynamic table whose ``eviction`` is
+        :class:`~torchembed.CallerScores`; those that it does not hold are nothing.
+
+        An id keeps its score until it gets another one, here or by :meth:`set_score`. Of several
+        scores of an id the greatest holds. Call it between steps. It never waits for a GPU.
+
+        Args:
+            ids: of any shape; int64, int32, uint32 or uint64 (by its bits).
+            scores: int64, of the same shape.
+            table: its name; None for the only dynamic table of the module.
+
+        Raises:
+            TypeError: for another dtype.
+            ValueError: for another shape, or a name of no such table.
+        """
+        index, number = self._scored_index(table)
+        checks.check_dtype("scores", scores, (torch.int64,), "call .long()")
+        checks.check_shape("scores", scores, tuple(ids.shape), "one for each id")
+        device = index.hash_tables.keys.device
+        keys = int64_keys(ids).flatten().to(device)
+        index.assign_scores(number, keys, scores.flatten().to(device))
+
+    def _scored_index(self, table: str | None) -> tuple[HashIndex, int]:
+        """:meth:`_dynamic_index` of a table with scores of the caller."""
+        index, number = self._dynamic_index(table)
+        if index.step_scores is None:
+            name = self._table_set.tables[0].spec.name if table is None else table
+            raise ValueError(
+                f"eviction of dynamic table {name} must be CallerScores() to take scores, got a "
+                "policy that counts uses itself"
+            )
+        return index, number
 
     def _dynamic_index(self, table: str | None) -> tuple[HashIndex, int]:
         """The index of the dynamic table of a name, None for the only one, and its number there."""

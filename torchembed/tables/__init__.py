@@ -11,10 +11,12 @@ from torchembed.tables.dynamic import (
     LFU,
     LRU,
     AdmissionPolicy,
+    CallerScores,
     DecayingLFU,
     Dynamic,
     EpochLFU,
     Eviction,
+    check_score,
 )
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
@@ -85,6 +87,7 @@ __all__ = [
     "AdmissionFilter",
     "AdmissionPolicy",
     "AdmittedRows",
+    "CallerScores",
     "Chance",
     "Constant",
     "CountMinSketch",
@@ -137,6 +140,7 @@ __all__ = [
     "Uniform",
     "WeightHolder",
     "check_missing",
+    "check_score",
     "group_weight",
     "initial_values",
     "is_function_of_id",

@@ -71,7 +71,32 @@ class EpochLFU:
         _check_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
 
-Eviction = LRU | LFU | DecayingLFU | EpochLFU
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallerScores:
+    """Evicts the row of the least score, of scores that the caller gives.
+
+    ``set_score`` of a module gives a score to all ids that training batches use from then on;
+    without it, ids keep their scores. ``assign_scores`` gives scores to ids by name. Among rows of
+    equal scores the one that was unused for longest goes. A new id whose score is less than those
+    of all rows of its buckets gets none.
+    """
+
+    initial_score: int = 0
+    """The score of new ids while ``set_score`` gives none; an int64."""
+
+    def __post_init__(self) -> None:
+        check_score("initial_score", self.initial_score)
+
+
+def check_score(name: str, score: object) -> None:
+    """Raise unless ``score``, ``name`` in errors, is an int that fits into an int64."""
+    if isinstance(score, bool) or not isinstance(score, int):
+        raise TypeError(f"{name} must be an int, got {score!r}")
+    if not -(2**63) <= score < 2**63:
+        raise ValueError(f"{name} must be in [-2**63, 2**63), got {score}")
+
+
+Eviction = LRU | LFU | DecayingLFU | EpochLFU | CallerScores
 AdmissionPolicy = MinimumCount | CountMinSketch | Probability
 
 _POLICIES = {
@@ -79,6 +104,7 @@ _POLICIES = {
     LFU: Policy.LFU,
     DecayingLFU: Policy.LFU,
     EpochLFU: Policy.EPOCH_LFU,
+    CallerScores: Policy.CALLER,
 }
 
 
@@ -100,7 +126,7 @@ class Dynamic:
 
     Args:
         eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU`,
-            :class:`DecayingLFU` or :class:`EpochLFU`.
+            :class:`DecayingLFU`, :class:`EpochLFU` or :class:`CallerScores`.
         admission: chooses the new ids that get rows: :class:`MinimumCount`,
             :class:`CountMinSketch` or :class:`Probability`; None: all of them. It counts
             occurrences of ids that have no row in batches that are trained.
@@ -133,8 +159,8 @@ class Dynamic:
     def __post_init__(self) -> None:
         if not isinstance(self.eviction, Eviction):
             raise TypeError(
-                "eviction must be LRU(), LFU(), DecayingLFU(rate=..., steps_per_decay=...) or "
-                f"EpochLFU(steps_per_epoch=...), got {self.eviction!r}"
+                "eviction must be LRU(), LFU(), DecayingLFU(rate=..., steps_per_decay=...), "
+                f"EpochLFU(steps_per_epoch=...) or CallerScores(), got {self.eviction!r}"
             )
         if self.admission is not None and not isinstance(self.admission, AdmissionPolicy):
             raise TypeError(

@@ -11,6 +11,7 @@ from torchembed.ops.hash_table import (
     InsertedKeys,
     Policy,
     SlotRange,
+    assign_scores,
     coldest,
     empty_hash_tables,
     erase_if,
@@ -24,8 +25,9 @@ from torchembed.ops.hash_table import (
 from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.admission_filters import AdmissionFilter
+from torchembed.tables.caller_scores import StepScores
 from torchembed.tables.deletion_log import DeletionLog
-from torchembed.tables.dynamic import DecayingLFU, Dynamic, EpochLFU, policy_of
+from torchembed.tables.dynamic import CallerScores, DecayingLFU, Dynamic, EpochLFU, policy_of
 from torchembed.tables.expiry import Expiry
 from torchembed.tables.hash_slots import HashSlots
 from torchembed.tables.hashed_row_keys import HashedRowKeys
@@ -52,6 +54,8 @@ class HashIndex:
         clock: numbers the batches that are admitted.
         admission: chooses the new ids that get rows; None: all do.
         deletions: notes the ids that leave the tables; None where no delta is wanted.
+        step_scores: the scores that batches give to their ids; None but under
+            :class:`CallerScores`.
     """
 
     changes_on_admission = True
@@ -83,6 +87,10 @@ class HashIndex:
         self.deletions: DeletionLog | None = None
         if dynamic.deletion_log:
             self.deletions = DeletionLog(dynamic.deletion_log * len(tables), device)
+        self.step_scores: StepScores | None = None
+        if isinstance(dynamic.eviction, CallerScores):
+            initial = dynamic.eviction.initial_score
+            self.step_scores = StepScores(len(tables), initial, device)
         self._expiry = Expiry.under(dynamic, shapes, device)
         self._decay: ScoreDecay | None = None
         if isinstance(dynamic.eviction, DecayingLFU):
@@ -115,7 +123,9 @@ class HashIndex:
             # Forwards whose gradients are summed share an epoch.
             happens = epoch > before if is_trained is None else (epoch > before) & is_trained
             self._decay.apply(state.scores, epoch, happens)
-        slots = find_slots(state, keys, tables)
+        slots, scores = find_slots(state, keys, tables), None
+        if self.step_scores is not None and state.scores is not None:
+            scores = self.step_scores.of_ids(slots, tables, state.scores)
         touch_slots(
             state,
             slots,
@@ -123,6 +133,7 @@ class HashIndex:
             policy=policy,
             epoch=epoch,
             epoch_number=epoch_number,
+            scores=scores,
             is_trained=is_trained,
         )
         released, chosen = self.clock.evictable(epoch), None
@@ -133,18 +144,19 @@ class HashIndex:
             if is_trained is not None:
                 is_new &= is_trained
             chosen = self.admission.admit(keys, tables, is_new, epoch)
-        # An id that was counted before it had a row competes by its whole count.
-        counts = None if chosen is None or policy is not Policy.LFU else chosen.counts
+        if chosen is not None and chosen.counts is not None and policy is Policy.LFU:
+            # An id that was counted before it had a row competes by its whole count.
+            policy, scores = Policy.CALLER, chosen.counts
         inserted = insert_keys(
             state,
             keys,
             tables,
             slots,
-            policy=policy if counts is None else Policy.CALLER,
+            policy=policy,
             epoch=epoch,
             released=released,
             epoch_number=epoch_number,
-            scores=counts,
+            scores=scores,
             wanted=None if chosen is None else chosen.is_wanted,
             is_trained=is_trained,
         )
@@ -198,6 +210,11 @@ class HashIndex:
         if self.deletions is not None:
             self.deletions.append(slots >= 0, keys, tables, self.clock.last, Counter.ERASED)
 
+    def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> None:
+        """Give ``scores``, int64 ``[n]``, to those of ``keys [n]`` that a table holds."""
+        tables = torch.full(keys.shape, table, dtype=torch.int32, device=self._device)
+        assign_scores(self.hash_tables, keys, tables, scores)
+
     def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
         self.clock.release(epoch, keeps_rows=keeps_rows)
 
@@ -237,8 +254,9 @@ class HashIndex:
     def contents(self, table: int) -> dict[str, Tensor]:
         """Views, of a table with rows ``R``: ``ids`` int64 ``[R]``; ``digests`` uint8 ``[R]``, 0 of
         free rows; ``touched`` and, where the policy has them, ``scores``, int64 ``[R]``; and
-        ``counters`` int64. ``clock``, int64 ``[1]``, is the epoch of the last batch. What
-        :attr:`admission` counts follows."""
+        ``counters`` int64. ``step_score``, int64 ``[2]``, is that of :attr:`step_scores`, and
+        ``clock``, int64 ``[1]``, the epoch of the last batch. The counts of :attr:`admission`
+        follow."""
         found = {**self._own_contents(table), "clock": self.clock.last}
         return found if self.admission is None else {**found, **self.admission.contents(table)}
 
@@ -251,6 +269,8 @@ class HashIndex:
         }
         if state.scores is not None:
             found["scores"] = self._part(state.scores, table)
+        if self.step_scores is not None:
+            found["step_score"] = self.step_scores.of_table(table)
         return {**found, "counters": state.counters[table]}
 
     def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
