@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.sharded_cases import (
     assert_equal_ids,
     assert_equal_rows,
     assert_equal_training,
+    exact_loss,
     held_ids,
     held_rows,
     make_batch,
@@ -41,7 +43,7 @@ from tests.support.steps_on_ranks import (
     static_batch,
     trained_plainly,
 )
-from torchembed import LFU, LRU, Dynamic, HashedRows, MinimumCount
+from torchembed import LFU, LRU, CallerScores, Dynamic, HashedRows, MinimumCount
 from torchembed.sharding.planning.partition import HashPartition
 from torchembed.training import TrainPipeline
 
@@ -108,20 +110,24 @@ FULL = [
 ]
 
 
+def ids_of_table(batch: torchembed.SparseFeatures, name: str) -> list[int]:
+    """The ids of a jagged batch that table ``name`` looks up."""
+    assert batch.offsets is not None
+    ends, found = batch.offsets.tolist(), []
+    for feature in USERS[name]:
+        first = batch.keys.index(feature) * batch.batch_size
+        found += batch.values[ends[first] : ends[first + batch.batch_size]].tolist()
+    return found
+
+
 COUNTED = Case(placements=MIXED, dynamic=("a", "b", "d"), admission=MinimumCount(2, capacity=5000))
 
 
 def test_ids_are_admitted_by_their_occurrences_on_all_ranks() -> None:
     counts = {name: collections.Counter[int]() for name in COUNTED.dynamic}
     for step, rank in itertools.product(range(NUM_CASE_STEPS), range(2)):
-        batch = make_batch(COUNTED, rank, step)
-        assert batch.offsets is not None
-        ends = batch.offsets.tolist()
-        for name, features in USERS.items():
-            for feature in features if name in counts else ():
-                first = batch.keys.index(feature) * batch.batch_size
-                of_feature = slice(ends[first], ends[first + batch.batch_size])
-                counts[name].update(batch.values[of_feature].tolist())
+        for name in COUNTED.dynamic:
+            counts[name].update(ids_of_table(make_batch(COUNTED, rank, step), name))
     results = run_on_ranks(2, train_sharded, [COUNTED])
     for name, of_table in counts.items():
         held = [set(of_rank["ids"].get(name, (None, {}))[1]) for (of_rank,) in results]
@@ -245,17 +251,65 @@ def evaluate_and_reload() -> dict[str, Any]:
         "vectors": vectors.detach().view(-1, 37).numpy(),
         "reloaded": torch.equal(same, kept),
         "error": str(raised.value),
+        "by name": scored_and_erased(),
     }
 
 
+SCORED = Case(placements=MIXED, dynamic=("a", "b", "d"), eviction=CallerScores(initial_score=2))
+
+
+def scored_and_erased() -> dict[str, dict[int, int]]:
+    """On a rank, of each table: its ids and their scores. All ranks make the same calls for tables
+    that one of them holds, or of which each holds some rows or columns."""
+    model = sharded(SCORED)
+    optimizer = make_optimizer(SCORED, model)
+    for step in range(2):
+        exact_loss(vectors_of(model.tables(make_batch(SCORED, dist.get_rank(), step)))).backward()
+        optimizer.step()
+        for name in SCORED.dynamic if step == 0 else ():
+            ids = torch.tensor(ids_of_table(make_batch(SCORED, 0, 0), name))
+            model.tables.assign_scores(ids, torch.full_like(ids, 9), table=name)
+        model.tables.set_score(5, table="d")
+    for name in SCORED.dynamic:
+        ids = torch.tensor(ids_of_table(make_batch(SCORED, 1, 0), name))
+        model.tables.erase(ids, table=name)
+    found: dict[str, dict[int, int]] = {}
+    for table in model.tables.table_set.tables:
+        contents = table.index_contents()
+        if contents:
+            rows = contents["digests"].nonzero().flatten()
+            ids, scores = contents["ids"][rows].tolist(), contents["scores"][rows].tolist()
+            found[table.spec.name] = dict(zip(ids, scores, strict=True))
+    return found
+
+
 def test_evaluation_inserts_nothing_and_state_dicts_hold_ids() -> None:
-    for result in run_on_ranks(2, evaluate_and_reload):
+    """And ids are scored and erased by name, wherever they are held."""
+    results = run_on_ranks(2, evaluate_and_reload)
+    for result in results:
         assert result["evaluated"] == result["trained"]
         # The columns of a twice, b, c and d: ids without a row give zeros, static ones do not.
         is_static = [24 <= column < 29 for column in range(37)]
         assert not result["vectors"][:, np.logical_not(is_static)].any()
         assert result["vectors"][:, is_static].any()
         assert result["reloaded"]
+    of_ranks = [result["by name"] for result in results]
+    for name in SCORED.dynamic:
+        used = {
+            (rank, step): set(ids_of_table(make_batch(SCORED, rank, step), name))
+            for rank, step in itertools.product(range(2), range(2))
+        }
+        now = used[0, 1] | used[1, 1]
+        expected = dict.fromkeys(used[0, 0] | now, 2) | dict.fromkeys(used[0, 0], 9)
+        if name == "d":
+            expected |= dict.fromkeys(now, 5)
+        # Rows that the last batch used are not erased.
+        for id_ in used[1, 0] - now:
+            expected.pop(id_, None)
+        held = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+        assert len(held) == (1 if name == "d" else 2)
+        assert functools.reduce(operator.or_, held) == expected
+    assert of_ranks[0]["b"] == of_ranks[1]["b"], "each rank holds columns of all ids"
 
 
 def refuse_on_a_rank() -> list[str]:

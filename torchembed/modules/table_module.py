@@ -127,10 +127,11 @@ class TableModule(nn.Module):
         Raises:
             ValueError: for a negative number, or a name of no dynamic table.
         """
-        index, number = self._dynamic_index(table)
+        parts = self._dynamic_parts(table)
         if max_rows < 0:
             raise ValueError(f"max_rows must be at least 0, got {max_rows}")
-        index.evict(number, max_rows)
+        for index, number in parts:
+            index.evict(number, max_rows)
 
     @torch.no_grad()
     def erase(self, ids: Tensor, *, table: str | None = None) -> None:
@@ -147,8 +148,9 @@ class TableModule(nn.Module):
             TypeError: for another dtype.
             ValueError: for a name of no dynamic table.
         """
-        index, number = self._dynamic_index(table)
-        index.erase(number, int64_keys(ids).flatten().to(index.hash_tables.keys.device))
+        keys = int64_keys(ids).flatten()
+        for index, number in self._dynamic_parts(table):
+            index.erase(number, keys.to(index.hash_tables.keys.device))
 
     @torch.no_grad()
     def set_score(self, score: int | None, *, table: str | None = None) -> None:
@@ -165,11 +167,12 @@ class TableModule(nn.Module):
         Raises:
             TypeError, ValueError: for a score that is no int64, or a name of no such table.
         """
-        index, number = self._scored_index(table)
+        parts = self._scored_parts(table)
         if score is not None:
             check_score("score", score)
-        assert index.step_scores is not None
-        index.step_scores.set(number, score)
+        for index, number in parts:
+            assert index.step_scores is not None
+            index.step_scores.set(number, score)
 
     @torch.no_grad()
     def assign_scores(self, ids: Tensor, scores: Tensor, *, table: str | None = None) -> None:
@@ -188,42 +191,44 @@ class TableModule(nn.Module):
             TypeError: for another dtype.
             ValueError: for another shape, or a name of no such table.
         """
-        index, number = self._scored_index(table)
+        parts, keys = self._scored_parts(table), int64_keys(ids).flatten()
         checks.check_dtype("scores", scores, (torch.int64,), "call .long()")
         checks.check_shape("scores", scores, tuple(ids.shape), "one for each id")
-        device = index.hash_tables.keys.device
-        keys = int64_keys(ids).flatten().to(device)
-        index.assign_scores(number, keys, scores.flatten().to(device))
+        for index, number in parts:
+            device = index.hash_tables.keys.device
+            index.assign_scores(number, keys.to(device), scores.flatten().to(device))
 
-    def _scored_index(self, table: str | None) -> tuple[HashIndex, int]:
-        """:meth:`_dynamic_index` of a table with scores of the caller."""
-        index, number = self._dynamic_index(table)
-        if index.step_scores is None:
-            name = self._table_set.tables[0].spec.name if table is None else table
+    def _scored_parts(self, table: str | None) -> list[tuple[HashIndex, int]]:
+        """:meth:`_dynamic_parts` of a table with scores of the caller."""
+        parts = self._dynamic_parts(table)
+        if any(index.step_scores is None for index, _ in parts):
             raise ValueError(
-                f"eviction of dynamic table {name} must be CallerScores() to take scores, got a "
-                "policy that counts uses itself"
+                f"eviction of dynamic table {table or self._dynamic_names()[0]} must be "
+                "CallerScores() to take scores, got a policy that counts uses itself"
             )
-        return index, number
+        return parts
 
-    def _dynamic_index(self, table: str | None) -> tuple[HashIndex, int]:
-        """The index of the dynamic table of a name, None for the only one, and its number there."""
-        dynamic = {
-            t.spec.name: (t.group.index, t.group.tables.index(t))
-            for group in self._table_set.current_groups()
-            for t in group.tables
-            if isinstance(group.index, HashIndex)
-        }
-        if table is None and len(dynamic) == 1:
-            (table,) = dynamic
-        if table not in dynamic:
+    def _dynamic_names(self) -> list[str]:
+        """The names of the module's dynamic tables, whichever rank holds them."""
+        return [t.spec.name for t in self._table_set.tables if t.spec.num_ids is None]
+
+    def _dynamic_parts(self, table: str | None) -> list[tuple[HashIndex, int]]:
+        """Of each part that is held here of the dynamic table of a name, None for the only one, the
+        index and the number there; none where other ranks hold the table."""
+        names = self._dynamic_names()
+        if table is None and len(names) == 1:
+            (table,) = names
+        if table not in names:
             raise ValueError(
-                f"table must be the name of a dynamic table of this module, {sorted(dynamic)}, "
+                f"table must be the name of a dynamic table of this module, {sorted(names)}, "
                 f"got {table!r}"
             )
-        index, number = dynamic[table]
-        assert isinstance(index, HashIndex)
-        return index, number
+        return [
+            (group.index, number)
+            for group in self._table_set.current_groups()
+            for number, of_group in enumerate(group.tables)
+            if isinstance(group.index, HashIndex) and of_group.spec.name == table
+        ]
 
     def note_loaded(self) -> None:
         """Bring what follows from the ids of dynamic tables in line with these, after tensors of

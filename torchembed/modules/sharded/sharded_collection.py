@@ -191,6 +191,9 @@ class ShardedCollection(StagedCollection[B, R, V]):
         weights = nn.ModuleDict({name: TableWeight(table) for name, table in named})
         self.add_module(self._container, weights)
 
+    def _dynamic_names(self) -> list[str]:
+        return [config.name for config in self._configs if config.dynamic is not None]
+
     def _features_of_slots(self) -> list[str]:
         return self._feature_slots.features
 
