@@ -7,9 +7,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import torchembed
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers
-from torchembed import LFU, Dynamic, EmbeddingBagConfig, MinimumCount
+from torchembed import (
+    LFU,
+    CountMinSketch,
+    Dynamic,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EpochLFU,
+    HashedRows,
+    MinimumCount,
+    SparseFeatures,
+)
+from torchembed.ops.hash_table import Counter
+from torchembed.tables import Table, row_chunks
 from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline, train
 
 POLICIES = {
@@ -51,15 +65,139 @@ def test_training_goes_on_as_if_it_had_not_stopped(
         assert torch.equal(loaded.model.state_dict()[name], value), name
 
 
-def test_checkpoints_of_other_tables_change_nothing(tmp_path: Path) -> None:
-    """Of static tables, of another capacity, and of another policy, which has scores."""
-    CheckpointFolder(tmp_path / "static").save(1, new_run(None))
-    CheckpointFolder(tmp_path / "larger").save(1, new_run(Dynamic(), capacity=13))
-    CheckpointFolder(tmp_path / "lfu").save(1, new_run(Dynamic(eviction=LFU())))
-    for name in ("static", "larger", "lfu"):
-        run = new_run(Dynamic())
-        before = {key: value.clone() for key, value in run.model.state_dict().items()}
-        with pytest.raises(ValueError, match=r"embedding_bags\.f0"):
-            CheckpointFolder(tmp_path / name).load(run)
-        for key, value in run.model.state_dict().items():
-            assert torch.equal(value, before[key]), key
+def small_run(
+    dynamic: Dynamic | None = None,
+    capacity: int = 256,
+    *,
+    seed: int = 0,
+    dim: int = 4,
+    **others: Any,
+) -> TrainingRun:
+    """Table ``f0``, behind another one."""
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=size,
+            embedding_dim=dim,
+            feature_names=(name,),
+            dynamic=dynamic,
+            **others,
+        )
+        for name, size in (("other", 9), ("f0", capacity))
+    ]
+    model = nn.ModuleDict({"tables": EmbeddingBagCollection(configs, seed=seed)})
+    return TrainingRun(model=model, optimizers=[torchembed.optim.Adam(model.parameters(), lr=0.1)])
+
+
+def train_on(run: TrainingRun, ids: list[int]) -> None:
+    features = SparseFeatures.from_dict({"other": [ids[0] % 9], "f0": [ids]})
+    run.optimizers[0].zero_grad()
+    run.model["tables"](features).values().square().sum().backward()  # type: ignore[index]
+    run.optimizers[0].step()
+
+
+def whole_state(run: TrainingRun) -> dict[str, Any]:
+    states = run.optimizers[0].state_dict()["state"]
+    return {
+        **{key: value.clone() for key, value in run.model.state_dict().items()},
+        **{f"{n}.{k}": v.clone() for n, of in states.items() for k, v in of.items()},
+    }
+
+
+def test_checkpoints_of_other_tables_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    """Each reason is named."""
+    sketched = Dynamic(admission=CountMinSketch(threshold=1, width=8))
+    far, lru = small_run(Dynamic()), Dynamic()
+    train_on(far, [3, 256, -1])
+    wider = Dynamic(admission=CountMinSketch(threshold=1, width=9))
+    lfu, counted = Dynamic(eviction=LFU()), Dynamic(admission=MinimumCount(2))
+    every_2, every_3 = (Dynamic(eviction=EpochLFU(steps_per_epoch=n)) for n in (2, 3))
+    shared = Dynamic(missing=HashedRows(3))
+    cases = [
+        (small_run(shared), small_run(lru), "has 3 hashed rows, and 0 in the run"),
+        (small_run(lfu), small_run(lru), "evicts by LFU, and by LRU in the run"),
+        (small_run(every_2), small_run(every_3), r"by EpochLFU\(steps_per_epoch=2\), and by"),
+        (small_run(counted), small_run(lru), "admits ids by MinimumCount, and by None"),
+        (small_run(lru), small_run(counted), "admits ids by None, and by MinimumCount"),
+        (small_run(sketched), small_run(wider), r"sketch has shape \[4, 8\], and \[4, 9\]"),
+        (small_run(lru, seed=1), small_run(lru), "is of a table of another name or seed"),
+        (small_run(lru, dim=8), small_run(lru, 99), "has 8 columns, and 4 in the run"),
+        (
+            small_run(lru, 99),
+            small_run(lru, dtype=torch.bfloat16),
+            "has dtype torch.float32, and torch.bfloat16 in the run",
+        ),
+        (far, small_run(), "weight has 2 ids outside the 256 rows of the run's static table"),
+    ]
+    for number, (saved, run, reason) in enumerate(cases):
+        CheckpointFolder(tmp_path / str(number)).save(1, saved)
+        train_on(run, [5, 2, 5])
+        before = whole_state(run)
+        with pytest.raises(ValueError, match=rf"embedding_bags\.f0.*{reason}.*Nothing was loaded"):
+            CheckpointFolder(tmp_path / str(number)).load(run)
+        after = whole_state(run)
+        assert all(torch.equal(after[key], value) for key, value in before.items()), reason
+
+
+def test_state_of_optimizers_of_torch_follows_no_rows_by_id(tmp_path: Path) -> None:
+    runs = []
+    for capacity in (256, 300):
+        model = small_run(Dynamic(), capacity).model
+        runs.append(TrainingRun(model=model, optimizers=[torch.optim.Adam(model.parameters())]))
+    train_on(runs[0], [1, 2])
+    CheckpointFolder(tmp_path).save(1, runs[0])
+    with pytest.raises(ValueError, match="exp_avg is state of an optimizer of torch"):
+        CheckpointFolder(tmp_path).load(runs[1])
+
+
+def test_static_tables_become_dynamic_and_back(tmp_path: Path) -> None:
+    """While ids are numbers of rows both train alike, so that either takes the other's place."""
+    static, dynamic = small_run(), small_run(Dynamic())
+    for run in (static, dynamic):
+        train_on(run, [3, 250, 3])
+        train_on(run, [17, 250])
+    CheckpointFolder(tmp_path / "static").save(2, static)
+    CheckpointFolder(tmp_path / "dynamic").save(2, dynamic)
+    again, made_dynamic = small_run(), small_run(Dynamic(ttl_steps=2, sweep_steps=1), 500)
+    for run in (again, made_dynamic):  # what was there before goes
+        train_on(run, [3, 4, 250])
+    CheckpointFolder(tmp_path / "dynamic").load(again)
+    CheckpointFolder(tmp_path / "static").load(made_dynamic)
+    table = made_dynamic.model["tables"].table_set.tables[1]  # type: ignore[index]
+    assert int(table.index_contents()["counters"][Counter.SIZE]) == 256
+    for ids in ([4, 250], [4, 3]):
+        for run in (static, again, made_dynamic):
+            train_on(run, ids)
+    expected = whole_state(static)
+    assert all(torch.equal(value, expected[key]) for key, value in whole_state(again).items())
+    chunk = next(row_chunks(table, 1 << 20))
+    rows = {int(row_id): place for place, row_id in enumerate(chunk.keys)}
+    weight = static.model["tables"].embedding_bags["f0"].weight  # type: ignore[index]
+    for row in (3, 4, 250):
+        assert torch.equal(chunk.rows[rows[row]], weight[row])
+
+
+def scores_of(table: Table) -> dict[int, int]:
+    """By id its score."""
+    chunk = next(row_chunks(table, 1 << 20))
+    assert chunk.scores is not None
+    return dict(zip(chunk.keys.tolist(), chunk.scores.tolist(), strict=True))
+
+
+def test_a_smaller_table_keeps_the_best_and_says_how_many_went(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lfu = Dynamic(eviction=LFU())
+    saved, run = small_run(lfu), small_run(lfu, 20)
+    for times in range(1, 11):
+        train_on(saved, [number * times for number in range(-10, 0)] * times)
+    CheckpointFolder(tmp_path).save(10, saved)
+    checkpoints = CheckpointFolder(tmp_path)
+    assert checkpoints.load(run) == 10
+    tables = [r.model["tables"].table_set.tables[1] for r in (saved, run)]  # type: ignore[index]
+    held, kept = map(scores_of, tables)
+    assert len(kept) == 20 and kept.items() <= held.items()
+    assert min(kept.values()) >= max(score for i, score in held.items() if i not in kept)
+    name = "tables.embedding_bags.f0.weight"
+    assert checkpoints.rows_left_out == {name: len(held) - 20}
+    assert f"{len(held) - 20} ids of {name}" in caplog.text

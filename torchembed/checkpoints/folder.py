@@ -2,6 +2,7 @@
 
 import atexit
 import datetime
+import logging
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +16,13 @@ from torchembed.checkpoints.rank_files import (
     in_threads,
 )
 from torchembed.checkpoints.run_state import (
-    SavedState,
     check_agreement,
     load_state,
     on_cpu,
     state_of,
 )
+from torchembed.checkpoints.saved_state import SavedState
+from torchembed.checkpoints.saved_tensors import SavedTensors
 from torchembed.checkpoints.state_files import read_state, write_state
 from torchembed.checkpoints.storage import FileDigest, Storage
 from torchembed.checkpoints.training_run import TrainingRun
@@ -28,6 +30,8 @@ from torchembed.checkpoints.writer_claim import WriterClaim, claim_of
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.core.ranks.cpu_group import CpuGroup
+
+_logger = logging.getLogger(__name__)
 
 _DATA_FILE = re.compile(r"__(\d+)_")
 """Name of a file of the rank of this number."""
@@ -70,6 +74,9 @@ class CheckpointFolder:
         self._group: CpuGroup | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self.rows_left_out: dict[str, int] = {}
+        """By table, how many ids of the checkpoint that was loaded last found no row, since those
+        of greater scores filled the run's table, which is smaller; of all ranks together."""
 
     def __str__(self) -> str:
         return self._storage.url
@@ -240,12 +247,21 @@ class CheckpointFolder:
         metadata = raise_on_all_ranks(reader.read_metadata, what, group)
         saved = SavedState(
             name=f"checkpoint {path}",
-            entries=metadata.state_dict_metadata,
+            tensors=SavedTensors(metadata, self._storage, path),
             num_ranks=marker.num_ranks,
             read=lambda state: read_state(state, reader, metadata, group, what),
             group=group,
         )
-        load_state(run, saved)
+        self.rows_left_out = load_state(run, saved)
+        if ranks.rank() == 0:
+            for name, number in self.rows_left_out.items():
+                _logger.warning(
+                    "%d ids of %s in %s found no row and were left out: those of the least scores "
+                    "in a table that is smaller",
+                    number,
+                    name,
+                    saved.name,
+                )
         return checkpoint.step
 
     def _read_marker(self, path: str, seen_by_first: bytes) -> Marker:

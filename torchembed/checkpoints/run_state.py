@@ -8,15 +8,18 @@ sharded, and other programs that read it see ordinary tensors.
 import copy
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from torchembed.checkpoints.moved_tables import moved_tables, restart_clocks
 from torchembed.checkpoints.random_state import random_state, set_random_state
+from torchembed.checkpoints.saved_state import SavedState, agree_on, mismatches, unexpected
+from torchembed.checkpoints.table_form import TableForm, form_key
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
@@ -29,32 +32,12 @@ _OPTIMIZER_KEY = re.compile(r"optimizers\.\d+")
 """Entry of a checkpoint that holds an optimizer's kind and parameter groups."""
 
 
-class SavedState(NamedTuple):
-    """A checkpoint to load from."""
-
-    name: str
-    """The name that errors give it."""
-    entries: Mapping[str, STORAGE_TYPES]
-    """Metadata of ``torch.distributed.checkpoint`` for each tensor and object, by name."""
-    num_ranks: int
-    """Number of ranks that saved it."""
-    read: Callable[[dict[str, object]], None]
-    """Fills the tensors of a dict in place and replaces its other values; every rank calls it."""
-    group: CpuGroup
-    """All ranks that load."""
-
-    @property
-    def what(self) -> str:
-        """The loading, as "could not ..." goes on."""
-        return f"load {self.name}"
-
-
 def state_of(run: TrainingRun) -> dict[str, object]:
     """This rank's part of the run's state, with that of its random generators.
 
     Parameters and optimizer state are the run's own tensors, not copies.
     """
-    state = _model_state(run.model)
+    state = _model_state(run.model) | _table_forms(run.model)
     for index, optimizer in enumerate(run.optimizers):
         prefix = f"optimizers.{index}"
         kind = type(optimizer).__name__
@@ -81,29 +64,38 @@ def check_agreement(step: int, run: TrainingRun, group: CpuGroup, what: str) -> 
             )
 
 
-def load_state(run: TrainingRun, saved: SavedState) -> None:
+def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
     """Read ``saved`` into ``run``, in place. Collective.
 
     What belongs to a rank comes back to it where as many ranks load as saved. Otherwise ``others``
     take what rank 0 saved, and random generators stay as they are. They also do where the run has
     neither optimizers nor others: such a run does not go on training.
 
+    Returns:
+        By table, how many ids of a dynamic one found no row on any rank, since those of greater
+        scores filled it; without those that lack none.
+
     Raises:
-        ValueError: where names, shapes, dtypes or kinds differ, all of them named; nothing is
-            changed then.
+        ValueError: where names, shapes, dtypes, policies or kinds differ, all of them named;
+            nothing is changed then.
     """
     what, group = saved.what, saved.group
     state = raise_on_all_ranks(lambda: _load_targets(run, saved.entries), what, group)
+    moved = raise_on_all_ranks(lambda: moved_tables(run, saved), what, group)
+    state = {k: v for k, v in state.items() if not any(table.holds(k) for table in moved)}
+    of_moved = [key for key in saved.entries if any(table.holds(key) for table in moved)]
     of_optimizers = [f"optimizers.{index}" for index in range(len(run.optimizers))]
-    _agree_on(
-        [
+    found = raise_on_all_ranks(
+        lambda: [
             *(f"{key} was not saved" for key in of_optimizers if key not in saved.entries),
             *_unexpected_optimizers(of_optimizers, saved),
-            *(mismatch for key, value in state.items() for mismatch in _compare(key, value, saved)),
-            *_unexpected(state, saved),
+            *(reason for key, value in state.items() for reason in mismatches(key, value, saved)),
+            *(reason for table in moved for reason in table.mismatches(saved)),
         ],
-        saved,
+        what,
+        group,
     )
+    agree_on([*found, *unexpected([*state, *of_moved], saved)], saved)
     # What is pickled is read first, since it may show that optimizers differ: nothing of the run is
     # changed before all ranks agree that everything fits.
     same_ranks = saved.num_ranks == ranks.world_size()
@@ -117,7 +109,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
         (key, own, unpacked[key]) for key, own in zip(of_optimizers, run.optimizers, strict=True)
     ]
     others = unpacked[rank_key]["others"]
-    _agree_on(
+    agree_on(
         [
             *(mismatch for named in optimizers for mismatch in _compare_optimizer(*named)),
             *(f"others {name!r} was not saved" for name in run.others if name not in others),
@@ -126,8 +118,12 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
     )
 
     saved.read(state)
+    left_out: dict[str, int] = {}
 
     def apply() -> None:
+        restart_clocks(moved)
+        for table in moved:
+            left_out[table.names[0]] = table.load(saved)
         for name, module in run.model.named_modules():
             key = ".".join(filter(None, ("model", name, "_extra_state")))
             if key in state:
@@ -135,13 +131,23 @@ def load_state(run: TrainingRun, saved: SavedState) -> None:
             if isinstance(module, TableModule):
                 module.note_loaded()
         for key, own, loaded in optimizers:
-            _load_optimizer(run.model, own, key, loaded["param_groups"], state)
+            in_place = {
+                of_state: value
+                for of_state, value in _optimizer_state(run.model, own, key).items()
+                if any(table.holds(of_state) for table in moved)
+            }
+            _load_optimizer(run.model, own, key, loaded["param_groups"], state | in_place)
         for name, other in run.others.items():
             other.load_state_dict(others[name])
         if same_ranks and (run.optimizers or run.others):
             set_random_state(unpacked[rank_key]["random"])
 
     raise_on_all_ranks(apply, what, group)
+    totals: dict[str, int] = {}
+    for of_rank in group.gather(left_out, what):
+        for name, number in of_rank.items():
+            totals[name] = totals.get(name, 0) + number
+    return {name: number for name, number in totals.items() if number}
 
 
 def on_cpu(state: dict[str, object]) -> dict[str, object]:
@@ -157,6 +163,17 @@ def on_cpu(state: dict[str, object]) -> dict[str, object]:
 def _model_state(model: nn.Module) -> dict[str, object]:
     """Every parameter and buffer by its name in a checkpoint; not copies."""
     return {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+def _table_forms(model: nn.Module) -> dict[str, object]:
+    """The form of each dynamic table that this rank holds a part of."""
+    forms = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        table = table_of(parameter)
+        form = None if table is None else TableForm.of(table)
+        if form is not None:
+            forms[form_key(name)] = form.to_tensor()
+    return forms
 
 
 def _packed(state: object) -> Tensor:
@@ -265,31 +282,6 @@ def _optimizer_targets(
     return targets
 
 
-def _compare(key: str, value: object, saved: SavedState) -> Iterator[str]:
-    """Reasons why ``key`` cannot be loaded into ``value``."""
-    if key not in saved.entries:
-        yield f"{key} was not saved"
-        return
-    entry = saved.entries[key]
-    if not isinstance(value, Tensor) or not isinstance(entry, TensorStorageMetadata):
-        if isinstance(value, Tensor) or isinstance(entry, TensorStorageMetadata):
-            yield f"{key} is a tensor on one side alone"
-        return
-    if tuple(entry.size) != tuple(value.shape):
-        yield f"{key} has shape {list(entry.size)}, and {list(value.shape)} in the run"
-    if entry.properties.dtype != value.dtype:
-        yield f"{key} has dtype {entry.properties.dtype}, and {value.dtype} in the run"
-
-
-def _unexpected(state: Mapping[str, object], saved: SavedState) -> Iterator[str]:
-    """Entries of the model that were saved and that no rank has; one rank alone has a table-wise
-    table."""
-    known = {key for keys in saved.group.gather(list(state), saved.what) for key in keys}
-    for key in saved.entries:
-        if key.startswith("model.") and key not in known:
-            yield f"{key} is not in the run"
-
-
 def _unexpected_optimizers(keys: Sequence[str], saved: SavedState) -> Iterator[str]:
     """Optimizers that were saved and that a run with others lacks; one with none takes the model
     alone."""
@@ -310,16 +302,6 @@ def _compare_optimizer(
     if len(saved["param_groups"]) != len(groups):
         num_saved = len(saved["param_groups"])
         yield f"{key} has {num_saved} parameter groups, and {len(groups)} in the run"
-
-
-def _agree_on(mismatches: list[str], saved: SavedState) -> None:
-    """Raise on every rank where one has mismatches, naming those of all."""
-    of_ranks = saved.group.gather(mismatches, saved.what)
-    found = sorted({item for of_rank in of_ranks for item in of_rank})
-    if found:
-        raise ValueError(
-            f"{saved.name} is of another model or run: {'; '.join(found)}. Nothing was loaded"
-        )
 
 
 def _load_optimizer(

@@ -153,6 +153,10 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             if group is not None:
                 group.make_index()
 
+    def reset_rows(self, table: Table) -> None:
+        super().reset_rows(table)
+        self._zero_padding()
+
     def reset_parameters(self) -> None:
         """Give every row its initial value again: standard normal, zeros for the padding row."""
         super().reset_parameters()

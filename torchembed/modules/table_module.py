@@ -304,6 +304,14 @@ class TableModule(nn.Module):
         super().__setstate__(state)
         self._restore_groups()
 
+    @torch.no_grad()
+    def reset_rows(self, table: Table) -> None:
+        """Give the rows of a table of the module their initial values again, and their optimizer
+        state its own, in place; which ids have them stays."""
+        table.fill_initial_rows()
+        for state in table.group.states:
+            table.group.table_rows(state, table).fill_(table.group.initial_state)
+
     def reset_parameters(self) -> None:
         """Give every row its initial value again, in place."""
         self._table_set.fill_initial_rows()

@@ -53,9 +53,18 @@ from torchembed.tables.row_index import (
     RowIndex,
     SlotIndex,
 )
-from torchembed.tables.row_stream import RowChunk, read_rows, row_chunks, row_ranges, write_rows
+from torchembed.tables.row_stream import (
+    RowChunk,
+    read_rows,
+    row_chunks,
+    row_ranges,
+    table_states,
+    write_rows,
+)
+from torchembed.tables.rows_by_id import clear_ids, take_over
 from torchembed.tables.table import (
     GradientReduction,
+    IdShare,
     Table,
     TableOwner,
     TableSpec,
@@ -104,6 +113,7 @@ __all__ = [
     "HashFactory",
     "HashIndex",
     "HashedRows",
+    "IdShare",
     "InPlaceFunction",
     "IndexFactory",
     "IndexedTable",
@@ -141,6 +151,7 @@ __all__ = [
     "WeightHolder",
     "check_missing",
     "check_score",
+    "clear_ids",
     "group_weight",
     "initial_values",
     "is_function_of_id",
@@ -154,6 +165,8 @@ __all__ = [
     "shifted_row_key",
     "table_at",
     "table_of",
+    "table_states",
+    "take_over",
     "why_refused",
     "write_rows",
 ]

@@ -7,7 +7,7 @@ tables, so a table that is cut into columns admits the same ids everywhere.
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -165,6 +165,18 @@ class AdmissionFilter(Protocol):
         """Copy what :meth:`contents` gave into a table."""
         ...
 
+    def merge(
+        self, table: int, contents: Mapping[str, Tensor], is_here: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Add to a table what :meth:`contents` of another one gave, which may have held other ids.
+        Waits for the device.
+
+        Args:
+            contents: of a table of any capacity, on any device.
+            is_here: of ids ``[n]``, on the filter's device, which of them belong to this table.
+        """
+        ...
+
 
 class SketchFilter:
     """The :class:`CountMinSketch` of each table of a group.
@@ -240,6 +252,14 @@ class SketchFilter:
             )
         own.copy_(sketch)
 
+    def merge(
+        self, table: int, contents: Mapping[str, Tensor], is_here: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Add the counts cell by cell, of all ids: none of this table's is too small then."""
+        own = self.counts[table]
+        total = own.long() + contents["sketch"].to(own.device, torch.int64)
+        own.copy_(total.clamp_max(INT32_MAX))
+
 
 class ProbabilityFilter:
     """Draws for the tables of a group, by one :class:`Probability`.
@@ -284,6 +304,11 @@ class ProbabilityFilter:
         return {}
 
     def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
+        """Nothing is kept."""
+
+    def merge(
+        self, table: int, contents: Mapping[str, Tensor], is_here: Callable[[Tensor], Tensor]
+    ) -> None:
         """Nothing is kept."""
 
 

@@ -274,13 +274,18 @@ class HashIndex:
         return {**found, "counters": state.counters[table]}
 
     def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
-        if self.deletions is not None:
-            self.deletions.begin_anew()
         if self.admission is not None:
             self.admission.load_contents(table, contents)
         for name, own in self._own_contents(table).items():
             own.copy_(contents[name])
-        self.clock.go_on_behind(contents["clock"])
+        self.follow_ids(contents["clock"])
+
+    def follow_ids(self, last: Tensor) -> None:
+        """Bring what follows from the ids in line with those that were loaded or placed, and go on
+        behind the epoch ``last``, int64 ``[1]``."""
+        if self.deletions is not None:
+            self.deletions.begin_anew()
+        self.clock.go_on_behind(last)
         if self._expiry is not None:
             self._expiry.forget_times()
         self._row_keys.refresh(self.hash_tables.keys)

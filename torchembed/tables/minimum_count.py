@@ -1,7 +1,7 @@
 """Admission by exact counts: an id gets a row when it has occurred often enough."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torchembed.ops.hash_table import (
     erase_keys,
     find_slots,
     insert_keys,
+    place_keys,
     table_shape,
     touch_slots,
 )
@@ -128,3 +129,19 @@ class MinimumCountFilter:
                 )
         for name, tensor in own.items():
             tensor.copy_(contents[name])
+
+    def merge(
+        self, table: int, contents: Mapping[str, Tensor], is_here: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Take the counts over of the ids that are here; where there is no room, those of the ids
+        that came last."""
+        device = self.counts.keys.device
+        is_held = contents["counted_digests"].to(device) > 0
+        is_held &= is_here(contents["counted_ids"].to(device))
+        ids, counts, epochs = (
+            contents[name].to(device)[is_held]
+            for name in ("counted_ids", "counts", "counted_epochs")
+        )
+        tables = torch.full(ids.shape, table, dtype=torch.int32, device=device)
+        slots = place_keys(self.counts, ids, tables, counts)
+        self.counts.touched[slots[slots >= 0]] = epochs[slots >= 0]

@@ -51,7 +51,7 @@ def read_rows(table: Table, keys: range, *, with_states: bool = True) -> RowChun
             f"keys must be consecutive and in {_held(table)}, which table {table.spec.name} holds "
             f"here, got {keys}"
         )
-    states = _states(table) if with_states else {}
+    states = table_states(table) if with_states else {}
     return RowChunk(
         torch.arange(keys.start, keys.stop),
         table.parameter.data[begin:end],
@@ -67,7 +67,7 @@ def row_chunks(table: Table, max_bytes: int, *, with_states: bool = True) -> Ite
     Args:
         max_bytes: of a chunk's rows and states; a chunk has at least one row.
     """
-    tensors = [table.parameter.data, *(_states(table).values() if with_states else ())]
+    tensors = [table.parameter.data, *(table_states(table).values() if with_states else ())]
     row_bytes = sum(tensor[:1].nbytes for tensor in tensors)
     for part in row_ranges(table.num_rows, row_bytes, max_bytes):
         keys = range(table.first_row + part.start, table.first_row + part.stop)
@@ -104,7 +104,7 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
     """
     index = index_by_id(table)
     keys = chunk.keys if index is not None else _places_of(table, chunk.keys)
-    own = _states(table) if chunk.states else {}
+    own = table_states(table) if chunk.states else {}
     moves = [(chunk.rows, table.parameter.data, "rows")]
     for name, values in chunk.states.items():
         if name not in own:
@@ -156,7 +156,7 @@ def _as_slice(keys: Tensor) -> slice | None:
     return slice(first, last + 1) if is_range else None
 
 
-def _states(table: Table) -> dict[str, Tensor]:
+def table_states(table: Table) -> dict[str, Tensor]:
     """The table's optimizer state by name; empty without an optimizer of torchembed's."""
     if not table.group.holds_parameters():  # rows were replaced
         table.owner.form_groups()

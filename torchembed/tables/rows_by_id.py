@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.ops.hash_table import Policy, find_slots, insert_keys
+from torchembed.ops.hash_table import Counter, find_slots, place_keys
 from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.row_index import NewRows
 from torchembed.tables.table import Table
@@ -62,46 +62,39 @@ def place_ids(
         touched: int64 ``[n]``, the epochs of the last use, from 1 on; None: the first one.
     """
     number, state = table.group.tables.index(table), index.hash_tables
-    first_row, device = table.group.first_row_of(table), ids.device
+    tables = torch.full(ids.shape, number, dtype=torch.int32, device=ids.device)
+    before = find_slots(state, ids, tables)
     digests = index.contents(number)["digests"]
-    tables = torch.full(ids.shape, number, dtype=torch.int32, device=device)
-    num_ids = (digests > 0).sum() + (find_slots(state, ids, tables) < 0).sum()
-    is_lru = state.scores is None
+    num_ids = (digests > 0).sum() + (before < 0).sum()
     touched = torch.ones_like(ids) if touched is None else touched.clamp_min(1)
     scores = touched if scores is None else scores
-    if is_lru:
+    if state.scores is None:
         scores = touched = scores.clamp_min(1)
-    # By scores alone: as if no row had been used, and LRU's score were one of its own.
-    unused = torch.zeros_like(state.touched)
-    by_score = state._replace(
-        touched=unused, scores=state.touched if state.scores is None else state.scores
-    )
-    one = torch.ones(1, dtype=torch.int64, device=device)
-    assert by_score.scores is not None
-    has_changed = True
-    while has_changed:
-        # Ids of one call take no places from each other, so those that were refused try again.
-        placed = insert_keys(
-            by_score,
-            ids,
-            tables,
-            find_slots(by_score, ids, tables),
-            policy=Policy.CALLER,
-            epoch=one,
-            released=torch.zeros_like(one),
-            scores=scores,
-        )
-        table.group.initialize(NewRows(placed.new_slots, placed.keys, placed.tables))
-        unused.zero_()
-        is_new = placed.new_slots >= 0
-        new_scores = by_score.scores[placed.new_slots.clamp_min(0)]
-        is_better = ~placed.is_evicted | (new_scores > placed.evicted_scores)
-        has_changed = bool((is_new & is_better).any())
-    rows = find_slots(by_score, ids, tables)
+    rows = place_keys(state, ids, tables, scores)
     is_held = rows >= 0
-    by_score.scores[rows[is_held]] = scores[is_held]
     state.touched[rows[is_held]] = touched[is_held]
-    last = torch.cat([touched, index.clock.last]).amax().reshape(1)
-    index.load_contents(number, {**index.contents(number), "clock": last})
+    table.group.initialize(NewRows(torch.where(rows == before, -1, rows), ids, tables))
+    index.follow_ids(torch.cat([touched, index.clock.last]).amax().reshape(1))
     num_left_out = int(num_ids - (digests > 0).sum())
+    first_row = table.group.first_row_of(table)
     return PlacedIds(torch.where(is_held, rows - first_row, -1), num_left_out)
+
+
+def clear_ids(table: Table) -> None:
+    """Take all ids, what is known of them, and the counts of what admits others out of a dynamic
+    ``table``, as if it were new. No batch may be under way."""
+    contents = table.index_contents()
+    none = {name: torch.zeros_like(tensor) for name, tensor in contents.items()}
+    # Rows that hold no id keep the numbers that they may have.
+    ids = torch.where(contents["digests"] > 0, 0, contents["ids"])
+    table.load_index_contents({**none, "ids": ids})
+
+
+def take_over(index: HashIndex, table: Table, clock: Tensor) -> None:
+    """Count the ids that were placed in a dynamic ``table`` as inserted, and nothing else, and go
+    on behind the epoch ``clock``, int64 ``[1]``. Never waits for the device."""
+    counters = index.hash_tables.counters[table.group.tables.index(table)]
+    size = counters[Counter.SIZE].clone()
+    counters.zero_()
+    counters[Counter.SIZE] = counters[Counter.INSERTED] = size
+    index.follow_ids(clock.to(counters.device))

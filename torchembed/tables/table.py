@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,15 @@ class TableSpec:
     def key(self) -> int:
         """64-bit key of the table's initial rows and of its rounding."""
         return name_key(self.seed, self.name)
+
+
+class IdShare(NamedTuple):
+    """The ids of a dynamic table that one rank holds: those that a hash gives to one of several
+    shares."""
+
+    place: int
+    """From 0 on."""
+    num_shares: int
 
 
 ColumnSum = Callable[[Tensor], Tensor]
@@ -129,6 +138,8 @@ class Table:
         takes."""
         self.contents_as_global: Callable[[Tensor], Tensor] = _as_it_is
         """Does the same for each tensor of :meth:`index_contents`."""
+        self.id_share = IdShare(0, 1)
+        """Of a dynamic table, which ids are here."""
         self.sum_over_columns: ColumnSum | None = None
         """Adds over columns, of a table whose columns are on several ranks."""
         self.max_over_holders: RankMaximum | None = None
@@ -161,6 +172,18 @@ class Table:
         if not hasattr(self, "group"):  # of a copy, before its module has formed groups
             return self.kept_contents or {}
         return self.group.index.contents(self.group.tables.index(self))
+
+    @torch.no_grad()
+    def fill_initial_rows(self) -> None:
+        """Give every row the value that the table's initializer, seed and the row's id define."""
+        if not self.parameter.is_meta:
+            self.spec.initializer.fill(
+                self.parameter.data,
+                self.spec.key,
+                self.group.row_ids(self),
+                self.first_column,
+                self.spec.num_rows,
+            )
 
     def holds_ids(self) -> bool:
         """True if ids were inserted into a dynamic table; waits for its device."""

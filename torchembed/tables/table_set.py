@@ -104,15 +104,7 @@ class TableSet:
     def fill_initial_rows(self) -> None:
         """Give every row the value that its table's initializer, seed and number define."""
         for table in self.tables:
-            spec = table.spec
-            if not table.parameter.is_meta:
-                spec.initializer.fill(
-                    table.parameter.data,
-                    spec.key,
-                    table.group.row_ids(table),
-                    table.first_column,
-                    spec.num_rows,
-                )
+            table.fill_initial_rows()
 
     def current_groups(self) -> list[TableGroup]:
         """The groups, brought in line first where a parameter was frozen or given other rows.

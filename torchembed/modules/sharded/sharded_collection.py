@@ -32,7 +32,7 @@ from torchembed.sharding.transport.global_rows import (
 )
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.transport.table_ranks import TableRanks
-from torchembed.tables import CountedTables, Table, TableSet, TableSpec
+from torchembed.tables import CountedTables, IdShare, Table, TableSet, TableSpec
 
 
 def _distribute(
@@ -104,6 +104,8 @@ def local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | 
             table.as_global = functools.partial(stacked_tensor, mesh=mesh)
             # The ranks of columns all hold the same ids.
             table.contents_as_global = table.as_global
+            holders = [shard.rank for shard in plan.shards]
+            table.id_share = IdShare(holders.index(ranks.rank), len(holders))
         else:
             table.as_global = functools.partial(
                 global_tensor,

@@ -20,6 +20,7 @@ from torchembed.ops.hash_table.layout import (
     geometry_of,
     table_shape,
 )
+from torchembed.ops.hash_table.placing import place_keys
 from torchembed.ops.hash_table.sweeps import (
     ErasedKeys,
     ExportedKeys,
@@ -58,6 +59,7 @@ __all__ = [
     "insert_keys",
     "int64_keys",
     "locate_keys",
+    "place_keys",
     "slot_ranges",
     "table_shape",
     "touch_slots",

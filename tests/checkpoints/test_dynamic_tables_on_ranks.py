@@ -1,0 +1,196 @@
+"""Checkpoints of sharded dynamic tables: saved on some ranks, and loaded on others."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchembed
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import (
+    Case,
+    exact_loss,
+    make_batch,
+    make_model,
+    make_optimizer,
+)
+from torchembed import LFU, CountMinSketch, EpochLFU, MinimumCount, SparseFeatures
+from torchembed.tables import row_chunks
+from torchembed.training import CheckpointFolder, TrainingRun
+
+NUM_STEPS = 4
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {"optimizer": "RowwiseAdagrad"},
+    "counted": {
+        "optimizer": "Adam",
+        "eviction": LFU(),
+        "admission": MinimumCount(2, capacity=200),
+        "dtype": torch.bfloat16,
+    },
+    "sketched": {
+        "eviction": EpochLFU(steps_per_epoch=2),
+        "admission": CountMinSketch(threshold=2, width=1 << 14, depth=2),
+    },
+}
+PLACEMENTS = {
+    "rows": dict.fromkeys("abcd", "row_wise"),
+    "columns": dict.fromkeys("abcd", "column_wise"),
+    "tables": dict.fromkeys("abcd", "table_wise"),
+}
+
+
+def case_of(policies: str, placement: str, dynamic: str = "abd", capacity: int = 256) -> Case:
+    return Case(
+        placements=PLACEMENTS[placement],
+        dynamic=tuple(dynamic),
+        capacity=capacity,
+        **POLICIES[policies],
+    )
+
+
+def new_run(case: Case) -> TrainingRun:
+    """Sharded where there is a process group."""
+    model = make_model(case, "meta" if dist.is_initialized() else "cpu")
+    if dist.is_initialized():
+        torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))
+    return TrainingRun(model=model, optimizers=[make_optimizer(case, model)])
+
+
+def joined(batches: list[SparseFeatures]) -> SparseFeatures:
+    """One batch of the samples of all."""
+    lengths = torch.cat([batch.lengths() for batch in batches], 1)
+    ends = [batch.offsets.tolist() for batch in batches if batch.offsets is not None]
+    values = [
+        batch.values[of[f * batch.batch_size] : of[(f + 1) * batch.batch_size]]
+        for f in range(len(batches[0].keys))
+        for batch, of in zip(batches, ends, strict=True)
+    ]
+    return SparseFeatures(
+        keys=batches[0].keys,
+        values=torch.cat(values),
+        batch_size=lengths.shape[1],
+        offsets=torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)]),
+    )
+
+
+def train(case: Case, run: TrainingRun, first_step: int, num_steps: int, num_ranks: int) -> None:
+    """The steps that ``num_ranks`` ranks do together: this one's part of them, or all at once."""
+    ranks = [dist.get_rank()] if dist.is_initialized() else range(num_ranks)
+    for step in range(first_step, first_step + num_steps):
+        run.optimizers[0].zero_grad()
+        batches = [make_batch(case, rank, step) for rank in ranks]
+        vectors = run.model.tables(joined(batches)).values()
+        parts = vectors.split([batch.batch_size for batch in batches])
+        losses = [exact_loss(part.float().flatten()) for part in parts]
+        (torch.stack(losses).sum() / len(losses)).backward()
+        run.optimizers[0].step()
+
+
+Held = dict[str, dict[Any, Any]]
+
+
+def held(model: nn.Module) -> Held:
+    """By table what this rank holds: by id and column the element, its states, score and last use;
+    and by id what is counted, or the sketch."""
+    found: Held = {}
+    for table in model.tables.table_set.tables:
+        of_table: dict[Any, Any] = {}
+        for chunk in row_chunks(table, 1 << 20):
+            use = [t.tolist() for t in (chunk.scores, chunk.touched) if t is not None]
+            for place, row_id in enumerate(chunk.keys.tolist()):
+                of_id = [column[place] for column in use]
+                for column in range(table.num_columns):
+                    states = [
+                        (s[place, column] if s.dim() == 2 else s[place]).item()
+                        for s in chunk.states.values()
+                    ]
+                    value = chunk.rows[place, column].item()
+                    of_table[row_id, table.first_column + column] = (value, states, of_id)
+        contents = table.index_contents()
+        if "counts" in contents:
+            for place in contents["counted_digests"].nonzero().flatten().tolist():
+                names = ("counts", "counted_epochs")
+                counted = tuple(int(contents[name][place]) for name in names)
+                of_table["counted", int(contents["counted_ids"][place])] = counted
+        if "sketch" in contents and not table.first_column:
+            of_table["sketch"] = contents["sketch"].numpy().copy()
+        found[table.spec.name] = of_table
+    return found
+
+
+def together(of_ranks: list[Held]) -> Held:
+    """What the ranks hold: each once, or the same on each; the sum of sketches."""
+    found: Held = {}
+    for of_rank in of_ranks:
+        for name, of_table in of_rank.items():
+            whole = found.setdefault(name, {})
+            for key, value in of_table.items():
+                if key == "sketch" and key in whole:
+                    whole[key] = whole[key] + value
+                else:
+                    assert key not in whole or whole[key] == value, (name, key)
+                    whole[key] = value
+    return found
+
+
+def assert_same(found: Held, expected: Held, message: str) -> None:
+    assert set(found) == set(expected)
+    for name, of_table in expected.items():
+        np.testing.assert_array_equal(found[name].pop("sketch", 0), of_table.get("sketch", 0))
+        without = {key: value for key, value in of_table.items() if key != "sketch"}
+        assert found[name] == without, (message, name)
+
+
+LOADS = [
+    *(("plain", saved, other) for saved in PLACEMENTS for other in PLACEMENTS),
+    *(("counted", saved, other) for saved, other in (("rows", "rows"), ("rows", "columns"))),
+    *(("sketched", saved, other) for saved, other in (("rows", "rows"), ("columns", "tables"))),
+]
+"""Policies, the placement that was saved, and the one that it is loaded under."""
+
+
+def save_all(folder: str) -> None:
+    for policies, placement in dict.fromkeys(load[:2] for load in LOADS):
+        case = case_of(policies, placement)
+        run = new_run(case)
+        train(case, run, 0, NUM_STEPS, dist.get_world_size())
+        CheckpointFolder(Path(folder, f"{policies}-{placement}")).save(NUM_STEPS, run)
+
+
+def load_all(folder: str) -> dict[str, tuple[Held, Held]]:
+    """What this rank holds of each of ``LOADS``: once loaded, and after one more step."""
+    found = {}
+    runs: dict[tuple[str, str], TrainingRun] = {}
+    for policies, saved, placement in LOADS:
+        case = case_of(policies, placement)
+        run = runs.setdefault((policies, placement), new_run(case))
+        checkpoints = CheckpointFolder(Path(folder, f"{policies}-{saved}"))
+        assert checkpoints.load(run) == NUM_STEPS
+        assert not checkpoints.rows_left_out
+        loaded = held(run.model)
+        train(case, run, NUM_STEPS, 1, 2)
+        found[f"{policies} {saved} {placement}"] = loaded, held(run.model)
+    return found
+
+
+def test_what_four_ranks_saved_two_and_one_load_under_any_placement(tmp_path: Path) -> None:
+    """Rows, states, scores, last uses and counts; and training goes on as if unsharded."""
+    run_on_ranks(4, save_all, str(tmp_path))
+    of_two = run_on_ranks(2, load_all, str(tmp_path))
+    of_one = load_all(str(tmp_path))
+    for policies in POLICIES:
+        case = case_of(policies, "rows")
+        run = new_run(case)
+        train(case, run, 0, NUM_STEPS, 4)
+        saved = held(run.model)
+        train(case, run, NUM_STEPS, 1, 2)
+        trained = held(run.model)
+        assert len(saved["b"]) > 80 and saved != trained
+        for name in (name for name in of_one if name.startswith(policies)):
+            for of_ranks in ([rank[name] for rank in of_two], [of_one[name]]):
+                for number, expected in enumerate((saved, trained)):
+                    found = together([of_rank[number] for of_rank in of_ranks])
+                    assert_same(found, expected, f"{name} on {len(of_ranks)} ranks")
