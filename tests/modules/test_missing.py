@@ -1,12 +1,14 @@
 """What ids without a row of a dynamic table are looked up as."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchembed
 from tests.support.tolerance import assert_follows, assert_same_bits
@@ -279,6 +281,24 @@ def test_embeddings(missing: str) -> None:
     found = embedding.eval()(torch.tensor([IDS]))
     assert_same_bits(found, expected.unsqueeze(0))
     assert_same_bits(embedding.lookup(torch.tensor(IDS)).vectors, expected)
+
+
+@pytest.mark.parametrize("missing", ["initial", "vector"])
+def test_what_is_kept_outlives_the_call_that_made_it(missing: str) -> None:
+    """A fake call, and one in inference mode, before weights of ids are trained."""
+    module = trained(lambda: collection(VALUES[missing], is_weighted=True))
+    features = batch(is_jagged=False)
+    expected = copy.deepcopy(module)(features).values()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (features.values, features.weights)]
+        of_fakes = dataclasses.replace(features, values=fakes[0], weights=fakes[1])
+        assert module(of_fakes).values().shape == expected.shape
+    with torch.inference_mode():
+        assert_same_bits(module(features).values(), expected)
+    assert features.weights is not None
+    features.weights.requires_grad_()
+    module(features).values().sum().backward()
+    assert features.weights.grad is not None
 
 
 def test_initial_rows_of_32_bit_ids() -> None:

@@ -203,9 +203,9 @@ def test_pipelines_train_as_plain_loops_and_insert_nothing_of_bad_batches() -> N
     """The steps that a GPU would capture, and eager ones, and a loop by hand on a CPU; where one
     rank's batch has a bad id of a static table, no rank inserts ids of that batch."""
     cases = [
-        Case(placements=ROW_WISE, dynamic=("a", "b", "d"), optimizer="Adam"),
+        Case(placements=ROW_WISE, dynamic=("a", "b", "d"), optimizer="Adam", missing="initial"),
         Case(placements=MIXED, dynamic=("a", "b", "d"), fixed=True),
-        Case(placements=MIXED, dynamic=("a", "b", "d"), pooled=False),
+        Case(placements=MIXED, dynamic=("a", "b", "d"), pooled=False, missing="vector"),
         Case(placements=dict.fromkeys("abcd", "table_wise"), dynamic=("d",), fixed=True),
     ]
     runs: list[tuple[Case, int, bool | None]] = [

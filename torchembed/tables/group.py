@@ -8,13 +8,19 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.own_storage import with_own_storage
-from torchembed.core.stand_ins import address_of
+from torchembed.core.stand_ins import KeptTensors, address_of
 from torchembed.ops.initialize_rows import InitialValues, initialize_rows
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import RowIds
-from torchembed.tables.missing_rows import Missing, MissingRows, MissingValue, MissingVectors
+from torchembed.tables.missing_rows import (
+    Missing,
+    MissingRows,
+    MissingValue,
+    MissingVectors,
+    missing_rows,
+)
 from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, SlotIndex
 from torchembed.tables.table import GradientReduction, Table, mark_parameter
@@ -74,8 +80,8 @@ class TableGroup:
         self._rounding_keys: RoundingKeys | None = None
         if not index.changes_on_admission:
             self._rounding_keys = index.rounding_keys()
-        self._initial_values: InitialValues | None = None
-        self._missing_rows: MissingRows | None = None
+        self._initial_values: KeptTensors[None, InitialValues] = KeptTensors()
+        self._missing_rows: KeptTensors[None, MissingRows] = KeptTensors()
 
     @property
     def rounding_keys(self) -> RoundingKeys:
@@ -149,18 +155,17 @@ class TableGroup:
             new.rows,
             new.ids,
             new.tables,
-            self._known_initial_values(),
+            self._initial_values.get(None, self._find_initial_values),
             initial_state=self.initial_state,
         )
 
-    def _known_initial_values(self) -> InitialValues:
-        if self._initial_values is None:
-            tables = [
-                InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
-                for t in self.tables
-            ]
-            self._initial_values = initial_values(tables, self.weight.device)
-        return self._initial_values
+    @torch.inference_mode(mode=False)
+    def _find_initial_values(self) -> InitialValues:
+        tables = [
+            InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
+            for t in self.tables
+        ]
+        return initial_values(tables, self.weight.device)
 
     @property
     def reads_missing(self) -> bool:
@@ -180,15 +185,18 @@ class TableGroup:
             slots: of this group's index.
             features, rows, is_valid: as for :meth:`~torchembed.tables.SlotIndex.tables_of_missing`.
         """
-        if self._missing_rows is None:
-            self._missing_rows = MissingRows(
-                [_columns_here(table) for table in self.tables],
-                self.weight.shape[1],
-                self.weight.dtype,
-                self._known_initial_values(),
-            )
+        found = self._missing_rows.get(None, self._find_missing_rows)
         tables = slots.tables_of_missing(features, rows, is_valid)
-        return self._missing_rows.vectors(features.values, tables)
+        return found.vectors(features.values, tables)
+
+    @torch.inference_mode(mode=False)
+    def _find_missing_rows(self) -> MissingRows:
+        return missing_rows(
+            [_columns_here(table) for table in self.tables],
+            self.weight.shape[1],
+            self.weight.dtype,
+            self._initial_values.get(None, self._find_initial_values),
+        )
 
     @property
     def num_rows(self) -> int:

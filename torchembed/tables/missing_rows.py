@@ -88,32 +88,18 @@ class MissingVectors(NamedTuple):
     """int64 ``[L]``: the row of each position, -1 for those that are not looked up here."""
 
 
-class MissingRows:
-    """The values of ids without a row in the tables of a group.
+class MissingRows(NamedTuple):
+    """The values of ids without a row in the tables of a group; see :func:`missing_rows`."""
 
-    Args:
-        values: of each table, the columns here where they are a vector.
-        num_columns: of the tables.
-        dtype: of their rows, to which vectors are rounded.
-        initial: the initial rows of the tables; on their device.
-    """
-
-    def __init__(
-        self,
-        values: Sequence[MissingValue],
-        num_columns: int,
-        dtype: torch.dtype,
-        initial: InitialValues,
-    ) -> None:
-        device, none = initial.table_keys.device, (0.0,) * num_columns
-        vectors = [none if isinstance(value, Missing) else value for value in values]
-        self._vectors = torch.tensor(vectors, dtype=dtype, device=device)
-        # One more entry, for positions of no table.
-        rows = [-1 if isinstance(value, Missing) else n for n, value in enumerate(values)]
-        self._rows = torch.tensor([*rows, -1], device=device)
-        is_initial = [value is Missing.INITIAL for value in values]
-        self._is_initial = torch.tensor([*is_initial, False], device=device)
-        self._initial = initial if any(is_initial) else None
+    constants: Tensor
+    """``[T, D]``: the vector of each table, zeros where it has none."""
+    rows: Tensor
+    """int64 ``[T + 1]``: for each table its row of ``constants``, -1 where it has no vector. The
+    last one is for positions of no table."""
+    is_initial: Tensor
+    """bool ``[T + 1]``: True for tables whose values are initial rows."""
+    initial: InitialValues | None
+    """None where no table's are."""
 
     @torch.no_grad()
     def vectors(self, ids: Tensor, tables: Tensor) -> MissingVectors:
@@ -126,14 +112,37 @@ class MissingRows:
             tables: int32 ``[L]``, the table of each position, -1 where there is nothing to look up.
         """
         of_tables = tables.long()
-        rows = self._rows[of_tables]
-        if self._initial is None:
-            return MissingVectors(self._vectors, rows)
-        num_vectors, num_columns = self._vectors.shape
-        weight = self._vectors.new_empty(num_vectors + ids.numel(), num_columns)
-        weight[:num_vectors] = self._vectors
-        places = torch.arange(num_vectors, len(weight), device=ids.device)
-        is_initial = self._is_initial[of_tables]
+        rows = self.rows[of_tables]
+        if self.initial is None:
+            return MissingVectors(self.constants, rows)
+        num_constants, num_columns = self.constants.shape
+        weight = self.constants.new_empty(num_constants + ids.numel(), num_columns)
+        weight[:num_constants] = self.constants
+        places = torch.arange(num_constants, weight.shape[0], device=ids.device)
+        is_initial = self.is_initial[of_tables]
         made = places.where(is_initial, -1)
-        initialize_rows(weight, (), made, int64_keys(ids), tables, self._initial)
+        initialize_rows(weight, (), made, int64_keys(ids), tables, self.initial)
         return MissingVectors(weight, rows.where(~is_initial, places))
+
+
+def missing_rows(
+    values: Sequence[MissingValue], num_columns: int, dtype: torch.dtype, initial: InitialValues
+) -> MissingRows:
+    """The values of ids without a row in the tables of a group, on the device of ``initial``.
+
+    Args:
+        values: of each table, the columns here where they are a vector.
+        num_columns: of the tables.
+        dtype: of their rows, to which vectors are rounded.
+        initial: the initial rows of the tables.
+    """
+    device, none = initial.table_keys.device, (0.0,) * num_columns
+    vectors = [none if isinstance(value, Missing) else value for value in values]
+    rows = [-1 if isinstance(value, Missing) else n for n, value in enumerate(values)]
+    is_initial = [value is Missing.INITIAL for value in values]
+    return MissingRows(
+        torch.tensor(vectors, dtype=dtype, device=device),
+        torch.tensor([*rows, -1], device=device),
+        torch.tensor([*is_initial, False], device=device),
+        initial if any(is_initial) else None,
+    )
