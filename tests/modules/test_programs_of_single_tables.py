@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import torchembed
 from tests.support.tolerance import assert_same_bits
@@ -157,6 +159,45 @@ def test_a_fused_optimizer_trains_a_compiled_table(kind: str, device: torch.devi
             optimizer.zero_grad()
         assert module.weight.grad is None
         weights.append(module.weight.detach())
+    assert_same_bits(*weights)
+
+
+class LookedUpTwice(torch.nn.Module):
+    """The sum of two lookups in one table."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.table = MODULES["embedding"](device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids) + self.table(ids.flip(0))
+
+
+def without_empty_sums(program: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+    """Leaves sums of tensors without elements out, with all that is computed for them alone, as
+    Inductor does."""
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.add.Tensor and node.meta["val"].numel() == 0:
+            with program.graph.inserting_before(node):
+                empty = program.graph.call_function(torch.ops.aten.empty, ([0],))
+            node.replace_all_uses_with(empty)
+    program.graph.eliminate_dead_code()
+    program.recompile()
+    return make_boxed_func(program.forward)
+
+
+def test_each_lookup_of_a_program_trains_the_table(device: torch.device) -> None:
+    backend = aot_autograd(fw_compiler=without_empty_sums)
+    (ids,) = bags(*SIZES[0], device, jagged=False)
+    weights = []
+    for compiles in (False, True):
+        model = LookedUpTwice(device)
+        optimizer = torchembed.optim.SGD(model.parameters(), lr=1.0)
+        call = torch.compile(model, fullgraph=True, backend=backend) if compiles else model
+        out = call(ids)
+        out.backward(torch.ones_like(out))
+        optimizer.step()
+        weights.append(model.table.weight.detach())
     assert_same_bits(*weights)
 
 

@@ -192,7 +192,13 @@ class Collection(StagedCollection[B, R, V]):
         if torch.compiler.is_dynamo_compiling():
             self._table_set.follow_parameters()
         tables = [self._tables[table] for table in self._feature_slots.tables]
-        return TracedSlots(tables, self._feature_slots.features, self._on_bad_id, self._weight_form)
+        return TracedSlots(
+            tables,
+            self._feature_slots.features,
+            self._on_bad_id,
+            self._weight_form,
+            is_trained=self.training,
+        )
 
     def _stateless(self, features: Features | MixedFeatures) -> tuple[V, BadIds]:
         """The vectors and the bad ids of a batch; changes nothing, and threads may call it at once.

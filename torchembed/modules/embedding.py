@@ -247,7 +247,7 @@ class EmbeddingBag(SingleTable):
         and no bad ids."""
         batch_size, device = features.batch_size, vectors.device
         bags = bags_of_positions(
-            len(vectors), features.offsets, features.hotness, batch_size, device
+            vectors.shape[0], features.offsets, features.hotness, batch_size, device
         )
         return max_of_bags(vectors, is_counted, bags, batch_size)
 

@@ -19,7 +19,12 @@ _skip: ContextVar[Tensor | None] = ContextVar("skip", default=None)
 def admits_in_forward(module: nn.Module) -> bool:
     """True where forward of ``module`` now gives rows to new ids of dynamic tables: in training,
     where gradients are computed, and not in a trial."""
-    return module.training and torch.is_grad_enabled() and not _is_trial.get()
+    return module.training and torch.is_grad_enabled() and not is_trial()
+
+
+def is_trial() -> bool:
+    """True within :func:`without_admission`."""
+    return _is_trial.get()
 
 
 def admission_in_forward(group: dist.ProcessGroup | None) -> Admission:

@@ -197,7 +197,14 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
     ) -> Tensor:
         """Rows of the table, -1 for ids that have none."""
         if torch.compiler.is_compiling():
-            return traced_rows(features, [self._table], features.keys, self._on_bad_id)
+            return traced_rows(
+                features,
+                [self._table],
+                features.keys,
+                self._on_bad_id,
+                is_trained=is_trained,
+                is_valid=is_valid,
+            )
         admission = None
         if is_trained and self.dynamic is not None and admits_in_forward(self):
             admission = admission_in_forward(None)

@@ -22,7 +22,7 @@ from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.hash_factory import HashFactory, num_slots
 from torchembed.tables.hash_index import HashIndex
-from torchembed.tables.hashed_rows import HashedRows
+from torchembed.tables.hashed_rows import HashedRows, with_shared_rows
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import (
     Constant,
@@ -71,7 +71,7 @@ from torchembed.tables.table import (
     WeightHolder,
     table_of,
 )
-from torchembed.tables.table_addresses import table_at
+from torchembed.tables.table_addresses import table_at, table_numbered
 from torchembed.tables.table_delta import (
     Delta,
     DeltaMark,
@@ -164,9 +164,11 @@ __all__ = [
     "row_ranges",
     "shifted_row_key",
     "table_at",
+    "table_numbered",
     "table_of",
     "table_states",
     "take_over",
     "why_refused",
+    "with_shared_rows",
     "write_rows",
 ]

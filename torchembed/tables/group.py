@@ -44,6 +44,8 @@ class TableGroup:
         pending: gradients recorded by backward and not yet applied.
         num_awaited: those that are on their way over ranks, and come once backward is done.
         num_forward_admissions: batches whose ids were admitted, and not prepared ahead.
+        num_program_admissions: int64 ``[1]`` on the CPU: lookups by programs of ``torch.compile``
+            in dynamic tables.
         joined: the group of several modules' tables in one pass with which this one is updated;
             None where it is updated by itself.
     """
@@ -62,11 +64,14 @@ class TableGroup:
         self.num_awaited = 0
         self.joined: JoinedGroup | None = None
         self.num_forward_admissions = 0
+        self.num_program_admissions = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._versions_trained: list[int] | None = None
         """Of the parameters in the last forward that no optimizer of torchembed's trains."""
         self.make_index()
-        self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
-        """``[0]``; requires a gradient, so that programs of ``torch.compile`` have a backward."""
+        self.anchor = torch.zeros(1, device="cpu", requires_grad=True)
+        """``[1]``; requires a gradient, so that programs of ``torch.compile`` have a backward. With
+        no elements, a sum of several gradients would be no work, and Inductor would leave out what
+        computes them."""
 
     def make_index(self) -> None:
         """Make the index anew from the specs of the tables, without any contents."""

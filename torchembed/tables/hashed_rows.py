@@ -41,22 +41,26 @@ class SharedRows:
         config: the same for all tables.
         tables: the slots of each table, and behind them the places of these rows.
         device: where ids come.
+
+    Attributes:
+        num_rows: that the ids of a table share.
+        firsts: int64 ``[T]``: where those of each table begin in the group.
     """
 
     def __init__(
         self, config: HashedRows, tables: Sequence[SlotRange], device: torch.device
     ) -> None:
-        self._num_rows = config.num_rows
+        self.num_rows = config.num_rows
         firsts = [slots.first_slot + slots.num_slots - config.num_rows for slots in tables]
-        self._firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
+        self.firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
         self._place_key = torch.tensor(_PLACE_KEY, device=device)
 
     def set_ids(self, ids: Tensor) -> None:
         """Write the numbers that initial values and rounding of these rows are functions of, to
         their places in ``ids``, int64 ``[R]``."""
-        places = torch.arange(self._num_rows, device=ids.device)
+        places = torch.arange(self.num_rows, device=ids.device)
         numbers = random_bits(torch.full_like(places, _ID_KEY), places)
-        ids[(self._firsts[:, None] + places).flatten()] = numbers.repeat(len(self._firsts))
+        ids[(self.firsts[:, None] + places).flatten()] = numbers.repeat(len(self.firsts))
 
     def rows(self, rows: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
         """``rows``, int64 ``[L]``, with a shared row for each id that has none of its own.
@@ -66,6 +70,21 @@ class SharedRows:
             ids: int64 ``[L]``.
             tables: int32 ``[L]``: the table of each id; -1 where there is no id, and no row.
         """
-        places = (shift_right(random_bits(self._place_key, ids), 32) * self._num_rows) >> 32
-        shared = self._firsts[tables.clamp_min(0)] + places
-        return torch.where((rows < 0) & (tables >= 0), shared, rows)
+        return with_shared_rows(rows, ids, tables, self.firsts, self.num_rows, self._place_key)
+
+
+def with_shared_rows(
+    rows: Tensor,
+    ids: Tensor,
+    tables: Tensor,
+    firsts: Tensor,
+    num_rows: int,
+    place_key: Tensor | None = None,
+) -> Tensor:
+    """:meth:`SharedRows.rows` of tables whose ``num_rows`` shared rows begin at ``firsts``, int64
+    ``[T]``. A ``place_key`` that is on the device spares a copy to it."""
+    if place_key is None:
+        place_key = torch.tensor(_PLACE_KEY, device=ids.device)
+    places = (shift_right(random_bits(place_key, ids), 32) * num_rows) >> 32
+    shared = firsts[tables.clamp_min(0)] + places
+    return torch.where((rows < 0) & (tables >= 0), shared, rows)

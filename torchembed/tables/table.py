@@ -13,6 +13,7 @@ from torchembed.ops.rowwise_update import RowGradients
 from torchembed.tables.initializers import Initializer, Uniform
 from torchembed.tables.missing_rows import Missing, MissingValue
 from torchembed.tables.row_index import IndexFactory, RangeFactory
+from torchembed.tables.table_addresses import number_for
 
 if TYPE_CHECKING:
     from torchembed.tables.group import TableGroup
@@ -153,6 +154,8 @@ class Table:
         """The module whose ``weight`` is ``parameter``; None for a parameter of no module."""
         self.kept_contents: dict[str, Tensor] | None = None
         """Of a copy that has no group yet: :meth:`index_contents` of what it was copied from."""
+        self.number = number_for(self)
+        """For programs of ``torch.compile``."""
 
     def holds_parameter(self) -> bool:
         """False where the module holds another tensor in place of the parameter, as
@@ -199,10 +202,14 @@ class Table:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
-        left_out = ("parameter", "group", "owner")
+        left_out = ("parameter", "group", "owner", "number")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         kept = {name: tensor.clone() for name, tensor in self.index_contents().items()}
         return {**state, "update_key": None, "holder": None, "kept_contents": kept or None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self.number = number_for(self)
 
 
 class _TableMark(LeftBehind):

@@ -1,5 +1,7 @@
-"""Tables by the memory of their rows: what a program of ``torch.compile`` knows of them."""
+"""Tables by the memory of their rows, or by number: what a program of ``torch.compile`` knows of
+them."""
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 _tables_at: "weakref.WeakValueDictionary[int, Table]" = weakref.WeakValueDictionary()
 """The table that was last put at an address."""
+_tables_numbered: "weakref.WeakValueDictionary[int, Table]" = weakref.WeakValueDictionary()
+_next_number = itertools.count()
 
 
 def note_address(table: "Table") -> None:
@@ -27,3 +31,15 @@ def table_at(rows: Tensor) -> "Table | None":
     if table is None or address_of(table.parameter) != rows.data_ptr():
         return None
     return table if table.parameter.shape == rows.shape else None
+
+
+def number_for(table: "Table") -> int:
+    """A number by which :func:`table_numbered` finds ``table`` while it lives, in this process."""
+    number = next(_next_number)
+    _tables_numbered[number] = table
+    return number
+
+
+def table_numbered(number: int) -> "Table":
+    """The table that :func:`number_for` gave ``number``."""
+    return _tables_numbered[number]

@@ -32,7 +32,7 @@ def _record(
     # Operations may keep neither their arguments' memory nor give it away: a program may reuse it.
     kept = (None if tensor is None else tensor.clone() for tensor in (gradient_rows, scales))
     group.record(rows.clone(), RowGradients(grad.clone(), *kept))
-    return torch.zeros(0, device="cpu")
+    return torch.zeros(1, device="cpu")
 
 
 def _without_frozen(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -55,7 +55,7 @@ def _fake(
     gradient_rows: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    return grad.new_empty(0, dtype=torch.float32, device="cpu")
+    return grad.new_empty(1, dtype=torch.float32, device="cpu")
 
 
 record_op = torch.library.custom_op(

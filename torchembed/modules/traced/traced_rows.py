@@ -14,6 +14,7 @@ from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import BadIdReport, check_offsets
 from torchembed.modules.bad_ids_of_slots import SlotName, submit_bad_id
+from torchembed.modules.traced.traced_dynamic_rows import traced_dynamic_rows
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.tables import RangeFactory, Table
 
@@ -101,6 +102,9 @@ def traced_rows(
     names: Sequence[str],
     on_bad_id: OnBadId,
     first_rows: Sequence[int] = (0,),
+    *,
+    is_trained: bool,
+    is_valid: Tensor | None = None,
 ) -> Tensor:
     """The row of each id of ``features [L]``, -1 for none; int32 where numbers of rows are less
     than 2**31, else int64.
@@ -113,18 +117,22 @@ def traced_rows(
         tables: of each slot.
         names: of each slot's feature, for errors.
         first_rows: number of the first row of each slot's table.
-
-    Raises:
-        TypeError: for tables whose ids are not the numbers of rows.
+        is_trained: whether the program admits ids to dynamic tables where gradients are computed.
+        is_valid: bool ``[L]``, for dynamic tables alone: False where there is no id; None: all
+            positions of bags hold one.
     """
-    for table in tables:
-        if not isinstance(table.spec.index, RangeFactory):
-            raise TypeError(
-                f"table {table.spec.name} must have ids in [0, {table.num_rows}) to be looked up "
-                "in a program of torch.compile or torch.export; call it outside of it"
-            )
     num_rows = [table.num_rows for table in tables]
     end = max([0, *(first + count for first, count in zip(first_rows, num_rows, strict=True))])
+    rows_dtype = torch.int32 if end < 2**31 else torch.int64
+    if tables and not isinstance(tables[0].spec.index, RangeFactory):
+        return traced_dynamic_rows(
+            features,
+            tables,
+            first_rows,
+            rows_dtype,
+            is_trained=is_trained and torch.is_grad_enabled(),
+            is_valid=is_valid,
+        )
     return _checked_rows_op(
         features.values.contiguous(),
         None if features.offsets is None else features.offsets.contiguous(),
@@ -133,7 +141,7 @@ def traced_rows(
         list(first_rows),
         num_rows,
         int(on_bad_id),
-        torch.int32 if end < 2**31 else torch.int64,
+        rows_dtype,
         [table.spec.name for table in tables],
         list(names),
     )

@@ -46,6 +46,7 @@ class TracedSlots:
         feature_names: of each slot, for errors.
         on_bad_id: what becomes of ids that are outside their table.
         form: form of the gradients of weights that no fused optimizer updates.
+        is_trained: whether the module is in training mode, in which dynamic tables admit ids.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class TracedSlots:
         feature_names: Sequence[str],
         on_bad_id: OnBadId,
         form: WeightGradient,
+        *,
+        is_trained: bool,
     ) -> None:
         self._tables, self._feature_names = list(tables), list(feature_names)
-        self._on_bad_id, self._form = on_bad_id, form
+        self._on_bad_id, self._form, self._is_trained = on_bad_id, form, is_trained
 
     def _parts(self) -> list[_Part]:
         parts: list[_Part] = []
@@ -84,7 +87,9 @@ class TracedSlots:
             if member is table
         ]
         names = [self._feature_names[slot] for slot in part.slots]
-        return traced_rows(features, tables, names, self._on_bad_id, first_rows)
+        return traced_rows(
+            features, tables, names, self._on_bad_id, first_rows, is_trained=self._is_trained
+        )
 
     def pooled(
         self,
