@@ -13,7 +13,6 @@ import torchembed
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers
 from torchembed import (
     LFU,
-    CallerScores,
     CountMinSketch,
     Dynamic,
     EmbeddingBagCollection,
@@ -103,23 +102,6 @@ def whole_state(run: TrainingRun) -> dict[str, Any]:
         **{key: value.clone() for key, value in run.model.state_dict().items()},
         **{f"{n}.{k}": v.clone() for n, of in states.items() for k, v in of.items()},
     }
-
-
-def test_scores_of_the_caller_go_along_into_other_capacities(tmp_path: Path) -> None:
-    """And so does the one that batches give to their ids from then on."""
-    scored = Dynamic(eviction=CallerScores())
-    saved, run = small_run(scored), small_run(scored, 99)
-    train_on(saved, [3, 256])
-    saved.model["tables"].assign_scores(torch.tensor([3]), torch.tensor([-7]), table="f0")
-    saved.model["tables"].set_score(9, table="f0")
-    CheckpointFolder(tmp_path).save(1, saved)
-    CheckpointFolder(tmp_path).load(run)
-    train_on(run, [-1])
-    (table,) = [t for t in run.model["tables"].table_set.tables if t.spec.name == "f0"]
-    contents = table.index_contents()
-    rows = contents["digests"].nonzero().flatten()
-    ids, of_ids = contents["ids"][rows].tolist(), contents["scores"][rows].tolist()
-    assert dict(zip(ids, of_ids, strict=True)) == {3: -7, 256: 0, -1: 9}
 
 
 def test_checkpoints_of_other_tables_are_refused_and_change_nothing(tmp_path: Path) -> None:

@@ -141,7 +141,6 @@ class MovedTable:
         if self.form is not None:
             self._load_hashed_rows(self.form, saved)
             self._load_admission(self.form, index, saved)
-            self._load_step_score(index, saved)
             clock = saved.tensors.whole(f"{self.contents}clock").amax(0, keepdim=True)
         take_over(index, self.table, clock)
         return 0 if self.table.first_column else num_left_out
@@ -242,12 +241,6 @@ class MovedTable:
                 contents[name] = saved.tensors.rows(key, rows)
             admission.merge(number, contents, self._is_here)
         saved.tensors.forget()
-
-    def _load_step_score(self, index: HashIndex, saved: SavedState) -> None:
-        if index.step_scores is not None:
-            of_table = index.step_scores.of_table(self.table.group.tables.index(self.table))
-            # All shares have the same.
-            of_table.copy_(saved.tensors.whole(f"{self.contents}step_score")[: len(of_table)])
 
 
 def moved_tables(run: TrainingRun, saved: SavedState) -> list[MovedTable]:

@@ -196,8 +196,11 @@ def _pooling(table: str, pooling: object) -> Pooling:
         ) from None
 
 
-def _initializer(config: object) -> Initializer:
+def initializer_of(config: object) -> Initializer:
     """The initializer of the rows of a TorchRec config."""
+    given = getattr(config, "initializer", None)
+    if given is not None:
+        return given
     init_fn = getattr(config, "init_fn", None)
     # TorchRec writes its uniform default into init_fn. It becomes Uniform, whose rows do not depend
     # on sharding, as those of an arbitrary function do.
@@ -218,6 +221,19 @@ def _initializer(config: object) -> Initializer:
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
+def dtype_of(config: ConfigLike) -> torch.dtype:
+    """The dtype of the rows of a TorchRec config.
+
+    Raises:
+        ValueError: for one that torchembed does not have.
+    """
+    data_type = getattr(config, "data_type", None)
+    name = "FP32" if data_type is None else str(getattr(data_type, "value", data_type))
+    if name not in _DTYPES:
+        raise ValueError(f"data_type of table {config.name} must be FP32, FP16 or BF16, got {name}")
+    return _DTYPES[name]
+
+
 def as_config(config: ConfigLike, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
     """``config`` as torchembed's ``kind``, converted where it is TorchRec's config of that name.
 
@@ -236,12 +252,7 @@ def as_config(config: ConfigLike, kind: type[EmbeddingConfig]) -> EmbeddingConfi
             f"tables must hold {kind.__name__} or TorchRec's config of that name, "
             f"got {type(config).__name__}"
         )
-    data_type = getattr(config, "data_type", None)
-    data_type_name = "FP32" if data_type is None else str(getattr(data_type, "value", data_type))
-    if data_type_name not in _DTYPES:
-        raise ValueError(
-            f"data_type of table {config.name} must be FP32, FP16 or BF16, got {data_type_name}"
-        )
+    dtype = dtype_of(config)
     for field, ordinary in (("need_pos", False), ("use_virtual_table", False)):
         if getattr(config, field, ordinary) != ordinary:
             raise ValueError(f"{field} of table {config.name} is not supported; leave it out")
@@ -255,7 +266,8 @@ def as_config(config: ConfigLike, kind: type[EmbeddingConfig]) -> EmbeddingConfi
         num_embeddings=config.num_embeddings,
         embedding_dim=config.embedding_dim,
         feature_names=names_in(f"feature_names of table {config.name}", names),
-        dtype=_DTYPES[data_type_name],
-        initializer=_initializer(config),
+        dtype=dtype,
+        initializer=initializer_of(config),
+        dynamic=getattr(config, "dynamic", None),
         **pooling,
     )

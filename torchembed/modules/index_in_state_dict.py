@@ -41,17 +41,33 @@ class IndexInStateDict(nn.Module):
             unexpected_keys,
             error_msgs,
         )
-        own = self._table.index_contents()
-        keys = {name: f"{prefix}index.{name}" for name in own}
-        unexpected_keys[:] = [key for key in unexpected_keys if key not in keys.values()]
-        missing = [key for key in keys.values() if key not in state_dict]
-        wrong = [
-            f"{key} must have shape {tuple(own[name].shape)}, got {tuple(state_dict[key].shape)}"
-            for name, key in keys.items()
-            if key in state_dict and state_dict[key].shape != own[name].shape
-        ]
-        if strict:
-            missing_keys += missing
-        error_msgs += wrong
-        if own and not missing and not wrong:
-            self._table.load_index_contents({name: state_dict[key] for name, key in keys.items()})
+        load_index(
+            self._table, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def load_index(
+    table: Table,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Copy into ``table`` the entries of a state dict that say which ids it holds; arguments are
+    those of torch's hooks."""
+    own = table.index_contents()
+    keys = {name: f"{prefix}index.{name}" for name in own}
+    unexpected_keys[:] = [key for key in unexpected_keys if key not in keys.values()]
+    missing = [key for key in keys.values() if key not in state_dict]
+    wrong = [
+        f"{key} must have shape {tuple(own[name].shape)}, got {tuple(state_dict[key].shape)}"
+        for name, key in keys.items()
+        if key in state_dict and state_dict[key].shape != own[name].shape
+    ]
+    if strict:
+        missing_keys += missing
+    error_msgs += wrong
+    if own and not missing and not wrong:
+        table.load_index_contents({name: state_dict[key] for name, key in keys.items()})

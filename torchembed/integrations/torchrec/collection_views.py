@@ -87,6 +87,9 @@ class _CollectionView(ShardedCollection):
         if self._bounds_check in (BoundsCheckMode.FATAL, BoundsCheckMode.NONE):
             return checked
         is_bad = (checked.values < 0) & (batch.values != -1)
+        takes_any = self._id_checks.free_positions(batch)
+        if takes_any is not None:
+            is_bad &= ~takes_any
         if batch.offsets is not None:
             # Padded batches have unused positions after the last bag, with arbitrary ids in them.
             positions = torch.arange(batch.values.numel(), device=batch.values.device)

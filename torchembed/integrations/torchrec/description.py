@@ -10,18 +10,22 @@ from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchembed.integrations.torchrec.dynamic_tables import is_dynamic
+from torchembed.integrations.torchrec.index_state import IndexedTables
 from torchembed.integrations.torchrec.kernels import Kernel
 from torchembed.integrations.torchrec.lookups import PooledLookup, SequenceLookup
 from torchembed.integrations.torchrec.settings import output_dtype
 from torchembed.integrations.torchrec.tables import BatchedTables
 from torchembed.integrations.torchrec.versions import Sharding, grouped_configs
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
+from torchembed.tables import Table
 
 
 class DescribedCollection:
     """Base of the sharded collections: what a pipeline needs to know of one.
 
-    Subclasses give the first five properties from TorchRec's attributes; the others follow.
+    Subclasses give the first five properties and the device from TorchRec's attributes; the others
+    follow.
     """
 
     @property
@@ -57,6 +61,11 @@ class DescribedCollection:
         return group
 
     @property
+    def device(self) -> torch.device:
+        """The device of this rank's tables."""
+        raise NotImplementedError
+
+    @property
     def kernels(self) -> list[Kernel]:
         """The kernels of this rank."""
         return [kernel for lookup in self.lookups for kernel in lookup.kernels]
@@ -65,6 +74,30 @@ class DescribedCollection:
     def tables(self) -> list[BatchedTables]:
         """The tables of each kernel of this rank."""
         return [kernel.tables for kernel in self.kernels]
+
+    @property
+    def dynamic_tables(self) -> dict[str, list[Table]]:
+        """The dynamic tables that this rank holds, by name; several of one name are columns of
+        it."""
+        found: dict[str, list[Table]] = {}
+        for tables in self.tables:
+            if tables.dynamic_rows is not None:
+                for group in tables.groups:
+                    for table in group.tables:
+                        found.setdefault(table.spec.name, []).append(table)
+        return found
+
+    def reset_dynamic_tables(self) -> None:
+        """Give rows of dynamic tables the initial values that their ids have."""
+        for tables in self.tables:
+            if tables.dynamic_rows is not None:
+                tables.dynamic_rows.reset()
+
+    def indexed_tables(self, container: str) -> IndexedTables:
+        """The dynamic tables as state dicts have them, where ``container`` holds the weights."""
+        return IndexedTables(
+            container, self.dynamic_tables, self.table_shardings, self.sharding_env
+        )
 
     @property
     def table_plans(self) -> list[TablePlan]:
@@ -121,4 +154,9 @@ def _table_plan(
                     num_columns=columns,
                 )
             )
-    return TablePlan(table=config.name, placement=placement, shards=tuple(shards))
+    return TablePlan(
+        table=config.name,
+        placement=placement,
+        shards=tuple(shards),
+        takes_any_id=is_dynamic(config),
+    )

@@ -51,6 +51,11 @@ def uninstall() -> None:
     _replaced.clear()
 
 
+def is_replaced(kind: type[ModuleSharder]) -> bool:
+    """True while sharders of ``kind`` shard as torchembed's do."""
+    return any(kind.shard is replaced.shard for replaced in _replaced)
+
+
 def _replace(kind: type[ModuleSharder], ours: sharders.Shard) -> None:
     """Make ``kind`` shard by ``ours``, but for collections within a module of TorchRec's."""
     theirs = _replaced[kind] = kind.shard

@@ -1,5 +1,6 @@
 """TorchRec's four embedding kernels over torchembed's tables."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias, TypedDict, cast
 
@@ -24,6 +25,7 @@ from torchrec.modules.embedding_configs import data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import Pooling
+from torchembed.integrations.torchrec.dynamic_tables import dynamic_settings
 from torchembed.integrations.torchrec.settings import output_dtype, update_settings
 from torchembed.integrations.torchrec.tables import DenseTables, FusedTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
@@ -48,13 +50,15 @@ class _TableArguments(TypedDict):
 
 def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Table]:
     """This rank's shards of the tables of ``config``."""
-    tables = []
+    tables, dynamic = [], dynamic_settings(config)
     for table in config.embedding_tables:
         metadata: ShardMetadata | None = table.local_metadata
         row, column = (0, 0) if metadata is None else metadata.shard_offsets
         spec = TableSpec(
             name=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim, dtype=dtype
         )
+        if dynamic is not None:
+            spec = dataclasses.replace(dynamic.specs[table.name], num_rows=table.num_embeddings)
         tables.append(
             Table(
                 spec,

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchembed.core.types import OptimizerKind
+from torchembed.integrations.torchrec.dynamic_tables import PARAMETER
 from torchembed.integrations.torchrec.tables import UpdateSettings
 from torchembed.integrations.torchrec.versions import unsupported_table_setting
 from torchembed.ops.rowwise_update import UpdateRule
@@ -43,6 +44,7 @@ _USED = frozenset(
     (
         *("optimizer", "learning_rate", "eps", "beta1", "beta2", "weight_decay"),
         *("weight_decay_mode", "stochastic_rounding", "output_dtype", "bounds_check_mode"),
+        PARAMETER,
     )
 )
 _NOTHING_TO_DO = frozenset(

@@ -1,7 +1,8 @@
 """TorchRec's sharded collections with torchembed's lookups in them."""
 
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection as TorchrecShardedEmbeddingCollection,
 )
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.embeddingbag import (
@@ -19,6 +21,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.integrations.torchrec.description import DescribedCollection
+from torchembed.integrations.torchrec.dynamic_tables import is_dynamic, note_settings
+from torchembed.integrations.torchrec.hashed_ids import with_hashed_ids
+from torchembed.integrations.torchrec.index_state import keep_in_state
 from torchembed.integrations.torchrec.lookups import (
     PooledLookup,
     SequenceLookup,
@@ -34,6 +39,26 @@ def _without_ddp(lookups: Iterable[nn.Module]) -> list[nn.Module]:
 
 class ShardedEmbeddingBagCollection(DescribedCollection, TorchrecShardedEmbeddingBagCollection):
     """TorchRec's ``ShardedEmbeddingBagCollection`` over torchembed's tables."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        keep_in_state(self, self.indexed_tables("embedding_bags"))
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, module: Any, *arguments: Any, **settings: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        infos = super().create_grouped_sharding_infos(module, *arguments, **settings)
+        note_settings(itertools.chain(*infos.values()), module)
+        return infos
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.reset_dynamic_tables()
+
+    def _create_input_dist(self, *arguments: Any, **settings: Any) -> None:
+        super()._create_input_dist(*arguments, **settings)
+        self._input_dists = with_hashed_ids(self._input_dists, self.type_shardings)
 
     @property
     def sharding_env(self) -> ShardingEnv:
@@ -71,7 +96,7 @@ class ShardedEmbeddingBagCollection(DescribedCollection, TorchrecShardedEmbeddin
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Exchange ``features`` as TorchRec does.
+        """Exchange ``features`` as TorchRec does, but for ids of dynamic tables.
 
         Raises:
             NotImplementedError: where keys have batch sizes of their own, which the lookups do not
@@ -83,11 +108,39 @@ class ShardedEmbeddingBagCollection(DescribedCollection, TorchrecShardedEmbeddin
                 "features must have one batch size for all keys (no variable batch per feature); "
                 "shard this module by TorchRec's own sharder to use several"
             )
-        return super().input_dist(ctx, features)
+        if not self._has_uninitialized_input_dist:
+            return super().input_dist(ctx, features)
+        # TorchRec compares the ids of the first batch with these configs, and warns.
+        configs = self._embedding_bag_configs
+        self._embedding_bag_configs = [c for c in configs if not is_dynamic(c)]
+        try:
+            return super().input_dist(ctx, features)
+        finally:
+            self._embedding_bag_configs = configs
 
 
 class ShardedEmbeddingCollection(DescribedCollection, TorchrecShardedEmbeddingCollection):
     """TorchRec's ``ShardedEmbeddingCollection`` over torchembed's tables."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        keep_in_state(self, self.indexed_tables("embeddings"))
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, module: Any, *arguments: Any, **settings: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        infos = super().create_grouped_sharding_infos(module, *arguments, **settings)
+        note_settings(itertools.chain(*infos.values()), module)
+        return infos
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.reset_dynamic_tables()
+
+    def _create_input_dist(self, *arguments: Any, **settings: Any) -> None:
+        super()._create_input_dist(*arguments, **settings)
+        self._input_dists = with_hashed_ids(self._input_dists, self.type_shardings)
 
     @property
     def sharding_env(self) -> ShardingEnv:

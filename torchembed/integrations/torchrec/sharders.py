@@ -25,6 +25,7 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchembed.integrations.torchrec.dynamic_tables import dynamic_configs, with_rounded_rows
 from torchembed.integrations.torchrec.settings import unsupported_collection
 from torchembed.integrations.torchrec.sharded import (
     ShardedEmbeddingBagCollection,
@@ -45,7 +46,18 @@ _torchrec_shard_sequences = TorchrecEmbeddingCollectionSharder.shard
 
 
 def warn_of_fallback(env: ShardingEnv, module: nn.Module, name: str | None, reason: str) -> None:
-    """Log on rank 0 that TorchRec shards ``module``, and the ``reason``."""
+    """Log on rank 0 that TorchRec shards ``module``, and the ``reason``.
+
+    Raises:
+        ValueError: for a module with dynamic tables, which TorchRec has not.
+    """
+    dynamic = [name for child in module.modules() for name in dynamic_configs(child)]
+    if dynamic:
+        raise ValueError(
+            f"dynamic tables {', '.join(dynamic)} must be sharded by torchembed, which cannot "
+            f"shard their {type(module).__name__}, since {reason}; change that, or put the tables "
+            "into a collection of their own"
+        )
     if env.rank == 0:
         place = f" ({name})" if name else ""
         _logger.warning(
@@ -69,6 +81,7 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> TorchrecShardedEmbeddingBagCollection:
+        module, params = with_rounded_rows(module, params)
         groups = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
             module, params, "embedding_bags.", self.fused_params
         )
@@ -103,10 +116,13 @@ class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> TorchrecShardedEmbeddingCollection:
+        module, params = with_rounded_rows(module, params)
         groups = ShardedEmbeddingCollection.create_grouped_sharding_infos(
             module, params, self.fused_params
         )
         reason = unsupported_collection(params, itertools.chain(*groups.values()), env, device)
+        if reason is None and self._use_index_dedup and dynamic_configs(module):
+            reason = "use_index_dedup is set"
         if reason is not None:
             warn_of_fallback(env, module, module_fqn, reason)
             return _torchrec_shard_sequences(self, module, params, env, device, module_fqn)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, OptimizerKind, Pooling
+from torchembed.integrations.torchrec.dynamic_rows import DynamicRows
 from torchembed.integrations.torchrec.flat_tables import FlatTables
 from torchembed.integrations.torchrec.hyper_parameters import HyperParameters
 from torchembed.modules.feature_selection import select_features
@@ -30,7 +31,7 @@ from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs
 from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import Table, TableGroup
+from torchembed.tables import MissingVectors, Table, TableGroup
 
 STATE_NAMES = {
     OptimizerKind.SGD: (),
@@ -62,6 +63,7 @@ class BatchedTables(nn.Module):
 
     Attributes:
         groups: a table group for each width.
+        dynamic_rows: finds the rows of dynamic tables; None for static ones.
     """
 
     def __init__(
@@ -79,6 +81,11 @@ class BatchedTables(nn.Module):
         self.groups = self._flat.groups
         self._pooling = pooling
         self._output_dtype = output_dtype
+        self.dynamic_rows: DynamicRows | None = None
+        if tables and tables[0].spec.index.takes_any_id:
+            self.dynamic_rows = DynamicRows(
+                self.groups, tables, feature_tables, self._flat.rows_dtype
+            )
         self.weights_precision = precision
         self.weights_physical_offsets = self._flat.offsets
 
@@ -108,35 +115,18 @@ class BatchedTables(nn.Module):
         flat = self._flat
         num_features = flat.num_features
         batch_size = (offsets.numel() - 1) // num_features
-        rows, _ = linearize_ids(
-            ids,
-            flat.first_rows,
-            flat.num_rows,
-            offsets=offsets,
-            batch_size=batch_size,
-            on_bad_id=OnBadId.ZERO,
-            rows_dtype=flat.rows_dtype,
-        )
+        rows = self._rows(ids, offsets, batch_size)
+        missing: list[MissingVectors | None] = [None] * len(weights)
+        if self.dynamic_rows is not None:
+            missing = self.dynamic_rows.missing(ids, offsets, batch_size, rows)
         if self._pooling is None:
             (weight,), (group,) = weights, flat.groups
-            sink = sink_of(group)
-            return sequence_lookup(weight, rows, output_dtype=self._output_dtype, sink=sink)
-        pool = functools.partial(
-            pooled_lookup,
-            batch_size=batch_size,
-            pooling=self._pooling,
-            output_dtype=self._output_dtype,
-        )
-        if len(weights) == 1:
-            pooled = pool(
-                weights[0],
-                rows,
-                offsets=offsets,
-                num_features=num_features,
-                per_id_weights=per_id_weights,
-                sink=sink_of(flat.groups[0]),
+            return self._with_missing(
+                functools.partial(sequence_lookup, weight, rows, sink=sink_of(group)),
+                sequence_lookup,
+                missing[0],
             )
-            return pooled.flatten(1)
+        pool = functools.partial(pooled_lookup, batch_size=batch_size, pooling=self._pooling)
         features = SparseFeatures(
             keys=tuple(map(str, range(num_features))),
             values=rows,
@@ -145,19 +135,57 @@ class BatchedTables(nn.Module):
             weights=per_id_weights,
         )
         columns: list[Tensor] = [rows] * num_features
-        for weight, group, numbers in zip(weights, flat.groups, flat.features, strict=True):
-            selected = select_features(features, numbers)
-            pooled = pool(
-                weight,
-                selected.values,
+        for weight, group, numbers, missed in zip(
+            weights, flat.groups, flat.features, missing, strict=True
+        ):
+            is_whole = len(weights) == 1
+            selected = features if is_whole else select_features(features, numbers)
+            of_group = functools.partial(
+                pool,
                 offsets=selected.offsets,
                 num_features=len(numbers),
                 per_id_weights=selected.weights,
-                sink=sink_of(group),
             )
+            if missed is not None and not is_whole:
+                of_missing = dataclasses.replace(features, values=missed.rows)
+                missed = missed._replace(rows=select_features(of_missing, numbers).values)
+            look_up = functools.partial(of_group, weight, selected.values, sink=sink_of(group))
+            pooled = self._with_missing(look_up, of_group, missed)
+            if is_whole:
+                return pooled.flatten(1)
             for position, feature in enumerate(numbers):
                 columns[feature] = pooled[:, position]
         return torch.cat(columns, dim=1)
+
+    def _with_missing(
+        self,
+        look_up: Callable[..., Tensor],
+        look_up_in: Callable[..., Tensor],
+        missing: MissingVectors | None,
+    ) -> Tensor:
+        """What ``look_up`` gives, with the vectors of ids that have no row, by ``look_up_in``."""
+        if missing is None:
+            return look_up(output_dtype=self._output_dtype)
+        # Both are added before they are rounded, as kernels add rows.
+        summed_in = torch.promote_types(self._output_dtype, torch.float32)
+        found = look_up(output_dtype=summed_in) + look_up_in(*missing, output_dtype=summed_in)
+        return found.to(self._output_dtype)
+
+    def _rows(self, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
+        """The row of each of ``ids [L]`` in the weight of its group; -1 for none."""
+        if self.dynamic_rows is not None:
+            is_trained = self.training and torch.is_grad_enabled()
+            return self.dynamic_rows.find(ids, offsets, batch_size, is_trained=is_trained)
+        flat = self._flat
+        return linearize_ids(
+            ids,
+            flat.first_rows,
+            flat.num_rows,
+            offsets=offsets,
+            batch_size=batch_size,
+            on_bad_id=OnBadId.ZERO,
+            rows_dtype=flat.rows_dtype,
+        ).rows
 
     def flush(self) -> None:
         """Do nothing, since no row is cached."""
@@ -215,7 +243,7 @@ class FusedTables(BatchedTables):
         self._differentiable = [group.weight.detach().requires_grad_() for group in self.groups]
 
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
-        if self.bounds_check is not BoundsCheckMode.NONE:
+        if self.bounds_check is not BoundsCheckMode.NONE and self.dynamic_rows is None:
             # The check requires one dtype of both; torchembed's operations take any two.
             offsets = offsets.to(ids.dtype)
             torch.ops.fbgemm.bounds_check_indices(
@@ -253,6 +281,7 @@ class FusedTables(BatchedTables):
             step=step,
             rounding=group.rounding_keys if self.rounds else None,
         )
+        group.index.release_forwards()
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """Views of each table's states by torch's names; empty where the rule has none."""

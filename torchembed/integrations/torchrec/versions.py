@@ -57,6 +57,7 @@ __all__ = [
     "dense_parameters_by_table",
     "grouped_configs",
     "lookup_arguments",
+    "sent_configs",
     "unsupported_table_setting",
 ]
 
@@ -100,6 +101,16 @@ def grouped_configs(shardings: Iterable[Sharding]) -> list[GroupedEmbeddingConfi
             per_rank = [sharding._grouped_embedding_configs]
         found += itertools.chain.from_iterable(per_rank)
     return found
+
+
+def sent_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
+    """The configs of the kernels that each id is sent to, in the order of the features that are
+    exchanged: those of one rank of each group of ranks that share rows, or of all ranks."""
+    if isinstance(sharding, BaseTwRwEmbeddingSharding):
+        return list(itertools.chain(*sharding._grouped_embedding_configs_per_node))
+    if isinstance(sharding, BaseRwEmbeddingSharding):
+        return sharding._grouped_embedding_configs
+    return grouped_configs([sharding])
 
 
 def unsupported_table_setting(config: BaseEmbeddingConfig) -> str | None:

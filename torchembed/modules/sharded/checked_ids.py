@@ -41,7 +41,7 @@ class IdChecks:
         self._masks: KeptTensors[object, Tensor] = KeptTensors(_NUM_FORMS)
         """Masks by hotness and batch size; kept, since captured steps read them."""
 
-    def _free_positions(self, features: SparseFeatures) -> Tensor | None:
+    def free_positions(self, features: SparseFeatures) -> Tensor | None:
         """bool ``[L]``, True for ids of tables that take any; None where no table does."""
         takes_any, hotness = self._takes_any, features.hotness
         if takes_any is None:
@@ -56,7 +56,7 @@ class IdChecks:
     def __call__(self, features: SparseFeatures, on_bad_id: OnBadId) -> LinearRows:
         """The ids of ``features``, one for each slot, with -1 (or the nearest id) for each that is
         outside its table, and the first position of such a one. Never waits for a GPU."""
-        values, is_free = features.values, self._free_positions(features)
+        values, is_free = features.values, self.free_positions(features)
         ids, first_bad = linearize_ids(
             values if is_free is None else values.masked_fill(is_free, 0),
             self._first_rows,

@@ -1,0 +1,72 @@
+"""TorchRec's configs of tables with one field more: what makes a table dynamic."""
+
+import dataclasses
+
+from torchrec.modules.embedding_configs import EmbeddingBagConfig as TorchrecBagConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig as TorchrecConfig
+
+from torchembed.modules import configs
+from torchembed.modules.configs import as_config, check_dynamic, dtype_of, initializer_of
+from torchembed.tables import Dynamic, Initializer
+
+
+def _check(config: "EmbeddingBagConfig | EmbeddingConfig") -> None:
+    if config.dynamic is not None:
+        check_dynamic(
+            f"table {config.name}",
+            config.dynamic,
+            initializer_of(config),
+            dim=config.embedding_dim,
+            dtype=dtype_of(config),
+        )
+        # Here, since it imports what knows these configs.
+        from torchembed.integrations.torchrec.dynamic_planning import plan_dynamic_tables
+
+        plan_dynamic_tables()
+    elif config.initializer is not None:
+        raise ValueError(
+            f"initializer of table {config.name} must be None unless the table is dynamic; give "
+            "init_fn, or dynamic=Dynamic()"
+        )
+
+
+@dataclasses.dataclass
+class EmbeddingBagConfig(TorchrecBagConfig):
+    """One table of TorchRec's ``EmbeddingBagCollection``, which may be dynamic.
+
+    ``num_embeddings`` of a dynamic table is its capacity: ids are any 64-bit integers, and get rows
+    as training meets them. Other fields are TorchRec's.
+    """
+
+    dynamic: Dynamic | None = None
+    """None for a table with a row for each number, as TorchRec's own config has it."""
+    initializer: Initializer | None = None
+    """``Uniform``, ``Normal`` or ``Constant``, for the rows of a dynamic table; None: uniform, as
+    ``weight_init_min`` and ``weight_init_max`` say."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self)
+
+    def to_torchembed(self) -> configs.EmbeddingConfig:
+        """The same table as torchembed's collections take it."""
+        return as_config(self, configs.EmbeddingBagConfig)
+
+
+@dataclasses.dataclass
+class EmbeddingConfig(TorchrecConfig):
+    """One table of TorchRec's ``EmbeddingCollection``, which may be dynamic as that of an
+    :class:`EmbeddingBagConfig`."""
+
+    dynamic: Dynamic | None = None
+    """As in :class:`EmbeddingBagConfig`."""
+    initializer: Initializer | None = None
+    """As in :class:`EmbeddingBagConfig`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self)
+
+    def to_torchembed(self) -> configs.EmbeddingConfig:
+        """The same table as torchembed's collections take it."""
+        return as_config(self, configs.EmbeddingConfig)
