@@ -21,6 +21,7 @@ from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
 from torchembed.modules.table_lookup import look_up, look_up_pooled
 from torchembed.modules.table_module import as_on_bad_id
 from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
+from torchembed.modules.traced.traced_missing import traced_missing
 from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Dynamic, Missing, MissingVectors, Normal, Table, TableGroup
@@ -268,12 +269,14 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         is_id = torch.ones_like(rows, dtype=torch.bool)
         for mask in are_no_ids:
             is_id = is_id if mask is None else is_id & ~mask
+        if torch.compiler.is_compiling():
+            return traced_missing(features, [self._table], rows, is_id)
         return self._slots.missing(features, rows, is_id)
 
     def _vectors(self, rows: Tensor, missing: MissingVectors | None) -> Tensor:
         """``[L, D]``, in the dtype of the weight; zeros for rows of -1 that are not ``missing``."""
         if torch.compiler.is_compiling():
-            return traced_vectors([self._table], rows, None, self._weight_form)
+            return traced_vectors([self._table], rows, None, self._weight_form, missing)
         group = self._table.group
         return look_up(
             group,
@@ -300,7 +303,14 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         """
         if torch.compiler.is_compiling():
             pooled = traced_pooled(
-                [self._table], features, rows, [1], pooling, output_dtype, self._weight_form
+                [self._table],
+                features,
+                rows,
+                [1],
+                pooling,
+                output_dtype,
+                self._weight_form,
+                missing,
             )
             return pooled.squeeze(1)
         group = self._table.group

@@ -38,6 +38,7 @@ from torchembed.tables.joined_group import JoinedGroup, join_groups, joined_wher
 from torchembed.tables.minimum_count import MinimumCount
 from torchembed.tables.missing_rows import (
     Missing,
+    MissingRows,
     MissingValue,
     MissingVectors,
     check_missing,
@@ -122,6 +123,7 @@ __all__ = [
     "JoinedGroup",
     "MinimumCount",
     "Missing",
+    "MissingRows",
     "MissingValue",
     "MissingVectors",
     "Normal",

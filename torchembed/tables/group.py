@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.own_storage import with_own_storage
-from torchembed.core.stand_ins import KeptTensors, address_of
+from torchembed.core.stand_ins import KeptTensors, address_of, making_real_tensors
 from torchembed.ops.initialize_rows import InitialValues, initialize_rows
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
@@ -190,9 +190,23 @@ class TableGroup:
             slots: of this group's index.
             features, rows, is_valid: as for :meth:`~torchembed.tables.SlotIndex.tables_of_missing`.
         """
-        found = self._missing_rows.get(None, self._find_missing_rows)
+        found = self.missing_rows
         tables = slots.tables_of_missing(features, rows, is_valid)
         return found.vectors(features.values, tables)
+
+    @property
+    def missing_rows(self) -> MissingRows:
+        """The values of ids without a row."""
+        return self._missing_rows.get(None, self._find_missing_rows)
+
+    def find_missing_rows(self) -> int:
+        """Find :attr:`missing_rows` as real tensors, for Dynamo, which calls it while it traces,
+        and for exporters; the number of tables."""
+        with making_real_tensors():
+            return len(self.missing_rows.constants)
+
+    # What torch.compiler.assume_constant_result does, which would import Dynamo at once.
+    find_missing_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @torch.inference_mode(mode=False)
     def _find_missing_rows(self) -> MissingRows:

@@ -20,7 +20,6 @@ from torchembed.ops.hash_table.schema import find_slots_op
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.tables import (
     HashIndex,
-    Missing,
     SlotIndex,
     Table,
     TableGroup,
@@ -33,7 +32,7 @@ _slots_of = weakref.WeakKeyDictionary()
 """For each group its index, and slots over it by the tables that they look up."""
 
 
-def _slots(group: TableGroup, numbers: tuple[int, ...]) -> SlotIndex:
+def slots_of_program(group: TableGroup, numbers: tuple[int, ...]) -> SlotIndex:
     """Slots of ``group`` that look up its tables of these ``numbers``."""
     index, slots = _slots_of.get(group, (None, {}))
     if index is not group.index:
@@ -44,7 +43,7 @@ def _slots(group: TableGroup, numbers: tuple[int, ...]) -> SlotIndex:
     return slots[numbers]
 
 
-def _features(
+def features_of_program(
     values: Tensor, offsets: Tensor | None, hotness: Sequence[int], batch_size: int, num_slots: int
 ) -> SparseFeatures:
     """The batch of a program, checked; its values are int64."""
@@ -80,9 +79,9 @@ def _admitted(
             "more, since some of them were frozen, moved or given another optimizer; compile the "
             "model again after such changes"
         )
-    features = _features(values, offsets, hotness, batch_size, len(looked_up))
+    features = features_of_program(values, offsets, hotness, batch_size, len(looked_up))
     numbers = tuple(group.tables.index(table) for table in looked_up)
-    slots = _slots(group, numbers)
+    slots = slots_of_program(group, numbers)
     rows = slots.route(features, OnBadId.ZERO, torch.int64, is_valid).rows
     if is_trained and not is_trial():
         rows = group.admit(slots, features, rows, is_valid, admission_in_forward(None))
@@ -148,7 +147,7 @@ def _held(
     shifts: Sequence[int],
     rows_dtype: torch.dtype,
 ) -> Tensor:
-    features = _features(values, offsets, hotness, batch_size, len(tables))
+    features = features_of_program(values, offsets, hotness, batch_size, len(tables))
     device = values.device
     numbers = torch.tensor([*tables, -1], dtype=torch.int32, device=device)
     slots = id_features(features.offsets, list(hotness), batch_size, values.numel(), device)
@@ -208,17 +207,7 @@ def traced_dynamic_rows(
         rows_dtype: int32 or int64.
         is_trained: whether the program admits the ids of its batches.
         is_valid: bool ``[L]``, False where there is no id; None: all positions of bags hold one.
-
-    Raises:
-        TypeError: for tables whose ids without a row are looked up as a vector.
     """
-    for table in tables:
-        if table.spec.missing is not Missing.ZEROS:
-            raise TypeError(
-                f"missing of table {table.spec.name} must be zeros or HashedRows to be looked up "
-                f"in a program of torch.compile or torch.export, got {table.spec.missing!r}; call "
-                "the module outside of it, by torch.compiler.disable"
-            )
     group = tables[0].group
     values = features.values.contiguous()
     offsets = None if features.offsets is None else features.offsets.contiguous()

@@ -18,7 +18,7 @@ from torchembed.modules.traced.lookup_of_tables import (
     sequence_lookup_of_tables,
 )
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import Table
+from torchembed.tables import MissingVectors, Table
 
 
 def _is_recorded(tables: Sequence[Table]) -> bool:
@@ -63,7 +63,11 @@ def are_looked_up_at_once(tables: Sequence[Table], form: WeightGradient) -> bool
 
 
 def traced_vectors(
-    tables: Sequence[Table], rows: Tensor, output_dtype: torch.dtype | None, form: WeightGradient
+    tables: Sequence[Table],
+    rows: Tensor,
+    output_dtype: torch.dtype | None,
+    form: WeightGradient,
+    missing: MissingVectors | None = None,
 ) -> Tensor:
     """The vector of each of ``rows [L]``, ``[L, D]``.
 
@@ -72,7 +76,13 @@ def traced_vectors(
         rows: numbered through all ``tables``, -1 for none.
         output_dtype: of the vectors; the weights' where None.
         form: form of the gradients of the weights where no fused optimizer updates them.
+        missing: vectors in place of some of the zeros of rows of -1.
     """
+    if missing is not None:
+        found = traced_vectors(tables, rows, output_dtype, form)
+        return found + look_up_in(
+            *missing, tables=tables, sink=None, output_dtype=found.dtype, weight_form=form
+        )
     weights, anchor = _weights_and_anchor(tables)
     if anchor is None and len(tables) == 1:
         return look_up_in(
@@ -95,6 +105,7 @@ def traced_pooled(
     pooling: Pooling,
     output_dtype: torch.dtype | None,
     form: WeightGradient,
+    missing: MissingVectors | None = None,
 ) -> Tensor:
     """The pooled vectors of the bags of ``features``, ``[B, F, D]``.
 
@@ -102,10 +113,28 @@ def traced_pooled(
         features: jagged; those of each table one after the other, in the order of ``tables``.
         rows: ``[L]``, of the ids of ``features``; otherwise as for :func:`traced_vectors`.
         num_features: of each table.
-        tables, output_dtype, form: as for that function.
+        tables, output_dtype, form, missing: as for that function.
     """
-    weights, anchor = _weights_and_anchor(tables)
     assert features.offsets is not None
+    if missing is not None:
+        dtype = missing.weight.dtype if output_dtype is None else output_dtype
+        summed_in = torch.promote_types(dtype, torch.float32)
+        found = traced_pooled(tables, features, rows, num_features, pooling, summed_in, form)
+        others = look_up_pooled_in(
+            *missing,
+            tables=tables,
+            offsets=features.offsets,
+            hotness=None,
+            batch_size=features.batch_size,
+            num_features=sum(num_features),
+            per_id_weights=features.weights,
+            pooling=pooling,
+            sink=None,
+            output_dtype=summed_in,
+            weight_form=form,
+        )
+        return (found + others).to(dtype)
+    weights, anchor = _weights_and_anchor(tables)
     if anchor is None and len(tables) == 1:
         return look_up_pooled_in(
             weights[0],

@@ -15,9 +15,10 @@ from torchembed.modules.traced.traced_lookup import (
     traced_pooled,
     traced_vectors,
 )
+from torchembed.modules.traced.traced_missing import traced_missing
 from torchembed.modules.traced.traced_rows import traced_rows
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import Table
+from torchembed.tables import MissingVectors, Table
 
 
 class _Part(NamedTuple):
@@ -76,8 +77,9 @@ class TracedSlots:
                 parts.append(_Part(tables, slots))
         return parts
 
-    def _rows(self, part: _Part, features: SparseFeatures) -> Tensor:
-        """The rows of ids of ``part``, numbered through its tables."""
+    def _rows(self, part: _Part, features: SparseFeatures) -> tuple[Tensor, MissingVectors | None]:
+        """The rows of ids of ``part``, numbered through its tables, and the vectors of ids without
+        one; None for zeros."""
         tables = [self._tables[slot] for slot in part.slots]
         ends = list(itertools.accumulate([table.num_rows for table in part.tables]))
         first_rows = [
@@ -87,9 +89,10 @@ class TracedSlots:
             if member is table
         ]
         names = [self._feature_names[slot] for slot in part.slots]
-        return traced_rows(
+        rows = traced_rows(
             features, tables, names, self._on_bad_id, first_rows, is_trained=self._is_trained
         )
+        return rows, traced_missing(features, tables, rows)
 
     def pooled(
         self,
@@ -109,14 +112,16 @@ class TracedSlots:
         for part in self._parts():
             # The numbers of ids of bags may be variables of the program.
             features = with_offsets(select_features(batch, part.slots))
+            rows, missing = self._rows(part, features)
             vectors = traced_pooled(
                 part.tables,
                 features,
-                self._rows(part, features),
+                rows,
                 [sum(self._tables[s] is table for s in part.slots) for table in part.tables],
                 poolings[part.slots[0]],
                 output_dtype,
                 self._form,
+                missing,
             )
             if not num_reserved and part.slots == list(range(len(self._tables))):
                 return vectors.flatten(1)
@@ -131,8 +136,8 @@ class TracedSlots:
         found = []
         for part in self._parts():
             features = select_features(batch, part.slots)
-            rows = self._rows(part, features)
-            vectors = traced_vectors(part.tables, rows, output_dtype, self._form)
+            rows, missing = self._rows(part, features)
+            vectors = traced_vectors(part.tables, rows, output_dtype, self._form, missing)
             found.append(TracedSequences(part.slots, features, vectors))
         return found
 
