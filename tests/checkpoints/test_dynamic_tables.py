@@ -41,7 +41,7 @@ def new_run(
         rows = num_embeddings if dynamic is None else capacity
         return EmbeddingBagConfig(num_embeddings=rows, dynamic=dynamic, dtype=dtype, **others)
 
-    model = TinyModel(is_deep=True, config=config)  # type: ignore[arg-type]
+    model = TinyModel(is_deep=True, config=config)
     return TrainingRun(model=model, optimizers=make_optimizers(model))
 
 

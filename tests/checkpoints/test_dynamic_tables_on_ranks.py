@@ -1,9 +1,11 @@
 """Checkpoints of sharded dynamic tables: saved on some ranks, and loaded on others."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +19,7 @@ from tests.support.sharded_cases import (
     make_model,
     make_optimizer,
 )
-from torchembed import LFU, CountMinSketch, EpochLFU, MinimumCount, SparseFeatures
+from torchembed import LFU, CallerScores, CountMinSketch, EpochLFU, MinimumCount, SparseFeatures
 from torchembed.tables import row_chunks
 from torchembed.training import CheckpointFolder, TrainingRun
 
@@ -34,6 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "eviction": EpochLFU(steps_per_epoch=2),
         "admission": CountMinSketch(threshold=2, width=1 << 14, depth=2),
     },
+    "scored": {"eviction": CallerScores(initial_score=3), "optimizer": "SGD"},
 }
 PLACEMENTS = {
     "rows": dict.fromkeys("abcd", "row_wise"),
@@ -147,28 +150,39 @@ def assert_same(found: Held, expected: Held, message: str) -> None:
 LOADS = [
     *(("plain", saved, other) for saved in PLACEMENTS for other in PLACEMENTS),
     *(("counted", saved, other) for saved, other in (("rows", "rows"), ("rows", "columns"))),
+    *(("plain", "one", other) for other in PLACEMENTS),
+    ("counted", "one", "rows"),
+    ("scored", "rows", "rows"),
     *(("sketched", saved, other) for saved, other in (("rows", "rows"), ("columns", "tables"))),
 ]
 """Policies, the placement that was saved, and the one that it is loaded under."""
 
 
+SAVED = list(dict.fromkeys(load[:2] for load in LOADS))
+"""Policies and placement of each checkpoint; its step is the number from 1 on."""
+
+
 def save_all(folder: str) -> None:
-    for policies, placement in dict.fromkeys(load[:2] for load in LOADS):
-        case = case_of(policies, placement)
-        run = new_run(case)
-        train(case, run, 0, NUM_STEPS, dist.get_world_size())
-        CheckpointFolder(Path(folder, f"{policies}-{placement}")).save(NUM_STEPS, run)
+    """Those of four ranks, or those of one where there is no process group."""
+    with contextlib.closing(CheckpointFolder(folder, keep=len(SAVED))) as checkpoints:
+        for step, (policies, placement) in enumerate(SAVED, 1):
+            if (placement == "one") != dist.is_initialized():
+                case = case_of(policies, "rows" if placement == "one" else placement)
+                run = new_run(case)
+                train(case, run, 0, NUM_STEPS, 4)
+                checkpoints.save(step, run)
 
 
 def load_all(folder: str) -> dict[str, tuple[Held, Held]]:
     """What this rank holds of each of ``LOADS``: once loaded, and after one more step."""
     found = {}
-    runs: dict[tuple[str, str], TrainingRun] = {}
+    checkpoints, runs = CheckpointFolder(folder), dict[tuple[str, str], TrainingRun]()
     for policies, saved, placement in LOADS:
         case = case_of(policies, placement)
-        run = runs.setdefault((policies, placement), new_run(case))
-        checkpoints = CheckpointFolder(Path(folder, f"{policies}-{saved}"))
-        assert checkpoints.load(run) == NUM_STEPS
+        if (policies, placement) not in runs:
+            runs[policies, placement] = new_run(case)
+        run = runs[policies, placement]
+        checkpoints.load(run, SAVED.index((policies, saved)) + 1)
         assert not checkpoints.rows_left_out
         loaded = held(run.model)
         train(case, run, NUM_STEPS, 1, 2)
@@ -176,11 +190,35 @@ def load_all(folder: str) -> dict[str, tuple[Held, Held]]:
     return found
 
 
+def refuse_damaged(folder: Path) -> None:
+    """A byte of a rank's file that changed, and a rank's file that is missing, are named by one
+    rank that loads it, whose tables stay as they are."""
+    case = case_of("counted", "rows")
+    step, run = SAVED.index(("counted", "rows")) + 1, new_run(case)
+    train(case, run, 7, 1, 1)
+    before, files = held(run.model), folder / f"step-{step:09d}"
+    damaged, missing = files / "__1_0.distcp", files / "__2_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{damaged.name} must have .* it is corrupt"):
+        CheckpointFolder(folder).load(run, step)
+    missing.rename(folder / "elsewhere")
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(FileNotFoundError, match=f"lacks its file {missing.name}"):
+        CheckpointFolder(folder).load(run, step)
+    assert_same(held(run.model), before, "after errors")
+
+
 def test_what_four_ranks_saved_two_and_one_load_under_any_placement(tmp_path: Path) -> None:
-    """Rows, states, scores, last uses and counts; and training goes on as if unsharded."""
+    """And what one rank saved, two load: rows, states, scores, last uses and counts; and training
+    goes on as if unsharded."""
     run_on_ranks(4, save_all, str(tmp_path))
+    save_all(str(tmp_path))
     of_two = run_on_ranks(2, load_all, str(tmp_path))
     of_one = load_all(str(tmp_path))
+    refuse_damaged(tmp_path)
     for policies in POLICIES:
         case = case_of(policies, "rows")
         run = new_run(case)

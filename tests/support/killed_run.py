@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchembed
 from tests.support.rank_processes import IMPORTED
 from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
+from torchembed import LFU, Dynamic, EmbeddingBagConfig, MinimumCount
 from torchembed.core import ranks
 from torchembed.training import CheckpointFolder, TrainingRun
 
@@ -39,9 +40,19 @@ class DataPosition:
         vars(self).update(state)
 
 
+def table_config(*, name: str, num_embeddings: int, **others: Any) -> EmbeddingBagConfig:
+    """A static table, and a dynamic one that has rows for some of its ids only."""
+    dynamic = None
+    if name == KEYS[1]:
+        num_embeddings //= 2
+        dynamic = Dynamic(eviction=LFU(), admission=MinimumCount(2))
+    return EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, dynamic=dynamic, **others)
+
+
 def new_run() -> TrainingRun:
     """Row-wise where there is a process group; with dropout, a schedule and a position."""
-    model = TinyModel(is_deep=True, device="meta" if dist.is_initialized() else None)
+    device = "meta" if dist.is_initialized() else None
+    model = TinyModel(is_deep=True, device=device, config=table_config)
     model.dense = nn.Sequential(nn.Linear(10, 8), nn.Dropout(0.25), nn.Linear(8, 1))
     if dist.is_initialized():
         plan = {f"tables.embedding_bags.{key}": "row_wise" for key in KEYS}

@@ -24,7 +24,7 @@ class TinyModel(nn.Module):
         *,
         is_deep: bool = False,
         device: str | None = None,
-        config: type[torchembed.EmbeddingBagConfig] = torchembed.EmbeddingBagConfig,
+        config: Callable[..., torchembed.EmbeddingBagConfig] = torchembed.EmbeddingBagConfig,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -85,9 +85,11 @@ def clear_ids(table: Table) -> None:
     ``table``, as if it were new. No batch may be under way."""
     contents = table.index_contents()
     none = {name: torch.zeros_like(tensor) for name, tensor in contents.items()}
-    # Rows that hold no id keep the numbers that they may have.
-    ids = torch.where(contents["digests"] > 0, 0, contents["ids"])
-    table.load_index_contents({**none, "ids": ids})
+    # Rows that hold no id keep the numbers that they may have, and batches the score that is set.
+    none["ids"] = torch.where(contents["digests"] > 0, 0, contents["ids"])
+    if "step_score" in contents:
+        none["step_score"] = contents["step_score"].clone()
+    table.load_index_contents(none)
 
 
 def take_over(index: HashIndex, table: Table, clock: Tensor) -> None:
