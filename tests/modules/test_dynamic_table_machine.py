@@ -18,20 +18,26 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
 
 import torchembed
 from tests.support.dynamic_table_model import ModelledModule, admission_of
-from torchembed import LFU, LRU, Dynamic, EpochLFU
+from torchembed import LFU, LRU, CallerScores, Dynamic, EpochLFU
 
 SMALL = np.array([-(2**63), -(2**40), -1, *range(24), 2**31, 2**63 - 1])
 """The least and the greatest ids are among them, and those that others take for no id."""
 PLACES = st.lists(st.integers(0, len(SMALL) - 1), min_size=1, max_size=9).map(np.array)
 NUMBERS = st.integers(0, 1)
 CAPACITIES = st.sampled_from([1, 4, 9, 140])
-POLICIES = {"lru": LRU(), "lfu": LFU(), "epoch_lfu": EpochLFU(steps_per_epoch=3)}
+POLICIES = {
+    "lru": LRU(),
+    "lfu": LFU(),
+    "epoch_lfu": EpochLFU(steps_per_epoch=3),
+    "caller": CallerScores(initial_score=2),
+}
 OPTIMIZERS = {"sgd": torchembed.optim.SGD, "adagrad": torchembed.optim.Adagrad}
 
 
@@ -46,6 +52,7 @@ class DynamicTableMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([1, 3]),
         ttl_steps=st.sampled_from([None, 2, 4]),
         deletion_log=st.sampled_from([3, 1000]),
+        missing=st.sampled_from(["zeros", "initial", (0.5, -2.0)]),
         optimizer=st.sampled_from(sorted(OPTIMIZERS)),
         follows_always=st.booleans(),
     )
@@ -55,6 +62,7 @@ class DynamicTableMachine(RuleBasedStateMachine):
         threshold: int,
         ttl_steps: int | None,
         deletion_log: int,
+        missing: str | tuple[float, ...],
         optimizer: str,
         follows_always: bool,
     ) -> None:
@@ -66,6 +74,7 @@ class DynamicTableMachine(RuleBasedStateMachine):
             ttl_steps=ttl_steps,
             sweep_steps=1,
             deletion_log=deletion_log,
+            missing=missing,
         )
         make = OPTIMIZERS[optimizer]
         self.model = ModelledModule(SMALL, capacity, dynamic, make, self.device)
@@ -90,6 +99,16 @@ class DynamicTableMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS, places=PLACES)
     def erase(self, number: int, places: np.ndarray) -> None:
         self.model.erase(number, places)
+
+    @precondition(lambda self: self.policy == "caller")
+    @rule(number=NUMBERS, score=st.sampled_from([None, -(2**63), 1, 2, 2**63 - 1]))
+    def set_score(self, number: int, score: int | None) -> None:
+        self.model.set_score(number, score)
+
+    @precondition(lambda self: self.policy == "caller")
+    @rule(number=NUMBERS, places=PLACES, first=st.integers(-9, 9))
+    def assign_scores(self, number: int, places: np.ndarray, first: int) -> None:
+        self.model.assign_scores(number, places, np.arange(first, first + len(places)))
 
     @rule()
     def follow(self) -> None:
@@ -145,6 +164,9 @@ def run_random_operations(model: ModelledModule, num_operations: int, folder: Pa
                 model.train(a, b)
             case kind if kind < 0.88:
                 model.evaluate(a, b)
+                if isinstance(model.dynamic.eviction, CallerScores):
+                    model.set_score(number, int(random.integers(9)))
+                    model.assign_scores(1 - number, a, random.integers(9, size=len(a)))
             case kind if kind < 0.91:
                 model.erase(number, a[:40])
             case kind if kind < 0.93:
@@ -174,6 +196,7 @@ def test_a_long_sequence(policy: str, device: torch.device, tmp_path: Path) -> N
         ttl_steps=None if policy == "lfu" else 60,
         sweep_steps=1,
         deletion_log=num_ids // 4,
+        missing="zeros" if policy == "lru" else "initial",
     )
     make = OPTIMIZERS["adagrad" if policy == "lfu" else "sgd"]
     model = ModelledModule(universe, num_ids // 8, dynamic, make, device)

@@ -14,12 +14,14 @@ from tests.support.modelled_table import DIM, Bools, Floats, Held, Ints, Modelle
 from torchembed import (
     LFU,
     LRU,
+    CallerScores,
     DeltaMark,
     Dynamic,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EpochLFU,
     MinimumCount,
+    Missing,
     SnapshotDueError,
     SparseFeatures,
 )
@@ -59,7 +61,7 @@ class ModelledModule:
         self._is_sgd = make_optimizer is torchembed.optim.SGD
         threshold = dynamic.admission.threshold if dynamic.admission else 1
         initial = self._initial_rows()
-        self.tables = [ModelledTable(rows, threshold) for rows in initial]
+        self.tables = [ModelledTable(rows, self._missing(rows), threshold) for rows in initial]
         self._begin(capacity)
         self.epoch = self.num_operations = 0
 
@@ -94,6 +96,14 @@ class ModelledModule:
         found = module(self._batch(everything, everything)).values().detach().cpu().numpy()
         return list(found.reshape(len(everything), len(NAMES), DIM).transpose(1, 0, 2).copy())
 
+    def _missing(self, initial: Floats) -> Floats:
+        """What ids without a row are looked up as in the table of ``initial`` rows."""
+        value = self.dynamic.missing_value
+        if value is Missing.INITIAL:
+            return initial
+        constant = np.zeros(DIM) if isinstance(value, Missing) else np.array(value)
+        return np.broadcast_to(constant.astype(np.float32), initial.shape)
+
     def _batch(self, *places: Ints) -> SparseFeatures:
         """A sample for each id of each table, by their places in the universe."""
         values = torch.from_numpy(self.universe[np.concatenate(places)]).to(self.device)
@@ -110,12 +120,12 @@ class ModelledModule:
         return found.reshape(-1, len(NAMES), DIM).transpose(1, 0, 2)
 
     def evaluate(self, *places: Ints) -> None:
-        """Ids without a row are zeros, and nothing changes."""
+        """Nothing changes."""
         self.num_operations += len(places[0]) * len(NAMES)
         found = self._looked_up(self.module.eval()(self._batch(*places)).values())
         self.module.train()
         for table, vectors, of_table in zip(self.tables, found, places, strict=True):
-            np.testing.assert_array_equal(vectors, table.held.rows[of_table])
+            np.testing.assert_array_equal(vectors, table.vectors(of_table))
 
     def train(self, *places: Ints) -> None:
         """A step on the sum of the vectors."""
@@ -131,7 +141,7 @@ class ModelledModule:
             occurrences = np.bincount(of_table, minlength=len(self.universe))
             now = self._observed(number)
             self._admit(table, occurrences, before[number], now)
-            np.testing.assert_array_equal(looked_up[number], table.held.rows[of_table])
+            np.testing.assert_array_equal(looked_up[number], table.vectors(of_table))
             self._update(table, occurrences, now)
 
     def _admit(self, table: ModelledTable, occurrences: Ints, before: Held, now: Held) -> None:
@@ -141,7 +151,7 @@ class ModelledModule:
         counts["hits"] += int(occurrences[is_hit].sum())
         counts["misses"] += int(occurrences[~is_hit].sum())
         held.touched[is_hit] = epoch
-        held.scores[is_hit] = self._score(held.scores[is_hit], occurrences[is_hit])
+        held.scores[is_hit] = self._scores(table, held.scores[is_hit], occurrences[is_hit])
         if self.dynamic.ttl_steps is not None:
             newest = min(epoch - self.dynamic.ttl_steps, epoch - 2)
             table.remove(held.is_held & (held.touched <= newest), "evicted_expired", epoch)
@@ -151,7 +161,10 @@ class ModelledModule:
         is_inserted = is_new & now.is_held
         assert not (is_inserted & ~is_wanted).any()
         is_evicted = held.is_held & ~now.is_held
-        first_scores = self._score(np.zeros_like(occurrences), occurrences)
+        none = np.zeros_like(occurrences)
+        if isinstance(self.dynamic.eviction, CallerScores):
+            none += self.dynamic.eviction.initial_score
+        first_scores = self._scores(table, none, occurrences)
         if isinstance(self.dynamic.eviction, LFU) and self.dynamic.admission is not None:
             first_scores = table.waiting.copy()
         self._check_victims(table, is_evicted, first_scores[is_wanted & ~is_inserted])
@@ -177,8 +190,11 @@ class ModelledModule:
         if len(may_go) and len(refused_scores):
             assert refused_scores.max() < may_go.min()
 
-    def _score(self, scores: Ints, occurrences: Ints) -> Ints:
+    def _scores(self, table: ModelledTable, scores: Ints, occurrences: Ints) -> Ints:
+        """The scores of ids that a batch has used, which had ``scores``."""
         eviction = self.dynamic.eviction
+        if isinstance(eviction, CallerScores):
+            return scores if table.step_score is None else np.full_like(scores, table.step_score)
         if isinstance(eviction, LRU):
             return np.full_like(scores, self.epoch)
         if isinstance(eviction, EpochLFU):
@@ -214,6 +230,21 @@ class ModelledModule:
         self.module.erase(ids, table=NAMES[number])
         which = self._at(places) & table.held.is_held & (table.held.touched <= self.epoch - 1)
         table.remove(which, "erased", self.epoch)
+
+    def set_score(self, number: int, score: int | None) -> None:
+        self.num_operations += 1
+        self.module.set_score(score, table=NAMES[number])
+        self.tables[number].step_score = score
+
+    def assign_scores(self, number: int, places: Ints, scores: Ints) -> None:
+        """Of several scores of an id the greatest holds."""
+        self.num_operations += len(places)
+        ids, held = torch.from_numpy(self.universe[places]), self.tables[number].held
+        self.module.assign_scores(ids, torch.from_numpy(scores), table=NAMES[number])
+        greatest = np.full_like(held.scores, np.iinfo(np.int64).min)
+        np.maximum.at(greatest, places, scores)
+        which = self._at(places) & held.is_held
+        held.scores[which] = greatest[which]
 
     def _at(self, places: Ints) -> Bools:
         which = np.zeros(len(self.universe), np.bool_)
@@ -303,6 +334,7 @@ class ModelledModule:
             held.clear(is_gone)
             held.slots[now.is_held] = now.slots[now.is_held]
             table.waiting[:] = 0
+            table.step_score = None
             self._adopt_counts(number)
 
     def _adopt_counts(self, number: int) -> None:

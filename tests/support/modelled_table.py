@@ -57,11 +57,12 @@ class ModelledTable:
 
     Args:
         initial: ``[U, DIM]``: the initial rows of the ids.
+        missing: ``[U, DIM]``: what ids without a row are looked up as.
         threshold: occurrences at which an id gets a row.
     """
 
-    def __init__(self, initial: Floats, threshold: int) -> None:
-        self.initial, self.threshold = initial, threshold
+    def __init__(self, initial: Floats, missing: Floats, threshold: int) -> None:
+        self.initial, self.missing, self.threshold = initial, missing, threshold
         self.held = Held.none(len(initial))
         self.waiting = np.zeros(len(initial), np.int64)
         """Occurrences of ids that have no row, since they had one."""
@@ -70,6 +71,13 @@ class ModelledTable:
         self.num_gone = 0
         """Ids that left since the mark, each as often as it did."""
         self.counts: Counts[str] = Counts()
+        self.step_score: int | None = None
+        """The score that batches give to their ids, where the caller gives scores."""
+
+    def vectors(self, places: Ints) -> Floats:
+        """What ids are looked up as, by their places in the universe."""
+        held = self.held
+        return np.where(held.is_held[places, None], held.rows[places], self.missing[places])
 
     def remove(self, which: Bools, reason: str, epoch: int) -> None:
         self.counts[reason] += int(which.sum())
