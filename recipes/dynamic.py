@@ -2,23 +2,36 @@
 
 import enum
 import math
+from typing import NamedTuple
 
-from torchembed import LFU, LRU, Dynamic
+from torchembed import LFU, LRU, CountMinSketch, Dynamic, HashedRows
 
 
 class Eviction(enum.Enum):
     """Whose row goes where a dynamic table is full."""
 
-    LRU = LRU()
+    LRU = "LRU"
     """Evicts the row of the id that no batch has used for longest."""
-    LFU = LFU()
-    """Evicts the row of the id that has occurred least often."""
+    LFU = "LFU"
+    """Evicts the row of the id that has occurred least often; ids without a row are counted by a
+    sketch."""
 
 
-def check_capacity(capacity: float | None) -> None:
-    """Raise unless ``capacity`` is a positive part, or None."""
+class TableSize(NamedTuple):
+    """The rows of a table."""
+
+    num_embeddings: int
+    """Rows, or capacity, as a table's config says."""
+    dynamic: Dynamic | None
+    """The policies of a dynamic table; None for a static one."""
+
+
+def check_capacity(capacity: float | None, shared: float) -> None:
+    """Raise unless ``capacity`` is a positive part, or None, and ``shared`` a part below 1."""
     if capacity is not None and not 0 < capacity < math.inf:
         raise ValueError(f"capacity must be a number above 0, or left out, got {capacity}")
+    if not 0 <= shared < 1:
+        raise ValueError(f"shared must be at least 0 and less than 1, got {shared}")
 
 
 def num_rows(capacity: float | None, num_ids: int) -> int:
@@ -26,6 +39,39 @@ def num_rows(capacity: float | None, num_ids: int) -> int:
     return num_ids if capacity is None else max(1, round(capacity * num_ids))
 
 
-def dynamic_of(is_dynamic: bool, eviction: Eviction) -> Dynamic | None:
-    """The ``dynamic`` of the configs of a run's tables."""
-    return Dynamic(eviction=eviction.value) if is_dynamic else None
+def table_size(
+    num_rows: int, *, is_dynamic: bool, evicts: bool, eviction: Eviction, shared: float
+) -> TableSize:
+    """A table of ``num_rows``.
+
+    Args:
+        evicts: whether more ids than rows are expected, so that ids without a row share some.
+        shared: the part of the rows that they share.
+    """
+    if not is_dynamic:
+        return TableSize(num_rows, None)
+    if not evicts:
+        return TableSize(num_rows, Dynamic(eviction=_policy(eviction)))
+    if shared and num_rows < _FEW_ROWS:
+        num_own, num_shared = 1, num_rows
+    else:
+        num_shared = min(round(shared * num_rows), num_rows - 1)
+        num_own = num_rows - num_shared
+    counted = CountMinSketch(threshold=1, width=_COUNTS_PER_ROW * num_rows)
+    dynamic = Dynamic(
+        eviction=_policy(eviction),
+        admission=counted if eviction is Eviction.LFU else None,
+        missing=HashedRows(num_shared) if num_shared else "zeros",
+    )
+    return TableSize(num_own, dynamic)
+
+
+# Each batch uses all rows of so small a table, so that none could be evicted for more frequent ids:
+# all of them are shared, beside one.
+_FEW_ROWS = 128
+# Of each of the sketch's four rows: 64 bytes for each row of the table.
+_COUNTS_PER_ROW = 4
+
+
+def _policy(eviction: Eviction) -> LRU | LFU:
+    return LRU() if eviction is Eviction.LRU else LFU()

@@ -20,6 +20,11 @@ class Result:
     test_auc_by_seed: dict[int, float] | None = None
     """Only where a run trains once for each of several seeds; the numbers above are then means."""
     test_logloss_by_seed: dict[int, float] | None = None
+    modulo_auc: float | None = None
+    """The test AUC of static tables of as many rows that take the ids modulo these, where dynamic
+    tables were trained beside them."""
+    modulo_logloss: float | None = None
+    modulo_auc_by_seed: dict[int, float] | None = None
     samples_per_second: float
     """Samples a second of training, over all ranks."""
     num_steps: int

@@ -25,13 +25,19 @@ class CtrConfig:
     """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables; in dynamic tables of a given
     capacity on the rows that a step looks up."""
     dynamic: bool = False
-    """Look up the data's own ids in dynamic tables, on one rank."""
+    """Look up the data's own ids in dynamic tables."""
     capacity: float | None = None
     """Rows of each table, for each of the field's distinct ids: with 0.3 as many as 30 % of them.
     The data's own ids are taken modulo the rows, but for dynamic tables, which evict. Without it
     each id has a row."""
-    eviction: Eviction = Eviction.LRU
+    eviction: Eviction = Eviction.LFU
     """Whose row goes where a dynamic table is full."""
+    shared: float = 0.5
+    """Part of the rows of a dynamic table of a given capacity that the ids without a row of their
+    own share by a hash; with 0 they are looked up as zeros."""
+    beside_modulo: bool = True
+    """Where dynamic tables have a capacity, train static ones of as many rows beside them, which
+    take the ids modulo their rows, and state both."""
     num_cross_layers: int = 2
     layer_sizes: tuple[int, ...] = (256, 256)
     """Widths of the MLP, parallel to the cross network."""
@@ -59,4 +65,4 @@ class CtrConfig:
         for name in ("batch_size", "patience", "max_epochs", "embedding_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        check_capacity(self.capacity)
+        check_capacity(self.capacity, self.shared)

@@ -14,7 +14,7 @@ from recipes.ctr.config import CtrConfig
 from recipes.ctr.rows import RowBatches
 from recipes.ctr.splits import Splits
 from recipes.ctr.tables import rows_in_tables
-from recipes.dynamic import dynamic_of
+from recipes.dynamic import table_size
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from torchembed.core import ranks
@@ -56,19 +56,23 @@ def run_seeds(
         read: from a seed to the divided rows.
         device: this rank's.
         output: for a folder of each seed with ``checkpoint``, its best, ``newest``, from which it
-            goes on, ``metrics.jsonl`` and ``training.png``.
+            goes on, ``metrics.jsonl`` and ``training.png``; and for ``modulo``, a folder with those
+            of static tables beside dynamic ones.
     """
     if config.batch_size % ranks.world_size():
         raise ValueError(
             f"batch_size must be a multiple of the {ranks.world_size()} ranks, "
             f"got {config.batch_size}"
         )
-    runs: dict[int, SeedRun] = {}
-    for seed in config.seeds:
-        run = run_seed(config, read(seed), seed, device, output / f"seed-{seed}")
-        if isinstance(run, Stopped):
-            return run
-        runs[seed] = run
+    runs = _runs_of(config, read, device, output)
+    if isinstance(runs, Stopped):
+        return runs
+    modulo: dict[int, SeedRun] | Stopped = {}
+    if config.beside_modulo and config.dynamic and config.capacity is not None:
+        static = dataclasses.replace(config, dynamic=False)
+        modulo = _runs_of(static, read, device, output / "modulo")
+        if isinstance(modulo, Stopped):
+            return modulo
     histories = [run.history for run in runs.values()]
     best = max(runs.values(), key=lambda run: run.validation_auc)
     return Result(
@@ -76,11 +80,27 @@ def run_seeds(
         test_logloss=fmean(run.test.logloss for run in runs.values()),
         test_auc_by_seed={seed: run.test.auc for seed, run in runs.items()},
         test_logloss_by_seed={seed: run.test.logloss for seed, run in runs.items()},
+        modulo_auc=fmean(run.test.auc for run in modulo.values()) if modulo else None,
+        modulo_logloss=fmean(run.test.logloss for run in modulo.values()) if modulo else None,
+        modulo_auc_by_seed={seed: run.test.auc for seed, run in modulo.items()} or None,
         samples_per_second=sum(history.num_samples for history in histories)
         / sum(history.seconds for history in histories),
         num_steps=sum(history.num_steps for history in histories),
         checkpoint=best.checkpoint,
     )
+
+
+def _runs_of(
+    config: CtrConfig, read: Callable[[int], Splits], device: torch.device, output: Path
+) -> dict[int, SeedRun] | Stopped:
+    """A training for each seed, in a folder of ``output`` each."""
+    runs: dict[int, SeedRun] = {}
+    for seed in config.seeds:
+        run = run_seed(config, read(seed), seed, device, output / f"seed-{seed}")
+        if isinstance(run, Stopped):
+            return run
+        runs[seed] = run
+    return runs
 
 
 def run_seed(
@@ -172,19 +192,29 @@ def build_model(
     """DCNv2 with a table of ``num_rows`` for each feature, spread over the ranks; bags are
     averaged."""
     torch.manual_seed(seed)
-    dynamic = dynamic_of(config.dynamic, config.eviction)
+    evicts = config.capacity is not None
+    sizes = {
+        name: table_size(
+            size,
+            is_dynamic=config.dynamic,
+            evicts=evicts,
+            eviction=config.eviction,
+            shared=config.shared,
+        )
+        for name, size in num_rows.items()
+    }
     tables = torchembed.EmbeddingBagCollection(
         [
             torchembed.EmbeddingBagConfig(
                 name=name,
-                num_embeddings=size,
+                num_embeddings=size.num_embeddings,
                 embedding_dim=config.embedding_dim,
                 feature_names=(name,),
                 pooling=torchembed.Pooling.MEAN,
                 initializer=torchembed.Normal(std=config.embedding_std),
-                dynamic=dynamic,
+                dynamic=size.dynamic,
             )
-            for name, size in num_rows.items()
+            for name, size in sizes.items()
         ],
         device=table_device(device),
         seed=seed,

@@ -24,6 +24,10 @@ def rows_in_tables(config: CtrConfig, rows: Rows) -> TabledRows:
     sizes = {
         name: num_rows(config.capacity, feature.num_ids) for name, feature in rows.features.items()
     }
+    if config.capacity is None and config.dynamic:
+        # Hash tables refuse ids before their last row is taken, and those of ranks get ids by a
+        # hash, some more than others.
+        sizes = {name: size + size // 4 + 64 for name, size in sizes.items()}
     if config.capacity is None and not config.dynamic:
         return TabledRows(rows, sizes)
     ids = {name: feature.raw_ids for name, feature in rows.features.items()}

@@ -28,11 +28,14 @@ class DlrmConfig:
     """No table gets more rows than this."""
     dynamic: bool = False
     """Look up the data's own ids, hexadecimal ones as their numbers, in dynamic tables of as many
-    rows, on one rank."""
+    rows."""
     capacity: float | None = None
     """Rows of each table, for each that it has otherwise: with 0.3 it has 30 % of them."""
-    eviction: Eviction = Eviction.LRU
+    eviction: Eviction = Eviction.LFU
     """Whose row goes where a dynamic table is full."""
+    shared: float = 0.5
+    """Part of the rows of a dynamic table of a given capacity that the ids without a row of their
+    own share by a hash; with 0 they are looked up as zeros."""
     held_out: float = 0.1
     """Part of the rows to hold out where there is one file; else the last file is held out."""
     embedding_dim: int = 128
@@ -94,7 +97,7 @@ class DlrmConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or left out, got {value}")
-        check_capacity(self.capacity)
+        check_capacity(self.capacity, self.shared)
         if self.over_arch[-1:] != (1,):
             raise ValueError(f"over_arch must end with 1, the logit, got {self.over_arch}")
         # They check their own fields.

@@ -12,7 +12,7 @@ from torch import nn
 import torchembed
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.loop import TrainLoop
-from recipes.dynamic import dynamic_of, num_rows
+from recipes.dynamic import num_rows, table_size
 from recipes.mlperf_log import MlperfLog
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
@@ -156,17 +156,26 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         num_elements = sum(source.table_sizes) * config.embedding_dim
         check_memory(num_elements, is_copied=config.checkpoint_every is not None)
     torch.manual_seed(config.seed)
-    dynamic = dynamic_of(config.dynamic, config.eviction)
+    sizes = [
+        table_size(
+            size,
+            is_dynamic=config.dynamic,
+            evicts=config.capacity is not None,
+            eviction=config.eviction,
+            shared=config.shared,
+        )
+        for size in source.table_sizes
+    ]
     tables = torchembed.EmbeddingBagCollection(
         [
             torchembed.EmbeddingBagConfig(
                 name=key,
-                num_embeddings=size,
+                num_embeddings=size.num_embeddings,
                 embedding_dim=config.embedding_dim,
                 feature_names=(key,),
-                dynamic=dynamic,
+                dynamic=size.dynamic,
             )
-            for key, size in zip(source.keys, source.table_sizes, strict=True)
+            for key, size in zip(source.keys, sizes, strict=True)
         ],
         device=table_device(device),
         seed=config.seed,

@@ -78,6 +78,7 @@ def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
             ("ctr-ml1m", "--capacity", "0"),
             "capacity must be a number above 0, or left out, got 0.0",
         ),
+        (("dlrm_dcnv2", "--shared", "1"), "shared must be at least 0 and less than 1, got 1.0"),
         (("ctr-ml1m", "--seeds", "1", "1"), "seeds must be different and at least one"),
     ):
         with pytest.raises(SystemExit) as exit_info:

@@ -10,7 +10,9 @@ import torch
 from recipes.ctr import frappe, ml1m
 from recipes.ctr.config import CtrConfig
 from recipes.ctr.rows import Rows
+from recipes.ctr.run import build_model
 from recipes.ctr.tables import rows_in_tables
+from recipes.dynamic import Eviction, table_size
 from recipes.train import parse
 from tests.support import made_data
 from torchembed.data import text_ids
@@ -138,6 +140,29 @@ def test_tables_get_rows_for_a_part_of_the_ids(tmp_path: Path) -> None:
         raw = raw_values(rows, name, numbers)
         assert dynamic.rows.features[name].of(numbers)[0].tolist() == raw
         assert hashed.rows.features[name].of(numbers)[0].tolist() == [id_ % size for id_ in raw]
+
+
+def test_rows_of_a_given_capacity_are_divided(tmp_path: Path) -> None:
+    rows = ml1m.read(made_data.write_ml1m(tmp_path))
+    config = CtrConfig(capacity=0.5, dynamic=True)
+    sizes = rows_in_tables(config, rows).num_rows
+    model = build_model(config, sizes, 0, torch.device("cpu"))
+    for name, size in sizes.items():
+        bag = model.embedding_bag_collection.embedding_bags[name]
+        assert len(bag.weight) == size + 1  # so few that ids share all of them, beside one
+    everything = rows_in_tables(CtrConfig(dynamic=True), rows).num_rows
+    assert all(everything[name] > feature.num_ids for name, feature in rows.features.items())
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 127, 128, 1000])
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.999])
+def test_tables_share_a_part_of_their_rows(num_rows: int, shared: float) -> None:
+    """All of them, and one is left, where they are few."""
+    size = table_size(num_rows, is_dynamic=True, evicts=True, eviction=Eviction.LFU, shared=shared)
+    assert size.dynamic is not None
+    assert size.num_embeddings >= 1
+    is_small = bool(shared) and num_rows < 128
+    assert size.num_embeddings + size.dynamic.num_hashed_rows == num_rows + is_small
 
 
 def edit_line(path: Path, number: int, line: str) -> None:

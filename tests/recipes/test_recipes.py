@@ -72,9 +72,7 @@ def test_dlrm_of_raw_ids(data: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         write = made_data.write_criteo_text if data == "text" else made_data.write_mlperf
         arguments += ["--data", write(tmp_path), "--max-steps", 20]
     found = []
-    for number, flags in enumerate(
-        ([], ["--dynamic"], ["--dynamic", "--capacity", 0.3, "--eviction", "LFU"])
-    ):
+    for number, flags in enumerate(([], ["--dynamic"], ["--dynamic", "--capacity", 0.3])):
         output = tmp_path / f"out-{number}"
         result = result_of(capsys, "dlrm_dcnv2", "--output", output, *arguments, *flags)
         found.append(result["test_logloss"])
@@ -146,19 +144,24 @@ def test_ctr_of_raw_ids(
 ) -> None:
     """In dynamic tables with a row for each id, in such that evict, and modulo as many rows."""
     write(tmp_path)
-    found = []
+    found, modulo = [], {}
     for number, arguments in enumerate(
         (
             [],
             ["--capacity", 0.3],
             ["--dynamic"],
-            ["--dynamic", "--capacity", 0.3, "--eviction", "LFU"],
+            ["--dynamic", "--capacity", 0.3],
         )
     ):
         common = ("--data", tmp_path, "--learning-rate", 0.02, *SMALL_CTR)
         output = tmp_path / f"out-{number}"
         result = result_of(capsys, recipe, *common, "--output", output, *arguments)
         found.append(result["test_logloss"])
+        if number == 1:
+            modulo = {"modulo_" + key: result["test_" + key] for key in ("auc", "logloss")}
+            modulo["modulo_auc_by_seed"] = result["test_auc_by_seed"]
+        beside = {key: value for key, value in result.items() if key.startswith("modulo")}
+        assert beside == (modulo if number == 3 else {})
     assert len(set(found)) == len(found)
 
 

@@ -27,11 +27,13 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
+    """Of dynamic tables that evict, and of static ones beside them."""
     made_data.write_ml1m(tmp_path)
     run = torchrun(
         "ctr-ml1m", "--data", str(tmp_path), "--output", str(tmp_path / "out"),
         "--embedding-dim", "4", "--layer-sizes", "8", "--batch-size", "64", "--batch-norm",
-        "--placement", "ROW_WISE", "--max-epochs", "2", "--seeds", "1",
+        "--placement", "ROW_WISE", "--max-epochs", "2", "--seeds", "1", "--dynamic",
+        "--capacity", "0.5",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
@@ -39,6 +41,8 @@ def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
     result = json.loads(lines[-1].removeprefix("RESULT "))
     assert result["num_ranks"] == 2
     assert 0 <= result["test_auc"] <= 1
+    assert 0 <= result["modulo_auc"] <= 1
+    assert result["modulo_auc"] != result["test_auc"]
     assert len(list(Path(result["checkpoint"]).glob("*/*.distcp"))) == 2
     assert "seed 1:" in run.stderr
 
@@ -72,6 +76,25 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: 
     )
     assert run.returncode == 0, run.stderr
     assert f"step {steps[-1]}: goes on from its checkpoint" in run.stderr
+
+
+def test_two_ranks_go_on_with_dynamic_tables(tmp_path: Path) -> None:
+    arguments = (
+        *("--click-log.num-train", "2200", "--click-log.num-held-out", "300"),
+        *("--batch-size", "128", "--embedding-dim", "4", "--dense-arch", "8", "4"),
+        *("--over-arch", "8", "1", "--num-cross-layers", "1", "--low-rank", "2"),
+    )
+    output = str(tmp_path / "out")
+    run = torchrun(
+        *("dlrm_dcnv2", "--output", output, *arguments, "--dynamic", "--capacity", "0.3"),
+        *("--placement", "ROW_WISE", "--max-steps", "3"),
+    )
+    assert run.returncode == 0, run.stderr
+    run = torchrun("dlrm_dcnv2", "--resume", output, "--max-steps", "6")
+    assert run.returncode == 0, run.stderr
+    assert "step 3: goes on from its checkpoint" in run.stderr
+    result = json.loads(run.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert (result["num_ranks"], result["num_steps"]) == (2, 6)
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
