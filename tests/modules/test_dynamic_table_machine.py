@@ -142,7 +142,7 @@ def test_modules_hold_what_arrays_hold(policy: str, device: torch.device) -> Non
     machine = type("Machine", (DynamicTableMachine,), {"policy": policy, "device": device})
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=20, stateful_step_count=20, derandomize=True, database=None),
+        settings=settings(max_examples=15, stateful_step_count=20, derandomize=True, database=None),
     )
 
 

@@ -78,8 +78,7 @@ CASES = [
     *(
         Case(placements=MIXED, dynamic=("a", "b", "d"), **other)
         for other in (
-            {"missing": "vector"},
-            {"missing": "initial", "fixed": True},
+            {"missing": "vector", "fixed": True},
             {"missing": "initial", "pooled": False},
             {"missing": "vector", "pooled": False, "fixed": True, "dtype": torch.bfloat16},
             {"missing": "initial", "weighted": True, "admission": MinimumCount(10**6)},
