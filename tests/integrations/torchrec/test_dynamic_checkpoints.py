@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tests.support.dynamic_torchrec import (
     CAPACITIES,
+    DIM,
     Case,
     batch,
     make,
@@ -17,6 +19,7 @@ from tests.support.dynamic_torchrec import (
     trained,
 )
 from torchembed import LFU, CountMinSketch, Dynamic, MinimumCount
+from torchembed.checkpoints import export_rows, open_rows
 
 KINDS = {"is_dynamic": True, "is_weighted": False, "is_fixed": False}
 
@@ -76,7 +79,30 @@ def everything_on_the_cpu() -> dict[str, Any]:
         left_out = [key.removeprefix("sparse.") for key in whole if key not in short]
         missing = loaded.load_state_dict(short, strict=False).missing_keys
         found[f"{name}, short"] = left_out, missing
-    return found
+    return {**found, "by rows": by_rows()}
+
+
+def by_rows() -> list[bool]:
+    """On a rank: whether training goes on as before in a model with other placements, which got the
+    rows and their optimizer states by id."""
+    from torchembed.integrations.torchrec import dynamic_tables
+
+    before, after = ["row_wise", "table_wise", "row_wise"], ["table_wise", "row_wise", "row_wise"]
+    saved, loaded = (make(Case(p), is_dynamic=True) for p in (before, after))
+    steps(saved, 0, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        tables = dynamic_tables(loaded.module)
+        for name, table in dynamic_tables(saved.module).items():
+            path = Path(folders[0]) / name
+            export_rows(table.row_chunks(1000), path)
+            for chunk in open_rows(path, chunk_bytes=1000):
+                tables[name].write_rows(chunk)
+        dist.barrier()
+    # Columns of the static table, whose rows stayed behind, are the last.
+    pairs = zip(steps(saved, 3, 6), steps(loaded, 3, 6), strict=True)
+    return [torch.equal(a[:, :-DIM], b[:, :-DIM]) for a, b in pairs]
 
 
 def test_training_goes_on_from_a_checkpoint(cpu_answers: list[Any]) -> None:
@@ -88,6 +114,11 @@ def test_training_goes_on_from_a_checkpoint(cpu_answers: list[Any]) -> None:
             assert report == ([], [])
             left_out, missing = answers["dynamic_checkpoints"][f"{name}, short"]
             assert sorted(left_out) == sorted(missing) != []
+
+
+def test_other_placements_get_rows_by_id(cpu_answers: list[Any]) -> None:
+    for answers in cpu_answers:
+        assert answers["dynamic_checkpoints"]["by rows"] == [True] * 4
 
 
 def test_names_and_kinds_of_entries(cpu_answers: list[Any]) -> None:

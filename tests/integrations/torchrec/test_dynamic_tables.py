@@ -20,6 +20,7 @@ from tests.support.dynamic_torchrec import (
     trained,
 )
 from torchembed import LFU, Dynamic, MinimumCount
+from torchembed.checkpoints import managed_collision_rows
 from torchembed.tables import RowChunk
 
 NUM_STEPS = 4
@@ -31,7 +32,6 @@ CASES = {
     "table_row_wise": Case(["table_row_wise"] * 3),
     "columns on one rank": Case(["columns on one rank", "row_wise", "data_parallel"]),
     "two policies": Case(["row_wise", "row_wise", "table_wise"], other=Dynamic(eviction=LFU())),
-    "two widths": Case(["table_wise", "row_wise", "row_wise"], dims={"b": 12}),
     "two widths in a kernel": Case(["row_wise"] * 3, dims={"b": 12}, is_weighted=True),
     "sequences": Case(["row_wise", "table_wise", "row_wise"], is_sequence=True, is_fixed=True),
     "sequences, by column": Case(["column_wise", "row_wise", "row_wise"], is_sequence=True),
@@ -62,7 +62,13 @@ def everything_on_the_cpu() -> dict[str, Any]:
             piped = [bool(torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True)]
             counts.append(num_ids_held(dynamic))
         found[name] = equal, piped, counts
-    return {**found, "rows": what_is_written(), "refused": what_is_refused(), "missing": missing()}
+    return {
+        **found,
+        "rows": what_is_written(),
+        "refused": what_is_refused(),
+        "missing": missing(),
+        "collisions": from_collisions(),
+    }
 
 
 def what_is_written() -> dict[str, Any]:
@@ -87,6 +93,11 @@ def what_is_written() -> dict[str, Any]:
         looked_up = model.module.sparse(features)
         names = ("user", "item@a", "item@b")
         found["equal"] = [torch.equal(looked_up[name], rows) for name in names]
+    nothing = KeyedJaggedTensor(
+        list(KEYS), torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int32)
+    )
+    model.train()
+    found["of nothing"] = float(model(nothing)[0])
     first, second = held["sparse.a"], held["sparse.b"]
     sizes = [len(part.keys) for part in first.row_chunks(10**6, with_states=False)]
     found["sizes"] = [sum(sizes), _size(first), _size(second)]
@@ -96,6 +107,51 @@ def what_is_written() -> dict[str, Any]:
     (kept,) = second.row_chunks(10**6)
     found["kept"] = [POOL.tolist().index(key) for key in kept.keys.tolist()]
     return found
+
+
+def from_collisions() -> bool:
+    """On a rank: whether a table of TorchRec's managed collisions goes over, row by row."""
+    import torchrec
+    from torchrec.modules import mc_modules
+    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+
+    from torchembed.integrations.torchrec import dynamic_tables
+
+    config = torchrec.EmbeddingBagConfig(
+        name="a", embedding_dim=DIM, num_embeddings=20, feature_names=["user"]
+    )
+    device = torch.device("cpu")
+    module = mc_modules.MCHManagedCollisionModule(
+        zch_size=20,
+        device=device,
+        eviction_policy=mc_modules.LFU_EvictionPolicy(),
+        eviction_interval=2,
+    )
+    torch.manual_seed(0)
+    theirs = ManagedCollisionEmbeddingBagCollection(
+        torchrec.EmbeddingBagCollection([config], device=device),
+        mc_modules.ManagedCollisionCollection({"a": module}, [config]),
+    )
+    lengths = torch.ones(15, dtype=torch.int32)
+    for _ in range(4):
+        theirs(torchrec.KeyedJaggedTensor(["user"], POOL[5:20], lengths=lengths))
+    theirs.eval()
+    expected, _ = theirs(torchrec.KeyedJaggedTensor(["user"], POOL[5:20], lengths=lengths))
+    state = theirs.state_dict()
+    rows = managed_collision_rows(
+        state,
+        state["_embedding_module.embedding_bags.a.weight"],
+        prefix="_managed_collision_collection._managed_collision_modules.a.",
+    )
+    model = make(Case(["row_wise"] * 3), is_dynamic=True)
+    for chunk in rows:
+        dynamic_tables(model.module)["sparse.a"].write_rows(chunk)
+    model.eval()
+    nothing = torch.zeros(30, dtype=torch.int32)
+    features = torchrec.KeyedJaggedTensor(
+        list(KEYS), POOL[5:20], lengths=torch.cat([lengths, nothing])
+    )
+    return torch.equal(model.module.sparse(features)["user"], expected["user"])
 
 
 VECTOR = [0.5, -1.0, *(0.25 for _ in range(10))]
@@ -210,11 +266,16 @@ def test_rows_by_id(cpu_answers: list[Any]) -> None:
         assert found["names"] == ["sparse.a", "sparse.b"]
         assert found["left"] == [0, 0]
         assert found["equal"] == [True] * 3
+        assert found["of nothing"] == 0
         assert found["sizes"][1:] == [20, 20]
         assert found["after"] == [10, 3]
         # Those of the greatest scores stay: under LRU they were used last.
         assert sorted(found["kept"]) == [17, 18, 19]
     assert sum(found["sizes"][0] for found in of_ranks) == 20
+
+
+def test_rows_of_managed_collisions(cpu_answers: list[Any]) -> None:
+    assert [answers["dynamic_tables"]["collisions"] for answers in cpu_answers] == [True, True]
 
 
 def test_missing(cpu_answers: list[Any]) -> None:

@@ -1,10 +1,9 @@
 """Dynamic tables in TorchRec's plans: how many rows their shards have, and where they may be."""
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard, TypeVar, cast
+from typing import TypeGuard, cast
 
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
@@ -16,12 +15,11 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchembed.integrations.torchrec.configs import EmbeddingBagConfig, EmbeddingConfig
+from torchembed.integrations.torchrec.versions import C, with_configs
 from torchembed.tables import HashFactory, IndexFactory, TableSpec
 
 DynamicConfig = EmbeddingBagConfig | EmbeddingConfig
 """The config of a table that may be dynamic."""
-
-C = TypeVar("C", EmbeddingBagCollection, EmbeddingCollection)
 
 PARAMETER = "torchembed_dynamic"
 """Name under which the settings of dynamic tables are among a kernel's ``fused_params``."""
@@ -138,25 +136,13 @@ def with_rounded_rows(
         params[name] = _rounded_sharding(sharding, config)
         shards = cast("EnumerableShardingSpec", params[name].sharding_spec).shards
         num_rows[name] = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
-    return _with_num_rows(module, num_rows), params
 
+    def with_num_rows(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:
+        if config.name not in num_rows:
+            return config
+        return dataclasses.replace(config, num_embeddings=num_rows[config.name])
 
-def _with_num_rows(module: C, num_rows: Mapping[str, int]) -> C:
-    """A view of an unsharded ``module`` whose configs have other numbers of rows."""
-    attribute = (
-        "_embedding_bag_configs"
-        if isinstance(module, EmbeddingBagCollection)
-        else "_embedding_configs"
-    )
-    made = copy.copy(module)
-    configs = [
-        dataclasses.replace(config, num_embeddings=num_rows[config.name])
-        if config.name in num_rows
-        else config
-        for config in getattr(module, attribute)
-    ]
-    setattr(made, attribute, configs)
-    return made
+    return with_configs(module, with_num_rows), params
 
 
 def note_settings(infos: Iterable[EmbeddingShardingInfo], module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.integrations.torchrec.dynamic_tables import dynamic_settings
-from torchembed.integrations.torchrec.versions import Sharding, sent_configs
+from torchembed.integrations.torchrec.versions import Sharding, exchange_of_rows, sent_configs
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.sharding.planning.partition import HashPartition
 
@@ -88,17 +88,16 @@ class HashedRowWise(RwSparseFeaturesDist):
 
     def __init__(self, source: RwSparseFeaturesDist, is_dynamic: Sequence[bool]) -> None:
         nn.Module.__init__(self)
-        blocks = cast("Tensor", source._feature_block_sizes_tensor)
-        self._buckets = _HashedBuckets(is_dynamic, blocks, source._world_size)
-        self._dist = source._dist
-        self._is_sequence = source._is_sequence
+        parts = exchange_of_rows(source)
+        self._buckets = _HashedBuckets(is_dynamic, parts.block_sizes, parts.num_ranks)
+        self._dist = parts.exchange
+        # Read where vectors of sequences come back; pooled ones need no order.
         self.unbucketize_permute_tensor: Tensor | None = None
 
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        bucketized, positions = self._buckets(sparse_features)
-        self.unbucketize_permute_tensor = positions if self._is_sequence else None
+        bucketized, self.unbucketize_permute_tensor = self._buckets(sparse_features)
         return self._dist(bucketized)
 
 
@@ -107,12 +106,12 @@ class HashedTableRowWise(TwRwSparseFeaturesDist):
 
     def __init__(self, source: TwRwSparseFeaturesDist, is_dynamic: Sequence[bool]) -> None:
         nn.Module.__init__(self)
-        blocks = cast("Tensor", source._feature_block_sizes_tensor)
-        self._buckets = _HashedBuckets(is_dynamic, blocks, source._local_size)
-        self._order = source._sf_staggered_shuffle
-        order = source._sf_staggered_shuffle_tensor
-        self.register_buffer("_order_tensor", cast("Tensor", order), persistent=False)
-        self._dist = source._dist
+        parts = exchange_of_rows(source)
+        assert parts.order is not None
+        self._buckets = _HashedBuckets(is_dynamic, parts.block_sizes, parts.num_ranks)
+        self._order, order_tensor = parts.order
+        self.register_buffer("_order_tensor", order_tensor, persistent=False)
+        self._dist = parts.exchange
 
     def forward(
         self, sparse_features: KeyedJaggedTensor

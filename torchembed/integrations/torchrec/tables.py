@@ -325,33 +325,3 @@ class FusedTables(BatchedTables):
                 raise NotImplementedError(
                     f"params_dict may hold lr, eps, beta1, beta2 and weight_decay, got {name}"
                 )
-
-
-class DenseTables(BatchedTables):
-    """Tables with an ordinary gradient, as ``DenseTableBatchedEmbeddingBagsCodegen`` has them.
-
-    The parameter ``weights [elements]`` holds them all. See :class:`BatchedTables` for arguments.
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        feature_tables: Sequence[int],
-        pooling: Pooling | None,
-        precision: SparseType,
-        output_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        num_elements = sum(table.num_rows * table.num_columns for table in tables)
-        # Drawn as FBGEMM draws it, so that later random numbers are the same.
-        flat = torch.randn(num_elements, dtype=precision.as_dtype(), device=device)
-        super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
-        self.weights = nn.Parameter(flat)
-        self.embedding_specs = [(table.num_rows, table.num_columns) for table in tables]
-
-    def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
-        weights = [
-            self.weights[begin:end].view(-1, group.weight.shape[1])
-            for (begin, end), group in zip(self._flat.spans, self.groups, strict=True)
-        ]
-        return self._look_up(weights, lambda *_: None, ids, offsets, per_id_weights)

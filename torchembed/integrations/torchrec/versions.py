@@ -4,12 +4,14 @@ Imported before any other module of this package, so that an unsupported version
 something in it fails.
 """
 
+import copy
 import itertools
-from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchembed.core.versions import release_number
 
@@ -42,24 +44,40 @@ check_version(getattr(torchrec, "__version__", "0"))
 from torchrec.distributed.batched_embedding_kernel import (  # noqa: E402
     _gen_named_parameters_by_table_dense as dense_parameters_by_table,
 )
+from torchrec.distributed.dist_data import KJTAllToAll  # noqa: E402
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig  # noqa: E402
 from torchrec.distributed.sharding.dp_sharding import BaseDpEmbeddingSharding  # noqa: E402
-from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding  # noqa: E402
+from torchrec.distributed.sharding.rw_sharding import (  # noqa: E402
+    BaseRwEmbeddingSharding,
+    RwSparseFeaturesDist,
+)
 from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding  # noqa: E402
-from torchrec.distributed.sharding.twrw_sharding import BaseTwRwEmbeddingSharding  # noqa: E402
+from torchrec.distributed.sharding.twrw_sharding import (  # noqa: E402
+    BaseTwRwEmbeddingSharding,
+    TwRwSparseFeaturesDist,
+)
 from torchrec.distributed.types import ShardingEnv  # noqa: E402
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig  # noqa: E402
+from torchrec.modules.embedding_modules import (  # noqa: E402
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 
 __all__ = [
+    "ExchangeOfRows",
     "LookupArguments",
     "Sharding",
     "check_version",
     "dense_parameters_by_table",
+    "exchange_of_rows",
     "grouped_configs",
     "lookup_arguments",
     "sent_configs",
     "unsupported_table_setting",
+    "with_configs",
 ]
+
+C = TypeVar("C", EmbeddingBagCollection, EmbeddingCollection)
 
 Sharding: TypeAlias = (
     BaseTwEmbeddingSharding
@@ -101,6 +119,39 @@ def grouped_configs(shardings: Iterable[Sharding]) -> list[GroupedEmbeddingConfi
             per_rank = [sharding._grouped_embedding_configs]
         found += itertools.chain.from_iterable(per_rank)
     return found
+
+
+class ExchangeOfRows(NamedTuple):
+    """Parts of TorchRec's exchange of ids of tables whose rows ranks share."""
+
+    exchange: KJTAllToAll
+    block_sizes: Tensor
+    """int64 or int32 ``[F]``: for each feature the rows of its table on each rank."""
+    num_ranks: int
+    """Ranks that share the rows."""
+    order: tuple[list[int], Tensor] | None
+    """The order in which bucketized features are sent; None where it is theirs."""
+
+
+def exchange_of_rows(
+    source: RwSparseFeaturesDist | TwRwSparseFeaturesDist,
+) -> ExchangeOfRows:
+    """The parts of ``source``."""
+    block_sizes = cast("Tensor", source._feature_block_sizes_tensor)
+    if isinstance(source, RwSparseFeaturesDist):
+        return ExchangeOfRows(source._dist, block_sizes, source._world_size, None)
+    shuffle = cast("Tensor", source._sf_staggered_shuffle_tensor)
+    order = source._sf_staggered_shuffle, shuffle
+    return ExchangeOfRows(source._dist, block_sizes, source._local_size, order)
+
+
+def with_configs(module: C, change: Callable[[BaseEmbeddingConfig], BaseEmbeddingConfig]) -> C:
+    """A view of an unsharded ``module`` whose configs are changed."""
+    is_pooled = isinstance(module, EmbeddingBagCollection)
+    attribute = "_embedding_bag_configs" if is_pooled else "_embedding_configs"
+    made = copy.copy(module)
+    setattr(made, attribute, [change(config) for config in getattr(module, attribute)])
+    return made
 
 
 def sent_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
