@@ -15,11 +15,18 @@ class IndexInStateDict(nn.Module):
 
     _table: Table
 
+    @property
+    def _indexed_table(self) -> Table | None:
+        """The table; None where other ranks hold it alone."""
+        return self._table
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, tensor in self._table.index_contents().items():
+        table = self._indexed_table
+        contents = {} if table is None else table.index_contents()
+        for name, tensor in contents.items():
             destination[f"{prefix}index.{name}"] = with_own_storage(tensor)
 
     def _load_from_state_dict(
@@ -41,9 +48,9 @@ class IndexInStateDict(nn.Module):
             unexpected_keys,
             error_msgs,
         )
-        load_index(
-            self._table, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        table = self._indexed_table
+        if table is not None:
+            load_index(table, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs)
 
 
 def load_index(

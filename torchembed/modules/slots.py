@@ -84,8 +84,8 @@ class Slots:
         Args:
             batch: exactly one feature for each slot, in their order.
             num_ids: of each feature, where the host knows.
-            is_valid: as of :class:`Ids`; for fixed hotness. What is no id may be any number of
-                its table's ids; unless bad ids are looked up as zeros, it must be one of them.
+            is_valid: as of :class:`Ids`. What is no id may be any number of its table's ids; unless
+                bad ids are looked up as zeros, it must be one of them.
             has_capacity: as of :meth:`~torchembed.modules.collection.FeatureSlots.batch`.
 
         Raises:
@@ -97,7 +97,7 @@ class Slots:
             if num_ids is not None:
                 known = sum(num_ids[slot] for slot in entry.slots)
             features = select_features(batch, entry.slots, known, entry.reorder)
-            ids = Ids(features, _selected_mask(is_valid, batch, entry))
+            ids = Ids(features, _selected_mask(is_valid, batch, entry, known))
             rows = self._routed(entry, ids)
             kept = ids if entry.changes_on_admission else None
             with_rows = dataclasses.replace(features, values=rows)
@@ -201,10 +201,13 @@ class Slots:
 
 
 def _selected_mask(
-    is_valid: Tensor | None, batch: SparseFeatures, entry: GroupSlots
+    is_valid: Tensor | None, batch: SparseFeatures, entry: GroupSlots, num_ids: int | None
 ) -> Tensor | None:
-    """``is_valid`` of ``batch``, of fixed hotness, at the slots of ``entry``."""
+    """``is_valid`` of ``batch`` at the slots of ``entry``, which have ``num_ids``; None where the
+    host does not know."""
     if is_valid is None or entry.slots == list(range(len(batch.keys))):
         return is_valid
-    assert batch.hotness is not None
+    if batch.hotness is None:
+        mask = dataclasses.replace(batch, values=is_valid.int(), weights=None)
+        return select_features(mask, entry.slots, num_ids).values > 0
     return entry.reorder(is_valid, [n * batch.batch_size for n in batch.hotness], entry.slots)

@@ -103,7 +103,9 @@ class JoinedExchange:
         return self._lookup.admit(routed, admission)
 
     def release(self, epoch: Tensor) -> None:
-        """Nothing is ever evicted."""
+        """Let the tables evict the rows of batches admitted in ``epoch``, int64 ``[1]``, and
+        before, which were trained. Never waits for a GPU."""
+        self._lookup.release(epoch)
 
     def look_up(self, admitted: Admitted[Any]) -> LookedUp[Any, list[Tensor]]:
         """The vectors of each call, in the order of the slots. Collective.

@@ -12,6 +12,7 @@ from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids_of_slots import SlotName
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
+from torchembed.modules.forward_admission import admission_in_forward
 from torchembed.modules.group_rows import GroupRows, UntrainedSlots
 from torchembed.modules.lookup_stages import Admitted
 from torchembed.modules.sharded.sharded_collection import HeldTables
@@ -22,8 +23,9 @@ from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.layout import Block
+from torchembed.sharding.transport.route import Route
 from torchembed.sharding.transport.table_ranks import TableRanks
-from torchembed.tables import Table, TableGroup, TableSet, TableSpec
+from torchembed.tables import Dynamic, Table, TableGroup, TableSet, TableSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +40,7 @@ class ModuleTable:
         pooling: of its lookups.
         padding: id that counts for nothing, in means neither; None for none.
         untrained: id whose vector is looked up as any other, and never trained; None for none.
+        dynamic: policies of a dynamic table.
     """
 
     name: str
@@ -47,6 +50,7 @@ class ModuleTable:
     pooling: Pooling
     padding: int | None
     untrained: int | None = None
+    dynamic: Dynamic | None = None
 
 
 class LookupSettings(NamedTuple):
@@ -113,6 +117,7 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
                 feature_names=tuple(map(str, of_table)),
                 dtype=table.spec.dtype,
                 pooling=table.pooling,
+                dynamic=table.dynamic,
             )
             for number, (table, of_table) in enumerate(numbers.items())
         ]
@@ -141,8 +146,13 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
         self._tables_in_words = f"tables {', '.join(table.name for table in numbers)}"
         self.widths = [use.spec.dim for use in of_slots]
         """The columns of each slot's vectors."""
-        self._has_padding = [use.padding is not None for use in of_slots]
-        paddings = [_NO_ID if use.padding is None else use.padding for use in of_slots]
+        self._padding = [use.padding for use in of_slots]
+        self._is_dynamic = [use.dynamic is not None for use in of_slots]
+        paddings = [
+            _NO_ID if use.padding is None or use.dynamic is not None else use.padding
+            for use in of_slots
+        ]
+        self._replaces_padding = any(padding != _NO_ID for padding in paddings)
         parts = self._sharded.parts
         self._slots_of_blocks = [parts[b.part].slot for b in self._blocks_here()]
         """For each of this rank's blocks its slot."""
@@ -150,6 +160,18 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
         """For each of them the id that is not trained."""
         # Behind the last bag there is one more slot.
         self._paddings = torch.tensor([*paddings, _NO_ID], device=device)
+        is_static = [padding != _NO_ID for padding in paddings]
+        self._replaces = torch.tensor([*is_static, False], device=device)
+        dynamic = [
+            self._padding[slot] if self._is_dynamic[slot] else None
+            for slot in self._slots_of_blocks
+        ]
+        self._block_paddings = dynamic
+        """For each of this rank's blocks of a dynamic table the id that is padding, if any."""
+        ids = [*(0 if padding is None else padding for padding in dynamic), 0]
+        has_padding = [*(padding is not None for padding in dynamic), False]
+        self._paddings_here = torch.tensor(ids, device=device)
+        self._have_padding_here = torch.tensor(has_padding, device=device)
 
     def _hold_weights(self) -> None:
         """The modules hold them."""
@@ -157,16 +179,19 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         return ()
 
-    def vectors(self, features: SparseFeatures) -> Tensor:
+    def vectors(self, features: SparseFeatures, *, admits: bool) -> Tensor:
         """The pooled vectors of all uses, ``[B, columns]``, slot by slot. Collective.
 
         Args:
             features: one for each use, whose key is its number.
+            admits: whether dynamic tables give rows to new ids.
 
         Raises:
             IndexError, RuntimeError, ValueError: as ``forward`` of a sharded collection.
         """
         rows = self._route(self._exchange_sizes(features, ahead=False), None)
+        if admits and self.admission_changes_tables:
+            rows = self._admit(rows, admission_in_forward(self._ranks.group), finds_runs=False)
         return self._look_up(rows, ahead=False)
 
     def most_ids_sent(self, most_ids: Sequence[int]) -> int:
@@ -199,7 +224,12 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
         routed = super()._route(ids, capacity)
         if routed.sharded is None or all(number is None for number in self._untrained):
             return routed
-        groups = [of._replace(trained=self._trained_rows(of)) for of in routed.sharded.groups]
+        groups = [
+            of._replace(trained=self._trained_rows(of))
+            if any(self._untrained[block] is not None for block in of.entry.slots)
+            else of
+            for of in routed.sharded.groups
+        ]
         return routed._replace(sharded=routed.sharded._replace(groups=groups))
 
     def _trained_rows(self, rows: GroupRows) -> Tensor:
@@ -217,23 +247,26 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
 
     def _batch_of(self, features: SparseFeatures, *, has_capacity: bool = False) -> SparseFeatures:
         batch = super()._batch_of(features, has_capacity=has_capacity)
-        if not any(self._has_padding):
+        if not self._replaces_padding:
             return batch
-        paddings = self._paddings.to(batch.values.dtype)
-        if batch.hotness is None:
-            paddings = paddings[_features_of(batch)]
-        else:
-            counts = [count * batch.batch_size for count in batch.hotness]
-            pairs = zip(paddings.split(1), counts, strict=False)
-            paddings = torch.cat([padding.expand(count) for padding, count in pairs])
-        values = batch.values.masked_fill(batch.values == paddings, _IS_PADDING)
+        is_padding = _is_padding(batch, self._paddings, self._replaces)
+        values = batch.values.masked_fill(is_padding, _IS_PADDING)
         return dataclasses.replace(batch, values=values)
 
+    def _valid_ids(self, route: Route) -> Tensor | None:
+        if all(padding is None for padding in self._block_paddings):
+            return route.is_valid
+        # Any integer is an id of a dynamic table, so that none can stand for padding on its way.
+        is_id = ~_is_padding(route.features, self._paddings_here, self._have_padding_here)
+        return is_id if route.is_valid is None else route.is_valid & is_id
+
     def _bag_sizes(self, batch: SparseFeatures, slot: int) -> Tensor:
-        if not self._has_padding[slot]:
+        padding = self._padding[slot]
+        if padding is None:
             return super()._bag_sizes(batch, slot)
         # As torch's, a mean is that of the ids that are no padding.
-        counts, size = batch.values != _IS_PADDING, batch.batch_size
+        counts = batch.values != (padding if self._is_dynamic[slot] else _IS_PADDING)
+        size = batch.batch_size
         if batch.hotness is not None:
             lengths = [count * size for count in batch.hotness]
             of_slot = counts.split(lengths)[slot]
@@ -252,7 +285,18 @@ _IS_PADDING = -2
 """Stands for ids that are padding. No rank holds such a row."""
 
 
-def _features_of(batch: SparseFeatures) -> Tensor:
-    """The feature of each id of jagged ``batch``, int64 ``[L]``; F where it is in no bag."""
-    device = batch.values.device
-    return id_features(batch.offsets, [], batch.batch_size, batch.values.numel(), device)
+def _is_padding(batch: SparseFeatures, paddings: Tensor, have_padding: Tensor) -> Tensor:
+    """bool ``[L]``: which ids are padding, by that of each feature and by which features have one,
+    both ``[F + 1]``: at last for positions in no bag."""
+    values = batch.values
+    paddings = paddings.to(values.dtype)
+    if batch.hotness is None:
+        device = values.device
+        numbers = id_features(batch.offsets, [], batch.batch_size, values.numel(), device)
+        return (values == paddings[numbers]) & have_padding[numbers]
+    counts = [count * batch.batch_size for count in batch.hotness]
+    of_ids = [
+        torch.cat([one.expand(count) for one, count in zip(of.split(1), counts, strict=False)])
+        for of in (paddings, have_padding)
+    ]
+    return (values == of_ids[0]) & of_ids[1]

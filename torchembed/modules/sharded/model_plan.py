@@ -62,19 +62,21 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
 
 
 def _check_dynamic_tables(model: nn.Module) -> None:
-    """Raise ``ValueError`` where a dynamic table of ``model`` is no collection's, or holds ids."""
+    """Raise ``ValueError`` where a dynamic table of ``model`` cannot be sharded, or holds ids."""
+    singles = set(single_tables(model).values())
     for path, module in model.named_modules():
         tables = module.table_set.tables if isinstance(module, TableModule) else []
         for table in tables:
             if table.spec.num_ids is not None:
                 continue
-            if isinstance(module, SingleTable):
+            if isinstance(module, SingleTable) and module not in singles:
                 raise ValueError(
                     f"the table of module {path!r} must not be dynamic where ranks share it, since "
-                    f"{type(module).__name__} cannot be sharded then; put it into an "
-                    "EmbeddingBagCollection or EmbeddingCollection"
+                    "a module of a derived class, or of a weight that is float64 or another "
+                    "module's too, is not sharded; put it into an EmbeddingBagCollection or "
+                    "EmbeddingCollection"
                 )
-            if isinstance(module, Collection) and table.holds_ids():
+            if isinstance(module, (Collection, SingleTable)) and table.holds_ids():
                 raise ValueError(
                     f"dynamic table {table.spec.name} of module {path!r} must hold no ids before "
                     "it is sharded, since its rows are not moved to other ranks; shard the model "

@@ -198,7 +198,7 @@ def _shard_singles(
         of_module = plan.table(name)
         if of_module.placement is Placement.DATA_PARALLEL:
             continue
-        if not module.weight.is_meta:
+        if not module.weight.is_meta and module.dynamic is None:
             # Ranks may have drawn their own rows: the first rank's count, as in DDP.
             dist.broadcast(module.weight.data, src=first, group=ranks.group)
         spec = single_spec(module)

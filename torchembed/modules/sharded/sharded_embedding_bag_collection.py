@@ -173,13 +173,18 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
                 jagged_route.exchange_ids(None if capacity is None else capacity[0])
                 route, num_ids = jagged_route, jagged_route.num_ids_of_blocks
             sharded = local.route(
-                route.features, num_ids, route.is_valid, has_capacity=has_capacity
+                route.features, num_ids, self._valid_ids(route), has_capacity=has_capacity
             )
         if of_replicated is not None:
             replicated = self._replicated.route(of_replicated, has_capacity=has_capacity)
         means = {s for s in self._sharded_slots if self._poolings[s] is Pooling.MEAN}
         sizes = {slot: self._bag_sizes(batch, slot) for slot in means}
         return _RoutedBags(route, sharded, replicated, sizes)
+
+    def _valid_ids(self, route: Route) -> Tensor | None:
+        """Which of the ids that came to this rank its row indices look up, as
+        :attr:`Route.is_valid`."""
+        return route.is_valid
 
     def _bag_sizes(self, batch: SparseFeatures, slot: int) -> Tensor:
         """The divisors of the means of a slot's bags, ``[B, 1]``."""

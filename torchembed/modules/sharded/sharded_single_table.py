@@ -12,6 +12,8 @@ from torchembed.modules.call_features import bags_as_feature, ids_as_feature, lo
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.counted_tensor import CountedTensor, elements_of
 from torchembed.modules.embedding import EmbeddingBag
+from torchembed.modules.forward_admission import admits_in_forward
+from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.sharded.joined_exchange import ExchangeKind, ExchangeSlot
 from torchembed.modules.sharded.lookup_of_modules import (
@@ -24,9 +26,9 @@ from torchembed.modules.single_table import SingleTable
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
-from torchembed.sharding.transport.global_rows import local_part
+from torchembed.sharding.transport.global_rows import local_contents, local_part
 from torchembed.sharding.transport.table_ranks import TableRanks
-from torchembed.tables import Table, TableSet, TableSpec
+from torchembed.tables import CountedTables, Table, TableSet, TableSpec
 
 
 def _distribute(
@@ -34,21 +36,27 @@ def _distribute(
 ) -> None:
     """After ``state_dict``: a divided table becomes a ``DTensor`` over the ranks that hold it."""
     key, table = f"{prefix}weight", module.local_table
-    if table is not None and key in state:
+    if table is None:
+        return
+    if key in state:
         state[key] = table.as_global(state[key])
+    for name in table.index_contents():
+        key = f"{prefix}index.{name}"
+        state[key] = table.contents_as_global(state[key])
 
 
 def _localize(module: "ShardedSingleTable", state: dict[str, Any], prefix: str, *_: object) -> None:
     """Before ``load_state_dict``: the table, whole or as ``state_dict`` gives it, becomes this
     rank's part of it."""
-    key, table = f"{prefix}weight", module.local_table
-    if table is None:
-        state.pop(key, None)
-    elif key in state:
-        state[key] = local_part(state[key], table)
+    weight, index, table = f"{prefix}weight", f"{prefix}index.", module.local_table
+    for key in [key for key in state if key == weight or key.startswith(index)]:
+        if table is None:
+            del state[key]
+        else:
+            state[key] = (local_part if key == weight else local_contents)(state[key], table)
 
 
-class ShardedSingleTable(ModuleOfOneTable):
+class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
     """A module of one table that is spread over the ranks of a mesh.
 
     Made by :func:`~torchembed.shard_embeddings` from an unsharded module, whose results it gives
@@ -86,6 +94,7 @@ class ShardedSingleTable(ModuleOfOneTable):
         super().__init__()
         self.num_embeddings, self.embedding_dim = source.num_embeddings, source.embedding_dim
         self.padding_idx, self.sparse = source.padding_idx, source.sparse
+        self.dynamic = source.dynamic
         self._on_bad_id, self._ranks = source.on_bad_id, ranks
         self._weight_form = WeightGradient.SPARSE if source.sparse else WeightGradient.DENSE
         self._dense_owner = DenseOwner()
@@ -107,6 +116,7 @@ class ShardedSingleTable(ModuleOfOneTable):
             pooling=pooling,
             padding=skipped_id,
             untrained=untrained_id,
+            dynamic=source.dynamic,
         )
         self._like = torch.empty(0, dtype=spec.dtype, device=device)
         """Has the dtype of the vectors and the device of the rows, which other ranks may hold."""
@@ -132,14 +142,24 @@ class ShardedSingleTable(ModuleOfOneTable):
         the constructor."""
         if isinstance(source, EmbeddingBag):
             return ShardedEmbeddingBag(source, name, spec, plan, ranks, device)
+        # The padding of a dynamic table is an id without a row.
+        padding, is_dynamic = source.padding_idx, source.dynamic is not None
         return ShardedEmbedding(
-            source, name, spec, plan, ranks, device, untrained_id=source.padding_idx
+            source,
+            name,
+            spec,
+            plan,
+            ranks,
+            device,
+            skipped_id=padding if is_dynamic else None,
+            untrained_id=None if is_dynamic else padding,
         )
 
     def _take_rows(self, source: SingleTable, table: Table) -> None:
-        """This rank's rows of ``source``; on the meta device it has none, and they are new."""
+        """This rank's rows of ``source``; on the meta device it has none, and they are new. Those
+        of a dynamic table get their values with their ids."""
         with torch.no_grad():
-            if not source.weight.is_meta:
+            if not source.weight.is_meta and source.dynamic is None:
                 table.parameter.copy_(local_part(source.weight.detach(), table))
             else:
                 self._zero_padding(table)
@@ -147,8 +167,8 @@ class ShardedSingleTable(ModuleOfOneTable):
         self._table_set.form_groups()
 
     def _zero_padding(self, table: Table) -> None:
-        """Set the padding row to zeros, as torch does."""
-        if self.padding_idx is not None:
+        """Set the padding row to zeros, as torch does; a dynamic table has none."""
+        if self.padding_idx is not None and self.dynamic is None:
             row = self.padding_idx - table.first_row
             if 0 <= row < table.num_rows:
                 table.parameter.data[row].zero_()
@@ -180,6 +200,23 @@ class ShardedSingleTable(ModuleOfOneTable):
     def is_on_several_ranks(self) -> bool:
         return True
 
+    @property
+    def admission_changes_tables(self) -> bool:
+        # The same on ranks that hold no part of the table: steps are chosen by it.
+        return self.dynamic is not None
+
+    @property
+    def _indexed_table(self) -> Table | None:
+        return self.local_table
+
+    def _dynamic_names(self) -> list[str]:
+        return [] if self.dynamic is None else [self._of_module.spec.name]
+
+    def counted_tables(self) -> CountedTables:
+        self._table_set.current_groups()
+        tables = dict.fromkeys(self._dynamic_names(), self.local_table)
+        return CountedTables(tables, self._like.device, self._ranks.group)
+
     def extra_repr(self) -> str:
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
@@ -205,11 +242,16 @@ class ShardedSingleTable(ModuleOfOneTable):
         self, num_bags: int, *, is_jagged: bool, is_weighted: bool
     ) -> ExchangeKind | None:
         """The kind of joined exchange of a call with ``num_bags`` bags; None where it cannot be
-        one."""
-        table = self.local_table
-        if table is not None and not table.holds_parameter():
+        one, and for evaluation of a dynamic table, which admits no ids."""
+        if not self._can_join:
             return None
         return ExchangeKind(self._settings(is_weighted=is_weighted), (num_bags,), is_jagged)
+
+    @property
+    def _can_join(self) -> bool:
+        table = self.local_table
+        admits = self.dynamic is None or self.training
+        return admits and (table is None or table.holds_parameter())
 
     def _slot(self, ids: Tensor, hotness: int | None) -> ExchangeSlot:
         return ExchangeSlot(self._of_module, ids.numel(), hotness)
@@ -218,9 +260,9 @@ class ShardedSingleTable(ModuleOfOneTable):
         return kind
 
     def is_current(self, kind: ExchangeKind) -> bool:
-        table = self.local_table
-        is_held = table is None or table.holds_parameter()
-        return is_held and kind.settings == self._settings(is_weighted=kind.settings.is_weighted)
+        return self._can_join and kind.settings == self._settings(
+            is_weighted=kind.settings.is_weighted
+        )
 
     def _vectors(self, arguments: CallArguments, features: SparseFeatures) -> Tensor:
         """The pooled vectors of ``features``, in the dtype of the weight."""
@@ -234,11 +276,17 @@ class ShardedSingleTable(ModuleOfOneTable):
         if alone is None:
             settings = self._settings(is_weighted=is_weighted)
             alone = self._alone[is_weighted] = LookupOfModules([self._of_module], settings)
-        return alone.vectors(_renamed(features)).to(self._like.dtype)
+        admits = self.dynamic is not None and admits_in_forward(self)
+        return alone.vectors(_renamed(features), admits=admits).to(self._like.dtype)
 
-    def _checked_ids(self, ids: Tensor) -> Tensor:
-        """``ids [L]`` as they are looked up, -1 for those that are not."""
-        return looked_up_ids(ids, self.num_embeddings, self._on_bad_id)
+    def _are_counted(self, ids: Tensor) -> Tensor:
+        """bool ``[L]``: False for ``ids [L]`` that are not looked up, or are padding."""
+        if self.dynamic is not None:
+            is_counted = torch.ones_like(ids, dtype=torch.bool)
+        else:
+            ids = looked_up_ids(ids, self.num_embeddings, self._on_bad_id)
+            is_counted = ids >= 0
+        return is_counted if self.padding_idx is None else is_counted & (ids != self.padding_idx)
 
 
 class ShardedEmbeddingBag(ShardedSingleTable):
@@ -291,10 +339,7 @@ class ShardedEmbeddingBag(ShardedSingleTable):
         if self.mode != "max":
             return self._vectors(arguments, features)
         ids, batch_size = features.values, features.batch_size
-        vectors, looked_up = self._vectors(arguments, ids_as_feature(ids)), self._checked_ids(ids)
-        is_counted = looked_up >= 0
-        if self.padding_idx is not None:
-            is_counted &= looked_up != self.padding_idx
+        vectors, is_counted = self._vectors(arguments, ids_as_feature(ids)), self._are_counted(ids)
         bags = bags_of_positions(
             ids.numel(), features.offsets, features.hotness, batch_size, ids.device
         )
@@ -313,10 +358,11 @@ class ShardedEmbedding(ShardedSingleTable):
         """The rows of ``input [...]``, as ``[..., D]``, dtype of ``weight``. Collective."""
         features = ids_as_feature(input)
         vectors = self._vectors(CallArguments(input), features)
-        if self.padding_idx is not None:
+        if self.padding_idx is not None and self.dynamic is None:
             # The padding row's own values may be others than zeros, but get no gradient, also
             # where no fused optimizer leaves it out.
-            is_padding = self._checked_ids(features.values) == self.padding_idx
+            ids = looked_up_ids(features.values, self.num_embeddings, self._on_bad_id)
+            is_padding = ids == self.padding_idx
             vectors = torch.where(is_padding.unsqueeze(1), vectors.detach(), vectors)
         return vectors.view(*input.shape, self.embedding_dim)
 
