@@ -72,6 +72,10 @@ class EmbeddingConfig:
                 "nn.ModuleDict that holds the weights; choose another"
             )
         for field in ("num_embeddings", "embedding_dim"):
+            if not hasattr(getattr(self, field), "__index__"):
+                raise TypeError(
+                    f"{field} of table {self.name} must be an int, got {getattr(self, field)!r}"
+                )
             if getattr(self, field) < 1:
                 raise ValueError(
                     f"{field} of table {self.name} must be positive, got {getattr(self, field)}"

@@ -73,6 +73,12 @@ def load_index(
         for name, key in keys.items()
         if key in state_dict and state_dict[key].shape != own[name].shape
     ]
+    # Ids that were floating for a while are others.
+    wrong += [
+        f"{key} must be {own[name].dtype}, got {state_dict[key].dtype}"
+        for name, key in keys.items()
+        if key in state_dict and state_dict[key].dtype != own[name].dtype
+    ]
     if strict:
         missing_keys += missing
     error_msgs += wrong

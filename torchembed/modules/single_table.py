@@ -92,6 +92,11 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         if dtype not in (*checks.FLOAT_DTYPES, torch.float64):
             raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
         if dynamic is not None:
+            if dtype not in checks.FLOAT_DTYPES:
+                raise TypeError(
+                    "dtype of a dynamic table must be float32, float16 or bfloat16, whose rows are "
+                    f"made when their ids come, got {dtype}"
+                )
             check_dynamic("this module", dynamic, Normal(), dim=embedding_dim, dtype=dtype)
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))

@@ -39,9 +39,12 @@ class EpochTimes:
         """Note that ``last``, int64 ``[1]``, is the newest epoch now. Between steps, not captured.
 
         Raises:
-            ValueError: where the clock says an earlier time than before.
+            TypeError: for a clock that returns no number.
+            ValueError: where it says an earlier time than before.
         """
         now = self._clock()
+        if isinstance(now, bool) or not isinstance(now, int | float):
+            raise TypeError(f"clock must return a number of seconds, got {now!r}")
         if not now >= self._latest:
             raise ValueError(
                 f"clock must not run backwards, got {now} seconds after {self._latest}; give "

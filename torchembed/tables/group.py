@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import SparseFeatures
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.stand_ins import KeptTensors, address_of, making_real_tensors
@@ -123,9 +124,18 @@ class TableGroup:
             slots: of this group's index.
             features, rows, is_valid: as for :meth:`~torchembed.tables.SlotIndex.admit`.
             admission: of the batch; None for one that is trained and was not prepared ahead.
+
+        Raises:
+            TypeError: before any change, for float64 tables.
         """
         if not self.tables[0].parameter.requires_grad:
             return rows
+        if self.weight.dtype not in FLOAT_DTYPES:
+            names = ", ".join(table.spec.name for table in self.tables)
+            raise TypeError(
+                f"tables {names} must be float32, float16 or bfloat16 to give rows to new ids, got "
+                f"{self.weight.dtype}; convert the module, or evaluate it"
+            )
         admission = admission or Admission()
         is_in_forward = admission.epoch is None
         self.num_forward_admissions += is_in_forward
