@@ -7,6 +7,7 @@ from torchembed.checkpoints.dynamicemb_rows import (
 )
 from torchembed.checkpoints.hugectr_rows import open_hugectr_rows
 from torchembed.checkpoints.managed_collision_rows import managed_collision_rows
+from torchembed.checkpoints.model_rows import load_rows, model_rows
 from torchembed.checkpoints.row_folder import export_rows, open_rows
 from torchembed.checkpoints.row_source import RowSource
 from torchembed.checkpoints.sok_rows import open_sok_rows
@@ -15,7 +16,9 @@ __all__ = [
     "KeyCounts",
     "RowSource",
     "export_rows",
+    "load_rows",
     "managed_collision_rows",
+    "model_rows",
     "open_dynamicemb_counts",
     "open_dynamicemb_rows",
     "open_hugectr_rows",

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchembed.checkpoints import save_planner
+from torchembed.checkpoints.model_rows import are_here
 from torchembed.checkpoints.saved_state import SavedState
 from torchembed.checkpoints.table_form import TableForm, form_key
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
-from torchembed.sharding.planning.partition import HashPartition
 from torchembed.tables import (
     HashIndex,
     RowChunk,
@@ -201,13 +201,7 @@ class MovedTable:
         return saved.tensors.rows(f"{self.contents}ids", rows)[places], places
 
     def _is_here(self, ids: Tensor) -> Tensor:
-        """bool ``[n]``: which ids belong to this rank's part of the table."""
-        table, (place, num_shares) = self.table, self.table.id_share
-        if table.spec.num_ids is not None:
-            return (ids >= table.first_row) & (ids < table.first_row + table.num_rows)
-        if num_shares == 1:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return HashPartition(ranks=tuple(range(num_shares))).places_of(ids) == place
+        return are_here(self.table, ids)
 
     def _load_hashed_rows(self, form: TableForm, saved: SavedState) -> None:
         """Give the rows that ids share the mean of those of the shares that held the ids: their
