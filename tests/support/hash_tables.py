@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from torchembed.ops.hash_table import (
     empty_hash_tables,
     find_slots,
     insert_keys,
+    layout,
     touch_slots,
 )
 
@@ -154,3 +156,8 @@ class Tables:
 
     def count(self, counter: Counter, table: int = 0) -> int:
         return count(self.tables, counter, table)
+
+
+def blocks_of(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tables that are made from now on have blocks of ``num_slots``, at most."""
+    monkeypatch.setattr(layout, "BLOCK_SLOTS", num_slots)

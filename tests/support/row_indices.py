@@ -184,12 +184,16 @@ class DictFactory:
     """Makes :class:`DictIndex`."""
 
     takes_any_id = True
+    grows = False
 
     def rows_for(self, capacity: int) -> int:
         return capacity
 
     def rows_of_part(self, num_rows: int, num_parts: int) -> int:
         return -(-num_rows // num_parts)
+
+    def initial_rows(self, num_rows: int, of_rows: int) -> int:
+        return num_rows
 
     def bytes_for(self, num_rows: int) -> int:
         """As if each row had an id of 8 bytes."""
@@ -204,12 +208,16 @@ class RecordingFactory:
     """Makes :class:`RecordingIndex`."""
 
     takes_any_id = False
+    grows = False
 
     def rows_for(self, capacity: int) -> int:
         return capacity
 
     def rows_of_part(self, num_rows: int, num_parts: int) -> int:
         return -(-num_rows // num_parts)
+
+    def initial_rows(self, num_rows: int, of_rows: int) -> int:
+        return num_rows
 
     def bytes_for(self, num_rows: int) -> int:
         return 0

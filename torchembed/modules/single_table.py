@@ -213,6 +213,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             )
         admission = None
         if is_trained and self.dynamic is not None and admits_in_forward(self):
+            self._grow_in_forward()
             admission = admission_in_forward(None)
         return self._slots.rows(features, admission, is_valid)
 

@@ -259,9 +259,12 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         if known:
             reusable = next((r for r in known if not r.was_returned), known[0])
             return self._vectors_of(reusable)
-        ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         # What is only evaluated changes no table.
-        if admits_in_forward(self) and self.admission_changes_tables:
+        admits = admits_in_forward(self) and self.admission_changes_tables
+        if admits:
+            self._grow_in_forward()
+        ids = self._route(self._exchange_sizes(batch, ahead=False), None)
+        if admits:
             admission = admission_in_forward(self._admission_group)
             ids = self._admit(ids, admission, finds_runs=False)
         return self._look_up(ids, ahead=False)

@@ -1,6 +1,6 @@
 """The base of the modules that hold embedding tables."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ from torchembed.tables import (
     CountedTables,
     Delta,
     DeltaMark,
+    GrowingTables,
     HashIndex,
     StatisticsReader,
     Table,
     TableGroup,
+    TableGrowth,
     TableSet,
     TableStatistics,
     check_score,
@@ -61,7 +63,7 @@ class TableModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._statistics = StatisticsReader()
+        self._statistics, self._growth = StatisticsReader(), TableGrowth()
         self.register_load_state_dict_post_hook(_restore_after_load)
 
     def _hold(
@@ -90,6 +92,40 @@ class TableModule(nn.Module):
         """The indices whose rows live for some seconds: they must note the time between steps."""
         indices = [group.index for group in self._table_set.current_groups()]
         return [i for i in indices if isinstance(i, HashIndex) and i.expires_by_time]
+
+    @property
+    def growth(self) -> TableGrowth:
+        """Says when the module's dynamic tables grow."""
+        return self._growth
+
+    def growing_tables(self) -> GrowingTables | None:
+        """The dynamic tables that may grow; None where there are none, or none any more."""
+        if self._growth.is_over:
+            return None
+        self._table_set.current_groups()
+        parts = [[table] for table in self._table_set.tables if table.spec.index.grows]
+        if not parts:
+            self._growth.is_over = True
+            return None
+        return GrowingTables(parts, parts[0][0].parameter.device, None)
+
+    def _grow_in_forward(self) -> None:
+        """Let dynamic tables grow before a forward admits ids, if they are to: between steps."""
+        if self._growth.is_over or self._growth.is_held:
+            return
+        tables = self.growing_tables()
+        if tables is None or (tables.max_over is None and tables.are_in_use):
+            return
+        due = self._growth.due(tables)
+        if due:
+            self.grow(due)
+
+    def grow(self, due: Mapping[int, int]) -> None:
+        """Let dynamic tables grow that are ``due``, as :meth:`TableGrowth.due` says, between steps;
+        collective where ranks share them. Waits for the device."""
+        tables = self.growing_tables()
+        if tables is not None and self._growth.grow(tables, due):
+            self._growth.due(tables, 0)
 
     def statistics(self, *, wait: bool = False) -> dict[str, TableStatistics]:
         """Counts of the dynamic tables, by name: ids looked up, inserted, evicted and so on.

@@ -171,8 +171,9 @@ class FusedOptimizer(ReplayedOptimizer):
             for parameter in group["params"]:
                 table = _table(parameter)
                 entry: dict[str, Tensor] = {"step": table.group.step}
-                for name, state in zip(self.state_names, table.group.states, strict=True):
-                    entry[name] = with_own_storage(table.group.table_rows(state, table))
+                states = [table.group.table_rows(state, table) for state in table.group.states]
+                table.shown_states = list(map(with_own_storage, states))
+                entry.update(zip(self.state_names, table.shown_states, strict=True))
                 self.state[parameter] = entry
 
     def _lr(self, index: int, group: ParamGroup, table_group: TableGroup) -> Tensor:

@@ -20,6 +20,7 @@ from torchembed.step.batches.read_ahead import InputStalls, ReadAhead
 from torchembed.step.engines.engine import StepEngine
 from torchembed.step.engines.engine_choice import EngineChoice
 from torchembed.step.forward_backward_update import StepProgram
+from torchembed.step.growing_tables import TablesThatGrow
 from torchembed.step.model_loss import (
     ComputeLoss,
     LossFunction,
@@ -211,6 +212,7 @@ class TrainPipeline:
         self._intake = BatchIntake(model, loss_fn, self._engines, padding, max_layouts)
         modules = (m for m in model.modules() if isinstance(m, TableModule))
         self._timed = [module for module in modules if module.timed_indices()]
+        self._growing = TablesThatGrow(model)
         self._is_alone = ranks.world_size() == 1
         self._changes = JointChanges(self._engines.values, self._engines.hooks)
         if self._engines.captures:
@@ -242,17 +244,35 @@ class TrainPipeline:
             Exception: what reading a batch raised, once those before it are trained; of several
                 ranks at the next call, since the others may wait for this one to read.
         """
+        if self._growing.are_due_next:  # nothing was prepared by the step before
+            self._begin_anew()
+            self._growing.grow()
         now = self._next(batches)
         self._follow_layouts(now)
+        is_last = self._is_last_before_growth(now)
         for module in self._timed:
             for index in module.timed_indices():
                 index.note_time()
-        trained = self._engines.run(now, list(self._upcoming))
+        with self._growing.held():
+            trained = self._engines.run(now, [] if is_last else list(self._upcoming))
         self._in_flight.add(trained)
         if not self._steps_ahead:
             self.check_ids()
         self._read_ahead()
         return StepResult(trained.result, self._engines.last_kind, trained.place)
+
+    def _is_last_before_growth(self, now: ReadBatch) -> bool:
+        """True if dynamic tables are to grow once ``now`` is trained, and before another batch is
+        admitted; where they are to grow before ``now`` is admitted, they have."""
+        if self._growing.are_over:
+            return False
+        is_prepared = self._engines.has_prepared(now)
+        self._growing.before_step(is_prepared=is_prepared)
+        if self._growing.are_due:
+            self._in_flight.wait_for_all()
+            self._engines.release()
+            self._growing.grow()
+        return self._growing.are_due_next
 
     def take(self, batches: Iterable[Any]) -> Any:
         """The batch that :meth:`progress` would train next, on the device, which it is not trained

@@ -20,7 +20,7 @@ from torchembed.tables.dynamic import (
 )
 from torchembed.tables.group import TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
-from torchembed.tables.hash_factory import HashFactory, num_slots
+from torchembed.tables.hash_factory import HashFactory
 from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.hashed_rows import HashedRows, with_shared_rows
 from torchembed.tables.initial_values import InitializedTable, initial_values
@@ -82,6 +82,7 @@ from torchembed.tables.table_delta import (
     read_delta,
 )
 from torchembed.tables.table_gradient import TableGradient, why_refused
+from torchembed.tables.table_growth import GrowingTables, TableGrowth
 from torchembed.tables.table_set import TableSet
 from torchembed.tables.table_statistics import (
     CountedTables,
@@ -111,6 +112,7 @@ __all__ = [
     "Eviction",
     "GradientReduction",
     "GroupWeight",
+    "GrowingTables",
     "HashFactory",
     "HashIndex",
     "HashedRows",
@@ -144,6 +146,7 @@ __all__ = [
     "TableDelta",
     "TableGradient",
     "TableGroup",
+    "TableGrowth",
     "TableMark",
     "TableOwner",
     "TableSet",
@@ -159,7 +162,6 @@ __all__ = [
     "is_function_of_id",
     "join_groups",
     "joined_where_whole",
-    "num_slots",
     "read_delta",
     "read_rows",
     "row_chunks",

@@ -125,6 +125,9 @@ class Dynamic:
     counts no use.
 
     Args:
+        initial_capacity: rows that the table has at first, at least (no more than its capacity, and
+            no fewer than a block of up to 4096); it doubles them between steps up to its capacity,
+            as ids need them. None: all of them from the start.
         eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU`,
             :class:`DecayingLFU`, :class:`EpochLFU` or :class:`CallerScores`.
         admission: chooses the new ids that get rows: :class:`MinimumCount`,
@@ -147,6 +150,7 @@ class Dynamic:
             train.
     """
 
+    initial_capacity: int | None = None
     eviction: Eviction = LRU()
     admission: AdmissionPolicy | None = None
     ttl_steps: int | None = None
@@ -167,6 +171,8 @@ class Dynamic:
                 "admission must be MinimumCount(...), CountMinSketch(...), Probability(...) or "
                 f"None, got {self.admission!r}"
             )
+        if self.initial_capacity is not None:
+            _check_at_least("initial_capacity", self.initial_capacity, 1)
         if self.ttl_steps is not None:
             _check_at_least("ttl_steps", self.ttl_steps, 2)
         if self.ttl_seconds is not None:

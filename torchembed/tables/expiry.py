@@ -40,6 +40,11 @@ class Expiry:
             return None
         return cls(dynamic.ttl_steps, times, SlotWindows(shapes, dynamic.sweep_steps, device))
 
+    def over(self, shapes: Sequence[TableShape], device: torch.device, sweep_steps: int) -> Self:
+        """The same expiry, which goes on, of tables of other shapes."""
+        windows = SlotWindows(shapes, sweep_steps, device)
+        return type(self)(self._ttl_steps, self._times, windows)
+
     @property
     def by_time(self) -> bool:
         """True if ids live for some seconds, so that :meth:`note_time` must be called."""

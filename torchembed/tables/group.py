@@ -1,5 +1,6 @@
 """Groups of tables, which hold the rows of several in one flat tensor."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -54,9 +55,7 @@ class TableGroup:
     def __init__(self, tables: Sequence[Table], weight: Tensor) -> None:
         self.tables = list(tables)
         self.weight = weight
-        self.first_rows = [0]
-        for table in tables:
-            self.first_rows.append(self.first_rows[-1] + table.num_rows)
+        self.first_rows = [0, *itertools.accumulate(table.num_rows for table in tables)]
         self.states: tuple[Tensor, ...] = ()
         self.initial_state = 0.0
         self.rule: UpdateRule | None = None
@@ -77,7 +76,8 @@ class TableGroup:
     def make_index(self) -> None:
         """Make the index anew from the specs of the tables, without any contents."""
         indexed = [
-            IndexedTable(t.spec.key, t.first_row, t.num_rows, t.first_column) for t in self.tables
+            IndexedTable(t.spec.key, t.first_row, t.num_rows, t.first_column, t.max_rows)
+            for t in self.tables
         ]
         self._set_index(self.tables[0].spec.index(indexed, self.weight.device))
 
@@ -263,6 +263,15 @@ class TableGroup:
             for table in self.tables
             if table.num_rows
         ) and all(table.parameter.device == self.weight.device for table in self.tables)
+
+    def take_rows(self, weight: Tensor, states: tuple[Tensor, ...]) -> None:
+        """Go on with rows and states in other memory, of as many rows as the tables and the index
+        have by now."""
+        self.weight, self.states = weight, states
+        self.first_rows = [0, *itertools.accumulate(table.num_rows for table in self.tables)]
+        self.pending = PendingGradients(self)  # what stands for gradients has the weights' shapes
+        self._set_index(self.index)
+        self.point_parameters()
 
     def set_rule(self, rule: UpdateRule, initial_state: float) -> None:
         """Let ``rule`` update the rows: makes the state (all ``initial_state``, no step done), and

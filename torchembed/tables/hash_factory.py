@@ -5,17 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from torchembed.ops.hash_table import Policy, table_shape
+from torchembed.ops.hash_table import Policy, growing_shapes, table_shape
 from torchembed.tables.deletion_log import DeletionLog
 from torchembed.tables.dynamic import Dynamic, policy_of
 from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.row_index import IndexedTable
-
-
-def num_slots(capacity: int) -> int:
-    """Rows of a dynamic table of ``capacity``: as many, or a few more, so that its buckets are
-    equally large."""
-    return table_shape(capacity).num_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +21,26 @@ class HashFactory:
     takes_any_id = True
 
     def rows_for(self, capacity: int) -> int:
-        return num_slots(capacity) + self.dynamic.num_hashed_rows
+        """As many, or a few more, so that buckets are equally large; and those that ids share."""
+        shape = growing_shapes(capacity)[-1] if self.grows else table_shape(capacity)
+        return shape.num_rows + self.dynamic.num_hashed_rows
 
     def rows_of_part(self, num_rows: int, num_parts: int) -> int:
         num_hashed = self.dynamic.num_hashed_rows
         return self.rows_for(-(-(num_rows - num_hashed) // num_parts))
+
+    @property
+    def grows(self) -> bool:
+        return self.dynamic.initial_capacity is not None
+
+    def initial_rows(self, num_rows: int, of_rows: int) -> int:
+        """The same part of the initial capacity as ``num_rows`` are of the table's ``of_rows``."""
+        wanted, num_hashed = self.dynamic.initial_capacity, self.dynamic.num_hashed_rows
+        if wanted is None or not num_rows:
+            return num_rows
+        own, of_whole = num_rows - num_hashed, of_rows - num_hashed
+        sizes = (shape.num_rows for shape in growing_shapes(own))
+        return num_hashed + next((n for n in sizes if n * of_whole >= wanted * own), own)
 
     def bytes_for(self, num_rows: int) -> int:
         """Ids, digests, epochs of the last use and, but for LRU, scores; what chooses the ids that

@@ -1,6 +1,8 @@
 """The row index of dynamic tables: ids in hash tables whose slots are the group's rows."""
 
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +13,15 @@ from torchembed.ops.hash_table import (
     InsertedKeys,
     Policy,
     SlotRange,
+    TableShape,
     assign_scores,
     coldest,
     empty_hash_tables,
     erase_if,
     erase_keys,
     find_slots,
+    grow,
+    growing_shapes,
     insert_keys,
     slot_ranges,
     table_shape,
@@ -29,11 +34,24 @@ from torchembed.tables.caller_scores import StepScores
 from torchembed.tables.deletion_log import DeletionLog
 from torchembed.tables.dynamic import CallerScores, DecayingLFU, Dynamic, EpochLFU, policy_of
 from torchembed.tables.expiry import Expiry
+from torchembed.tables.growth_demand import GrowthDemand
 from torchembed.tables.hash_slots import HashSlots
 from torchembed.tables.hashed_row_keys import HashedRowKeys
 from torchembed.tables.hashed_rows import HashedRows, SharedRows
-from torchembed.tables.row_index import Admission, IndexedTable, RowIndex
+from torchembed.tables.row_index import Admission, IndexedTable, RowIndex, max_rows_of
 from torchembed.tables.score_decay import ScoreDecay
+
+
+class GrownIndex(NamedTuple):
+    """What a :class:`HashIndex` holds with more rows, made by :meth:`HashIndex.grown`."""
+
+    tables: list[IndexedTable]
+    hash_tables: HashTables
+    new_slots: Tensor
+    """int64 ``[R]``: the new row of each old one that has an id, -1 of free ones."""
+    expiry: Expiry | None
+    decay: ScoreDecay | None
+    row_keys: HashedRowKeys
 
 
 class HashIndex:
@@ -56,6 +74,9 @@ class HashIndex:
         deletions: notes the ids that leave the tables; None where no delta is wanted.
         step_scores: the scores that batches give to their ids; None but under
             :class:`CallerScores`.
+        demand: the rows that the tables will need; None where they have all of theirs.
+        has_forwards_under_way: True if forwards have admitted ids whose rows no update of a fused
+            optimizer has trained since.
     """
 
     changes_on_admission = True
@@ -65,16 +86,9 @@ class HashIndex:
     ) -> None:
         self._tables, self._dynamic, self._device = list(tables), dynamic, device
         self._policy = policy_of(dynamic.eviction)
-        num_shared = dynamic.num_hashed_rows
-        shapes = [
-            table_shape(table.num_rows - num_shared)._replace(num_spare=num_shared)
-            for table in tables
-        ]
+        shapes = self._shapes = _shapes(tables, dynamic)
         assert [shape.num_rows for shape in shapes] == [table.num_rows for table in tables]
-        self._shapes = shapes
-        self._first_rows = [0]
-        for table in tables:
-            self._first_rows.append(self._first_rows[-1] + table.num_rows)
+        self._first_rows = _first_rows(tables)
         self.hash_tables: HashTables = empty_hash_tables(shapes, self._policy, device)
         self.shared: SharedRows | None = None
         if isinstance(dynamic.missing, HashedRows):
@@ -96,6 +110,8 @@ class HashIndex:
         if isinstance(dynamic.eviction, DecayingLFU):
             self._decay = ScoreDecay(dynamic.eviction, shapes, device)
         self._row_keys = HashedRowKeys(tables, device)
+        self.demand = GrowthDemand.of(_capacities(tables, shapes), device)
+        self.has_forwards_under_way = False
 
     def capacity(self, table: int) -> int:
         """The most ids that a table can hold here."""
@@ -114,8 +130,11 @@ class HashIndex:
         state, policy, is_trained = self.hash_tables, self._policy, admission.is_trained
         if admission.epoch is None:
             self.note_time()
+            self.has_forwards_under_way = True
         before, eviction = self.clock.last.clone(), self._dynamic.eviction
         epoch = self.clock.admitted(admission)
+        if self.demand is not None:
+            self.demand.begin_batch(state.counters, epoch > before)
         epoch_number = None
         if isinstance(eviction, EpochLFU):
             epoch_number = epoch // eviction.steps_per_epoch
@@ -171,6 +190,8 @@ class HashIndex:
         if self.admission is not None:
             self.admission.forget(inserted.keys, inserted.tables, epoch)
         self._row_keys.note(inserted)
+        if self.demand is not None:
+            self.demand.end_batch(state.counters, epoch, is_trained)
         return inserted
 
     def note_time(self) -> None:
@@ -219,6 +240,7 @@ class HashIndex:
         self.clock.release(epoch, keeps_rows=keeps_rows)
 
     def release_forwards(self, *, keeps_rows: bool = False) -> None:
+        self.has_forwards_under_way = False
         self.clock.release_forwards(keeps_rows=keeps_rows)
 
     def row_ids(self, table: int) -> Tensor:
@@ -233,6 +255,46 @@ class HashIndex:
 
     def _part(self, tensor: Tensor, table: int) -> Tensor:
         return tensor[self._first_rows[table] : self._first_rows[table + 1]]
+
+    def rows_with(self, table: int, capacity: int) -> int:
+        """The rows of a table with its slots doubled until it has room for ``capacity`` ids, or
+        cannot grow."""
+        shape, max_rows = self._shapes[table], max_rows_of(self._tables[table])
+        while shape.capacity < capacity and shape.num_rows < max_rows:
+            shape = shape._replace(num_blocks=2 * shape.num_blocks)
+        return shape.num_rows
+
+    def grown(self, num_rows: Sequence[int]) -> GrownIndex:
+        """The same ids in tables of ``num_rows``, each what it has, doubled any number of times;
+        changes nothing. Waits for the device.
+
+        Raises:
+            torch.OutOfMemoryError: where there is no memory for them.
+        """
+        pairs = zip(self._tables, num_rows, strict=True)
+        tables = [table._replace(num_rows=count) for table, count in pairs]
+        shapes, device = _shapes(tables, self._dynamic), self._device
+        hash_tables, new_slots = grow(self.hash_tables, self._shapes, shapes)
+        decay = self._decay
+        if isinstance(self._dynamic.eviction, DecayingLFU):
+            decay = ScoreDecay(self._dynamic.eviction, shapes, device)
+        expiry = (
+            None
+            if self._expiry is None
+            else self._expiry.over(shapes, device, self._dynamic.sweep_steps)
+        )
+        row_keys = self._row_keys.over(tables, hash_tables.keys)
+        return GrownIndex(tables, hash_tables, new_slots, expiry, decay, row_keys)
+
+    def take_grown(self, grown: GrownIndex) -> None:
+        """Go on with what :meth:`grown` gave."""
+        self._tables, self._first_rows = grown.tables, _first_rows(grown.tables)
+        self.hash_tables, self._row_keys = grown.hash_tables, grown.row_keys
+        self._expiry, self._decay = grown.expiry, grown.decay
+        self._shapes = _shapes(grown.tables, self._dynamic)
+        if isinstance(self._dynamic.missing, HashedRows):
+            self.shared = SharedRows(self._dynamic.missing, slot_ranges(self._shapes), self._device)
+        self.demand = GrowthDemand.of(_capacities(grown.tables, self._shapes), self._device)
 
     def to(self, device: torch.device) -> "HashIndex":
         """The index on another device; without ids where it comes from the meta device."""
@@ -289,3 +351,31 @@ class HashIndex:
         if self._expiry is not None:
             self._expiry.forget_times()
         self._row_keys.refresh(self.hash_tables.keys)
+
+
+def _first_rows(tables: Sequence[IndexedTable]) -> list[int]:
+    """Where each table begins in the group, and where the last one ends."""
+    return [0, *itertools.accumulate(table.num_rows for table in tables)]
+
+
+def _shapes(tables: Sequence[IndexedTable], dynamic: Dynamic) -> list[TableShape]:
+    """The shape of each table, which follows from its rows."""
+    shapes, num_shared = [], dynamic.num_hashed_rows
+    for table in tables:
+        if dynamic.initial_capacity is None:
+            shape = table_shape(table.num_rows - num_shared)
+        else:
+            growing = growing_shapes(max_rows_of(table) - num_shared)
+            shape = next(s for s in growing if s.num_rows == table.num_rows - num_shared)
+        shapes.append(shape._replace(num_spare=num_shared))
+    return shapes
+
+
+def _capacities(
+    tables: Sequence[IndexedTable], shapes: Sequence[TableShape]
+) -> list[tuple[int, int]]:
+    """The ids that each table can hold now, and once it has grown."""
+    return [
+        (shape.capacity, max_rows_of(table) - shape.num_spare)
+        for table, shape in zip(tables, shapes, strict=True)
+    ]

@@ -27,6 +27,13 @@ class HashedRowKeys:
         self._keys: Tensor | None = None
         """int64 ``[R + 1]``; None before an update asked for them. The last element is none."""
 
+    def over(self, tables: Sequence[IndexedTable], ids: Tensor) -> "HashedRowKeys":
+        """Keys of ``tables`` with other rows, of ``ids [R]``; kept where these are."""
+        made = HashedRowKeys(tables, self._device)
+        if self._keys is not None:
+            made.keep(ids)
+        return made
+
     def keep(self, ids: Tensor) -> None:
         """Keep keys from now on, of rows with ``ids [R]``, in the same memory in each call."""
         if self._keys is None:

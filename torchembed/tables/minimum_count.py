@@ -18,7 +18,7 @@ from torchembed.ops.hash_table import (
     touch_slots,
 )
 from torchembed.tables.admission_filters import INT32_MAX, ChosenIds, check_count
-from torchembed.tables.row_index import IndexedTable
+from torchembed.tables.row_index import IndexedTable, max_rows_of
 
 # Ids that have no row yet lie in hash tables whose scores are pairs of the batch that they came in
 # last, in the higher 32 bits, and their count: where there is no room, that of the longest unseen
@@ -42,7 +42,8 @@ class MinimumCount:
     threshold: int
     """Occurrences in training batches, duplicates in a batch and the last one counted."""
     capacity: int | None = dataclasses.field(default=None, kw_only=True)
-    """Ids of each table whose counts are kept, at least; None: as many as the table has rows."""
+    """Ids of each table whose counts are kept, at least; None: as many as the table has rows,
+    fully grown."""
 
     def __post_init__(self) -> None:
         check_count("threshold", self.threshold, INT32_MAX)
@@ -74,7 +75,7 @@ class MinimumCountFilter:
         self, config: MinimumCount, tables: Sequence[IndexedTable], device: torch.device
     ) -> None:
         self._threshold = config.threshold
-        shapes = [table_shape(config.capacity or table.num_rows) for table in tables]
+        shapes = [table_shape(config.capacity or max_rows_of(table)) for table in tables]
         self._first_slots = [0]
         for shape in shapes:
             self._first_slots.append(self._first_slots[-1] + shape.num_rows)

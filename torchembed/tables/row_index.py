@@ -22,9 +22,16 @@ class IndexedTable(NamedTuple):
     first_row: int
     """Number, in the whole table, of the first row that this rank holds."""
     num_rows: int
-    """Rows that this rank holds."""
+    """Rows that this rank holds now."""
     first_column: int
     """Number, in the whole table, of the first column that this rank holds."""
+    max_rows: int | None = None
+    """Rows that this rank holds once the table has grown; None: as many as now."""
+
+
+def max_rows_of(table: IndexedTable) -> int:
+    """Rows that this rank holds of ``table`` once it has grown."""
+    return table.num_rows if table.max_rows is None else table.max_rows
 
 
 class Admission(NamedTuple):
@@ -191,6 +198,16 @@ class IndexFactory(Protocol):
         divides its ids."""
         ...
 
+    @property
+    def grows(self) -> bool:
+        """True where tables may start with fewer rows than they hold at last."""
+        ...
+
+    def initial_rows(self, num_rows: int, of_rows: int) -> int:
+        """Rows with which ``num_rows`` of a table, of its ``of_rows``, start; fewer where it
+        grows."""
+        ...
+
     def bytes_for(self, num_rows: int) -> int:
         """Bytes of what an index keeps beside a table of ``num_rows``."""
         ...
@@ -264,12 +281,17 @@ class RangeFactory:
     """Makes :class:`RangeIndex`."""
 
     takes_any_id = False
+    grows = False
 
     def rows_for(self, capacity: int) -> int:
         return capacity
 
     def rows_of_part(self, num_rows: int, num_parts: int) -> int:
         return -(-num_rows // num_parts)
+
+    def initial_rows(self, num_rows: int, of_rows: int) -> int:
+        """All of them: no range grows."""
+        return num_rows
 
     def bytes_for(self, num_rows: int) -> int:
         """None: a range needs a few numbers only."""

@@ -92,6 +92,10 @@ class TableOwner(Protocol):
         """Note that a group is updated together with other ones than before."""
         ...
 
+    def note_growth(self) -> None:
+        """Note that tables of groups have more rows, in other memory."""
+        ...
+
 
 class WeightHolder(Protocol):
     """A module under whose attribute ``weight`` users see a table."""
@@ -105,7 +109,8 @@ class WeightHolder(Protocol):
 
 class Table:
     """The part of a table that one device holds: rows ``[first_row, first_row + num_rows)``, and of
-    these the columns ``[first_column, first_column + num_columns)``; in one group.
+    these the columns ``[first_column, first_column + num_columns)``; in one group. A dynamic table
+    may start with fewer rows than it holds at last.
 
     ``parameter`` is ``[num_rows, num_columns]``, part of the memory of the group's weight under a
     storage of its own: what ``state_dict``, any ``torch.optim`` optimizer and other libraries see.
@@ -123,7 +128,9 @@ class Table:
     ) -> None:
         self.spec = spec
         self.first_row = first_row
-        self.num_rows = spec.num_rows - first_row if num_rows is None else num_rows
+        self.max_rows = spec.num_rows - first_row if num_rows is None else num_rows
+        """Rows once the table has grown."""
+        self.num_rows = spec.index.initial_rows(self.max_rows, spec.num_rows)
         self.first_column = first_column
         self.num_columns = spec.dim - first_column if num_columns is None else num_columns
         self.parameter: nn.Parameter
@@ -152,6 +159,8 @@ class Table:
         updated in one pass."""
         self.holder: WeightHolder | None = None
         """The module whose ``weight`` is ``parameter``; None for a parameter of no module."""
+        self.shown_states: list[Tensor] = []
+        """What an optimizer shows of the table's state: views, which follow where it grows."""
         self.kept_contents: dict[str, Tensor] | None = None
         """Of a copy that has no group yet: :meth:`index_contents` of what it was copied from."""
         self.number = number_for(self)
@@ -202,10 +211,11 @@ class Table:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""
-        left_out = ("parameter", "group", "owner", "number")
+        left_out = ("parameter", "group", "owner", "number", "shown_states")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         kept = {name: tensor.clone() for name, tensor in self.index_contents().items()}
-        return {**state, "update_key": None, "holder": None, "kept_contents": kept or None}
+        cleared = {"update_key": None, "holder": None, "shown_states": []}
+        return {**state, **cleared, "kept_contents": kept or None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)

@@ -137,6 +137,11 @@ class TableSet:
         """Note that a group is updated together with other ones than before."""
         self._num_changes += 1
 
+    def note_growth(self) -> None:
+        """Note that tables of groups have more rows, in other memory."""
+        self.groups = list(self.groups)
+        self._formed_for = self._parameters_now()
+
     @_disable_dynamo
     def _form_groups_untraced(self) -> None:
         self._form_real_groups()

@@ -23,7 +23,7 @@ from torchembed.modules.table_module import TableWeight
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import Placement, TablePlan
 from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_batch
-from torchembed.sharding.transport.data_parallel import sum_over_columns
+from torchembed.sharding.transport.data_parallel import max_over, sum_over_columns
 from torchembed.sharding.transport.global_rows import (
     global_tensor,
     local_contents,
@@ -32,7 +32,14 @@ from torchembed.sharding.transport.global_rows import (
 )
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.transport.table_ranks import TableRanks
-from torchembed.tables import CountedTables, IdShare, Table, TableSet, TableSpec
+from torchembed.tables import (
+    CountedTables,
+    GrowingTables,
+    IdShare,
+    Table,
+    TableSet,
+    TableSpec,
+)
 
 
 def _distribute(
@@ -280,6 +287,19 @@ class ShardedCollection(StagedCollection[B, R, V]):
         self._table_set.current_groups()
         tables = {self._configs[number].name: self._local.get(number) for number in dynamic}
         return CountedTables(tables, self.device, self._ranks.group)
+
+    def growing_tables(self) -> GrowingTables | None:
+        if self._growth.is_over:
+            return None
+        # On all ranks the same tables, whichever hold parts of them.
+        grow = [n for n, c in enumerate(self._configs) if c.spec(seed=0).index.grows]
+        if not grow:
+            self._growth.is_over = True
+            return None
+        self._table_set.current_groups()
+        held = self._by_column.items()
+        parts = [[table for (number, _), table in held if number == n] for n in grow]
+        return GrowingTables(parts, self.device, max_over(self._ranks.group))
 
     @property
     def device(self) -> torch.device:

@@ -18,6 +18,7 @@ from torchembed.ops.hash_table.layout import (
     TableShape,
     empty_hash_tables,
     geometry_of,
+    growing_shapes,
     table_shape,
 )
 from torchembed.ops.hash_table.placing import place_keys
@@ -55,6 +56,7 @@ __all__ = [
     "find_slots",
     "geometry_of",
     "grow",
+    "growing_shapes",
     "hash_keys",
     "insert_keys",
     "int64_keys",

@@ -57,7 +57,7 @@ class HashTables(NamedTuple):
 
 
 def table_shape(
-    capacity: int, initial_capacity: int | None = None, *, block_slots: int = BLOCK_SLOTS
+    capacity: int, initial_capacity: int | None = None, *, block_slots: int | None = None
 ) -> TableShape:
     """The shape with which a table of ``capacity`` rows starts.
 
@@ -65,14 +65,15 @@ def table_shape(
         capacity: rows that it must be able to hold, fully grown; at least 1.
         initial_capacity: rows that it starts with, at least; None: all of them. It reaches
             ``capacity`` by doubling its blocks.
-        block_slots: slots of a block, at most. Larger blocks keep more of the keys that one table
-            without blocks would keep.
+        block_slots: slots of a block, at most, :data:`BLOCK_SLOTS` by default. Larger blocks keep
+            more of the keys that one table without blocks would keep.
 
     Raises:
         ValueError: for a capacity below 1, or an initial one outside ``[1, capacity]``.
     """
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1 row, got {capacity}")
+    block_slots = BLOCK_SLOTS if block_slots is None else block_slots
     if initial_capacity is None:
         initial_capacity = capacity
     if not 1 <= initial_capacity <= capacity:
@@ -87,6 +88,20 @@ def table_shape(
     num_buckets = -(-capacity // (full_blocks * BUCKET_SLOTS))
     num_slots = -(-capacity // (full_blocks * num_buckets))
     return TableShape(num_blocks, num_buckets, num_slots)
+
+
+def growing_shapes(capacity: int) -> list[TableShape]:
+    """The shapes of a table that grows to ``capacity`` rows, or a few more, from the smallest one
+    on; each has twice the blocks of the one before. The rows of the last one, as a capacity, give
+    the same shapes.
+
+    Raises:
+        ValueError: for a capacity below 1.
+    """
+    shapes = [table_shape(capacity, 1)]
+    while shapes[-1].num_rows < capacity:
+        shapes.append(shapes[-1]._replace(num_blocks=2 * shapes[-1].num_blocks))
+    return shapes
 
 
 def geometry_of(shapes: Sequence[TableShape], device: torch.device | None = None) -> Tensor:

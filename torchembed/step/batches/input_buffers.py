@@ -115,6 +115,12 @@ class InputBuffers:
             self._pinned[buffer][number] = pinned
         return _copy(source, pinned, value)
 
+    def hold_back(self, buffer: int) -> None:
+        """Let no table admit the batch that the buffer holds now, or that is being copied there."""
+        if self.is_fresh is not None:
+            self.wait_until_filled(buffer)
+            self.is_fresh[buffer].zero_()
+
     def wait_until_filled(self, buffer: int) -> None:
         """Let the current stream wait for the copy to the buffer."""
         filled = self._filled[buffer]

@@ -42,6 +42,10 @@ class EagerEngine:
     def prefetch(self, batch: ReadBatch) -> None:
         """Nothing is done ahead."""
 
+    def has_prepared(self, now: ReadBatch) -> bool:
+        del now
+        return False
+
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch] = ()) -> TrainedBatch:
         del upcoming
         if not self._lookups.can_join:

@@ -29,8 +29,14 @@ class StepEngine(Protocol):
         decide. Nothing is done for a batch that was prefetched before."""
         ...
 
+    def has_prepared(self, now: ReadBatch) -> bool:
+        """True if the step before has prepared the batch, so that tables have admitted its ids; the
+        same on all ranks."""
+        ...
+
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | Reason:
-        """Train ``now``, and prepare the first of those that are ``upcoming``.
+        """Train ``now``, and prepare the first of those that are ``upcoming``; none where that is
+        empty, whatever batches were shown.
 
         What :meth:`prefetch` does is done now for those that the engine was not shown, since they
         were read before it was made or released.

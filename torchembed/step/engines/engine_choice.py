@@ -130,8 +130,17 @@ class EngineChoice:
             if engine is not None:
                 engine.prefetch(batch)
 
+    def has_prepared(self, now: ReadBatch) -> bool:
+        """True if the step before has prepared ``now``, so that tables have admitted its ids; the
+        same on all ranks."""
+        if not self.captures:
+            return False
+        engine = next(self._candidates(now.agree().kinds), None)
+        return engine is not None and engine.has_prepared(now)
+
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch:
-        """Train ``now``, and prepare the first of those that are ``upcoming``."""
+        """Train ``now``, and prepare the first of those that are ``upcoming``; where there are
+        none, nothing is prepared."""
         if not self.captures:
             return self._run_eagerly(now)
         # By what all ranks have read: engines differ in their collectives, so every rank must take

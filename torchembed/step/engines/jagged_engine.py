@@ -120,6 +120,10 @@ class JaggedEngine:
         )
         self._prefetched[batch.number] = _Prefetched(batch.data, self.worker.submit(task))
 
+    def has_prepared(self, now: ReadBatch) -> bool:
+        prefetched = self._prefetched.get(now.number)
+        return prefetched is not None and prefetched.admitted is not None
+
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch:
         """Train ``now``, and send the ids of the first of those that are ``upcoming``.
 

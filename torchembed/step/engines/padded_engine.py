@@ -113,6 +113,9 @@ class PaddedEngine:
             worker.submit(functools.partial(_needs, step, self._calls, batch, num_ids)),
         )
 
+    def has_prepared(self, now: ReadBatch) -> bool:
+        return self._step is not None and self._step.has_prepared(now)
+
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | Reason:
         """Train ``now``, and prepare the first of those that are ``upcoming``.
 
@@ -126,6 +129,10 @@ class PaddedEngine:
         step = self._step
         assert step is not None
         following = upcoming[0] if upcoming else None
+        if following is None:
+            for prefetched in self._prefetched.values():
+                # Until its copy was begun, the step cannot hold a batch back.
+                prefetched.is_bucketized.exception()
         if following is not None and not self._is_bucketized(step, following):
             following = None
         trained: list[TrainedBatch] = []

@@ -91,6 +91,10 @@ class StaticEngine:
             )
         return self._buffers[number]
 
+    def has_prepared(self, now: ReadBatch) -> bool:
+        step = self._steps.get(now.agree().layouts)
+        return step is not None and step.has_prepared(now)
+
     def run(self, now: ReadBatch, upcoming: Sequence[ReadBatch]) -> TrainedBatch | Reason:
         self.prefetch(now)
         layouts = now.agree().layouts

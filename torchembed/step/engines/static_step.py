@@ -134,6 +134,10 @@ class StaticStep:
         """True if a step has begun to change rows and parameters."""
         return self._train.has_begun_update
 
+    def has_prepared(self, now: ReadBatch) -> bool:
+        """True if the step before has prepared ``now``."""
+        return self._prepared == now.number
+
     def make_ready(self, now: ReadBatch) -> Reason | None:
         """Make the step ready for ``now``, which is in its buffer; captures it once it is warm.
 
@@ -260,12 +264,14 @@ class StaticStep:
 
     def run(self, now: ReadBatch, following: ReadBatch | None) -> TrainedBatch:
         """Train ``now``, which the step was made ready for, and prepare ``following``, which is in
-        the other buffer.
+        the other buffer; where there is none, no table admits what that buffer holds.
 
         The loss is overwritten when the same buffer is trained again, output and batch by the next
         step.
         """
         buffer = now.buffer
+        if following is None:
+            self.buffers.hold_back(1 - buffer)
         self._places[buffer].begin_step()
         captured = self._captured[buffer]
         self.has_replayed = captured is not None
