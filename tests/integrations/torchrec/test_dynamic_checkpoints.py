@@ -93,8 +93,8 @@ def by_rows() -> list[bool]:
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders)
-        tables = dynamic_tables(loaded.module)
-        for name, table in dynamic_tables(saved.module).items():
+        tables = dynamic_tables(loaded)
+        for name, table in dynamic_tables(saved).items():
             path = Path(folders[0]) / name
             export_rows(table.row_chunks(1000), path)
             for chunk in open_rows(path, chunk_bytes=1000):

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import torchembed
 from tests.support.dynamic_torchrec import (
     DIM,
     KEYS,
@@ -68,6 +70,7 @@ def everything_on_the_cpu() -> dict[str, Any]:
         "refused": what_is_refused(),
         "missing": missing(),
         "collisions": from_collisions(),
+        "alone": alone(),
     }
 
 
@@ -80,7 +83,7 @@ def what_is_written() -> dict[str, Any]:
     case = Case(["row_wise", "column_wise", "table_wise"])
     model = make(case, is_dynamic=True)
     model.eval()
-    held = dynamic_tables(model.module)
+    held = dynamic_tables(model)
     rows = torch.arange(20.0 * DIM).reshape(20, DIM)
     chunk = RowChunk(POOL[:20], rows, {}, scores=torch.arange(20))
     found: dict[str, Any] = {"names": list(held)}
@@ -107,6 +110,58 @@ def what_is_written() -> dict[str, Any]:
     (kept,) = second.row_chunks(10**6)
     found["kept"] = [POOL.tolist().index(key) for key in kept.keys.tolist()]
     return found
+
+
+def alone() -> list[bool]:
+    """On the first rank, which has a model of its own, placed by TorchRec's planner: whether it
+    trains as torchembed's collection of the same configs. Nothing on others, where TorchRec wants
+    ranks of plans to be those of all processes."""
+    import torchrec
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+    from torchrec.distributed.types import ShardingEnv
+
+    from torchembed.integrations.torchrec import EmbeddingBagConfig, get_default_sharders
+
+    group = dist.new_group([0])
+    if dist.get_rank():
+        return []
+    configs = [
+        EmbeddingBagConfig(
+            name=name, num_embeddings=40, embedding_dim=DIM, feature_names=[name], dynamic=dynamic
+        )
+        for name, dynamic in (("user", Dynamic(eviction=LFU())), ("item", Dynamic()))
+    ]
+    bags = torchrec.EmbeddingBagCollection(configs, device=torch.device("meta"))
+    _apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
+    model, sharders = nn.Sequential(bags), get_default_sharders()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=1, compute_device="cpu"),
+        storage_reservation=FixedPercentageStorageReservation(0.1),
+    )
+    theirs = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(group),
+        device=torch.device("cpu"),
+        plan=planner.plan(model, sharders),
+        sharders=sharders,
+    )
+    ours = torchembed.EmbeddingBagCollection(configs)
+    optimizer = torchembed.optim.SGD(ours.parameters(), lr=0.1)
+    equal = []
+    for step in range(6):
+        features = batch(step, is_dynamic=True, is_weighted=False, is_fixed=True)
+        features = torchrec.KeyedJaggedTensor(
+            ["user", "item"], features.values()[:24], lengths=features.lengths()[:12]
+        )
+        outputs = [theirs(features), ours(features)]
+        for output in outputs:
+            output.values().square().mean().backward()
+        optimizer.step()
+        equal += [torch.equal(outputs[0][name], outputs[1][name]) for name in ("user", "item")]
+    return equal
 
 
 def from_collisions() -> bool:
@@ -145,7 +200,7 @@ def from_collisions() -> bool:
     )
     model = make(Case(["row_wise"] * 3), is_dynamic=True)
     for chunk in rows:
-        dynamic_tables(model.module)["sparse.a"].write_rows(chunk)
+        dynamic_tables(model)["sparse.a"].write_rows(chunk)
     model.eval()
     nothing = torch.zeros(30, dtype=torch.int32)
     features = torchrec.KeyedJaggedTensor(
@@ -272,6 +327,10 @@ def test_rows_by_id(cpu_answers: list[Any]) -> None:
         # Those of the greatest scores stay: under LRU they were used last.
         assert sorted(found["kept"]) == [17, 18, 19]
     assert sum(found["sizes"][0] for found in of_ranks) == 20
+
+
+def test_one_rank(cpu_answers: list[Any]) -> None:
+    assert cpu_answers[0]["dynamic_tables"]["alone"] == [True] * 12
 
 
 def test_rows_of_managed_collisions(cpu_answers: list[Any]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchembed.core import checks
 from torchembed.integrations.torchrec.description import DescribedCollection
+from torchembed.integrations.torchrec.unwrapped_model import unwrap
 from torchembed.ops.hash_table import int64_keys
 from torchembed.sharding.planning.partition import HashPartition
 from torchembed.sharding.planning.plan import Placement
@@ -180,9 +181,13 @@ class DynamicTable:
 
 def dynamic_tables(model: nn.Module) -> dict[str, DynamicTable]:
     """The dynamic tables of a model whose collections torchembed's sharders have sharded, by name:
-    that of their config, behind the name of the collection in the model, as ``sparse.item``."""
+    that of their config, behind the name of the collection in the user's model, as ``sparse.item``.
+
+    Args:
+        model: a ``DistributedModelParallel``, or a module in it, from which names begin then.
+    """
     found: dict[str, DynamicTable] = {}
-    for path, module in model.named_modules():
+    for path, module in unwrap(model).inner.named_modules():
         if not isinstance(module, DescribedCollection):
             continue
         parts = module.dynamic_tables
