@@ -38,6 +38,7 @@ from torchembed.tables import (
     TableDelta,
     TableStatistics,
     Uniform,
+    gather_delta,
 )
 
 register_trees()
@@ -78,6 +79,7 @@ __all__ = [
     "TableDelta",
     "TableStatistics",
     "Uniform",
+    "gather_delta",
     "optim",
     "plan_embeddings",
     "shard_embeddings",

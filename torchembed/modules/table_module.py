@@ -22,6 +22,7 @@ from torchembed.tables import (
     TableSet,
     TableStatistics,
     check_score,
+    delta_on_all_ranks,
     read_delta,
     table_of,
 )
@@ -280,18 +281,24 @@ class TableModule(nn.Module):
 
         Call it between steps, on the stream of the training loop; it waits for a GPU. Rows that
         training did not write, such as those of static tables, are not in it. Where tables are
-        spread over ranks, each rank gives the changes of its rows.
+        spread over ranks, every rank calls it and gets the changes of its rows, of which
+        :func:`~torchembed.gather_delta` makes those of whole tables; where it fails on one rank it
+        fails on all.
 
         Args:
-            since: ``mark`` of an earlier delta of this module; None for a full snapshot.
+            since: ``mark`` of an earlier delta of this module on this rank; None for a full
+                snapshot.
 
         Raises:
             SnapshotDueError: where more ids left tables since the mark than their ``deletion_log``
                 holds, or ids were loaded, so that a full snapshot is due.
             ValueError: for a mark of other tables, or a table without a ``deletion_log``.
         """
-        self._table_set.current_groups()
-        return read_delta(self._table_set.tables, since)
+        group = self.counted_tables().group
+        tables = self._table_set.tables
+        if group is None:
+            return read_delta(tables, since)
+        return delta_on_all_ranks(lambda: read_delta(tables, since), group)
 
     def _holders(self) -> Iterable[tuple[Table, nn.Module]]:
         """Each table and the module whose ``weight`` is its parameter."""

@@ -7,6 +7,7 @@ from torchembed.tables.admission_filters import (
     Probability,
 )
 from torchembed.tables.deletion_log import DeletionLog, SnapshotDueError
+from torchembed.tables.delta_of_ranks import delta_on_all_ranks, gather_delta
 from torchembed.tables.dynamic import (
     LFU,
     LRU,
@@ -157,6 +158,8 @@ __all__ = [
     "check_missing",
     "check_score",
     "clear_ids",
+    "delta_on_all_ranks",
+    "gather_delta",
     "group_weight",
     "initial_values",
     "is_function_of_id",
