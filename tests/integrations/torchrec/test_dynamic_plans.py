@@ -145,6 +145,11 @@ def config(**arguments: Any) -> Any:
             "initializer of table item must be Uniform, Normal or Constant",
         ),
         (lambda: config(initializer=Normal()), ValueError, "unless the table is dynamic"),
+        (
+            lambda: config(dynamic=Dynamic(initial_capacity=4)),
+            ValueError,
+            "initial_capacity of dynamic table item must be None under TorchRec.*got 4",
+        ),
     ],
 )
 def test_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:

@@ -19,6 +19,12 @@ def _check(config: "EmbeddingBagConfig | EmbeddingConfig") -> None:
             dim=config.embedding_dim,
             dtype=dtype_of(config),
         )
+        if config.dynamic.initial_capacity is not None:
+            raise ValueError(
+                f"initial_capacity of dynamic table {config.name} must be None under TorchRec, "
+                f"whose plans fix the rows of each rank, got {config.dynamic.initial_capacity}; "
+                "leave it out, and choose num_embeddings by the memory that there is"
+            )
         # Here, since it imports what knows these configs.
         from torchembed.integrations.torchrec.dynamic_planning import plan_dynamic_tables
 
