@@ -265,6 +265,29 @@ def test_penalties_of_gradients_train_a_table(sparse: bool, device: torch.device
     assert torch.equal(*trained)
 
 
+def test_gradients_of_weights_of_ids_are_summed_and_differentiated(device: torch.device) -> None:
+    """The gradient of a sum is one number, expanded."""
+    bag = torchembed.EmbeddingBag(ROWS[0], DIM, mode="sum", device=device)
+    with torch.no_grad():
+        bag.weight.copy_(whole(ROWS[0], DIM, seed=1, largest=1))
+    ids = torch.tensor([[0, 3], [2, 4]], device=device)
+    factors = torch.ones(2, 2, device=device, requires_grad=True)
+    loss = bag(ids, per_sample_weights=factors).square().sum()
+    (of_factors,) = torch.autograd.grad(loss, factors, create_graph=True)
+    of_factors.sum().backward()
+    rows = bag.weight.detach()[ids]
+    assert factors.grad is not None
+    assert torch.equal(factors.grad, 2 * (rows * rows.sum(1, keepdim=True)).sum(2))
+    sums = rows.sum(1)
+    expected = torch.zeros_like(rows[0, 0]).expand_as(bag.weight).clone()
+    for number, of_bag in enumerate(ids.tolist()):
+        # Of 2 * (r + s) @ (r + s), by r and by s.
+        for id_ in of_bag:
+            expected[id_] += 4 * sums[number]
+    assert bag.weight.grad is not None
+    assert torch.equal(bag.weight.grad, expected)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_fused_optimizers_refuse_second_derivatives(device: torch.device) -> None:
     message = "lookup in tables that an optimizer of torchembed's updates has no second derivative"

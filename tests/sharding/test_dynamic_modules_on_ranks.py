@@ -19,6 +19,8 @@ from torchembed.training import TrainPipeline
 NUM_STEPS, NUM_SAMPLES, NUM_IDS, DIM = 11, 4, 23, 4
 PADDING = -2
 """An id as any other in tables without it."""
+VECTOR = (0.5, -1.25, 3.0, 0.1)
+UNSEEN = torch.tensor([[2**50, PADDING], [2**50 + 1, 2**50 + 2], [PADDING, PADDING]])
 PLACEMENTS = ("row_wise", "row_wise", "column_wise", "table_wise", "row_wise", "row_wise")
 Batch = dict[str, Any]
 
@@ -29,13 +31,14 @@ class Model(nn.Module):
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        settings: dict[str, Any] = {"dynamic": Dynamic(), "device": device}
+        settings: dict[str, Any] = {"dynamic": Dynamic(missing="initial"), "device": device}
+        vector: dict[str, Any] = {"dynamic": Dynamic(missing=VECTOR), "device": device}
         self.tables = nn.ModuleList(
             [
                 EmbeddingBag(128, DIM, mode="sum", padding_idx=PADDING, seed=0, **settings),
                 EmbeddingBag(128, DIM, mode="mean", padding_idx=PADDING, seed=1, **settings),
-                EmbeddingBag(128, DIM, mode="max", padding_idx=PADDING, seed=2, **settings),
-                Embedding(128, DIM, padding_idx=PADDING, seed=3, **settings),
+                EmbeddingBag(128, DIM, mode="max", padding_idx=PADDING, seed=2, **vector),
+                Embedding(128, DIM, padding_idx=PADDING, seed=3, **vector),
                 EmbeddingBag(NUM_IDS, DIM, mode="sum", padding_idx=2, seed=4, device=device),
                 EmbeddingBag(128, DIM, mode="sum", seed=5, **settings),
             ]
@@ -70,6 +73,12 @@ def batches_of(rank: int) -> Iterator[Batch]:
             "list": ids(5 + (step + rank) % 3),
             "offsets": offsets,
         }
+
+
+def of_unseen(model: Model) -> Any:
+    """What evaluation gives for ids without a row; two numbers have one sum in any order."""
+    model.eval()
+    return [model.tables[number](UNSEEN).detach().numpy() for number in range(4)]
 
 
 def sgd(model: nn.Module) -> Any:
@@ -132,6 +141,7 @@ def trained_on_rank() -> list[Any]:
     before = held(model)
     assert torch.equal(model.eval()(batch), other.eval()(batch))
     assert str(held(model)) == str(before)
+    results.append(of_unseen(model))
     # By name on all ranks alike, also where one rank holds the table.
     model.tables[3].evict(max_rows=0)
     statistics = model.tables[3].statistics()["weight"]
@@ -146,6 +156,11 @@ def test_sharded_dynamic_modules_train_as_unsharded_ones() -> None:
     plain(expected, [batches_of(0), batches_of(1)])
     whole = held(expected)
     of_ranks = run_on_ranks(2, trained_on_rank)
+    vectors = of_unseen(expected)
+    assert all(found.any() for found in vectors)
+    for *_, found in of_ranks:
+        for ours, theirs in zip(found, vectors, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
     for way, number in itertools.product(range(3), range(len(PLACEMENTS))):
         _, rows = whole[number]
         is_padded = number < 4

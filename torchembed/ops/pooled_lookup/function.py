@@ -186,8 +186,9 @@ class _IdWeightGradient(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             rows_like = weight.new_empty(weight.shape[0], 0)
             bags = offsets, ctx.hotness, ctx.mean
+            # A sum of gradients has one that is expanded from a number.
             of_weight = _TableGradient.apply(
-                grad, factors, rows, rows_like, *bags, None, WeightGradient.DENSE
+                grad, factors.contiguous(), rows, rows_like, *bags, None, WeightGradient.DENSE
             )
         return of_grad, of_weight, *[None] * 5
 
