@@ -360,5 +360,3 @@ def test_vectors_that_fit_no_row() -> None:
         EmbeddingBag(8, 3, dynamic=Dynamic(missing=VECTOR))
     with pytest.raises(ValueError, match=r"finite in torch.float16, got 100000.0"):
         EmbeddingBag(8, 1, dtype=torch.float16, dynamic=Dynamic(missing=[-1e5]))
-    with pytest.raises(TypeError, match=r"bfloat16 where it is dynamic, got torch\.float64"):
-        EmbeddingBag(8, 1, dtype=torch.float64, dynamic=Dynamic())

@@ -136,10 +136,6 @@ def check_dynamic(
             f"initializer of {name} must be Uniform, Normal or Constant, since a dynamic table "
             f"makes rows when their ids come, got {type(initializer).__name__}"
         )
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(
-            f"dtype of {name} must be float32, float16 or bfloat16 where it is dynamic, got {dtype}"
-        )
     check_missing(name, dynamic.missing_value, dim, dtype)
 
 
