@@ -105,6 +105,22 @@ def test_tables_of_one_group_have_rows_of_their_own() -> None:
     assert torch.equal(weights[0][changed], before[0][changed] - 0.5)
 
 
+def test_deltas_bring_all_of_them() -> None:
+    bag = sharing_bag(admission=NEVER, deletion_log=1)
+    optimizer = torchembed.optim.SGD(bag.parameters(), lr=0.5)
+    mark = bag.delta().mark
+    bag(IDS).square().sum().backward()
+    optimizer.step()
+    delta = bag.delta(since=mark).tables["weight"]
+    trained = bag.weight[-NUM_SHARED:].clone()
+    bag(IDS).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(delta.shared_rows, trained)
+    assert len(delta.ids) == 0
+    without = EmbeddingBag(8, 4, mode="sum", dynamic=Dynamic(deletion_log=1))
+    assert without.delta().tables["weight"].shared_rows.shape == (0, 4)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "error", "text"),
     [

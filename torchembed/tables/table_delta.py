@@ -59,6 +59,9 @@ class TableDelta:
     """int64 ``[m]``: the batch, as the table counts them, whose admission saw each of them go."""
     deletion_reasons: Tensor
     """int64 ``[m]``: the :class:`~torchembed.ops.hash_table.Counter` that counted it."""
+    shared_rows: Tensor
+    """``[k, D]``: all rows that ids without one of their own share, as they are now, whether they
+    changed or not; ``k`` is 0 without :class:`~torchembed.tables.HashedRows`."""
 
     def operations(self) -> Iterator[tuple[Operation, int, Tensor | None]]:
         """The changes one by one: operation, id and, of upserts, the row ``[D]``."""
@@ -145,6 +148,7 @@ def _table_delta(table: Table, since: TableMark | None) -> tuple[TableDelta, Tab
         deleted_ids=gone.ids.cpu(),
         deleted_epochs=gone.epochs.cpu(),
         deletion_reasons=gone.reasons.cpu(),
+        shared_rows=table.parameter.data[index.capacity(number) :].cpu().clone(),
     )
     return delta, mark
 
