@@ -15,6 +15,7 @@ from torchembed import (
     LFU,
     CountMinSketch,
     Dynamic,
+    EmbeddingBag,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EpochLFU,
@@ -102,6 +103,31 @@ def whole_state(run: TrainingRun) -> dict[str, Any]:
         **{key: value.clone() for key, value in run.model.state_dict().items()},
         **{f"{n}.{k}": v.clone() for n, of in states.items() for k, v in of.items()},
     }
+
+
+def single_run(dynamic: Dynamic, capacity: int = 20) -> TrainingRun:
+    """A module of one table, whose seed is drawn."""
+    model = nn.ModuleDict({"bag": EmbeddingBag(capacity, 4, mode="sum", dynamic=dynamic)})
+    return TrainingRun(model=model, optimizers=[torchembed.optim.SGD(model.parameters(), lr=0.1)])
+
+
+def test_modules_of_one_table_load_rows_of_other_seeds(tmp_path: Path) -> None:
+    """Into as many rows and into others; not where counts depend on the seed."""
+    sketched = Dynamic(admission=CountMinSketch(threshold=1, width=8))
+    for number, dynamic in enumerate((Dynamic(), sketched)):
+        saved, ids = single_run(dynamic), torch.tensor([[3, 2**40]])
+        saved.model["bag"](ids).sum().backward()
+        saved.optimizers[0].step()
+        CheckpointFolder(tmp_path / str(number)).save(1, saved)
+        for capacity in (20, 30):
+            run = single_run(dynamic, capacity)
+            if dynamic is sketched:
+                with pytest.raises(ValueError, match="is of a table of another name or seed"):
+                    CheckpointFolder(tmp_path / str(number)).load(run)
+                continue
+            CheckpointFolder(tmp_path / str(number)).load(run)
+            expected = saved.model.eval()["bag"](ids)  # type: ignore[index]
+            assert torch.equal(run.model.eval()["bag"](ids), expected)  # type: ignore[index]
 
 
 def test_checkpoints_of_other_tables_are_refused_and_change_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import (
+    CountMinSketch,
     HashIndex,
     RowChunk,
     Table,
@@ -253,7 +254,7 @@ def moved_tables(run: TrainingRun, saved: SavedState) -> list[MovedTable]:
                 continue
             key, form = form_key(of_table[0]), None
             if key in saved.entries:
-                form = TableForm.parse(saved.tensors.whole(key))
+                form = _with_own_seed(table, TableForm.parse(saved.tensors.whole(key)))
             states, foreign = _states(run, table, of_table[0], saved)
             moved = MovedTable(
                 names=of_table,
@@ -299,6 +300,15 @@ def _states(
                 and entry.size == size
             ]
     return states, tuple(foreign)
+
+
+def _with_own_seed(table: Table, form: TableForm) -> TableForm:
+    """A saved form, of the run's seed where any will do: a module of one table draws its own where
+    none is given, and rows that have their values do not depend on it. Sketches do."""
+    own = TableForm.of(table)
+    if own is None or not table.may_join or form.admission == CountMinSketch.__name__:
+        return form
+    return form._replace(key=own.key)
 
 
 def _lies_alike(moved: MovedTable, saved: SavedState) -> bool:
