@@ -20,7 +20,7 @@ from torchembed import (
     SparseFeatures,
 )
 from torchembed.modules.table_module import TableModule
-from torchembed.tables import Table, row_chunks
+from torchembed.tables import Table, row_chunks, write_rows
 
 CAPACITY = 4 * 4096
 GROWS = Dynamic(initial_capacity=100)
@@ -256,6 +256,39 @@ def test_without_memory_a_table_stays_and_evicts(monkeypatch: pytest.MonkeyPatch
         train_on(first)
     assert sizes(module) == [8, 8]
     assert all(s.evicted_full > 0 for s in module.statistics().values())
+
+
+def test_a_state_dict_of_a_table_that_grew_loads_into_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which grows to as many rows first, and goes on as the other one; the optimizer too."""
+    blocks_of(8, monkeypatch)
+    module, loaded = bag(initial_capacity=8), bag(initial_capacity=8)
+    optimizer = torchembed.optim.Adagrad(module.parameters(), lr=0.1)
+    for first in range(0, 12, 2):
+        step(module, optimizer, [first, first + 1])
+    of_loaded = torchembed.optim.Adagrad(loaded.parameters(), lr=0.1)
+    weight = loaded.weight
+    loaded.load_state_dict(copy.deepcopy(module.state_dict()))
+    of_loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert loaded.weight is weight
+    assert loaded.weight.shape == module.weight.shape == (16, 2)
+    assert_same_rows(loaded, module)
+    for first in range(12, 20, 2):
+        step(module, optimizer, [first, first + 1])
+        step(loaded, of_loaded, [first, first + 1])
+    assert loaded.weight.shape[0] > 16
+
+
+def test_a_table_grows_for_rows_that_are_written_by_id() -> None:
+    written, source = bag(CAPACITY, initial_capacity=8), bag(CAPACITY)
+    optimizer = torchembed.optim.Adagrad(source.parameters(), lr=0.1)
+    step(source, optimizer, list(range(9000)))
+    torchembed.optim.Adagrad(written.parameters(), lr=0.1)
+    for chunk in row_chunks(source.table_set.tables[0], 2**14):
+        assert write_rows(written.table_set.tables[0], chunk) == 0
+    assert written.weight.shape[0] == CAPACITY
+    assert_same_rows(written, source)
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])

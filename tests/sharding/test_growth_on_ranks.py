@@ -15,7 +15,7 @@ from tests.support.ranks import run_on_ranks
 from torchembed import Dynamic, EmbeddingBagConfig, SparseFeatures
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import make_plan
-from torchembed.tables import row_chunks
+from torchembed.tables import Table, row_chunks
 from torchembed.training import TrainPipeline
 
 NUM_RANKS, NUM_STEPS = 2, 14
@@ -24,9 +24,12 @@ CAPACITY = 2048
 
 
 class Summed(nn.Module):
-    """The mean of the sums of samples' vectors; no sum is rounded, in whatever order."""
+    """The mean of the sums of samples' vectors, of a collection and a module of one table; no sum
+    is rounded, in whatever order."""
 
-    def __init__(self, capacity: int, initial_capacity: int | None) -> None:
+    def __init__(
+        self, capacity: int, initial_capacity: int | None, *, has_single: bool = True
+    ) -> None:
         super().__init__()
         dynamic = Dynamic(initial_capacity=initial_capacity)
         configs = [
@@ -40,10 +43,24 @@ class Summed(nn.Module):
             for name in "abc"
         ]
         self.tables = torchembed.EmbeddingBagCollection(configs, device="meta")
+        self.single = None
+        if has_single:
+            self.single = torchembed.EmbeddingBag(
+                capacity, 4, mode="sum", seed=1, dynamic=dynamic, device="meta"
+            )
 
     def forward(self, features: SparseFeatures) -> Tensor:
         vectors = self.tables(features).values()
-        return (vectors + (1 - vectors).detach()).sum() / 4
+        loss = (vectors + (1 - vectors).detach()).sum() / 4
+        if self.single is not None:
+            vectors = self.single(features.values.view(4, -1))
+            loss = loss + (vectors + (1 - vectors).detach()).sum() / 4
+        return loss
+
+    def parts(self) -> list[Table]:
+        """The tables, or parts of tables, that are held here."""
+        single = [] if self.single is None else self.single.table_set.tables
+        return [*self.tables.table_set.tables, *single]
 
 
 def batches(rank: int, num_ids: int) -> Iterator[SparseFeatures]:
@@ -58,12 +75,14 @@ def batches(rank: int, num_ids: int) -> Iterator[SparseFeatures]:
 def trained(num_ids: int, capacity: int, capture: bool | None) -> dict[str, Any]:
     """On a rank: the rows of each table after each step, and the ids with their rows at last; by
     hand where ``capture`` is None."""
-    model = Summed(capacity, capacity // 16)
+    model = Summed(capacity, capacity // 16, has_single=capture is None and capacity == CAPACITY)
     places = {f"tables.embedding_bags.{name}": place for name, place in PLACEMENTS.items()}
+    if model.single is not None:
+        places["single"] = "row_wise"
     plan = make_plan(table_specs(model), NUM_RANKS, places)
     torchembed.shard_embeddings(model, init_device_mesh("cpu", (NUM_RANKS,)), plan)
     optimizer = torchembed.optim.SGD(model.parameters(), lr=0.5)
-    held, sizes = model.tables.table_set.tables, []
+    held, sizes = model.parts(), []
     source = batches(dist.get_rank(), num_ids)
     pipeline = None
     if capture is not None:
@@ -112,19 +131,19 @@ def test_all_ranks_let_tables_grow_before_the_same_batch() -> None:
     results = run_on_ranks(NUM_RANKS, trained_in_all_ways)
     unsharded, *ways = zip(*results, strict=True)
     whole = Summed(CAPACITY, None)
-    whole.tables.to_empty(device="cpu")
-    whole.tables.reset_parameters()
+    whole.to_empty(device="cpu")
     optimizer = torchembed.optim.SGD(whole.parameters(), lr=0.5)
     for of_ranks in zip(*(batches(rank, 20) for rank in range(NUM_RANKS)), strict=True):
         optimizer.zero_grad()
         (torch.stack([whole(batch) for batch in of_ranks]).sum() / NUM_RANKS).backward()
         optimizer.step()
-    for table in whole.tables.table_set.tables:
+    for table in whole.parts():
         (chunk,) = row_chunks(table, 2**30)
         expected = dict(zip(chunk.keys.tolist(), chunk.rows.tolist(), strict=True))
         assert rows_by_id(list(unsharded), table.spec.name) == expected
     for of_ranks in (unsharded, *ways):
-        for name in PLACEMENTS:
+        names = [*PLACEMENTS, *(["weight"] if of_ranks is unsharded else [])]
+        for name in names:
             of_each = [[step[name] for step in of["sizes"] if name in step] for of in of_ranks]
             first, *others = [sizes for sizes in of_each if sizes]
             assert all(sizes == first for sizes in others)

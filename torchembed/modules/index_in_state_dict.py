@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from torchembed.core.own_storage import with_own_storage
-from torchembed.tables import Table
+from torchembed.tables import Table, grow_to
 
 
 class IndexInStateDict(nn.Module):
@@ -39,6 +39,9 @@ class IndexInStateDict(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None:
+            grow_to(self._table, len(weight))
         super()._load_from_state_dict(
             state_dict,
             prefix,

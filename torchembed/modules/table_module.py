@@ -51,6 +51,7 @@ class TableWeight(IndexInStateDict):
 
 
 def _restore_after_load(module: "TableModule", incompatible_keys: object) -> None:
+    module._growth.begin_anew()
     module._restore_groups()
 
 

@@ -20,6 +20,7 @@ from torchembed.tables.dynamic import (
     check_score,
 )
 from torchembed.tables.group import TableGroup
+from torchembed.tables.group_growth import grow_to
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.hash_factory import HashFactory
 from torchembed.tables.hash_index import HashIndex
@@ -161,6 +162,7 @@ __all__ = [
     "delta_on_all_ranks",
     "gather_delta",
     "group_weight",
+    "grow_to",
     "initial_values",
     "is_function_of_id",
     "join_groups",

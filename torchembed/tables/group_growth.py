@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from torchembed.core.own_storage import with_own_storage
+from torchembed.ops.hash_table import locate_keys
 from torchembed.tables.group import TableGroup
+from torchembed.tables.growth_demand import capacity_for
 from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.table import Table
 
 _PIECE = 2**18
 """Rows that are copied at a time."""
@@ -57,3 +60,50 @@ class GrownGroup:
             for shown, state in zip(table.shown_states, group.states, strict=True):
                 shown.data = with_own_storage(group.table_rows(state, table))
         group.tables[0].owner.note_growth()
+
+
+def grow_to(table: Table, num_rows: int) -> None:
+    """Let a dynamic ``table`` that has fewer rows have ``num_rows``, where it can grow to as many;
+    before rows of one that has grown are loaded into it. Waits for the device.
+
+    Raises:
+        torch.OutOfMemoryError: where there is no memory for them; nothing has changed.
+    """
+    group = getattr(table, "group", None)
+    if group is None or not isinstance(group.index, HashIndex) or table.parameter.is_meta:
+        return
+    number, index = group.tables.index(table), group.index
+    capacity = num_rows - (table.num_rows - index.capacity(number))
+    if table.num_rows < num_rows == index.rows_with(number, capacity):
+        of_group = [num_rows if of is table else of.num_rows for of in group.tables]
+        GrownGroup(group, of_group).take_place()
+
+
+def make_room(table: Table, ids: Tensor) -> None:
+    """Let a dynamic ``table`` that may grow have room for ``ids [n]`` too, before they are written
+    to it: in each of its blocks, since ids of another table come block by block. One that ranks
+    divide gets all of its rows: its parts have equally many. Waits for the device.
+
+    Raises:
+        torch.OutOfMemoryError: where there is no memory for the rows; nothing has changed.
+    """
+    if table.is_sharded and table.num_rows < table.max_rows:
+        grow_to(table, table.max_rows)
+    while table.num_rows < table.max_rows and not _has_room(table, ids):
+        index, number = table.group.index, table.group.tables.index(table)
+        assert isinstance(index, HashIndex)
+        grow_to(table, index.rows_with(number, index.capacity(number) + 1))
+
+
+def _has_room(table: Table, ids: Tensor) -> bool:
+    """True if no block is to have more than 3 of 4 rows taken with ``ids``."""
+    index, number = table.group.index, table.group.tables.index(table)
+    assert isinstance(index, HashIndex)
+    state = index.hash_tables
+    first, num_blocks, num_buckets, num_slots = state.geometry[number].tolist()
+    size = num_buckets * num_slots
+    is_held = state.digests[first : first + num_blocks * size].view(num_blocks, size) > 0
+    tables = torch.full(ids.shape, number, dtype=torch.int32, device=ids.device)
+    blocks = locate_keys(ids, tables, state.geometry).blocks
+    taken = is_held.sum(1) + torch.bincount(blocks, minlength=num_blocks)
+    return capacity_for(int(taken.max())) <= size

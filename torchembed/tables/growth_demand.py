@@ -1,12 +1,14 @@
 """The rows that dynamic tables will need, estimated on the device from the ids of batches."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table import Counter
+
+_Numbers = TypeVar("_Numbers", int, Tensor)
 
 _NUM_BATCHES = 3
 """Batches whose new ids are to find room: two come after the one that brought too many ids until
@@ -14,6 +16,11 @@ the table has grown, and one may bring too many unnoticed."""
 _TAKEN, _OF = 3, 4
 """A table grows before more than 3 of 4 rows are taken: it evicts, though seldom before 9 of 10
 are, when one of its buckets is full."""
+
+
+def capacity_for(num_ids: _Numbers) -> _Numbers:
+    """The rows of which ``num_ids`` take 3 of 4."""
+    return (num_ids * _OF + _TAKEN - 1) // _TAKEN
 
 
 class GrowthDemand:
@@ -57,7 +64,7 @@ class GrowthDemand:
         """
         num_new = _num_new(counters) - self._new_before
         expected = counters[:, Counter.SIZE] + _NUM_BATCHES * num_new
-        wanted = (expected * _OF + _TAKEN - 1) // _TAKEN
+        wanted = capacity_for(expected)
         is_due = self._may_grow & (self._since == 0) & (wanted > self._rows)
         if is_trained is not None:
             is_due &= is_trained

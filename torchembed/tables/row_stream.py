@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchembed.tables.group_growth import make_room
 from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.rows_by_id import held_ids, index_by_id, place_ids
 from torchembed.tables.table import Table
@@ -90,9 +91,9 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
     """Copy a chunk's rows and states to their keys in ``table``, in place.
 
     Rows are converted to the table's dtype. States that the chunk leaves out stay as they are; of
-    ids that are new to a dynamic table they are the initial ones. Ids that it has not get rows,
-    where it is full those of the least scores; no batch may be under way then. A static table has
-    no place for scores and last uses, which are left out.
+    ids that are new to a dynamic table they are the initial ones. Ids that it has not get rows, for
+    which it grows where it can; where it is full those of the least scores; no batch may be under
+    way then. A static table has no place for scores and last uses, which are left out.
 
     Returns:
         The number of ids that a dynamic table left out for others of greater scores: ids of the
@@ -104,23 +105,30 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
     """
     index = index_by_id(table)
     keys = chunk.keys if index is not None else _places_of(table, chunk.keys)
+    moves = _moves(table, chunk)
+    for values, tensor, what in moves:
+        wanted = keys.numel(), *tensor.shape[1:]
+        if tuple(values.shape) != wanted:
+            raise ValueError(f"{what} must have shape {wanted}, got {tuple(values.shape)}")
+    if index is not None:
+        make_room(table, keys.to(table.parameter.device))
+        return _write_by_id(index, table, chunk, _moves(table, chunk))
+    span = _as_slice(keys)
+    for values, tensor, _ in moves:
+        places = span if span is not None else keys.to(tensor.device)
+        tensor[places] = values.to(tensor.device, tensor.dtype)
+    return 0
+
+
+def _moves(table: Table, chunk: RowChunk) -> list[tuple[Tensor, Tensor, str]]:
+    """What is to be copied for a chunk: values, the tensor of the table, and its name."""
     own = table_states(table) if chunk.states else {}
     moves = [(chunk.rows, table.parameter.data, "rows")]
     for name, values in chunk.states.items():
         if name not in own:
             raise ValueError(f"states must be among {sorted(own)}, got {name!r}")
         moves.append((values, own[name], f"state {name!r}"))
-    for values, tensor, what in moves:
-        wanted = keys.numel(), *tensor.shape[1:]
-        if tuple(values.shape) != wanted:
-            raise ValueError(f"{what} must have shape {wanted}, got {tuple(values.shape)}")
-    if index is not None:
-        return _write_by_id(index, table, chunk, moves)
-    span = _as_slice(keys)
-    for values, tensor, _ in moves:
-        places = span if span is not None else keys.to(tensor.device)
-        tensor[places] = values.to(tensor.device, tensor.dtype)
-    return 0
+    return moves
 
 
 def _places_of(table: Table, keys: Tensor) -> Tensor:

@@ -26,9 +26,10 @@ from torchembed.modules.single_table import SingleTable
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
+from torchembed.sharding.transport.data_parallel import max_over
 from torchembed.sharding.transport.global_rows import local_contents, local_part
 from torchembed.sharding.transport.table_ranks import TableRanks
-from torchembed.tables import CountedTables, Table, TableSet, TableSpec
+from torchembed.tables import CountedTables, GrowingTables, Table, TableSet, TableSpec
 
 
 def _distribute(
@@ -217,6 +218,15 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         tables = dict.fromkeys(self._dynamic_names(), self.local_table)
         return CountedTables(tables, self._like.device, self._ranks.group)
 
+    def growing_tables(self) -> GrowingTables | None:
+        if self._growth.is_over or not self._of_module.spec.index.grows:
+            self._growth.is_over = True
+            return None
+        self._table_set.current_groups()
+        return GrowingTables(
+            [self._table_set.tables], self._like.device, max_over(self._ranks.group)
+        )
+
     def extra_repr(self) -> str:
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
@@ -277,6 +287,8 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
             settings = self._settings(is_weighted=is_weighted)
             alone = self._alone[is_weighted] = LookupOfModules([self._of_module], settings)
         admits = self.dynamic is not None and admits_in_forward(self)
+        if admits:
+            self._grow_in_forward()
         return alone.vectors(_renamed(features), admits=admits).to(self._like.dtype)
 
     def _are_counted(self, ids: Tensor) -> Tensor:
