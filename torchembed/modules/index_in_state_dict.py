@@ -40,8 +40,8 @@ class IndexInStateDict(nn.Module):
         error_msgs: list[str],
     ) -> None:
         weight = state_dict.get(f"{prefix}weight")
-        if weight is not None:
-            grow_to(self._table, len(weight))
+        if weight is not None and self._indexed_table is not None:
+            grow_to(self._indexed_table, len(weight))
         super()._load_from_state_dict(
             state_dict,
             prefix,
