@@ -1,6 +1,7 @@
 """Dynamic tables in programs of ``torch.compile`` and ``torch.export``."""
 
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchembed import (
     SparseFeatures,
 )
 from torchembed.core.random_bits import GOLDEN, signed64
+from torchembed.training import TrainPipeline
 
 KEYS = ("z", "x", "y")
 CAPACITY = 24
@@ -200,3 +202,48 @@ def test_programs_follow_tables_that_freeze_and_load(device: torch.device) -> No
     assert_same_bits(compiled(ids + 4), other.eval()(ids + 4))
     weight.requires_grad_(True)
     assert compiled(ids + 40)[1].any()
+
+
+class Loss(nn.Module):
+    """The sum of the squares of a module's vectors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: tuple[Any, ...]) -> Tensor:
+        vectors = self.module(*batch)
+        return (vectors if isinstance(vectors, Tensor) else vectors.values()).square().sum()
+
+
+def by_pipeline(kind: str, device: torch.device, *, compiles: bool) -> dict[str, Tensor]:
+    """The state of a module, compiled in a model that is not, after the steps of a pipeline."""
+    module = MODELS[kind](Dynamic(eviction=LFU()), device)
+    optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
+    batches: list[tuple[Any, ...]] = [batch_of("sum", 4, seed, device) for seed in range(5)]
+    if isinstance(module, Collection):
+        module = module.tables
+        batches = [
+            (SparseFeatures(keys=KEYS, values=ids[:, 0] % IDS, batch_size=1, hotness=(2, 1, 1)),)
+            for (ids,) in batches
+        ]
+    if compiles:
+        module.compile(backend="eager")
+    with (
+        TrainPipeline(Loss(module), None, [optimizer], device=device, capture=True) as pipeline,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # no graph can hold the program
+        iterator = iter(batches)
+        for _ in batches:
+            pipeline.progress(iterator)
+    return module.state_dict()
+
+
+def test_a_pipeline_admits_once_what_a_program_looks_up(device: torch.device) -> None:
+    """It gives ids of collections their rows ahead, which a program would do once more."""
+    expected, found = (by_pipeline("sum", device, compiles=compiles) for compiles in (False, True))
+    for name, tensor in expected.items():
+        assert_same_bits(found[name], tensor)
+    with pytest.raises(RuntimeError, match=r"must not be looked up in a program of torch\.compile"):
+        by_pipeline("bags", device, compiles=True)

@@ -1,7 +1,7 @@
 """Admission of ids by forwards themselves, where it was not done ahead of them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from torchembed.modules.bad_ids import any_bad, collected_checks
 from torchembed.modules.table_module import TableModule
-from torchembed.tables import Admission
+from torchembed.tables import Admission, TableGroup
 
 _is_trial: ContextVar[bool] = ContextVar("is_trial", default=False)
+_admitted_ahead: ContextVar[frozenset[TableGroup]] = ContextVar(
+    "admitted_ahead", default=frozenset()
+)
 _skip: ContextVar[Tensor | None] = ContextVar("skip", default=None)
 
 
@@ -41,6 +44,29 @@ def admission_in_forward(group: dist.ProcessGroup | None) -> Admission:
             dist.all_reduce(is_bad, dist.ReduceOp.MAX, group=group)
         skip = is_bad if skip is None else skip.maximum(is_bad)
     return Admission() if skip is None else Admission(is_trained=skip == 0)
+
+
+@contextlib.contextmanager
+def admitted_ahead(groups: Iterable[TableGroup]) -> Iterator[None]:
+    """A context for forward of a batch whose ids were admitted to tables of ``groups`` before."""
+    token = _admitted_ahead.set(_admitted_ahead.get().union(groups))
+    try:
+        yield
+    finally:
+        _admitted_ahead.reset(token)
+
+
+def check_not_admitted_ahead(group: TableGroup) -> None:
+    """Raise ``RuntimeError`` where a program of ``torch.compile`` is to admit ids to tables of
+    ``group`` that were admitted before, which it does not know."""
+    if group in _admitted_ahead.get():
+        names = ", ".join(table.spec.name for table in group.tables)
+        raise RuntimeError(
+            f"dynamic tables {names} must not be looked up in a program of torch.compile where a "
+            "TrainPipeline trains them, which gives ids their rows before forward, so that the "
+            "program would do so once more; compile the modules that take the vectors, without "
+            "the tables"
+        )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
+from torchembed.modules.forward_admission import admitted_ahead
 from torchembed.modules.lookup_stages import Admitted, Bucketized, LookedUp
 from torchembed.modules.staged_collection import StagedCollection, is_same_batch
 from torchembed.step.batches.batch_layout import with_sparse_features
@@ -127,7 +128,10 @@ def reusing(calls: Sequence[Call], looked_up: Sequence[LookedUp], batch: Tree) -
             joined.append((call, of_call))
         else:
             by_collection.setdefault(call.collection, []).append(of_call)
+    holders = [*by_collection, *(module for call, _ in joined for module in call.modules)]
+    groups = {group for holder in holders for group in holder.table_set.current_groups()}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(admitted_ahead(groups))
         for collection, of_collection in by_collection.items():
             stack.enter_context(collection.reusing(of_collection))
         stack.enter_context(answered([c for c, _ in joined], [found for _, found in joined], batch))

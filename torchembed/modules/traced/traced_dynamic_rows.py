@@ -14,7 +14,11 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId
 from torchembed.modules.bad_ids import check_offsets
-from torchembed.modules.forward_admission import admission_in_forward, is_trial
+from torchembed.modules.forward_admission import (
+    admission_in_forward,
+    check_not_admitted_ahead,
+    is_trial,
+)
 from torchembed.ops.hash_table import int64_keys
 from torchembed.ops.hash_table.schema import find_slots_op
 from torchembed.ops.linearize_ids.reference import id_features
@@ -84,6 +88,7 @@ def _admitted(
     slots = slots_of_program(group, numbers)
     rows = slots.route(features, OnBadId.ZERO, torch.int64, is_valid).rows
     if is_trained and not is_trial():
+        check_not_admitted_ahead(group)
         rows = group.admit(slots, features, rows, is_valid, admission_in_forward(None))
     num_admissions.add_(1)
     shifts = [
