@@ -43,6 +43,8 @@ class GrowthDemand:
         """The epoch that brought too many ids; 0 for none."""
         self._wanted = torch.zeros_like(self._rows)
         self._new_before = torch.zeros_like(self._rows)
+        self.latest = self.at(torch.zeros_like(self._rows[:1]))
+        """:meth:`at` after the last batch, always in the same memory."""
 
     @classmethod
     def of(cls, capacities: Sequence[tuple[int, int]], device: torch.device) -> Self | None:
@@ -54,12 +56,15 @@ class GrowthDemand:
         ``[1]``, says that they are of another batch than those before."""
         self._new_before.copy_(torch.where(is_next, _num_new(counters), self._new_before))
 
-    def end_batch(self, counters: Tensor, epoch: Tensor, is_trained: Tensor | None) -> None:
+    def end_batch(
+        self, counters: Tensor, epoch: Tensor, last: Tensor, is_trained: Tensor | None
+    ) -> None:
         """Note the counters after the ids were inserted.
 
         Args:
             counters: int64 ``[T, len(Counter)]``.
             epoch: int64 ``[1]``: of the batch.
+            last: int64 ``[1]``: of the last batch that is trained.
             is_trained: bool ``[1]``: False where nothing may change; None: True.
         """
         num_new = _num_new(counters) - self._new_before
@@ -70,6 +75,7 @@ class GrowthDemand:
             is_due &= is_trained
         self._since.copy_(torch.where(is_due, epoch, self._since))
         self._wanted.copy_(torch.where(is_due, wanted, self._wanted))
+        self.latest.copy_(self.at(last))
 
     def at(self, last: Tensor) -> Tensor:
         """int64 ``[T, 3]``, in new memory: whether a table may grow, 1 or 0; for those that are to,

@@ -191,7 +191,7 @@ class HashIndex:
             self.admission.forget(inserted.keys, inserted.tables, epoch)
         self._row_keys.note(inserted)
         if self.demand is not None:
-            self.demand.end_batch(state.counters, epoch, is_trained)
+            self.demand.end_batch(state.counters, epoch, self.clock.last, is_trained)
         return inserted
 
     def note_time(self) -> None:

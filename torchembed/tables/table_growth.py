@@ -155,6 +155,12 @@ def _is_in_use(group: TableGroup) -> bool:
 
 def _demand(tables: GrowingTables) -> Tensor:
     """:meth:`GrowthDemand.at` of all tables, the greatest over ranks, int64 ``[tables, 3]``."""
+    held = [parts[0] for parts in tables.parts if parts]
+    group = held[0].group if held else None
+    if group is not None and tables.max_over is None and held == group.tables:
+        index = group.index
+        if isinstance(index, HashIndex) and index.demand is not None and group.rule is not None:
+            return index.demand.latest.clone()  # as in most steps: those wait for the host
     none = torch.zeros(3, dtype=torch.int64, device=tables.device)
     rows = [_demand_of(parts[0]) if parts else none for parts in tables.parts]
     demand = torch.stack(rows)
@@ -171,7 +177,7 @@ def _demand_of(table: Table) -> Tensor:
         return torch.zeros(3, dtype=torch.int64, device=device)
     if group.rule is None and table.parameter.requires_grad:
         return torch.tensor([1, _AT_ONCE, table.max_rows], dtype=torch.int64, device=device)
-    return group.index.demand.at(group.index.clock.last)[group.tables.index(table)]
+    return group.index.demand.latest[group.tables.index(table)]
 
 
 def _rows_for(table: Table, wanted: int) -> int:
