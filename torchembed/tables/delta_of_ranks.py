@@ -45,8 +45,9 @@ def gather_delta(
 ) -> Mapping[str, TableDelta] | None:
     """What changed in whole tables, by name, from what each rank's ``delta(since=...)`` gave it.
 
-    Ids follow one another in the order of the ranks. Collective: all ranks call it with deltas of
-    the same moment, and each goes on from its own ``mark``.
+    Ids follow one another in the order of the ranks, and so do the rows that ids share, of which
+    those of a rank are for ids that a hash gives to it. Collective: all ranks call it with deltas
+    of the same moment, and each goes on from its own ``mark``.
 
     Args:
         group: the ranks that share the tables; all where None.
@@ -73,4 +74,5 @@ def _joined(parts: list[TableDelta]) -> TableDelta:
         deleted_ids=torch.cat([part.deleted_ids for part in parts]),
         deleted_epochs=torch.cat([part.deleted_epochs for part in parts]),
         deletion_reasons=torch.cat([part.deletion_reasons for part in parts]),
+        shared_rows=torch.cat([part.shared_rows for part in parts]),
     )
