@@ -96,6 +96,10 @@ class ModelledModule:
         found = module(self._batch(everything, everything)).values().detach().cpu().numpy()
         return list(found.reshape(len(everything), len(NAMES), DIM).transpose(1, 0, 2).copy())
 
+    def num_rows(self) -> list[int]:
+        """The rows that each table has now."""
+        return [_table_of(self.module, number).num_rows for number in range(len(NAMES))]
+
     def _missing(self, initial: Floats) -> Floats:
         """What ids without a row are looked up as in the table of ``initial`` rows."""
         value = self.dynamic.missing_value
@@ -130,7 +134,7 @@ class ModelledModule:
     def train(self, *places: Ints) -> None:
         """A step on the sum of the vectors."""
         self.num_operations += len(places[0]) * len(NAMES)
-        before = [table.held.copy() for table in self.tables]
+        before, num_rows = [table.held.copy() for table in self.tables], self.num_rows()
         vectors = self._vectors(*places)
         vectors.sum().backward()
         self.optimizer.step()
@@ -140,6 +144,9 @@ class ModelledModule:
         for number, (table, of_table) in enumerate(zip(self.tables, places, strict=True)):
             occurrences = np.bincount(of_table, minlength=len(self.universe))
             now = self._observed(number)
+            if self.num_rows()[number] > num_rows[number]:  # it has grown before the batch
+                has_moved = table.held.is_held & now.is_held
+                table.held.slots[has_moved] = now.slots[has_moved]
             self._admit(table, occurrences, before[number], now)
             np.testing.assert_array_equal(looked_up[number], table.vectors(of_table))
             self._update(table, occurrences, now)
