@@ -159,10 +159,7 @@ def run_random_operations(model: ModelledModule, num_operations: int, folder: Pa
         drift = num_batches * num_ids // 500
         a, b = order[(drift + (window ** random.random((2, size))).astype(np.int64)) % num_ids]
         number = int(random.integers(2))
-        operation = random.random()
-        if model.dynamic.initial_capacity is not None and operation >= 0.97:
-            operation = 1.0  # new tables are smaller than these: they take rows by id alone
-        match operation:
+        match random.random():
             case kind if kind < 0.8:
                 model.train(a, b)
             case kind if kind < 0.88:
@@ -178,7 +175,8 @@ def run_random_operations(model: ModelledModule, num_operations: int, folder: Pa
                 model.follow()
             case kind if kind < 0.98:
                 model.reload(a)
-            case kind if kind < 0.99:
+            # Checkpoints of tables that have grown load by id, which may leave some out.
+            case kind if kind < 0.99 and model.dynamic.initial_capacity is None:
                 model.restore(folder / str(num_batches))
                 shutil.rmtree(folder / str(num_batches))
             case _:

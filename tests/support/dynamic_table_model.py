@@ -145,8 +145,7 @@ class ModelledModule:
             occurrences = np.bincount(of_table, minlength=len(self.universe))
             now = self._observed(number)
             if self.num_rows()[number] > num_rows[number]:  # it has grown before the batch
-                has_moved = table.held.is_held & now.is_held
-                table.held.slots[has_moved] = now.slots[has_moved]
+                table.move(now)
             self._admit(table, occurrences, before[number], now)
             np.testing.assert_array_equal(looked_up[number], table.vectors(of_table))
             self._update(table, occurrences, now)
@@ -316,6 +315,9 @@ class ModelledModule:
         self.num_operations += 1
         mark = self.mark
         load()
+        if self.dynamic.initial_capacity is not None:
+            for number, table in enumerate(self.tables):
+                table.move(self._observed(number))
         if mark is not None:
             with pytest.raises(SnapshotDueError):
                 self.module.delta(since=mark)

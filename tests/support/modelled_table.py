@@ -79,6 +79,11 @@ class ModelledTable:
         held = self.held
         return np.where(held.is_held[places, None], held.rows[places], self.missing[places])
 
+    def move(self, now: Held) -> None:
+        """Take note that ids lie in other rows, where they have any."""
+        has_moved = self.held.is_held & now.is_held
+        self.held.slots[has_moved] = now.slots[has_moved]
+
     def remove(self, which: Bools, reason: str, epoch: int) -> None:
         self.counts[reason] += int(which.sum())
         if reason != "erased":
