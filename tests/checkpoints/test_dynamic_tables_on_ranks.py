@@ -15,11 +15,21 @@ from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import (
     Case,
     exact_loss,
+    made_mesh,
     make_batch,
     make_model,
     make_optimizer,
 )
-from torchembed import LFU, CallerScores, CountMinSketch, EpochLFU, MinimumCount, SparseFeatures
+from torchembed import (
+    LFU,
+    CallerScores,
+    CountMinSketch,
+    Dynamic,
+    EmbeddingBagConfig,
+    EpochLFU,
+    MinimumCount,
+    SparseFeatures,
+)
 from torchembed.tables import row_chunks
 from torchembed.training import CheckpointFolder, TrainingRun
 
@@ -232,3 +242,32 @@ def test_what_four_ranks_saved_two_and_one_load_under_any_placement(tmp_path: Pa
                 for number, expected in enumerate((saved, trained)):
                     found = together([of_rank[number] for of_rank in of_ranks])
                     assert_same(found, expected, f"{name} on {len(of_ranks)} ranks")
+
+
+def growing_run(initial_capacity: int | None) -> TrainingRun:
+    dynamic = Dynamic(initial_capacity=initial_capacity)
+    config = EmbeddingBagConfig(
+        name="a", num_embeddings=512, embedding_dim=4, feature_names=("a",), dynamic=dynamic
+    )
+    model = nn.ModuleDict({"tables": torchembed.EmbeddingBagCollection([config])})
+    if dist.is_initialized():
+        plan = {"tables.embedding_bags.a": "row_wise"}
+        torchembed.shard_embeddings(model, made_mesh("cpu", 1), plan)
+    return TrainingRun(model=model)
+
+
+def load_growing(folder: str) -> tuple[int, int]:
+    """On a rank: the ids and rows of a table that one id was loaded into."""
+    run = growing_run(64)
+    CheckpointFolder(folder).load(run)
+    (table,) = run.model["tables"].table_set.tables  # type: ignore[index]
+    return sum(len(chunk.keys) for chunk in row_chunks(table, 1 << 20)), table.num_rows
+
+
+def test_parts_of_growing_tables_have_equally_many_rows_whoever_holds_the_ids(
+    tmp_path: Path,
+) -> None:
+    run = growing_run(None)
+    run.model["tables"](SparseFeatures.from_dict({"a": [7]}))  # type: ignore[index]
+    CheckpointFolder(tmp_path).save(1, run)
+    assert sorted(run_on_ranks(2, load_growing, str(tmp_path))) == [(0, 256), (1, 256)]

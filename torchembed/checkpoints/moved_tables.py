@@ -20,6 +20,7 @@ from torchembed.tables import (
     RowChunk,
     Table,
     clear_ids,
+    grow_to,
     row_ranges,
     table_states,
     take_over,
@@ -130,6 +131,8 @@ class MovedTable:
             ranks that hold later columns of them.
         """
         index, num_left_out = self.table.group.index, 0
+        if self.table.is_sharded:  # parts have equally many rows, also where no saved id belongs
+            grow_to(self.table, self.table.max_rows)
         if isinstance(index, HashIndex):
             clear_ids(self.table)
         if not isinstance(index, HashIndex) or index.shared is not None:
