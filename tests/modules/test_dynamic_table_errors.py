@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchembed import Dynamic, Embedding, EmbeddingBagConfig
+from torchembed import Dynamic, Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingBagConfig
 
 
 def held(module: Embedding) -> list[int]:
@@ -53,3 +53,33 @@ def test_a_clock_says_numbers() -> None:
     with pytest.raises(TypeError, match="clock must return a number of seconds, got None"):
         module(torch.tensor([1]))
     assert held(module) == []
+
+
+def test_weights_of_dynamic_tables_are_not_tied() -> None:
+    a, b = (Embedding(8, 4, dynamic=Dynamic()) for _ in range(2))
+    static = EmbeddingBag(8, 4, mode="sum")
+    own = b.weight
+    with pytest.raises(ValueError, match=r"dynamic tables .* cannot be tied; call one module"):
+        b.weight = a.weight
+    with pytest.raises(ValueError, match="weight of table weight must not be that of another"):
+        static.weight = a.weight
+    with pytest.raises(ValueError, match="cannot be tied"):
+        b.weight = static.weight
+    assert b.weight is own
+    b.weight = own
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=8,
+            embedding_dim=4,
+            feature_names=(f"of_{name}",),
+            dynamic=Dynamic(),
+        )
+        for name in "ab"
+    ]
+    holders = EmbeddingBagCollection(configs).embedding_bags
+    with pytest.raises(ValueError, match=r"weight of table b .* got the one of table a: dynamic"):
+        holders["b"].weight = holders["a"].weight
+    linear = torch.nn.Linear(4, 8)
+    linear.weight = a.weight
+    assert linear.weight is a.weight

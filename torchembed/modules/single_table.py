@@ -24,7 +24,15 @@ from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vector
 from torchembed.modules.traced.traced_missing import traced_missing
 from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import Dynamic, Missing, MissingVectors, Normal, Table, TableGroup
+from torchembed.tables import (
+    Dynamic,
+    Missing,
+    MissingVectors,
+    Normal,
+    Table,
+    TableGroup,
+    check_own_rows,
+)
 
 M = TypeVar("M", nn.EmbeddingBag, nn.Embedding)
 
@@ -128,6 +136,8 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         self._weight_form = WeightGradient.SPARSE if sparse else WeightGradient.DENSE
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and name == "weight":
+            check_own_rows(self._table, param)
         super().register_parameter(name, param)
         if param is not None and name == "weight":
             self._table.parameter = param

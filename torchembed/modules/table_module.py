@@ -21,6 +21,7 @@ from torchembed.tables import (
     TableGrowth,
     TableSet,
     TableStatistics,
+    check_own_rows,
     check_score,
     delta_on_all_ranks,
     read_delta,
@@ -38,6 +39,8 @@ class TableWeight(IndexInStateDict):
         table.holder = self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            check_own_rows(self._table, param)
         super().register_parameter(name, param)
         if param is not None:
             self._table.parameter = param

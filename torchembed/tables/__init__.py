@@ -72,6 +72,7 @@ from torchembed.tables.table import (
     TableOwner,
     TableSpec,
     WeightHolder,
+    check_own_rows,
     table_of,
 )
 from torchembed.tables.table_addresses import table_at, table_numbered
@@ -157,6 +158,7 @@ __all__ = [
     "Uniform",
     "WeightHolder",
     "check_missing",
+    "check_own_rows",
     "check_score",
     "clear_ids",
     "delta_on_all_ranks",

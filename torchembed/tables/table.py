@@ -238,3 +238,22 @@ def table_of(parameter: Tensor) -> Table | None:
     """The table whose rows ``parameter`` is, or None for any other tensor."""
     mark = getattr(parameter, "torchembed_table", None)
     return mark.table if isinstance(mark, _TableMark) else None
+
+
+def check_own_rows(table: Table | None, parameter: Tensor) -> None:
+    """Check that ``parameter`` may become the rows of ``table``.
+
+    Raises:
+        ValueError: where it is that of another table, and one of both is dynamic: each would give
+            the same rows to its own ids.
+    """
+    other = table_of(parameter)
+    if table is None or other is None or other is table:
+        return
+    if table.spec.num_ids is None or other.spec.num_ids is None:
+        raise ValueError(
+            f"weight of table {table.spec.name} must not be that of another table, got the one of "
+            f"table {other.spec.name}: dynamic tables give rows to ids of their own, so that they "
+            "cannot be tied; call one module for both, or name both features in feature_names of "
+            "one table of a collection"
+        )

@@ -29,7 +29,14 @@ from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.data_parallel import max_over
 from torchembed.sharding.transport.global_rows import local_contents, local_part
 from torchembed.sharding.transport.table_ranks import TableRanks
-from torchembed.tables import CountedTables, GrowingTables, Table, TableSet, TableSpec
+from torchembed.tables import (
+    CountedTables,
+    GrowingTables,
+    Table,
+    TableSet,
+    TableSpec,
+    check_own_rows,
+)
 
 
 def _distribute(
@@ -179,6 +186,8 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         self._zero_padding(table)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and name == "weight":
+            check_own_rows(self.local_table, param)
         super().register_parameter(name, param)
         if param is not None and name == "weight" and self.local_table is not None:
             self.local_table.parameter = param
