@@ -330,6 +330,29 @@ def test_eager_steps_check_all_joined_calls_before_any_table_inserts() -> None:
     assert_same_state(model, state_of(expected))
 
 
+@pytest.mark.parametrize("lengths", [(1,), (2,), (2, 4), (5, 1, 2)], ids=str)
+def test_short_iterators_and_those_that_follow_admit_each_batch_once(
+    lengths: tuple[int, ...],
+) -> None:
+    """With evaluation after each step: while no batch follows, none is prepared."""
+    dynamic, batches = Dynamic(eviction=LFU()), iter(BATCHES["fixed"])
+    iterators = [[next(batches) for _ in range(length)] for length in lengths]
+    expected, model = Ranker(dynamic, 24), Ranker(dynamic, 24)
+    losses = by_hand(expected, [batch for of_one in iterators for batch in of_one])
+    is_native = picked_kernel("insert_keys", "cpu") == "native"
+    found, seen = [], BATCHES["fixed"][-1]
+    with taped_captures() if is_native else contextlib.nullcontext():
+        pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+        for of_one in iterators:
+            iterator = iter(of_one)
+            for _ in of_one:
+                found.append(pipeline.progress(iterator).loss.item())
+                model.eval()(seen.dense, seen.sparse)
+                model.train()
+    assert found == losses
+    assert_same_state(model, state_of(expected))
+
+
 def test_pipelines_and_loops_take_turns() -> None:
     """Each counts its own batches; the tables go on counting."""
     batches = BATCHES["fixed"]
