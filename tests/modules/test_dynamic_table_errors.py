@@ -6,13 +6,45 @@ from typing import Any
 import pytest
 import torch
 
-from torchembed import Dynamic, Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingBagConfig
+from torchembed import (
+    LFU,
+    LRU,
+    Dynamic,
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    MinimumCount,
+    SparseFeatures,
+)
 
 
 def held(module: Embedding) -> list[int]:
     """The ids that have rows, ascending."""
     contents = module.table_set.tables[0].index_contents()
     return sorted(contents["ids"][contents["digests"] > 0].tolist())
+
+
+def collection() -> EmbeddingBagCollection:
+    """Two dynamic tables, ``a`` and ``b``."""
+    settings: dict[str, Any] = {"num_embeddings": 8, "embedding_dim": 4, "dynamic": Dynamic()}
+    return EmbeddingBagCollection(
+        [EmbeddingBagConfig(name=n, feature_names=(f"of_{n}",), **settings) for n in "ab"]
+    )
+
+
+def entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the state dict."""
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def check_refused(module: torch.nn.Module, state: dict[str, Any], match: str, **how: bool) -> None:
+    """Check that loading ``state`` raises and changes nothing."""
+    before = entries(module)
+    with pytest.raises(RuntimeError, match=match):
+        module.load_state_dict(state, **how)
+    after = module.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
 def test_a_table_of_float64_gives_no_id_a_row_without_values() -> None:
@@ -67,19 +99,56 @@ def test_weights_of_dynamic_tables_are_not_tied() -> None:
         b.weight = static.weight
     assert b.weight is own
     b.weight = own
-    configs = [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=8,
-            embedding_dim=4,
-            feature_names=(f"of_{name}",),
-            dynamic=Dynamic(),
-        )
-        for name in "ab"
-    ]
-    holders = EmbeddingBagCollection(configs).embedding_bags
+    holders = collection().embedding_bags
     with pytest.raises(ValueError, match=r"weight of table b .* got the one of table a: dynamic"):
         holders["b"].weight = holders["a"].weight
     linear = torch.nn.Linear(4, 8)
     linear.weight = a.weight
     assert linear.weight is a.weight
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_rows_are_not_loaded_without_their_ids(strict: bool) -> None:
+    of_two, of_one = collection(), Embedding(8, 4, dynamic=Dynamic())
+    of_two(SparseFeatures.from_dict({"of_a": [1, 2], "of_b": [3, 4]}))
+    of_one(torch.tensor([1, 2]))
+    new = collection(), Embedding(8, 4, dynamic=Dynamic())
+    for module, other in zip((of_two, of_one), new, strict=True):
+        other_ids = torch.tensor([5, 6])
+        if isinstance(other, Embedding):
+            other(other_ids)
+        else:
+            other(SparseFeatures.from_dict({"of_a": [5, 6], "of_b": [5, 6]}))
+        weights = {k: v for k, v in entries(module).items() if k.endswith("weight")}
+        match = r"rows are nothing without their ids; the state dict lacks \[.*index\.ids"
+        check_refused(other, weights, match, strict=strict)
+        some = {k: v for k, v in entries(module).items() if not k.endswith("touched")}
+        check_refused(other, some, r"lacks \['.*index\.touched'\]", strict=strict)
+    new[1].load_state_dict({}, strict=False)
+    assert held(new[1]) == [5, 6]
+
+
+def test_states_of_other_policies_and_damaged_ones_change_nothing() -> None:
+    recent, frequent, counting = (
+        Embedding(8, 4, dynamic=dynamic)
+        for dynamic in (
+            Dynamic(eviction=LRU()),
+            Dynamic(eviction=LFU()),
+            Dynamic(admission=MinimumCount(2)),
+        )
+    )
+    for module, number in ((recent, 1), (frequent, 2), (counting, 3)):
+        module(torch.tensor([number, number + 10]))
+        module(torch.tensor([number]))
+    for strict in (True, False):
+        match = r"has \['index\.scores'\], too"
+        check_refused(recent, entries(frequent), match, strict=strict)
+    check_refused(frequent, entries(recent), r"lacks \['index\.scores'\]")
+    check_refused(recent, entries(counting), r"has \['index\.counted_ids'")
+    for name in ("digests", "counted_digests"):
+        damaged = entries(counting)
+        digests = damaged[f"index.{name}"]
+        digests[digests > 0] += 1
+        check_refused(counting, damaged, rf"index\.{name} must be those of the ids beside them")
+    counting.load_state_dict(entries(counting))
+    assert held(counting) == [3]

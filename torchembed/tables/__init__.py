@@ -37,6 +37,7 @@ from torchembed.tables.initializers import (
     shifted_row_key,
 )
 from torchembed.tables.joined_group import JoinedGroup, join_groups, joined_where_whole
+from torchembed.tables.loaded_digests import wrong_digests
 from torchembed.tables.minimum_count import MinimumCount
 from torchembed.tables.missing_rows import (
     Missing,
@@ -182,4 +183,5 @@ __all__ = [
     "why_refused",
     "with_shared_rows",
     "write_rows",
+    "wrong_digests",
 ]

@@ -21,7 +21,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 
 from torchembed.core.own_storage import with_own_storage
 from torchembed.integrations.torchrec.dynamic_tables import BY_ROW
-from torchembed.modules.index_in_state_dict import load_index
+from torchembed.modules.index_in_state_dict import CheckedIndex, check_index, load_index
 from torchembed.sharding.transport.global_rows import stacked_tensor
 from torchembed.tables import Table
 
@@ -98,6 +98,7 @@ def keep_in_state(module: nn.Module, indexed: IndexedTables) -> None:
     def load(
         _: nn.Module, state: dict[str, Any], prefix: str, __: Any, strict: bool, *reports: Any
     ) -> None:
+        checked: list[tuple[list[Table], CheckedIndex]] = []
         for name in indexed.plans:
             of_table = f"{prefix}{indexed.container}.{name}."
             keys = [key for key in state if key.startswith(f"{of_table}index.")]
@@ -106,7 +107,15 @@ def keep_in_state(module: nn.Module, indexed: IndexedTables) -> None:
             if not tables:
                 continue
             of_rank = {key: _local(value) for key, value in given.items()}
-            load_index(tables[0], of_rank, of_table, strict, *reports)
+            weight = f"{of_table}weight"
+            if weight in state:
+                of_rank[weight] = tables[0].parameter
+            checked.append((tables, check_index(tables[0], of_rank, of_table)))
+        errors = [error for _, index in checked for error in index.errors]
+        if errors:  # before TorchRec loads the weights
+            raise RuntimeError("\n".join(errors))
+        for tables, index in checked:
+            load_index(tables[0], index, strict, *reports)
             for table in tables[1:]:
                 table.load_index_contents(tables[0].index_contents())
 

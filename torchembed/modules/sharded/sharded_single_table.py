@@ -53,17 +53,6 @@ def _distribute(
         state[key] = table.contents_as_global(state[key])
 
 
-def _localize(module: "ShardedSingleTable", state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before ``load_state_dict``: the table, whole or as ``state_dict`` gives it, becomes this
-    rank's part of it."""
-    weight, index, table = f"{prefix}weight", f"{prefix}index.", module.local_table
-    for key in [key for key in state if key == weight or key.startswith(index)]:
-        if table is None:
-            del state[key]
-        else:
-            state[key] = (local_part if key == weight else local_contents)(state[key], table)
-
-
 class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
     """A module of one table that is spread over the ranks of a mesh.
 
@@ -132,7 +121,6 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         """By whether ids have weights, what looks a call up by itself; made when there is one. In a
         dictionary, since it is no submodule."""
         self.register_state_dict_post_hook(_distribute)
-        self.register_load_state_dict_pre_hook(_localize)
         self.training = source.training
         for attribute in _OF_HOOKS:
             setattr(self, attribute, getattr(source, attribute))
@@ -162,6 +150,17 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
             skipped_id=padding if is_dynamic else None,
             untrained_id=None if is_dynamic else padding,
         )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """The table, whole or as ``state_dict`` gives it, becomes this rank's part of it first."""
+        weight, index, table = f"{prefix}weight", f"{prefix}index.", self.local_table
+        for key in [key for key in state_dict if key == weight or key.startswith(index)]:
+            if table is None:
+                del state_dict[key]
+            else:
+                local = local_part if key == weight else local_contents
+                state_dict[key] = local(state_dict[key], table)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _take_rows(self, source: SingleTable, table: Table) -> None:
         """This rank's rows of ``source``; on the meta device it has none, and they are new. Those

@@ -11,7 +11,7 @@ from torchembed.ops.hash_table.function import (
     touch_slots,
 )
 from torchembed.ops.hash_table.growth import GrownTables, grow
-from torchembed.ops.hash_table.hashing import KeyPlaces, hash_keys, locate_keys
+from torchembed.ops.hash_table.hashing import KeyPlaces, hash_keys, key_digests, locate_keys
 from torchembed.ops.hash_table.layout import (
     BLOCK_SLOTS,
     HashTables,
@@ -60,6 +60,7 @@ __all__ = [
     "hash_keys",
     "insert_keys",
     "int64_keys",
+    "key_digests",
     "locate_keys",
     "place_keys",
     "slot_ranges",

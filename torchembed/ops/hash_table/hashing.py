@@ -50,5 +50,14 @@ def locate_keys(keys: Tensor, tables: Tensor, geometry: Tensor) -> KeyPlaces:
     step = 1 + ((((low >> 16) & 0xFF) * (num_buckets - 1)) >> 8)
     second = torch.where(num_buckets > 1, (bucket + step) % num_buckets.clamp_min(1), bucket)
     buckets = first_slot + (block * num_buckets + torch.stack([bucket, second])) * num_slots
-    digests = 1 + (((low >> 24) * 255) >> 8)
-    return KeyPlaces(hashes, block, buckets.t(), num_slots, digests.to(torch.uint8))
+    return KeyPlaces(hashes, block, buckets.t(), num_slots, _digests(low))
+
+
+def key_digests(keys: Tensor) -> Tensor:
+    """The digests of int64 ``keys [L]``: uint8 ``[L]``, 1 to 255."""
+    return _digests(hash_keys(keys) & _LOW)
+
+
+def _digests(low: Tensor) -> Tensor:
+    """Digests by the low 32 bits of hashes."""
+    return (1 + (((low >> 24) * 255) >> 8)).to(torch.uint8)
