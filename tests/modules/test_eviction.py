@@ -19,7 +19,7 @@ from torchembed import (
     SparseFeatures,
 )
 from torchembed.ops.hash_table import Counter, HashTables
-from torchembed.tables import HashIndex
+from torchembed.tables import HashIndex, SnapshotDueError
 
 
 class Trained:
@@ -158,3 +158,47 @@ def test_bad_settings_are_refused_by_name() -> None:
         trained.module.evict(max_rows=3)
     with pytest.raises(ValueError, match="max_rows must be at least 0, got -1"):
         trained.module.evict(max_rows=-1, table="a")
+
+
+@pytest.mark.parametrize("where", ["before initialization", "in it", "in it twice"])
+def test_an_interrupted_admission_leaves_no_id_a_row_of_another(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dynamic = Dynamic(eviction=LRU(), deletion_log=100)
+    trained, fresh = (Trained(dynamic, capacity=8) for _ in range(2))
+    for first in range(0, 40, 4):  # leaves values in all rows
+        trained.step([*range(first, first + 4)], [*range(first, first + 4)])
+    (group,) = trained.module.table_set.current_groups()
+    mark = trained.module.delta().mark
+    num_left = 2 if where == "in it twice" else 1
+    of_whom, name = group, "initialize"
+    if where == "before initialization":
+        of_whom, name = group.index._row_keys, "note"  # type: ignore[attr-defined]
+    done = getattr(of_whom, name)
+
+    def interrupt(*arguments: object) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left >= 0:
+            raise KeyboardInterrupt
+        done(*arguments)
+
+    monkeypatch.setattr(of_whom, name, interrupt)
+    new = [100, 101, 102]
+    with pytest.raises(KeyboardInterrupt):
+        trained.forward(new, new)
+    if where == "in it twice":
+        trained.forward([200])  # the next admission sees to it
+    assert set(new) <= trained.scores().keys()
+    fresh.forward(new, new)
+    found = [of.module.eval()(_batch_of_each(new)).values() for of in (trained, fresh)]
+    assert torch.equal(*found)
+    with pytest.raises(SnapshotDueError):
+        trained.module.delta(since=mark)
+    assert num_left < 0
+
+
+def _batch_of_each(ids: list[int]) -> SparseFeatures:
+    """A sample for each id, in both tables."""
+    each = [[number] for number in ids]
+    return SparseFeatures.from_dict({"a": each, "b": each})

@@ -97,6 +97,12 @@ class DictIndex:
     def release_forwards(self, *, keeps_rows: bool = False) -> None:
         """Nothing is evicted."""
 
+    def uninitialized_rows(self) -> None:
+        """No exception comes between."""
+
+    def note_initialized(self) -> None:
+        """No exception comes between."""
+
     def contents(self, table: int) -> dict[str, Tensor]:
         return {}
 

@@ -141,10 +141,27 @@ class TableGroup:
         self.num_forward_admissions += is_in_forward
         if self.rule is None and is_in_forward:
             self._note_steps_of_others()
-        admitted = slots.admit(features, rows, admission, is_valid)
-        if admitted.new is not None:
-            self.initialize(admitted.new)
+        is_capturing = self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not is_capturing:
+            self._initialize_left()
+        try:
+            admitted = slots.admit(features, rows, admission, is_valid)
+            if admitted.new is not None:
+                self.initialize(admitted.new)
+        except BaseException:
+            # No id may keep a row with the values of another one. A graph has given no rows yet.
+            if not is_capturing:
+                self._initialize_left()
+            self.index.note_initialized()
+            raise
+        self.index.note_initialized()
         return admitted.rows
+
+    def _initialize_left(self) -> None:
+        """Initialize the rows of ids whose admission an exception ended before it did."""
+        new = self.index.uninitialized_rows()
+        if new is not None:
+            self.initialize(new)
 
     def release(self, epoch: Tensor) -> None:
         """Let go of the rows of batches admitted in ``epoch``, int64 ``[1]``, and before, which

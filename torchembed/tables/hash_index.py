@@ -38,8 +38,9 @@ from torchembed.tables.growth_demand import GrowthDemand
 from torchembed.tables.hash_slots import HashSlots
 from torchembed.tables.hashed_row_keys import HashedRowKeys
 from torchembed.tables.hashed_rows import HashedRows, SharedRows
-from torchembed.tables.row_index import Admission, IndexedTable, RowIndex, max_rows_of
+from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, max_rows_of
 from torchembed.tables.score_decay import ScoreDecay
+from torchembed.tables.unfinished_insertion import UnfinishedInsertion
 
 
 class GrownIndex(NamedTuple):
@@ -112,6 +113,7 @@ class HashIndex:
         self._row_keys = HashedRowKeys(tables, device)
         self.demand = GrowthDemand.of(_capacities(tables, shapes), device)
         self.has_forwards_under_way = False
+        self._unfinished: UnfinishedInsertion | None = None
 
     def capacity(self, table: int) -> int:
         """The most ids that a table can hold here."""
@@ -166,6 +168,7 @@ class HashIndex:
         if chosen is not None and chosen.counts is not None and policy is Policy.LFU:
             # An id that was counted before it had a row competes by its whole count.
             policy, scores = Policy.CALLER, chosen.counts
+        self._unfinished = UnfinishedInsertion(keys, tables, slots)
         inserted = insert_keys(
             state,
             keys,
@@ -193,6 +196,18 @@ class HashIndex:
         if self.demand is not None:
             self.demand.end_batch(state.counters, epoch, self.clock.last, is_trained)
         return inserted
+
+    def uninitialized_rows(self) -> NewRows | None:
+        if self._unfinished is None:
+            return None
+        new = self._unfinished.new_rows(self.hash_tables)
+        self._row_keys.refresh(self.hash_tables.keys)
+        if self.deletions is not None:  # the ids that made room may not be in it
+            self.deletions.begin_anew()
+        return new
+
+    def note_initialized(self) -> None:
+        self._unfinished = None
 
     def note_time(self) -> None:
         """Ask the clock, where rows live for some seconds; between steps. Never waits for a GPU."""
@@ -345,6 +360,7 @@ class HashIndex:
     def follow_ids(self, last: Tensor) -> None:
         """Bring what follows from the ids in line with those that were loaded or placed, and go on
         behind the epoch ``last``, int64 ``[1]``."""
+        self._unfinished = None
         if self.deletions is not None:
             self.deletions.begin_anew()
         self.clock.go_on_behind(last)

@@ -152,6 +152,15 @@ class RowIndex(Protocol):
         trained them. Never waits for a GPU. ``keeps_rows`` as for :meth:`release`."""
         ...
 
+    def uninitialized_rows(self) -> NewRows | None:
+        """The rows that an admission gave to ids and whose values may not be set, since an
+        exception ended it; None where :meth:`note_initialized` followed the last one."""
+        ...
+
+    def note_initialized(self) -> None:
+        """Note that all rows that ids were given have their values."""
+        ...
+
     def row_ids(self, table: int) -> RowIds:
         """For each row of a table of the group the id that its initial values and its rounding are
         functions of."""
@@ -243,6 +252,12 @@ class RangeIndex:
 
     def release_forwards(self, *, keeps_rows: bool = False) -> None:
         """Nothing is ever evicted."""
+
+    def uninitialized_rows(self) -> None:
+        """No rows are ever given to other ids."""
+
+    def note_initialized(self) -> None:
+        """No rows are ever given to other ids."""
 
     def row_ids(self, table: int) -> range:
         held = self._tables[table]
