@@ -203,6 +203,72 @@ def test_static_tables_become_dynamic_and_back(tmp_path: Path) -> None:
         assert torch.equal(chunk.rows[rows[row]], weight[row])
 
 
+def growing_run(dynamic: Dynamic, capacity: int) -> TrainingRun:
+    model = nn.ModuleDict({"bag": EmbeddingBag(capacity, 2, mode="sum", seed=3, dynamic=dynamic)})
+    return TrainingRun(model=model, optimizers=[torchembed.optim.Adam(model.parameters(), lr=0.1)])
+
+
+def train_on_drawn(run: TrainingRun, seeds: range, num_ids: int) -> None:
+    for seed in seeds:
+        drawn = torch.randint(num_ids, (50, 60), generator=torch.Generator().manual_seed(seed))
+        run.optimizers[0].zero_grad()
+        run.model["bag"](drawn * 0x9E3779B97F4A7C1).square().sum().backward()  # type: ignore[index]
+        run.optimizers[0].step()
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "num_steps", "num_ids", "num_rows"),
+    [
+        (Dynamic(initial_capacity=1000), 12, 10_000, 10_000),
+        (
+            Dynamic(initial_capacity=1000, eviction=LFU(), admission=MinimumCount(2)),
+            16,
+            10_000,
+            10_000,
+        ),
+        (Dynamic(initial_capacity=1000, missing=HashedRows(7)), 9, 700, 5007),
+    ],
+    ids=["lru", "lfu", "half grown"],
+)
+def test_tables_that_have_grown_go_on_as_if_training_had_not_stopped(
+    dynamic: Dynamic, num_steps: int, num_ids: int, num_rows: int, tmp_path: Path
+) -> None:
+    """In a run whose table is small yet: it grows, and each saved row is the same row of it."""
+    kept, loaded = (growing_run(dynamic, 10_000) for _ in range(2))
+    train_on_drawn(kept, range(num_steps), num_ids)
+    weight = kept.model["bag"].weight  # type: ignore[index]
+    assert len(weight) == num_rows > len(loaded.model["bag"].weight)  # type: ignore[index]
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(num_steps, kept)
+    train_on_drawn(loaded, range(50, 51), 100)
+    shown = loaded.model["bag"].weight  # type: ignore[index]
+    assert len(shown) < num_rows
+    assert checkpoints.load(loaded) == num_steps
+    assert not checkpoints.rows_left_out and loaded.model["bag"].weight is shown  # type: ignore[index]
+    for steps in (range(0), range(num_steps, num_steps + 4)):
+        for run in (kept, loaded):
+            train_on_drawn(run, steps, num_ids)
+        expected, found = whole_state(kept), whole_state(loaded)
+        assert expected.keys() == found.keys()
+        assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
+
+
+def test_rows_of_tables_of_other_blocks_are_loaded_by_id(tmp_path: Path) -> None:
+    """12288 rows are 3 blocks of a table that has all of them at once, and 4 of one that grew."""
+    at_once, growing = Dynamic(), Dynamic(initial_capacity=12288)
+    for number, (before, after) in enumerate([(at_once, growing), (growing, at_once)]):
+        saved, run = growing_run(before, 12288), growing_run(after, 12288)
+        train_on_drawn(saved, range(2), 3000)
+        assert run.model["bag"].weight.shape == saved.model["bag"].weight.shape  # type: ignore[index]
+        CheckpointFolder(tmp_path / str(number)).save(2, saved)
+        CheckpointFolder(tmp_path / str(number)).load(run)
+        tables = [r.model["bag"].table_set.tables[0] for r in (saved, run)]  # type: ignore[index]
+        assert scores_of(tables[1]) == scores_of(tables[0])
+        ids = torch.arange(3000)[:, None] * 0x9E3779B97F4A7C1
+        expected = saved.model.eval()["bag"](ids)  # type: ignore[index]
+        assert expected.any() and torch.equal(run.model.eval()["bag"](ids), expected)  # type: ignore[index]
+
+
 def scores_of(table: Table) -> dict[int, int]:
     """By id its score."""
     chunk = next(row_chunks(table, 1 << 20))

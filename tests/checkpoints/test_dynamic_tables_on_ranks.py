@@ -247,27 +247,54 @@ def test_what_four_ranks_saved_two_and_one_load_under_any_placement(tmp_path: Pa
 def growing_run(initial_capacity: int | None) -> TrainingRun:
     dynamic = Dynamic(initial_capacity=initial_capacity)
     config = EmbeddingBagConfig(
-        name="a", num_embeddings=512, embedding_dim=4, feature_names=("a",), dynamic=dynamic
+        name="a", num_embeddings=20_000, embedding_dim=4, feature_names=("a",), dynamic=dynamic
     )
     model = nn.ModuleDict({"tables": torchembed.EmbeddingBagCollection([config])})
     if dist.is_initialized():
         plan = {"tables.embedding_bags.a": "row_wise"}
         torchembed.shard_embeddings(model, made_mesh("cpu", 1), plan)
-    return TrainingRun(model=model)
+    optimizer = torchembed.optim.Adagrad(model.parameters(), lr=0.1)
+    return TrainingRun(model=model, optimizers=[optimizer])
 
 
 def load_growing(folder: str) -> tuple[int, int]:
     """On a rank: the ids and rows of a table that one id was loaded into."""
-    run = growing_run(64)
+    run = TrainingRun(model=growing_run(1000).model)
     CheckpointFolder(folder).load(run)
     (table,) = run.model["tables"].table_set.tables  # type: ignore[index]
+    check_that_grown_parts_go_on(f"{folder} of ranks")
     return sum(len(chunk.keys) for chunk in row_chunks(table, 1 << 20)), table.num_rows
+
+
+def check_that_grown_parts_go_on(folder: str) -> None:
+    """Once they have grown, in a run whose parts are small yet, bit for bit."""
+    kept, loaded = growing_run(1000), growing_run(1000)
+
+    def train_on(run: TrainingRun, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            ids = torch.randint(30_000, (3000,), generator=generator)
+            features = SparseFeatures(keys=("a",), values=ids, batch_size=3000, hotness=(1,))
+            run.optimizers[0].zero_grad()
+            run.model["tables"](features).values().square().sum().backward()  # type: ignore[index]
+            run.optimizers[0].step()
+
+    train_on(kept, range(8))
+    tables = [run.model["tables"].table_set.tables[0] for run in (kept, loaded)]  # type: ignore[index]
+    assert tables[0].num_rows == 10_000 > tables[1].num_rows
+    CheckpointFolder(folder).save(8, kept)
+    assert CheckpointFolder(folder).load(loaded) == 8
+    found = []
+    for run, table in zip((kept, loaded), tables, strict=True):
+        train_on(run, range(8, 11))
+        found.append([table.parameter, *table.group.states, *table.index_contents().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_parts_of_growing_tables_have_equally_many_rows_whoever_holds_the_ids(
     tmp_path: Path,
 ) -> None:
-    run = growing_run(None)
+    run = TrainingRun(model=growing_run(None).model)
     run.model["tables"](SparseFeatures.from_dict({"a": [7]}))  # type: ignore[index]
     CheckpointFolder(tmp_path).save(1, run)
-    assert sorted(run_on_ranks(2, load_growing, str(tmp_path))) == [(0, 256), (1, 256)]
+    assert sorted(run_on_ranks(2, load_growing, str(tmp_path))) == [(0, 10_000), (1, 10_000)]

@@ -175,8 +175,7 @@ def run_random_operations(model: ModelledModule, num_operations: int, folder: Pa
                 model.follow()
             case kind if kind < 0.98:
                 model.reload(a)
-            # Checkpoints of tables that have grown load by id, which may leave some out.
-            case kind if kind < 0.99 and model.dynamic.initial_capacity is None:
+            case kind if kind < 0.99:
                 model.restore(folder / str(num_batches))
                 shutil.rmtree(folder / str(num_batches))
             case _:

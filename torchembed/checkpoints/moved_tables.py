@@ -1,4 +1,5 @@
-"""Tables that a checkpoint holds in other rows than the run: they are loaded by id, in chunks."""
+"""Tables that a checkpoint holds in other rows than the run: they grow first, and where that does
+not make the rows the same ones, they are loaded by id, in chunks."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,9 @@ class MovedTable:
     """The entries of its optimizer state, by the names of states."""
     foreign_states: tuple[str, ...]
     """Entries of state by row that optimizers of torch keep, which cannot find rows by id."""
+    num_rows: int | None
+    """The rows to which the table can grow so that each saved row is the same row of it; None where
+    rows are loaded by id."""
 
     @property
     def weight(self) -> str:
@@ -85,7 +89,7 @@ class MovedTable:
                     f"{own.num_hashed_rows} in the run"
                 )
             yield from self._sketch_mismatches(form, saved)
-        for key in self.foreign_states:
+        for key in self.foreign_states if self.num_rows is None else ():
             yield (
                 f"{key} is state of an optimizer of torch, which follows no rows by id; load it on "
                 "as many ranks, under the same placement and capacity"
@@ -121,6 +125,15 @@ class MovedTable:
                 f"{self.weight} has {num_outside} ids outside the {num_rows} rows of the run's "
                 f"static table, {an_id} for one"
             )
+
+    def grow(self) -> None:
+        """Let the table have :attr:`num_rows`.
+
+        Raises:
+            torch.OutOfMemoryError: where there is no memory for them; nothing has changed.
+        """
+        assert self.num_rows is not None
+        grow_to(self.table, self.num_rows)
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> int:
@@ -258,6 +271,9 @@ def moved_tables(run: TrainingRun, saved: SavedState) -> list[MovedTable]:
             key, form = form_key(of_table[0]), None
             if key in saved.entries:
                 form = _with_own_seed(table, TableForm.parse(saved.tensors.whole(key)))
+            rows = _rows_alike(table, form, of_table[0], saved)
+            if rows == table.num_rows:
+                continue
             states, foreign = _states(run, table, of_table[0], saved)
             moved = MovedTable(
                 names=of_table,
@@ -266,9 +282,9 @@ def moved_tables(run: TrainingRun, saved: SavedState) -> list[MovedTable]:
                 form=form,
                 states=states,
                 foreign_states=foreign,
+                num_rows=rows,
             )
-            if not _lies_alike(moved, saved):
-                found.append(moved)
+            found.append(moved)
     return found
 
 
@@ -314,11 +330,21 @@ def _with_own_seed(table: Table, form: TableForm) -> TableForm:
     return form._replace(key=own.key)
 
 
-def _lies_alike(moved: MovedTable, saved: SavedState) -> bool:
-    """True where each row of the checkpoint is the same row of the run."""
-    table = moved.table
-    if moved.form != TableForm.of(table):
-        return False
-    contents = table.index_contents()
-    sizes = {f"{moved.contents}{n}": table.contents_as_global(t).shape for n, t in contents.items()}
-    return all(saved.tensors.size(k) == size for k, size in sizes.items() if k in saved.entries)
+def _rows_alike(table: Table, form: TableForm | None, name: str, saved: SavedState) -> int | None:
+    """The rows with which each row of the checkpoint is the same row of the run: those of the
+    table, or more, to which it can grow; None where no number of rows makes them that."""
+    if form is None:
+        return table.num_rows if TableForm.of(table) is None else None
+    is_in_reach = table.num_rows <= form.share_rows <= table.max_rows
+    if not is_in_reach or form != TableForm.of(table, form.share_rows):
+        return None
+    # What a policy of admission keeps has a size of its own.
+    index, contents = table.group.index, table.index_contents()
+    assert isinstance(index, HashIndex)
+    kept = (
+        () if index.admission is None else index.admission.contents(table.group.tables.index(table))
+    )
+    start = f"model.{name}".removesuffix("weight") + "index."
+    sizes = {f"{start}{n}": table.contents_as_global(contents[n]).shape for n in kept}
+    is_alike = all(saved.tensors.size(k) == size for k, size in sizes.items() if k in saved.entries)
+    return form.share_rows if is_alike else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from torchembed.checkpoints.moved_tables import moved_tables, restart_clocks
+from torchembed.checkpoints.moved_tables import MovedTable, moved_tables, restart_clocks
 from torchembed.checkpoints.random_state import random_state, set_random_state
 from torchembed.checkpoints.saved_state import SavedState, agree_on, mismatches, unexpected
 from torchembed.checkpoints.table_form import TableForm, form_key
@@ -117,6 +117,19 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
         saved,
     )
 
+    growing = [table for table in moved if table.num_rows is not None]
+
+    def grown() -> tuple[dict[str, object], list[MovedTable]]:
+        """The targets, and the tables that are loaded by id, once others have grown."""
+        if not growing:
+            return state, moved
+        for table in growing:
+            table.grow()
+        by_id = [table for table in moved if table.num_rows is None]
+        targets = _load_targets(run, saved.entries)
+        return {k: v for k, v in targets.items() if not any(t.holds(k) for t in by_id)}, by_id
+
+    state, moved = raise_on_all_ranks(grown, what, group)
     saved.read(state)
     left_out: dict[str, int] = {}
 

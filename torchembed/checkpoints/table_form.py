@@ -21,19 +21,30 @@ class TableForm(NamedTuple):
     num_shares: int
     """In how many parts a hash divides its ids."""
     share_rows: int
-    """Rows of each part, where ids lie as the hash of a table of as many rows says."""
+    """Rows of each part, where ids lie as the hash of a table of as many rows and blocks says."""
+    num_blocks: int | None
+    """The blocks of each part's slots; None where it cannot have as many rows."""
     num_hashed_rows: int
     """The last of them, which ids without a row of their own share."""
 
     @classmethod
-    def of(cls, table: Table) -> "TableForm | None":
-        """The form of a table of the run; None for a static one."""
+    def of(cls, table: Table, num_rows: int | None = None) -> "TableForm | None":
+        """The form of a table of the run, with as many rows as it has, or once it has grown to
+        ``num_rows``; None for a static one."""
         factory = table.spec.index
         if not isinstance(factory, HashFactory):
             return None
         dynamic, num_shares = factory.dynamic, table.id_share.num_shares
-        rows = table.num_rows, dynamic.num_hashed_rows
-        return cls(table.spec.key, *_policies(dynamic), num_shares, *rows)
+        rows = table.num_rows if num_rows is None else num_rows
+        return cls(
+            key=table.spec.key,
+            eviction=_eviction(dynamic),
+            admission=_admission(dynamic),
+            num_shares=num_shares,
+            share_rows=rows,
+            num_blocks=factory.num_blocks(rows, table.max_rows),
+            num_hashed_rows=dynamic.num_hashed_rows,
+        )
 
     def to_tensor(self) -> Tensor:
         """The form as uint8 ``[n]``."""
@@ -45,11 +56,14 @@ class TableForm(NamedTuple):
         return cls(**json.loads(tensor.numpy().tobytes()))
 
 
-def _policies(dynamic: Dynamic) -> tuple[str, str]:
-    """The names of eviction and admission. Of their numbers those count that scores depend on."""
+def _eviction(dynamic: Dynamic) -> str:
+    """The policy's name, with the numbers that scores depend on."""
     eviction = dynamic.eviction
-    name = str(eviction) if isinstance(eviction, EpochLFU) else type(eviction).__name__
-    return name, "None" if dynamic.admission is None else type(dynamic.admission).__name__
+    return str(eviction) if isinstance(eviction, EpochLFU) else type(eviction).__name__
+
+
+def _admission(dynamic: Dynamic) -> str:
+    return "None" if dynamic.admission is None else type(dynamic.admission).__name__
 
 
 def form_key(name: str) -> str:

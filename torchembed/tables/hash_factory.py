@@ -42,6 +42,15 @@ class HashFactory:
         sizes = (shape.num_rows for shape in growing_shapes(own))
         return num_hashed + next((n for n in sizes if n * of_whole >= wanted * own), own)
 
+    def num_blocks(self, num_rows: int, max_rows: int) -> int | None:
+        """The blocks of a part that grows to ``max_rows`` while it has ``num_rows``; None where it
+        never has as many."""
+        own, num_hashed = num_rows - self.dynamic.num_hashed_rows, self.dynamic.num_hashed_rows
+        if own < 1:
+            return None
+        shapes = growing_shapes(max_rows - num_hashed) if self.grows else [table_shape(own)]
+        return next((shape.num_blocks for shape in shapes if shape.num_rows == own), None)
+
     def bytes_for(self, num_rows: int) -> int:
         """Ids, digests, epochs of the last use and, but for LRU, scores; what chooses the ids that
         get rows; and the log of those that left."""
