@@ -156,6 +156,9 @@ def test_bad_settings_are_refused_by_name() -> None:
         DecayingLFU(rate=0.5, steps_per_decay=0)
     with pytest.raises(ValueError, match=r"table must be .*\['a', 'b'\], got None"):
         trained.module.evict(max_rows=3)
+    for number in (1.5, True, "2"):
+        with pytest.raises(TypeError, match=f"max_rows must be an int, got {number!r}"):
+            trained.module.evict(max_rows=number, table="a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_rows must be at least 0, got -1"):
         trained.module.evict(max_rows=-1, table="a")
 

@@ -21,6 +21,7 @@ from torchembed.tables import (
     TableGrowth,
     TableSet,
     TableStatistics,
+    check_at_least,
     check_own_rows,
     check_score,
     delta_on_all_ranks,
@@ -166,11 +167,11 @@ class TableModule(nn.Module):
             table: its name; None for the only table of the module.
 
         Raises:
+            TypeError: for a number that is no int.
             ValueError: for a negative number, or a name of no dynamic table.
         """
         parts = self._dynamic_parts(table)
-        if max_rows < 0:
-            raise ValueError(f"max_rows must be at least 0, got {max_rows}")
+        check_at_least("max_rows", max_rows, 0)
         for index, number in parts:
             index.evict(number, max_rows)
 

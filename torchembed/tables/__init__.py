@@ -17,6 +17,7 @@ from torchembed.tables.dynamic import (
     Dynamic,
     EpochLFU,
     Eviction,
+    check_at_least,
     check_score,
 )
 from torchembed.tables.group import TableGroup
@@ -158,6 +159,7 @@ __all__ = [
     "TableStatistics",
     "Uniform",
     "WeightHolder",
+    "check_at_least",
     "check_missing",
     "check_own_rows",
     "check_score",

@@ -14,7 +14,7 @@ from torchembed.tables.minimum_count import MinimumCount
 from torchembed.tables.missing_rows import Missing, MissingValue, as_missing
 
 
-def _check_at_least(name: str, value: object, least: int) -> None:
+def check_at_least(name: str, value: object, least: int) -> None:
     """Raise unless ``value`` is an int of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -54,7 +54,7 @@ class DecayingLFU:
             raise TypeError(f"rate must be a float, got {self.rate!r}")
         if not 0 <= self.rate < 1:
             raise ValueError(f"rate must be in [0, 1), got {self.rate}; LFU() keeps whole counts")
-        _check_at_least("steps_per_decay", self.steps_per_decay, 1)
+        check_at_least("steps_per_decay", self.steps_per_decay, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class EpochLFU:
     steps_per_epoch: int
 
     def __post_init__(self) -> None:
-        _check_at_least("steps_per_epoch", self.steps_per_epoch, 1)
+        check_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,9 +172,9 @@ class Dynamic:
                 f"None, got {self.admission!r}"
             )
         if self.initial_capacity is not None:
-            _check_at_least("initial_capacity", self.initial_capacity, 1)
+            check_at_least("initial_capacity", self.initial_capacity, 1)
         if self.ttl_steps is not None:
-            _check_at_least("ttl_steps", self.ttl_steps, 2)
+            check_at_least("ttl_steps", self.ttl_steps, 2)
         if self.ttl_seconds is not None:
             seconds = self.ttl_seconds
             if isinstance(seconds, bool) or not isinstance(seconds, int | float):
@@ -183,8 +183,8 @@ class Dynamic:
                 raise ValueError(f"ttl_seconds must be positive and finite, got {seconds}")
         if not callable(self.clock):
             raise TypeError(f"clock must be a function without arguments, got {self.clock!r}")
-        _check_at_least("sweep_steps", self.sweep_steps, 1)
-        _check_at_least("deletion_log", self.deletion_log, 0)
+        check_at_least("sweep_steps", self.sweep_steps, 1)
+        check_at_least("deletion_log", self.deletion_log, 0)
         if not isinstance(self.missing, HashedRows):
             object.__setattr__(self, "missing", as_missing(self.missing))
 

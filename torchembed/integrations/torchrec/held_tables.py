@@ -21,6 +21,7 @@ from torchembed.tables import (
     StatisticsReader,
     Table,
     TableStatistics,
+    check_at_least,
     check_score,
     read_delta,
     row_chunks,
@@ -120,10 +121,10 @@ class DynamicTable:
         """Evict ids until at most ``max_rows`` are left on this rank; rows in use stay.
 
         Raises:
+            TypeError: for a number that is no int.
             ValueError: for a negative number.
         """
-        if max_rows < 0:
-            raise ValueError(f"max_rows must be at least 0, got {max_rows}")
+        check_at_least("max_rows", max_rows, 0)
         for index, number in self._indices():
             index.evict(number, max_rows)
 
