@@ -34,6 +34,7 @@ POLICIES = {
         eviction=DecayingLFU(rate=0.5, steps_per_decay=2), admission=Probability(threshold=2)
     ),
     "CallerScores": Dynamic(eviction=CallerScores(), ttl_steps=2, sweep_steps=2),
+    "max_rows": Dynamic(eviction=LFU(), max_rows=16, evict_to=0.5),
 }
 NUM_STEPS, CAPACITY = 8, 24
 
@@ -110,5 +111,7 @@ def test_pipelines_insert_and_evict_as_loops_by_hand_under_every_policy() -> Non
             assert by_hand == by_pipeline, name
             # Ids that both ranks bring are one, and the others find a row or are refused.
             assert counts["size"] <= counts["inserted"] <= counts["misses"]
-            if POLICIES[name].admission is None:
+            if name == "max_rows":
+                assert counts["evicted_target"] > 0
+            elif POLICIES[name].admission is None:
                 assert counts["evicted_full"] + counts["evicted_expired"] + counts["refused"] > 0

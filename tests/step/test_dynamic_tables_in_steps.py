@@ -1,6 +1,7 @@
 """Dynamic tables in train steps: those of pipelines insert and evict as a loop by hand does."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,6 +149,28 @@ def test_captured_steps_equal_the_loop_by_hand(
     assert bool(counters[Counter.EVICTED_EXPIRED]) == (policy == "ttl")
     captured = [str(kind.form) for kind in pipeline.kinds]
     assert ("graph" in captured) == (form != "jagged")
+
+
+def test_captured_steps_keep_to_a_bound_as_the_loop_by_hand() -> None:
+    """Ids go without a full table, a bad batch between them, which is skipped."""
+    dynamic = dataclasses.replace(POLICIES["EpochLFU"], max_rows=20, evict_to=0.5, deletion_log=99)
+    good, modes = BATCHES["fixed"], ["sum"]
+    batches = [*good[:8], batch(0, bad=True), *good[8:]]
+    expected, model = (Ranker(dynamic, 200, modes=modes) for _ in range(2))
+    losses = by_hand(expected, good)
+    is_native = picked_kernel("insert_keys", "cpu") == "native"
+    found, iterator = [], iter(batches)
+    with taped_captures() if is_native else contextlib.nullcontext():
+        pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+        for number in range(len(batches)):
+            with pytest.raises(IndexError) if number == 8 else contextlib.nullcontext():
+                found.append(pipeline.progress(iterator).loss.item())
+    assert found == losses
+    assert_same_state(model, state_of(expected))
+    counters = index_of(model).hash_tables.counters[0]
+    assert counters[Counter.EVICTED_TARGET] > 0
+    assert counters[Counter.EVICTED_FULL] == 0
+    assert "graph" in [str(kind.form) for kind in pipeline.kinds]
 
 
 def test_eager_steps_equal_the_loop_by_hand() -> None:

@@ -103,6 +103,9 @@ class DictIndex:
     def note_initialized(self) -> None:
         """No exception comes between."""
 
+    def set_row_bytes(self, row_bytes: Sequence[int]) -> None:
+        """Nothing is evicted."""
+
     def contents(self, table: int) -> dict[str, Tensor]:
         return {}
 

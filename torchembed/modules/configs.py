@@ -171,6 +171,11 @@ def table_spec(
         if not isinstance(dynamic.missing, HashedRows):
             # Tables that differ in it are looked up together all the same.
             dynamic = dataclasses.replace(dynamic, missing=Missing.ZEROS)
+        if dynamic.max_rows is not None and dynamic.max_rows > num_rows:
+            raise ValueError(
+                f"max_rows of table {name} must be at most its capacity, "
+                f"num_embeddings={num_rows}, got {dynamic.max_rows}"
+            )
         index = HashFactory(dynamic)
         num_rows = index.rows_for(num_rows)
     return TableSpec(

@@ -138,8 +138,14 @@ class Dynamic:
         ttl_seconds: an id goes when training has not used it for so long by ``clock``. Rows that a
             checkpoint brings live from the load on.
         clock: the time in seconds, which must not run backwards. The host asks it between steps.
-        sweep_steps: ids that are too old go within as many steps more: each step looks at one part
-            in ``sweep_steps`` of the rows.
+        max_rows: while the table holds more ids, those of the least scores go, by ``eviction``,
+            rows in use never; no more than its capacity. None: the capacity alone bounds it.
+        max_bytes: the same in bytes of rows, of their optimizer state once there is an optimizer,
+            and of what is kept to find ids; of the two the one that allows fewer rows counts.
+        evict_to: the part of the bound to which evicting brings a table, or what it visits of it,
+            down; more than 0, 1 at most.
+        sweep_steps: ids that are too old, or too many, go within as many steps more: each step
+            looks at one part in ``sweep_steps`` of the rows.
         deletion_log: ids that left the table which are remembered for deltas, of 32 bytes each on
             the device; tables that are looked up together share the memory. 0: none, and
             ``delta`` is refused.
@@ -156,6 +162,9 @@ class Dynamic:
     ttl_steps: int | None = None
     ttl_seconds: float | None = None
     clock: Callable[[], float] = dataclasses.field(default=time.monotonic, repr=False)
+    max_rows: int | None = None
+    max_bytes: int | None = None
+    evict_to: float = 0.9
     sweep_steps: int = 1000
     deletion_log: int = 0
     missing: Missing | str | Sequence[float] | Tensor | HashedRows = Missing.ZEROS
@@ -183,6 +192,16 @@ class Dynamic:
                 raise ValueError(f"ttl_seconds must be positive and finite, got {seconds}")
         if not callable(self.clock):
             raise TypeError(f"clock must be a function without arguments, got {self.clock!r}")
+        if self.max_rows is not None:
+            check_at_least("max_rows", self.max_rows, 1)
+        if self.max_bytes is not None:
+            check_at_least("max_bytes", self.max_bytes, 1)
+        if isinstance(self.evict_to, bool) or not isinstance(self.evict_to, int | float):
+            raise TypeError(f"evict_to must be a float, a part of the bound, got {self.evict_to!r}")
+        if not 0 < self.evict_to <= 1:
+            raise ValueError(
+                f"evict_to must be in (0, 1], a part of the bound, got {self.evict_to}"
+            )
         check_at_least("sweep_steps", self.sweep_steps, 1)
         check_at_least("deletion_log", self.deletion_log, 0)
         if not isinstance(self.missing, HashedRows):
@@ -197,3 +216,9 @@ class Dynamic:
     def missing_value(self) -> MissingValue:
         """The values of ids that read no row at all."""
         return Missing.ZEROS if isinstance(self.missing, HashedRows) else as_missing(self.missing)
+
+
+def index_bytes_of(dynamic: Dynamic) -> int:
+    """The bytes that an index keeps of one row: its id, a digest of it, the epoch of its last use
+    and, but under LRU, its score."""
+    return 8 + 1 + 8 + (0 if policy_of(dynamic.eviction) is Policy.LRU else 8)

@@ -76,7 +76,14 @@ class TableGroup:
     def make_index(self) -> None:
         """Make the index anew from the specs of the tables, without any contents."""
         indexed = [
-            IndexedTable(t.spec.key, t.first_row, t.num_rows, t.first_column, t.max_rows)
+            IndexedTable(
+                t.spec.key,
+                t.first_row,
+                t.num_rows,
+                t.first_column,
+                t.max_rows,
+                t.id_share.num_shares,
+            )
             for t in self.tables
         ]
         self._set_index(self.tables[0].spec.index(indexed, self.weight.device))
@@ -88,6 +95,18 @@ class TableGroup:
             self._rounding_keys = index.rounding_keys()
         self._initial_values: KeptTensors[None, InitialValues] = KeptTensors()
         self._missing_rows: KeptTensors[None, MissingRows] = KeptTensors()
+        self._tell_row_bytes()
+
+    def _tell_row_bytes(self) -> None:
+        """Let the index know what a row of each whole table takes, so that all ranks that hold
+        columns of one find the same."""
+        found = []
+        for table in self.tables:
+            columns = [self.weight, *(state for state in self.states if state.dim() > 1)]
+            whole = [state for state in self.states if state.dim() == 1]
+            row_bytes = sum(tensor.element_size() for tensor in columns) * table.spec.dim
+            found.append(row_bytes + sum(state.element_size() for state in whole))
+        self.index.set_row_bytes(found)
 
     @property
     def rounding_keys(self) -> RoundingKeys:
@@ -300,6 +319,7 @@ class TableGroup:
         self.states = tuple(
             torch.full(shape, initial_state, device=device) for _ in range(rule.num_states)
         )
+        self._tell_row_bytes()
         self.step = torch.zeros(1, device=device)
 
     def _leave_joined(self) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from torchembed.ops.hash_table import Policy, growing_shapes, table_shape
+from torchembed.ops.hash_table import growing_shapes, table_shape
 from torchembed.tables.deletion_log import DeletionLog
-from torchembed.tables.dynamic import Dynamic, policy_of
+from torchembed.tables.dynamic import Dynamic, index_bytes_of
 from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.row_index import IndexedTable
 
@@ -54,11 +54,10 @@ class HashFactory:
     def bytes_for(self, num_rows: int) -> int:
         """Ids, digests, epochs of the last use and, but for LRU, scores; what chooses the ids that
         get rows; and the log of those that left."""
-        has_scores = policy_of(self.dynamic.eviction) is not Policy.LRU
         admission = self.dynamic.admission
         counts = 0 if admission is None else admission.bytes_for(num_rows)
         logged = self.dynamic.deletion_log * DeletionLog.ENTRY_BYTES
-        return num_rows * (8 + 1 + 8 + (8 if has_scores else 0)) + counts + logged
+        return num_rows * index_bytes_of(self.dynamic) + counts + logged
 
     def __call__(self, tables: Sequence[IndexedTable], device: torch.device) -> HashIndex:
         return HashIndex(tables, self.dynamic, device)

@@ -38,6 +38,7 @@ from torchembed.tables.growth_demand import GrowthDemand
 from torchembed.tables.hash_slots import HashSlots
 from torchembed.tables.hashed_row_keys import HashedRowKeys
 from torchembed.tables.hashed_rows import HashedRows, SharedRows
+from torchembed.tables.row_bounds import RowBounds
 from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, max_rows_of
 from torchembed.tables.score_decay import ScoreDecay
 from torchembed.tables.unfinished_insertion import UnfinishedInsertion
@@ -107,6 +108,7 @@ class HashIndex:
             initial = dynamic.eviction.initial_score
             self.step_scores = StepScores(len(tables), initial, device)
         self._expiry = Expiry.under(dynamic, shapes, device)
+        self._bounds = RowBounds.under(dynamic, tables, shapes, device)
         self._decay: ScoreDecay | None = None
         if isinstance(dynamic.eviction, DecayingLFU):
             self._decay = ScoreDecay(dynamic.eviction, shapes, device)
@@ -193,6 +195,8 @@ class HashIndex:
         if self.admission is not None:
             self.admission.forget(inserted.keys, inserted.tables, epoch)
         self._row_keys.note(inserted)
+        if self._bounds is not None:
+            self._bounds.evict(state, epoch, released, is_trained, self.deletions)
         if self.demand is not None:
             self.demand.end_batch(state.counters, epoch, self.clock.last, is_trained)
         return inserted
@@ -251,6 +255,10 @@ class HashIndex:
         tables = torch.full(keys.shape, table, dtype=torch.int32, device=self._device)
         assign_scores(self.hash_tables, keys, tables, scores)
 
+    def set_row_bytes(self, row_bytes: Sequence[int]) -> None:
+        if self._bounds is not None:
+            self._bounds.set_row_bytes(row_bytes)
+
     def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
         self.clock.release(epoch, keeps_rows=keeps_rows)
 
@@ -307,6 +315,7 @@ class HashIndex:
         self.hash_tables, self._row_keys = grown.hash_tables, grown.row_keys
         self._expiry, self._decay = grown.expiry, grown.decay
         self._shapes = _shapes(grown.tables, self._dynamic)
+        self._bounds = RowBounds.under(self._dynamic, grown.tables, self._shapes, self._device)
         if isinstance(self._dynamic.missing, HashedRows):
             self.shared = SharedRows(self._dynamic.missing, slot_ranges(self._shapes), self._device)
         self.demand = GrowthDemand.of(_capacities(grown.tables, self._shapes), self._device)

@@ -27,6 +27,8 @@ class IndexedTable(NamedTuple):
     """Number, in the whole table, of the first column that this rank holds."""
     max_rows: int | None = None
     """Rows that this rank holds once the table has grown; None: as many as now."""
+    num_shares: int = 1
+    """In how many parts, of which this is one, a hash divides the ids of the whole table."""
 
 
 def max_rows_of(table: IndexedTable) -> int:
@@ -161,6 +163,11 @@ class RowIndex(Protocol):
         """Note that all rows that ids were given have their values."""
         ...
 
+    def set_row_bytes(self, row_bytes: Sequence[int]) -> None:
+        """Note the bytes of a row of each whole table, with its optimizer state, by which tables
+        may be bounded."""
+        ...
+
     def row_ids(self, table: int) -> RowIds:
         """For each row of a table of the group the id that its initial values and its rounding are
         functions of."""
@@ -258,6 +265,9 @@ class RangeIndex:
 
     def note_initialized(self) -> None:
         """No rows are ever given to other ids."""
+
+    def set_row_bytes(self, row_bytes: Sequence[int]) -> None:
+        """Nothing bounds a range."""
 
     def row_ids(self, table: int) -> range:
         held = self._tables[table]

@@ -150,6 +150,11 @@ def config(**arguments: Any) -> Any:
             ValueError,
             "initial_capacity of dynamic table item must be None under TorchRec.*got 4",
         ),
+        (
+            lambda: config(dynamic=Dynamic(max_rows=4)),
+            ValueError,
+            "max_rows and max_bytes of dynamic table item must be None .*got 4 and None",
+        ),
     ],
 )
 def test_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:

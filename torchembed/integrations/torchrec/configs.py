@@ -25,6 +25,12 @@ def _check(config: "EmbeddingBagConfig | EmbeddingConfig") -> None:
                 f"whose plans fix the rows of each rank, got {config.dynamic.initial_capacity}; "
                 "leave it out, and choose num_embeddings by the memory that there is"
             )
+        if config.dynamic.max_rows is not None or config.dynamic.max_bytes is not None:
+            raise ValueError(
+                f"max_rows and max_bytes of dynamic table {config.name} must be None under "
+                f"TorchRec, got {config.dynamic.max_rows} and {config.dynamic.max_bytes}; leave "
+                "them out, and choose num_embeddings by the rows that there may be"
+            )
         # Here, since it imports what knows these configs.
         from torchembed.integrations.torchrec.dynamic_planning import plan_dynamic_tables
 
