@@ -115,7 +115,7 @@ def around_too_much() -> str:
     return str(error.value)
 
 
-def with_a_fused_optimizer() -> list[str]:
+def of_unsharded_tables() -> list[str]:
     messages = []
     bag = nn.Sequential(torchembed.EmbeddingBag(9, 4, mode="sum"), nn.Linear(4, 1))
     for model, tables, batch in (
@@ -129,7 +129,20 @@ def with_a_fused_optimizer() -> list[str]:
         messages.append(str(error.value))
         with torch.no_grad():
             ddp(batch)
-    return messages
+    return [*messages, around_a_dynamic_table()]
+
+
+def around_a_dynamic_table() -> str:
+    """The error of a forward of a dynamic table that is whole on each rank, trained by torch."""
+    bag = torchembed.EmbeddingBag(9, 4, mode="sum", dynamic=torchembed.Dynamic())
+    ddp = DistributedDataParallel(bag)
+    ids = torch.tensor([[1, 2 + dist.get_rank()]])
+    bag(ids)  # by itself, without its wrapper
+    with torch.no_grad():
+        ddp(ids)
+    with pytest.raises(RuntimeError) as error:
+        ddp(ids)
+    return str(error.value)
 
 
 def test_ddp_around_more_than_was_sharded_is_refused() -> None:
@@ -137,7 +150,8 @@ def test_ddp_around_more_than_was_sharded_is_refused() -> None:
         assert message.startswith("DistributedDataParallel takes tables a, b, c, d for dense")
 
 
-def test_ddp_of_unsharded_tables_with_a_fused_optimizer_is_refused() -> None:
-    for collection, bag in run_on_ranks(2, with_a_fused_optimizer):
+def test_ddp_of_unsharded_tables_that_are_fused_or_dynamic_is_refused() -> None:
+    for collection, bag, dynamic in run_on_ranks(2, of_unsharded_tables):
         assert collection.startswith("tables a, d have a fused optimizer, whose gradients Dist")
         assert bag.startswith("tables weight have a fused optimizer")
+        assert dynamic.startswith("dynamic tables weight must be sharded to be trained on several")

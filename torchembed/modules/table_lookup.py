@@ -30,8 +30,8 @@ def _uses_kernels(
         is_recorded: the gradients go to a fused optimizer.
 
     Raises:
-        RuntimeError: where the tables have no rows yet, or a fused optimizer would get gradients
-            that ``DistributedDataParallel`` does not average.
+        RuntimeError: where the tables have no rows yet, a fused optimizer would get gradients that
+            ``DistributedDataParallel`` does not average, or that would average rows of other ids.
         TypeError: where kernels cannot look up the rows and a fused optimizer needs them to.
     """
     if weight.is_meta and not rows.is_meta:
@@ -39,11 +39,26 @@ def _uses_kernels(
             f"tables {_names(tables)} are on the meta device and have no rows; call "
             "shard_embeddings, or to_empty(device=...) and then reset_parameters()"
         )
+    if tables[0].spec.num_ids is None and torch.is_grad_enabled():
+        _check_not_replicated(tables)
     if is_recorded:
         check_recordable(tables, weight)
     # A compiler takes sparse gradients from PyTorch's own operations alone.
     is_seen_through = in_transform() or (torch.compiler.is_compiling() and _is_sparse(form))
     return weight.dtype in FLOAT_DTYPES and (is_recorded or not is_seen_through)
+
+
+def _check_not_replicated(tables: Sequence[Table]) -> None:
+    """Raise ``RuntimeError`` where ``DistributedDataParallel`` would train dynamic ``tables``, in
+    which each rank gives rows to the ids of its own batches."""
+    table = tables[0]
+    is_trained = table.parameter.requires_grad and not table.is_sharded
+    if is_trained and not torch.compiler.is_compiling() and active_ddp() is not None:
+        raise RuntimeError(
+            f"dynamic tables {_names(tables)} must be sharded to be trained on several ranks, got "
+            "DistributedDataParallel around whole ones, in which each rank gives rows to ids of "
+            "its own, so that it would average rows of different ids; call shard_embeddings before"
+        )
 
 
 def check_recordable(tables: Sequence[Table], weight: Tensor) -> None:
