@@ -21,6 +21,7 @@ from tests.support.dynamic_torchrec import (
     num_ids_held,
     trained,
 )
+from tests.support.ranks import run_on_ranks
 from torchembed import LFU, Dynamic, MinimumCount
 from torchembed.checkpoints import managed_collision_rows
 from torchembed.tables import RowChunk
@@ -70,7 +71,6 @@ def everything_on_the_cpu() -> dict[str, Any]:
         "refused": what_is_refused(),
         "missing": missing(),
         "collisions": from_collisions(),
-        "alone": alone(),
     }
 
 
@@ -113,9 +113,8 @@ def what_is_written() -> dict[str, Any]:
 
 
 def alone() -> list[bool]:
-    """On the first rank, which has a model of its own, placed by TorchRec's planner: whether it
-    trains as torchembed's collection of the same configs. Nothing on others, where TorchRec wants
-    ranks of plans to be those of all processes."""
+    """On a single rank, whose model TorchRec's planner places: whether it trains as torchembed's
+    collection of the same configs."""
     import torchrec
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed import DistributedModelParallel
@@ -125,9 +124,6 @@ def alone() -> list[bool]:
 
     from torchembed.integrations.torchrec import EmbeddingBagConfig, get_default_sharders
 
-    group = dist.new_group([0])
-    if dist.get_rank():
-        return []
     configs = [
         EmbeddingBagConfig(
             name=name, num_embeddings=40, embedding_dim=DIM, feature_names=[name], dynamic=dynamic
@@ -143,7 +139,7 @@ def alone() -> list[bool]:
     )
     theirs = DistributedModelParallel(
         model,
-        env=ShardingEnv.from_process_group(group),
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=torch.device("cpu"),
         plan=planner.plan(model, sharders),
         sharders=sharders,
@@ -329,8 +325,9 @@ def test_rows_by_id(cpu_answers: list[Any]) -> None:
     assert sum(found["sizes"][0] for found in of_ranks) == 20
 
 
-def test_one_rank(cpu_answers: list[Any]) -> None:
-    assert cpu_answers[0]["dynamic_tables"]["alone"] == [True] * 12
+@pytest.mark.usefixtures("cpu_answers")  # where TorchRec is installed, on the CPU
+def test_one_rank() -> None:
+    assert run_on_ranks(1, alone) == [[True] * 12]
 
 
 def test_rows_of_managed_collisions(cpu_answers: list[Any]) -> None:
