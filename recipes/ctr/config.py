@@ -36,8 +36,8 @@ class CtrConfig:
     """Part of the rows of a dynamic table of a given capacity that the ids without a row of their
     own share by a hash; with 0 they are looked up as zeros."""
     beside_modulo: bool = True
-    """Where dynamic tables have a capacity, train static ones of as many rows beside them, which
-    take the ids modulo their rows, and state both."""
+    """Train static tables of as many rows, which take the ids modulo these, beside dynamic ones of
+    a given capacity, and state both."""
     num_cross_layers: int = 2
     layer_sizes: tuple[int, ...] = (256, 256)
     """Widths of the MLP, parallel to the cross network."""

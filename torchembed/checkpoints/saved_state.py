@@ -16,7 +16,7 @@ class SavedState(NamedTuple):
     name: str
     """For errors."""
     tensors: SavedTensors
-    """What was saved, of which each rank may read rows by itself."""
+    """The saved tensors; each rank may read rows of them by itself."""
     num_ranks: int
     """Number of ranks that saved it."""
     read: Callable[[dict[str, object]], None]

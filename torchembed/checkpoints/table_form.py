@@ -10,7 +10,7 @@ from torchembed.tables import Dynamic, EpochLFU, HashFactory, Table
 
 
 class TableForm(NamedTuple):
-    """What must be known of a dynamic table to load it; in a checkpoint a tensor of bytes."""
+    """The form of a dynamic table, by which a checkpoint is loaded; in it a tensor of bytes."""
 
     key: int
     """64-bit key of its initial rows, from its name and seed."""

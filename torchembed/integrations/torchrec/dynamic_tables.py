@@ -31,10 +31,10 @@ SHARDING_TYPES = (
     ShardingType.ROW_WISE.value,
     ShardingType.TABLE_ROW_WISE.value,
 )
-"""Those that a dynamic table may have."""
+"""Sharding types that a dynamic table may have."""
 
 BY_ROW = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
-"""Those under which a hash of an id chooses one of the ranks that share the rows."""
+"""Sharding types under which a hash of an id chooses one of the ranks that share the rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class DynamicTables:
 
     index: IndexFactory
     specs: Mapping[str, TableSpec] = dataclasses.field(compare=False)
-    """Of all dynamic tables of the collection, by name."""
+    """Specs of all dynamic tables of the collection, by name."""
 
 
 def dynamic_settings(config: GroupedEmbeddingConfig) -> DynamicTables | None:
@@ -68,7 +68,7 @@ def dynamic_configs(module: nn.Module) -> dict[str, DynamicConfig]:
 
 
 def unsupported_placement(sharding_type: str, compute_kernel: str) -> str | None:
-    """What a dynamic table has that it may not have; None where it may be placed so."""
+    """The part of a placement that a dynamic table may not have; None where it may be placed so."""
     if sharding_type not in SHARDING_TYPES:
         return f"sharding type {sharding_type}"
     if compute_kernel != EmbeddingComputeKernel.FUSED.value:

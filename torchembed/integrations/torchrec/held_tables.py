@@ -31,7 +31,7 @@ from torchembed.tables.caller_scores import StepScores
 
 
 class DynamicTable:
-    """What this rank holds of one dynamic table of a sharded model. Use it between steps.
+    """The part of one dynamic table of a sharded model that this rank holds. Use it between steps.
 
     Args:
         name: of the table.
