@@ -1,14 +1,20 @@
 """Tables: rows and their optimizer state, and the index that turns ids into rows."""
 
-from torchembed.tables.admission_filters import (
+from torchembed.tables.dynamic.admission_filters import (
     AdmissionFilter,
     Chance,
     CountMinSketch,
     Probability,
 )
-from torchembed.tables.deletion_log import DeletionLog, SnapshotDueError
-from torchembed.tables.delta_of_ranks import delta_on_all_ranks, gather_delta
-from torchembed.tables.dynamic import (
+from torchembed.tables.dynamic.deletion_log import DeletionLog, SnapshotDueError
+from torchembed.tables.dynamic.delta_of_ranks import delta_on_all_ranks, gather_delta
+from torchembed.tables.dynamic.group_growth import grow_to
+from torchembed.tables.dynamic.hash_factory import HashFactory
+from torchembed.tables.dynamic.hash_index import HashIndex
+from torchembed.tables.dynamic.hashed_rows import HashedRows, with_shared_rows
+from torchembed.tables.dynamic.loaded_digests import wrong_digests
+from torchembed.tables.dynamic.minimum_count import MinimumCount
+from torchembed.tables.dynamic.policies import (
     LFU,
     LRU,
     AdmissionPolicy,
@@ -20,12 +26,25 @@ from torchembed.tables.dynamic import (
     check_at_least,
     check_score,
 )
+from torchembed.tables.dynamic.table_delta import (
+    Delta,
+    DeltaMark,
+    Operation,
+    TableDelta,
+    TableMark,
+    read_delta,
+)
+from torchembed.tables.dynamic.table_growth import GrowingTables, TableGrowth
+from torchembed.tables.dynamic.table_statistics import (
+    CountedTables,
+    StatisticsReader,
+    StatisticsReading,
+    TableStatistics,
+)
+from torchembed.tables.gradients.pending_gradients import PendingGradients, RecordedGradients
+from torchembed.tables.gradients.table_gradient import TableGradient, why_refused
 from torchembed.tables.group import TableGroup
-from torchembed.tables.group_growth import grow_to
 from torchembed.tables.group_weight import GroupWeight, group_weight
-from torchembed.tables.hash_factory import HashFactory
-from torchembed.tables.hash_index import HashIndex
-from torchembed.tables.hashed_rows import HashedRows, with_shared_rows
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import (
     Constant,
@@ -38,8 +57,6 @@ from torchembed.tables.initializers import (
     shifted_row_key,
 )
 from torchembed.tables.joined_group import JoinedGroup, join_groups, joined_where_whole
-from torchembed.tables.loaded_digests import wrong_digests
-from torchembed.tables.minimum_count import MinimumCount
 from torchembed.tables.missing_rows import (
     Missing,
     MissingRows,
@@ -47,7 +64,6 @@ from torchembed.tables.missing_rows import (
     MissingVectors,
     check_missing,
 )
-from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import (
     Admission,
     AdmittedRows,
@@ -58,7 +74,7 @@ from torchembed.tables.row_index import (
     RowIndex,
     SlotIndex,
 )
-from torchembed.tables.row_stream import (
+from torchembed.tables.rows.row_stream import (
     RowChunk,
     read_rows,
     row_chunks,
@@ -66,7 +82,7 @@ from torchembed.tables.row_stream import (
     table_states,
     write_rows,
 )
-from torchembed.tables.rows_by_id import clear_ids, take_over
+from torchembed.tables.rows.rows_by_id import clear_ids, take_over
 from torchembed.tables.table import (
     GradientReduction,
     IdShare,
@@ -78,23 +94,7 @@ from torchembed.tables.table import (
     table_of,
 )
 from torchembed.tables.table_addresses import table_at, table_numbered
-from torchembed.tables.table_delta import (
-    Delta,
-    DeltaMark,
-    Operation,
-    TableDelta,
-    TableMark,
-    read_delta,
-)
-from torchembed.tables.table_gradient import TableGradient, why_refused
-from torchembed.tables.table_growth import GrowingTables, TableGrowth
 from torchembed.tables.table_set import TableSet
-from torchembed.tables.table_statistics import (
-    CountedTables,
-    StatisticsReader,
-    StatisticsReading,
-    TableStatistics,
-)
 
 __all__ = [
     "LFU",

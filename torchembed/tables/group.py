@@ -14,6 +14,7 @@ from torchembed.core.stand_ins import KeptTensors, address_of, making_real_tenso
 from torchembed.ops.initialize_rows import InitialValues, initialize_rows
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
+from torchembed.tables.gradients.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import RowIds
 from torchembed.tables.missing_rows import (
@@ -23,7 +24,6 @@ from torchembed.tables.missing_rows import (
     MissingVectors,
     missing_rows,
 )
-from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, SlotIndex
 from torchembed.tables.table import GradientReduction, Table, mark_parameter
 from torchembed.tables.table_addresses import note_address

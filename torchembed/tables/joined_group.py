@@ -9,9 +9,9 @@ from torch import Tensor
 from torchembed.core.own_storage import with_own_storage
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
+from torchembed.tables.gradients.merged_gradients import GradientMerge
+from torchembed.tables.gradients.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.group import TableGroup
-from torchembed.tables.merged_gradients import GradientMerge
-from torchembed.tables.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.table import Table
 
 _logger = logging.getLogger(__name__)

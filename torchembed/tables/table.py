@@ -16,8 +16,8 @@ from torchembed.tables.row_index import IndexFactory, RangeFactory
 from torchembed.tables.table_addresses import number_for
 
 if TYPE_CHECKING:
+    from torchembed.tables.gradients.pending_gradients import RecordedGradients
     from torchembed.tables.group import TableGroup
-    from torchembed.tables.pending_gradients import RecordedGradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

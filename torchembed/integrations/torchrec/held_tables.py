@@ -27,7 +27,7 @@ from torchembed.tables import (
     row_chunks,
     write_rows,
 )
-from torchembed.tables.caller_scores import StepScores
+from torchembed.tables.dynamic.caller_scores import StepScores
 
 
 class DynamicTable:

@@ -11,7 +11,7 @@ from torchembed.core.trees import map_tensors
 from torchembed.ops.row_gradients import WeightGradient, summed_gradients, table_gradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables.table_gradient import TableGradient
+from torchembed.tables.gradients.table_gradient import TableGradient
 
 if TYPE_CHECKING:
     from torchembed.tables.group import TableGroup

@@ -28,20 +28,26 @@ from torchembed.ops.hash_table import (
     touch_slots,
 )
 from torchembed.ops.rowwise_update import RoundingKeys
-from torchembed.tables.admission_clock import AdmissionClock
-from torchembed.tables.admission_filters import AdmissionFilter
-from torchembed.tables.caller_scores import StepScores
-from torchembed.tables.deletion_log import DeletionLog
-from torchembed.tables.dynamic import CallerScores, DecayingLFU, Dynamic, EpochLFU, policy_of
-from torchembed.tables.expiry import Expiry
-from torchembed.tables.growth_demand import GrowthDemand
-from torchembed.tables.hash_slots import HashSlots
-from torchembed.tables.hashed_row_keys import HashedRowKeys
-from torchembed.tables.hashed_rows import HashedRows, SharedRows
-from torchembed.tables.row_bounds import RowBounds
+from torchembed.tables.dynamic.admission_clock import AdmissionClock
+from torchembed.tables.dynamic.admission_filters import AdmissionFilter
+from torchembed.tables.dynamic.caller_scores import StepScores
+from torchembed.tables.dynamic.deletion_log import DeletionLog
+from torchembed.tables.dynamic.expiry import Expiry
+from torchembed.tables.dynamic.growth_demand import GrowthDemand
+from torchembed.tables.dynamic.hash_slots import HashSlots
+from torchembed.tables.dynamic.hashed_rows import HashedRows, SharedRows
+from torchembed.tables.dynamic.id_rounding_keys import IdRoundingKeys
+from torchembed.tables.dynamic.policies import (
+    CallerScores,
+    DecayingLFU,
+    Dynamic,
+    EpochLFU,
+    policy_of,
+)
+from torchembed.tables.dynamic.row_bounds import RowBounds
+from torchembed.tables.dynamic.score_decay import ScoreDecay
+from torchembed.tables.dynamic.unfinished_insertion import UnfinishedInsertion
 from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, max_rows_of
-from torchembed.tables.score_decay import ScoreDecay
-from torchembed.tables.unfinished_insertion import UnfinishedInsertion
 
 
 class GrownIndex(NamedTuple):
@@ -53,7 +59,7 @@ class GrownIndex(NamedTuple):
     """int64 ``[R]``: the new row of each old one that has an id, -1 of free ones."""
     expiry: Expiry | None
     decay: ScoreDecay | None
-    row_keys: HashedRowKeys
+    row_keys: IdRoundingKeys
 
 
 class HashIndex:
@@ -112,7 +118,7 @@ class HashIndex:
         self._decay: ScoreDecay | None = None
         if isinstance(dynamic.eviction, DecayingLFU):
             self._decay = ScoreDecay(dynamic.eviction, shapes, device)
-        self._row_keys = HashedRowKeys(tables, device)
+        self._row_keys = IdRoundingKeys(tables, device)
         self.demand = GrowthDemand.of(_capacities(tables, shapes), device)
         self.has_forwards_under_way = False
         self._unfinished: UnfinishedInsertion | None = None

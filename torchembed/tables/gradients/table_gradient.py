@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from torchembed.tables.pending_gradients import PendingGradients
+    from torchembed.tables.gradients.pending_gradients import PendingGradients
     from torchembed.tables.table import Table
 
 _aten = torch.ops.aten

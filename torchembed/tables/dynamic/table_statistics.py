@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.ops.hash_table import Counter
-from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.table import Table
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table import Counter, find_slots, place_keys
-from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.row_index import NewRows
 from torchembed.tables.table import Table
 

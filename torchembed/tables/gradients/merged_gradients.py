@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.ops.rowwise_update import RowGradients
-from torchembed.tables.pending_gradients import RecordedGradients
+from torchembed.tables.gradients.pending_gradients import RecordedGradients
 
 _NUM_KEPT = 4
 

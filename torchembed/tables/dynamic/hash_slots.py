@@ -15,7 +15,7 @@ from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.tables.row_index import Admission, AdmittedRows, NewRows
 
 if TYPE_CHECKING:
-    from torchembed.tables.hash_index import HashIndex
+    from torchembed.tables.dynamic.hash_index import HashIndex
 
 _NUM_FORMS = 16
 """The most forms of fixed hotness whose tables of positions are kept."""

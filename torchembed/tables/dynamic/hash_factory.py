@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from torchembed.ops.hash_table import growing_shapes, table_shape
-from torchembed.tables.deletion_log import DeletionLog
-from torchembed.tables.dynamic import Dynamic, index_bytes_of
-from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.dynamic.deletion_log import DeletionLog
+from torchembed.tables.dynamic.hash_index import HashIndex
+from torchembed.tables.dynamic.policies import Dynamic, index_bytes_of
 from torchembed.tables.row_index import IndexedTable
 
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.tables.group_growth import make_room
-from torchembed.tables.hash_index import HashIndex
-from torchembed.tables.rows_by_id import held_ids, index_by_id, place_ids
+from torchembed.tables.dynamic.group_growth import make_room
+from torchembed.tables.dynamic.hash_index import HashIndex
+from torchembed.tables.rows.rows_by_id import held_ids, index_by_id, place_ids
 from torchembed.tables.table import Table
 
 

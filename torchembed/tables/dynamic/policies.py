@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from torchembed.ops.hash_table import Policy
-from torchembed.tables.admission_filters import CountMinSketch, Probability
-from torchembed.tables.hashed_rows import HashedRows
-from torchembed.tables.minimum_count import MinimumCount
+from torchembed.tables.dynamic.admission_filters import CountMinSketch, Probability
+from torchembed.tables.dynamic.hashed_rows import HashedRows
+from torchembed.tables.dynamic.minimum_count import MinimumCount
 from torchembed.tables.missing_rows import Missing, MissingValue, as_missing
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table import SlotRange, export_keys, find_slots
-from torchembed.tables.deletion_log import LoggedDeletions, SnapshotDueError
-from torchembed.tables.hash_index import HashIndex
+from torchembed.tables.dynamic.deletion_log import LoggedDeletions, SnapshotDueError
+from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.table import Table
 
 

@@ -11,7 +11,7 @@ from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.row_index import IndexedTable
 
 
-class HashedRowKeys:
+class IdRoundingKeys:
     """A key for each row of a group, from which the rounding of its updates is drawn: a function of
     the row's table and id. They take no memory until :meth:`keep`.
 
@@ -27,9 +27,9 @@ class HashedRowKeys:
         self._keys: Tensor | None = None
         """int64 ``[R + 1]``; None before an update asked for them. The last element is none."""
 
-    def over(self, tables: Sequence[IndexedTable], ids: Tensor) -> "HashedRowKeys":
+    def over(self, tables: Sequence[IndexedTable], ids: Tensor) -> "IdRoundingKeys":
         """Keys of ``tables`` with other rows, of ``ids [R]``; kept where these are."""
-        made = HashedRowKeys(tables, self._device)
+        made = IdRoundingKeys(tables, self._device)
         if self._keys is not None:
             made.keep(ids)
         return made

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table import TableShape
-from torchembed.tables.dynamic import DecayingLFU
-from torchembed.tables.slot_windows import SlotWindows
+from torchembed.tables.dynamic.policies import DecayingLFU
+from torchembed.tables.dynamic.slot_windows import SlotWindows
 
 
 class ScoreDecay:

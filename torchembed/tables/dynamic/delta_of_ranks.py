@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from torchembed.core.ranks.collective_errors import described
-from torchembed.tables.deletion_log import SnapshotDueError
-from torchembed.tables.table_delta import Delta, TableDelta
+from torchembed.tables.dynamic.deletion_log import SnapshotDueError
+from torchembed.tables.dynamic.table_delta import Delta, TableDelta
 
 
 def delta_on_all_ranks(read: Callable[[], Delta], group: dist.ProcessGroup) -> Delta:

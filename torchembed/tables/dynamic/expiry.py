@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table import Counter, HashTables, TableShape, count_erased
-from torchembed.tables.deletion_log import DeletionLog
-from torchembed.tables.dynamic import Dynamic
-from torchembed.tables.epoch_times import EpochTimes
-from torchembed.tables.slot_windows import SlotWindows
+from torchembed.tables.dynamic.deletion_log import DeletionLog
+from torchembed.tables.dynamic.epoch_times import EpochTimes
+from torchembed.tables.dynamic.policies import Dynamic
+from torchembed.tables.dynamic.slot_windows import SlotWindows
 
 
 class Expiry:

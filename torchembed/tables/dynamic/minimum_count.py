@@ -17,7 +17,7 @@ from torchembed.ops.hash_table import (
     table_shape,
     touch_slots,
 )
-from torchembed.tables.admission_filters import INT32_MAX, ChosenIds, check_count
+from torchembed.tables.dynamic.admission_filters import INT32_MAX, ChosenIds, check_count
 from torchembed.tables.row_index import IndexedTable, max_rows_of
 
 # Ids that have no row yet lie in hash tables whose scores are pairs of the batch that they came in

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from torchembed.core.own_storage import with_own_storage
 from torchembed.ops.hash_table import locate_keys
+from torchembed.tables.dynamic.growth_demand import capacity_for
+from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.group import TableGroup
-from torchembed.tables.growth_demand import capacity_for
-from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.table import Table
 
 _PIECE = 2**18

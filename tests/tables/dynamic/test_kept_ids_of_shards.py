@@ -11,7 +11,7 @@ from tests.support.lanes import picked_kernel
 from torchembed import LFU, LRU, Dynamic
 from torchembed.sharding.planning.partition import HashPartition
 from torchembed.tables import Admission, HashIndex, IndexedTable
-from torchembed.tables.dynamic import Eviction
+from torchembed.tables.dynamic.policies import Eviction
 
 CAPACITY, NUM_BATCHES, BATCH_SIZE = 8192, 48, 2048
 NUM_SIGMA = 4

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table import Counter, HashTables, TableShape, count_erased
-from torchembed.tables.deletion_log import DeletionLog
-from torchembed.tables.dynamic import Dynamic, index_bytes_of
+from torchembed.tables.dynamic.deletion_log import DeletionLog
+from torchembed.tables.dynamic.policies import Dynamic, index_bytes_of
 from torchembed.tables.row_index import IndexedTable
 
 _UNBOUNDED = torch.iinfo(torch.int64).max

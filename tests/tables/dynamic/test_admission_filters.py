@@ -13,14 +13,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from torchembed.core.random_bits import name_key
-from torchembed.tables.admission_filters import (
+from torchembed.tables.dynamic.admission_filters import (
     AdmissionFilter,
     Chance,
     CountMinSketch,
     Probability,
     num_occurrences,
 )
-from torchembed.tables.minimum_count import MinimumCount
+from torchembed.tables.dynamic.minimum_count import MinimumCount
 from torchembed.tables.row_index import IndexedTable
 
 CPU = torch.device("cpu")

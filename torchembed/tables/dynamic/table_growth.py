@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchembed.core.host_numbers import HostNumbers
+from torchembed.tables.dynamic.group_growth import GrownGroup
+from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.group import TableGroup
-from torchembed.tables.group_growth import GrownGroup
-from torchembed.tables.hash_index import HashIndex
 from torchembed.tables.table import RankMaximum, Table
 
 _logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Gradients of rows between backward and the optimizer's step."""

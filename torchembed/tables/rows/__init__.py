@@ -1,0 +1,1 @@
+"""Rows of whole tables, in and out by key."""
