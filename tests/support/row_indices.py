@@ -194,6 +194,7 @@ class DictFactory:
 
     takes_any_id = True
     grows = False
+    moved_row_bytes = 0
 
     def rows_for(self, capacity: int) -> int:
         return capacity
@@ -203,6 +204,9 @@ class DictFactory:
 
     def initial_rows(self, num_rows: int, of_rows: int) -> int:
         return num_rows
+
+    def added_rows(self, num_rows: int, of_rows: int) -> int:
+        return 0
 
     def bytes_for(self, num_rows: int) -> int:
         """As if each row had an id of 8 bytes."""
@@ -218,6 +222,7 @@ class RecordingFactory:
 
     takes_any_id = False
     grows = False
+    moved_row_bytes = 0
 
     def rows_for(self, capacity: int) -> int:
         return capacity
@@ -227,6 +232,9 @@ class RecordingFactory:
 
     def initial_rows(self, num_rows: int, of_rows: int) -> int:
         return num_rows
+
+    def added_rows(self, num_rows: int, of_rows: int) -> int:
+        return 0
 
     def bytes_for(self, num_rows: int) -> int:
         return 0

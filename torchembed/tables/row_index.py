@@ -224,6 +224,17 @@ class IndexFactory(Protocol):
         grows."""
         ...
 
+    def added_rows(self, num_rows: int, of_rows: int) -> int:
+        """Rows that the last growth of ``num_rows`` of a table, of its ``of_rows``, adds; 0 where
+        they start with all."""
+        ...
+
+    @property
+    def moved_row_bytes(self) -> int:
+        """Bytes that are kept of each row while it moves, beside the row and its optimizer state;
+        0 where none ever does."""
+        ...
+
     def bytes_for(self, num_rows: int) -> int:
         """Bytes of what an index keeps beside a table of ``num_rows``."""
         ...
@@ -307,6 +318,7 @@ class RangeFactory:
 
     takes_any_id = False
     grows = False
+    moved_row_bytes = 0
 
     def rows_for(self, capacity: int) -> int:
         return capacity
@@ -317,6 +329,10 @@ class RangeFactory:
     def initial_rows(self, num_rows: int, of_rows: int) -> int:
         """All of them: no range grows."""
         return num_rows
+
+    def added_rows(self, num_rows: int, of_rows: int) -> int:
+        """None."""
+        return 0
 
     def bytes_for(self, num_rows: int) -> int:
         """None: a range needs a few numbers only."""

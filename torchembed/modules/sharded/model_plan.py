@@ -44,6 +44,7 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
             spec=single_spec(module),
             features=(name,),
             pooled=isinstance(module, EmbeddingBag),
+            module=name,
         )
         for name, module in single_tables(model).items()
     }
@@ -57,6 +58,7 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
                     features=config.feature_names,
                     pooled=description.is_pooled,
                     output_dtype=description.output_dtype,
+                    module=path,
                 )
     return uses
 

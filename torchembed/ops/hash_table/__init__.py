@@ -10,7 +10,7 @@ from torchembed.ops.hash_table.function import (
     int64_keys,
     touch_slots,
 )
-from torchembed.ops.hash_table.growth import GrownTables, grow
+from torchembed.ops.hash_table.growth import GrownTables, grow, moved_rows
 from torchembed.ops.hash_table.hashing import KeyPlaces, hash_keys, key_digests, locate_keys
 from torchembed.ops.hash_table.layout import (
     BLOCK_SLOTS,
@@ -62,6 +62,7 @@ __all__ = [
     "int64_keys",
     "key_digests",
     "locate_keys",
+    "moved_rows",
     "place_keys",
     "slot_ranges",
     "table_shape",

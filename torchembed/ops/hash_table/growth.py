@@ -10,6 +10,11 @@ from torchembed.ops.hash_table.hashing import locate_keys
 from torchembed.ops.hash_table.layout import HashTables, TableShape, geometry_of
 from torchembed.ops.hash_table.sweeps import slot_ranges
 
+_PIECE_BYTES = 2**23
+"""Memory, about, of what is moved at a time, with the numbers that say from where to where."""
+_NUMBER_BYTES = 64
+"""Memory of those numbers, and of what they are computed from, for each row."""
+
 
 class GrownTables(NamedTuple):
     """Result of :func:`grow`."""
@@ -26,7 +31,7 @@ def grow(
     """Tables of more blocks with the keys of ``hash_tables``, in new tensors but for the counters.
 
     No key is evicted: a block becomes several, and a key keeps its bucket and its place there.
-    Waits for the device.
+    Beside the results it takes a few MiB of memory. Waits for the device.
 
     Args:
         hash_tables: unchanged.
@@ -43,25 +48,25 @@ def grow(
     num_slots = sum(shape.num_rows for shape in new_shapes)
     new_slots = torch.full_like(hash_tables.keys, -1)
     for slots, new_range in zip(slot_ranges(shapes), slot_ranges(new_shapes), strict=True):
-        held = slots.of(hash_tables.digests).nonzero().flatten()
-        keys = slots.of(hash_tables.keys)[held]
-        tables = torch.full(keys.shape, slots.table, dtype=torch.int32, device=device)
-        blocks = locate_keys(keys, tables, new_geometry).blocks
         shape = new_shapes[slots.table]
         block_slots = shape.num_buckets * shape.num_slots
-        first_slot = new_geometry[slots.table, 0]
-        new_slots[slots.first_slot + held] = first_slot + blocks * block_slots + held % block_slots
+        first_slot, first = new_geometry[slots.table, 0], 0
+        for digests in slots.of(hash_tables.digests).split(_PIECE_BYTES // _NUMBER_BYTES):
+            held = first + digests.nonzero().flatten()
+            keys = slots.of(hash_tables.keys)[held]
+            tables = torch.full(keys.shape, slots.table, dtype=torch.int32, device=device)
+            blocks = locate_keys(keys, tables, new_geometry).blocks
+            places = first_slot + blocks * block_slots + held % block_slots
+            new_slots[slots.first_slot + held] = places
+            first += len(digests)
         num_spare = shape.num_spare
         if num_spare:
             slots.of(new_slots)[-num_spare:] = (
                 new_range.end - num_spare + torch.arange(num_spare, device=device)
             )
-    is_held = new_slots >= 0
 
     def moved(state: Tensor) -> Tensor:
-        new_state = state.new_zeros(num_slots)
-        new_state[new_slots[is_held]] = state[is_held]
-        return new_state
+        return moved_rows(state, new_slots, num_slots)
 
     tables = HashTables(
         digests=moved(hash_tables.digests),
@@ -72,6 +77,23 @@ def grow(
         counters=hash_tables.counters,
     )
     return GrownTables(tables, new_slots)
+
+
+def moved_rows(tensor: Tensor, new_slots: Tensor, num_slots: int, *, initial: float = 0) -> Tensor:
+    """``tensor [S, ...]`` with each row where it goes: ``[num_slots, ...]``, elsewhere ``initial``.
+
+    Beside the result it takes a few MiB of memory. Waits for the device.
+
+    Args:
+        new_slots: int64 ``[S]``, as :func:`grow` gives them.
+    """
+    made = tensor.new_full((num_slots, *tensor.shape[1:]), initial)
+    row_bytes = tensor.element_size() * tensor[:1].numel() + _NUMBER_BYTES
+    num_rows = max(_PIECE_BYTES // row_bytes, 1)
+    for rows, slots in zip(tensor.split(num_rows), new_slots.split(num_rows), strict=True):
+        held = (slots >= 0).nonzero().flatten()
+        made.index_copy_(0, slots[held], rows[held])
+    return made
 
 
 def _check_growth(table: int, shape: TableShape, new_shape: TableShape) -> None:

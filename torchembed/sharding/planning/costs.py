@@ -86,6 +86,8 @@ class TableUse:
     pooled: bool = True
     """False where each id gets a vector of its own."""
     output_dtype: torch.dtype = torch.float32
+    module: str = ""
+    """Name of the module that the table belongs to; tables of one module may grow at once."""
 
     def table_group(self, num_columns: int) -> Hashable:
         """Key that is equal for the shards which a rank looks up and updates in one call."""

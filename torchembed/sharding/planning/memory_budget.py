@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.planning.costs import TableUse
+from torchembed.sharding.planning.growth import growth_bytes, moved_parts
 from torchembed.sharding.planning.plan import ShardingPlan
 from torchembed.sharding.planning.plan_report import PlanReport, bytes_text
 
@@ -20,6 +21,9 @@ class MemoryBudget:
     """Bytes of the tables' optimizer state; None where the optimizer is not known."""
     index_bytes: int = 0
     """Bytes of the ids of dynamic tables, and of what is kept of their use."""
+    growth_bytes: int = 0
+    """The most bytes that dynamic tables take beside those, while they grow and their rows move;
+    without their optimizer state where the optimizer is not known."""
     buffer_bytes: int | None
     """Activations and exchange buffers of the tables; None where no batch size is known."""
     dense_bytes: int
@@ -30,7 +34,7 @@ class MemoryBudget:
     @property
     def needed_bytes(self) -> int:
         """Sum of all known parts."""
-        known = (self.row_bytes, self.index_bytes, self.dense_bytes)
+        known = (self.row_bytes, self.index_bytes, self.growth_bytes, self.dense_bytes)
         return sum(known) + (self.state_bytes or 0) + (self.buffer_bytes or 0)
 
     def check(self) -> None:
@@ -46,6 +50,7 @@ class MemoryBudget:
             "of rows": self.row_bytes,
             "of their optimizer state": self.state_bytes,
             "of dynamic tables' ids": self.index_bytes or None,
+            "for rows of dynamic tables that move as they grow": self.growth_bytes or None,
             "of exchange buffers": self.buffer_bytes,
             "for the dense part's gradients and state": self.dense_bytes,
         }
@@ -83,11 +88,13 @@ def memory_budget(
         state_bytes = report.ranks[rank].weight_bytes - row_bytes - index_bytes
     elif rule is not None:
         state_bytes = sum(rule.state_bytes(shard.num_rows, shard.num_columns) for _, shard in mine)
+    moved = [part for table, shard in mine for part in moved_parts(tables[table], shard, rule)]
     return MemoryBudget(
         rank=rank,
         row_bytes=row_bytes,
         state_bytes=state_bytes,
         index_bytes=index_bytes,
+        growth_bytes=growth_bytes(moved) if report is None else report.ranks[rank].growth_bytes,
         buffer_bytes=None if report is None else report.ranks[rank].buffer_bytes,
         dense_bytes=dense_bytes,
         free_bytes=free_bytes,

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from torchembed.sharding.planning.costs import CostModel, Everywhere, Load, TableUse
+from torchembed.sharding.planning.growth import MovedPart, moved_parts
 from torchembed.sharding.planning.plan import Placement, TablePlan, as_placement, place_table
 
 MIN_COLUMNS = 4
@@ -51,6 +52,8 @@ class Option:
     everywhere: Everywhere
     table_group: Hashable
     """Key of the tables that a rank looks up and updates in one call; None for replicas."""
+    moved: tuple[MovedPart, ...] = ()
+    """Of a table that grows, the rows of each part that has some."""
     exact: TablePlan | None = None
 
     @property
@@ -122,6 +125,7 @@ def table_options(
                     holder_seconds=model.holder_seconds(loads),
                     everywhere=everywhere,
                     table_group=_table_group(use, prototype),
+                    moved=_moved(use, model, prototype),
                 )
             )
 
@@ -172,6 +176,10 @@ def _table_group(use: TableUse, plan: TablePlan) -> Hashable:
     return use.table_group(plan.shards[0].num_columns)
 
 
+def _moved(use: TableUse, model: CostModel, plan: TablePlan) -> tuple[MovedPart, ...]:
+    return tuple(part for shard in plan.shards for part in moved_parts(use, shard, model.rule))
+
+
 def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan) -> Option:
     num_ranks = model.topology.num_ranks
     ranks = tuple(shard.rank for shard in exact.shards)
@@ -193,5 +201,6 @@ def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan)
         holder_seconds=model.holder_seconds(loads),
         everywhere=everywhere,
         table_group=_table_group(use, exact),
+        moved=_moved(use, model, exact),
         exact=exact,
     )

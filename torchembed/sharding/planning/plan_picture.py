@@ -31,9 +31,12 @@ def draw_plan(report: PlanReport, path: str | Path, *, title: str = "") -> None:
     time_axes.axhline(below.mean(), color="tab:gray", linestyle="--", label="mean")
     time_axes.set_ylabel("predicted time (ms a step)")
     weights = np.array([rank.weight_bytes for rank in report.ranks]) / GIB
+    growth = np.array([rank.growth_bytes for rank in report.ranks]) / GIB
     buffers = np.array([rank.buffer_bytes for rank in report.ranks]) / GIB
     memory_axes.bar(numbers, weights, width=1.0, label="rows and state")
-    memory_axes.bar(numbers, buffers, bottom=weights, width=1.0, label="buffers")
+    if growth.any():
+        memory_axes.bar(numbers, growth, bottom=weights, width=1.0, label="growth")
+    memory_axes.bar(numbers, buffers, bottom=weights + growth, width=1.0, label="buffers")
     limit = report.topology.memory_bytes / GIB
     memory_axes.axhline(limit, color="tab:red", linestyle="--", label="limit")
     memory_axes.set_ylabel("memory (GiB)")

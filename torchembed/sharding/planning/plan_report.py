@@ -13,6 +13,7 @@ from torchembed.sharding.planning.costs import (
     TableUse,
 )
 from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse, dense_cost
+from torchembed.sharding.planning.growth import MovedPart, growth_bytes, moved_parts
 from torchembed.sharding.planning.plan import Placement, ShardingPlan
 from torchembed.sharding.planning.topology import Topology
 
@@ -51,6 +52,8 @@ class RankCost:
     """Bytes of rows, their optimizer state and, where tables are dynamic, their ids."""
     buffer_bytes: int
     """Bytes of activations and exchange buffers."""
+    growth_bytes: int = 0
+    """The most bytes that dynamic tables take beside those while they grow."""
     lookup_seconds: float
     update_seconds: float
     ids_seconds: float
@@ -60,7 +63,7 @@ class RankCost:
 
     @property
     def held_bytes(self) -> int:
-        return self.weight_bytes + self.buffer_bytes
+        return self.weight_bytes + self.growth_bytes + self.buffer_bytes
 
     @property
     def seconds(self) -> float:
@@ -113,7 +116,7 @@ class PlanReport:
             "",
             *_aligned([_TABLE_HEAD, *(_table_row(table) for table in self.tables)], num_left=3),
             "",
-            *_aligned([_RANK_HEAD, *(_rank_row(rank) for rank in self._shown())], num_left=1),
+            *_rank_lines(self._shown(), grow=any(rank.growth_bytes for rank in self.ranks)),
             "",
             *([] if self.dense is None else [_dense_line(self.dense)]),
             summary,
@@ -140,6 +143,7 @@ def report_plan(
     weights = np.zeros(topology.num_ranks, dtype=np.int64)
     everywhere = Everywhere()
     groups: list[set[Hashable]] = [set() for _ in range(topology.num_ranks)]
+    moved: list[list[MovedPart]] = [[] for _ in range(topology.num_ranks)]
     costs = []
     for name, use in tables.items():
         of_table = plan.table(name)
@@ -149,6 +153,8 @@ def report_plan(
         if of_table.placement is not Placement.DATA_PARALLEL:
             for shard in of_table.shards:
                 groups[shard.rank].add(use.table_group(shard.num_columns))
+        for shard in of_table.shards:
+            moved[shard.rank] += moved_parts(use, shard, model.rule)
         np.add.at(loads, members, shard_loads)
         held = [model.weight_bytes(use, s.num_rows, s.num_columns) for s in of_table.shards]
         np.add.at(weights, members, held)
@@ -173,7 +179,7 @@ def report_plan(
         topology=topology,
         batch_size=model.batch_size,
         tables=tuple(costs),
-        ranks=tuple(_rank_costs(model, loads, weights, everywhere, list(map(len, groups)))),
+        ranks=tuple(_rank_costs(model, loads, weights, everywhere, groups, moved)),
         dense=None if dense is None else dense_cost(dense, model),
     )
 
@@ -183,7 +189,8 @@ def _rank_costs(
     loads: np.ndarray,
     weights: np.ndarray,
     everywhere: Everywhere,
-    num_groups: Sequence[int],
+    groups: Sequence[set[Hashable]],
+    moved: Sequence[Sequence[MovedPart]],
 ) -> Iterator[RankCost]:
     topology = model.topology
     wires = model.wire_seconds(loads)
@@ -191,13 +198,14 @@ def _rank_costs(
     reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
     reduce += ALL_REDUCE_EXCHANGES * topology.collective_seconds * (reduce > 0)
     for rank, (load, wire) in enumerate(zip(loads, wires, strict=True)):
-        calls = num_groups[rank] + (everywhere.all_reduce_bytes > 0)
+        calls = len(groups[rank]) + (everywhere.all_reduce_bytes > 0)
         lookup_bytes = load[Load.LOOKUP] + everywhere.lookup_bytes
         update_bytes = load[Load.UPDATE] + everywhere.update_bytes
         held = load[Load.HELD] + everywhere.held_bytes
         yield RankCost(
             rank=rank,
             weight_bytes=int(weights[rank]),
+            growth_bytes=growth_bytes(moved[rank]),
             buffer_bytes=round(held) - int(weights[rank]),
             lookup_seconds=float(model.lookup_seconds(lookup_bytes, calls)),
             update_seconds=float(model.update_seconds(update_bytes, calls)),
@@ -210,6 +218,7 @@ def _rank_costs(
 
 _TABLE_HEAD = ("table", "placement", "ranks", "bytes", "most on a rank", "lookups", "ms alone")
 _RANK_HEAD = ("rank", "rows and state", "buffers", *(f"{part} ms" for part in TIME_PARTS), "ms")
+_GROWTH_HEAD, _GROWTH_COLUMN = "growth", 2
 
 
 def _table_row(table: TableCost) -> tuple[str, ...]:
@@ -222,6 +231,19 @@ def _table_row(table: TableCost) -> tuple[str, ...]:
         f"{table.lookups:g}",
         _ms(table.seconds),
     )
+
+
+def _rank_lines(ranks: Sequence[RankCost], *, grow: bool) -> list[str]:
+    """A line for each of ``ranks`` under a head, with what growth takes where tables ``grow``."""
+    rows = [_RANK_HEAD, *map(_rank_row, ranks)]
+    if grow:
+        added = [_GROWTH_HEAD, *(bytes_text(rank.growth_bytes) for rank in ranks)]
+        column = _GROWTH_COLUMN
+        rows = [
+            (*row[:column], of_growth, *row[column:])
+            for row, of_growth in zip(rows, added, strict=True)
+        ]
+    return _aligned(rows, num_left=1)
 
 
 def _rank_row(rank: RankCost) -> tuple[str, ...]:

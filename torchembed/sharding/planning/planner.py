@@ -168,13 +168,16 @@ def _refusal(report: PlanReport) -> str:
     whole = sum(table.weight_bytes for table in report.tables)
     names = ", ".join(f"{table.table} ({bytes_text(table.weight_bytes)})" for table in heaviest)
     state = sum(table.state_bytes for table in report.tables)
+    growth = ""
+    if fullest.growth_bytes:
+        growth = f" and {bytes_text(fullest.growth_bytes)} for rows that move as tables grow"
     return (
         f"tables do not fit: in the best plan found rank {fullest.rank} would need "
         f"{bytes_text(fullest.held_bytes)}, {bytes_text(fullest.buffer_bytes)} of it for "
-        f"activations and exchange buffers, and has {bytes_text(memory)}. Rows and optimizer state "
-        f"of all tables take {bytes_text(whole)}, {bytes_text(state)} of it state, on "
-        f"{report.topology.num_ranks} rank(s); the heaviest: {names}. Use more ranks (at least "
-        f"{-(-whole // memory)} for rows and state alone), a 16-bit dtype for the tables, an "
-        "optimizer with less state such as RowwiseAdagrad, a smaller batch_size, or fewer "
-        "constraints"
+        f"activations and exchange buffers{growth}, and has {bytes_text(memory)}. Rows and "
+        f"optimizer state of all tables take {bytes_text(whole)}, {bytes_text(state)} of it "
+        f"state, on {report.topology.num_ranks} rank(s); the heaviest: {names}. Use more ranks "
+        f"(at least {-(-whole // memory)} for rows and state alone), a 16-bit dtype for the "
+        "tables, an optimizer with less state such as RowwiseAdagrad, a smaller batch_size, or "
+        "fewer constraints"
     )

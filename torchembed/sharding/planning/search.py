@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import numpy as np
 
 from torchembed.sharding.planning.costs import CostModel, Everywhere, Load
+from torchembed.sharding.planning.growth import MovedPart, growth_bytes
 from torchembed.sharding.planning.options import Option
 from torchembed.sharding.planning.plan import Placement
 
@@ -39,6 +40,8 @@ class Assignment:
     ranks: tuple[np.ndarray, ...]
     loads: np.ndarray
     """``[W, 6 + groups of tables]``: each rank's loads, then its number of parts of each group."""
+    held_bytes: np.ndarray
+    """Bytes that each rank holds at its fullest, ``[W]``."""
     everywhere: Everywhere
     seconds: np.ndarray
     """Predicted time of each rank, ``[W]``."""
@@ -77,6 +80,7 @@ class Search:
         self._num_columns = len(Load) + len(numbers)
         self._num_ranks = model.topology.num_ranks
         self._memory = model.topology.memory_bytes
+        self._may_grow = any(option.moved for of_table in options for option in of_table)
         self._max_imbalance = math.inf
         self._placements_left = 0
 
@@ -122,10 +126,7 @@ class Search:
         for of_table in self._options:
             sums.append([self._mean_seconds(option) for option in of_table])
             largest.append([option.holder_seconds.max(initial=0.0) for option in of_table])
-            held = [
-                option.loads[:, Load.HELD].max(initial=0.0) + option.everywhere.held_bytes
-                for option in of_table
-            ]
+            held = [option.everywhere.held_bytes + _most_held(option) for option in of_table]
             is_too_big.append([num_bytes > self._memory for num_bytes in held])
         most = max((value for of_table in largest for value in of_table), default=0.0)
         for step in range(NUM_PART_SIZES):
@@ -179,7 +180,7 @@ class Search:
     ) -> np.ndarray:
         if len(option.groups) == 1:
             return option.groups[0]
-        most_held = option.loads[:, Load.HELD].max()
+        most_held = _most_held(option)
         held = loads[:, Load.HELD]
         lacking = np.maximum(held + held_everywhere + most_held - self._memory, 0.0)
         if option.groups:
@@ -200,17 +201,29 @@ class Search:
         loads: np.ndarray,
         everywhere: Everywhere,
     ) -> Assignment:
-        missing = loads[:, Load.HELD] + everywhere.held_bytes - self._memory
+        held = loads[:, Load.HELD] + everywhere.held_bytes
+        if self._may_grow:
+            held += self._growth_bytes(picks, ranks)
         num_groups = np.count_nonzero(loads[:, len(Load) :], axis=1)
         num_groups += everywhere.all_reduce_bytes > 0
         return Assignment(
             picks=picks,
             ranks=ranks,
             loads=loads,
+            held_bytes=held,
             everywhere=everywhere,
             seconds=self._model.rank_seconds(loads, everywhere, num_groups),
-            missing_bytes=float(np.maximum(missing, 0.0).sum()),
+            missing_bytes=float(np.maximum(held - self._memory, 0.0).sum()),
         )
+
+    def _growth_bytes(self, picks: tuple[int, ...], ranks: tuple[np.ndarray, ...]) -> list[int]:
+        """The most bytes that growth takes on each rank."""
+        moved: list[list[MovedPart]] = [[] for _ in range(self._num_ranks)]
+        for options, pick, members in zip(self._options, picks, ranks, strict=True):
+            # Parts without rows come last.
+            for part, rank in zip(options[pick].moved, members.tolist(), strict=False):
+                moved[rank].append(part)
+        return [growth_bytes(parts) for parts in moved]
 
     def _improved_picks(self, best: Assignment) -> Assignment:
         """``best`` with other options of one table at a time, then of two of the heaviest, while
@@ -257,7 +270,7 @@ class Search:
     def _critical(assignment: Assignment) -> int:
         """The fullest rank where memory is missing, else the slowest."""
         if assignment.missing_bytes > 0:
-            return int(assignment.loads[:, Load.HELD].argmax())
+            return int(assignment.held_bytes.argmax())
         return int(assignment.seconds.argmax())
 
     def _improved_ranks(self, best: Assignment) -> Assignment:
@@ -320,6 +333,12 @@ class Search:
             loads[members] += option.loads
             ranks[number] = members
         return self._assignment(assignment.picks, tuple(ranks), loads, assignment.everywhere)
+
+
+def _most_held(option: Option) -> float:
+    """The most bytes that a part of ``option`` takes on the rank that holds it."""
+    growth = max((growth_bytes([part]) for part in option.moved), default=0)
+    return option.loads[:, Load.HELD].max(initial=0.0) + growth
 
 
 def _counting(option: Option, numbers: Mapping[Hashable, int]) -> Option:

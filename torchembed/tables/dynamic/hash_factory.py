@@ -11,6 +11,8 @@ from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.dynamic.policies import Dynamic, index_bytes_of
 from torchembed.tables.row_index import IndexedTable
 
+_ROW_NUMBER_BYTES = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class HashFactory:
@@ -41,6 +43,17 @@ class HashFactory:
         own, of_whole = num_rows - num_hashed, of_rows - num_hashed
         sizes = (shape.num_rows for shape in growing_shapes(own))
         return num_hashed + next((n for n in sizes if n * of_whole >= wanted * own), own)
+
+    def added_rows(self, num_rows: int, of_rows: int) -> int:
+        if self.initial_rows(num_rows, of_rows) == num_rows:
+            return 0
+        own = num_rows - self.dynamic.num_hashed_rows
+        return own - growing_shapes(own)[-2].num_rows
+
+    @property
+    def moved_row_bytes(self) -> int:
+        """What the index holds of it, and the number of the row that it becomes."""
+        return index_bytes_of(self.dynamic) + _ROW_NUMBER_BYTES if self.grows else 0
 
     def num_blocks(self, num_rows: int, max_rows: int) -> int | None:
         """The blocks of a part that grows to ``max_rows`` while it has ``num_rows``; None where it
