@@ -9,7 +9,7 @@ from tests.support.source_tree import ROOT, run_python_or_fail
 
 OPTIONAL = (
     *("triton", "torchrec", "fbgemm_gpu", "torchmetrics", "matplotlib"),
-    *("polars", "pyarrow", "tqdm", "tyro", "sklearn"),
+    *("polars", "pyarrow", "tqdm", "tyro", "sklearn", "rocksdict"),
 )
 
 

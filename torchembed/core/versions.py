@@ -52,7 +52,7 @@ NEEDED_MODULES = {
     "test": (
         *("torch", "numpy", "triton", "torchrec", "fbgemm_gpu"),
         *("matplotlib", "polars", "pyarrow", "torchmetrics", "tqdm", "tyro"),
-        *("build", "hypothesis", "pytest", "pytest_timeout", "sklearn", "xdist"),
+        *("build", "hypothesis", "pytest", "pytest_timeout", "rocksdict", "sklearn", "xdist"),
     ),
 }
 """Modules that each make target imports where it runs an interpreter that it did not set up."""

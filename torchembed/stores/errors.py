@@ -1,0 +1,17 @@
+"""What fails in a store itself, whatever its caller gave it.
+
+Faults of the operating system (no such folder, no permission, a full disk) are ``OSError``, as
+elsewhere in Python, and mistakes of callers are ``ValueError`` and ``TypeError``.
+"""
+
+
+class RowStoreError(RuntimeError):
+    """A store cannot do what was asked of it: it is closed, or read-only, or failed before."""
+
+
+class StoreInUseError(RowStoreError):
+    """Another store, of this process or another one, has the folder open."""
+
+
+class CorruptStoreError(RowStoreError):
+    """What is on disk is not what was written there."""

@@ -1,0 +1,175 @@
+"""A store on disk, by RocksDB."""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torchembed.stores.arguments import check_same_line, check_table
+from torchembed.stores.errors import StoreInUseError
+from torchembed.stores.folder_lock import FolderLock
+from torchembed.stores.rocksdb_database import ROWS, SNAPSHOTS, Database, import_rocksdict
+from torchembed.stores.rocksdb_options import RocksDBOptions
+from torchembed.stores.rocksdb_table import RocksDBTable
+
+
+class RocksDBStore:
+    """Tables of lines by key (:class:`~torchembed.stores.RowStore`) in a folder.
+
+    Needs the package rocksdict (``pip install 'torchembed[disk]'``).
+
+    A call of ``write`` or ``delete`` that has returned survives the end of the process, however it
+    ends; after :meth:`sync`, or with ``sync_writes``, also that of the machine. Lines are checked
+    against checksums as they are read. After an error of the disk the store can still be read, and
+    is written again once it was opened anew.
+
+    Reading lets other threads of Python run while RocksDB works, and so does :meth:`sync`. Writing
+    does not, and may wait for RocksDB to move lines to sorted files.
+
+    Args:
+        path: a folder, made where there is none in a folder that exists. It holds the store alone.
+        options: how it is kept.
+
+    Raises:
+        ImportError: where rocksdict is not installed.
+        StoreInUseError: where another process, or another store of this one, has the folder open.
+        CorruptStoreError: where the folder's files are not as they were written.
+        RowStoreError: where the folder holds something else, or a later release wrote it.
+        OSError: where the folder cannot be made, read or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: RocksDBOptions | None = None) -> None:
+        import_rocksdict()
+        folder = Path(path)
+        _make_folder(folder)
+        self._database = Database(folder, options or RocksDBOptions(), is_read_only=False)
+        _remove_old_snapshots(folder)
+
+    def table(self, name: str, line_bytes: int) -> RocksDBTable:
+        check_table(name, line_bytes)
+        database = self._database
+        with database.lock:
+            _ = database.rows
+            if name not in database.records:
+                database.add_table(name, line_bytes)
+            record = database.records[name]
+        check_same_line(str(database.folder), name, record.line_bytes, line_bytes)
+        return RocksDBTable(database, name, line_bytes, record.number)
+
+    def tables(self) -> dict[str, int]:
+        with self._database.lock:
+            _ = self._database.rows
+            return {name: record.line_bytes for name, record in self._database.records.items()}
+
+    def sync(self) -> None:
+        if self._database.is_read_only:
+            _ = self._database.rows
+        else:
+            self._database.sync()
+
+    def snapshot(self) -> "RocksDBStore":
+        """A store of all tables as they are now, which cannot be written.
+
+        It has a folder of its own in this one, whose files are the same as this store's where these
+        do not change. The folder is removed when the snapshot is closed, or where the process ends
+        before that, when the store is opened again.
+        """
+        snapshots = self._database.folder / SNAPSHOTS
+        snapshots.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=snapshots))
+        try:
+            self._database.link_to(folder / ROWS)
+            return _Snapshot(folder, self._database.options)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Make a folder of all tables as they are now, for a ``RocksDBStore`` to open later.
+
+        Its files are the same as this store's where these do not change, and need no room of their
+        own on the same file system. It appears under its name when it is whole and on disk.
+
+        Raises:
+            FileExistsError: where there is something under ``path``.
+        """
+        path = Path(path)
+        if path.exists():
+            raise FileExistsError(
+                errno.EEXIST, "path must be free; remove what is there, or give another", str(path)
+            )
+        partial = Path(tempfile.mkdtemp(prefix=f"{path.name}.partial-", dir=path.parent))
+        try:
+            partial.chmod(self._database.folder.stat().st_mode)
+            self._database.link_to(partial / ROWS)
+            _sync_folder(partial)
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync_folder(path.parent)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Snapshot(RocksDBStore):
+    """A store in a folder that is its own, and goes with it."""
+
+    def __init__(self, folder: Path, options: RocksDBOptions) -> None:
+        self._database = Database(folder, options, is_read_only=True)
+
+    def close(self) -> None:
+        was_open = self._database.is_open
+        super().close()
+        if was_open:
+            shutil.rmtree(self._database.folder, ignore_errors=True)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            errno.ENOENT, "path must be in a folder that exists; make it", str(path.parent)
+        ) from None
+    except FileExistsError:
+        raise NotADirectoryError(
+            errno.ENOTDIR, "path must be a folder, and is a file; give another", str(path)
+        ) from None
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(
+            errno.EACCES, "path must be a folder that this process may read and write", str(path)
+        )
+
+
+def _remove_old_snapshots(folder: Path) -> None:
+    """Remove the snapshots of processes that have ended."""
+    for snapshot in (folder / SNAPSHOTS).glob("*"):
+        # One in use is of a store that was closed before it.
+        with contextlib.suppress(StoreInUseError):
+            FolderLock(snapshot).release()
+            shutil.rmtree(snapshot, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

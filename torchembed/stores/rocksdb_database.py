@@ -1,0 +1,273 @@
+"""A folder with a database of RocksDB, opened by one process."""
+
+import ctypes
+import json
+import os
+import shutil
+import threading
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchembed.stores.errors import CorruptStoreError, RowStoreError
+from torchembed.stores.folder_lock import LOCK_FILE, FolderLock
+from torchembed.stores.rocksdb_faults import faults_named
+from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
+
+if TYPE_CHECKING:
+    import rocksdict
+
+ROWS = "rows"
+"""The folder of RocksDB's own files, within that of the store."""
+
+SNAPSHOTS = "snapshots"
+
+FORMAT = 1
+"""Version of what the folder and the database hold; others are refused."""
+
+PREFIX_BYTES = 4
+"""Every key of the database begins with the number of a table, big-endian; numbers are from 1 on.
+
+Under 0 are records: the format under no further bytes, and each table under its name.
+"""
+
+# At most so many of the database's files are open, since a process may have few (ulimit -n).
+_MAX_OPEN_FILES = 512
+_FILE_BYTES = 256 << 20
+
+
+class TableRecord(NamedTuple):
+    """What the database knows of a table."""
+
+    number: int
+    line_bytes: int
+
+
+class Database:
+    """The database in ``folder / "rows"``, and the lock of ``folder``, until :meth:`close`.
+
+    Raises:
+        StoreInUseError, CorruptStoreError, RowStoreError, OSError: as ``RocksDBStore`` says.
+    """
+
+    def __init__(self, folder: Path, options: RocksDBOptions, *, is_read_only: bool) -> None:
+        self.folder = folder
+        self.is_read_only = is_read_only
+        self.options = options
+        self.lock = threading.RLock()
+        """Held while tables are made."""
+        self._process = os.getpid()
+        self._folder_lock = FolderLock(folder)
+        self._db: rocksdict.Rdict | None = None
+        try:
+            if not is_read_only:
+                _make_where_missing(folder, options)
+            self._db = _opened(folder / ROWS, options, is_read_only=is_read_only)
+            self.records = self._read_records()
+        except BaseException:
+            if self._db is not None:
+                self._db.close()
+            self._folder_lock.release()
+            raise
+        _open_databases.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has the database open."""
+        return self._db is not None and self._process == os.getpid()
+
+    @property
+    def rows(self) -> "rocksdict.Rdict":
+        """The database itself.
+
+        Raises:
+            RowStoreError: where it is closed, or another process opened it.
+        """
+        if self._db is None:
+            raise RowStoreError(f"the store in {self.folder} is closed; open it again")
+        if self._process != os.getpid():
+            raise RowStoreError(
+                f"the store in {self.folder} was opened by process {self._process}, of which this "
+                "one is a fork; use it there, or open it in this process alone"
+            )
+        return self._db
+
+    @property
+    def rows_to_write(self) -> "rocksdict.Rdict":
+        """The database itself, unless it is a snapshot, which raises ``RowStoreError``."""
+        rows = self.rows
+        if self.is_read_only:
+            raise RowStoreError("a snapshot cannot be written; write to the store it was taken of")
+        return rows
+
+    def add_table(self, name: str, line_bytes: int) -> None:
+        """Add the record of a table."""
+        number = 1 + max((record.number for record in self.records.values()), default=0)
+        record = TableRecord(number, line_bytes)
+        rows = self.rows_to_write
+        with faults_named(self.folder):
+            rows.put(prefix(0) + name.encode(), json.dumps(record._asdict()).encode())
+        self.sync_where_asked()
+        self.records[name] = record
+
+    def write(self, batch: "rocksdict.WriteBatch") -> None:
+        """Write a batch, whole or not at all."""
+        rows = self.rows_to_write
+        with faults_named(self.folder):
+            rows.write(batch)
+        self.sync_where_asked()
+
+    def sync(self) -> None:
+        """Return when all that was written is on disk."""
+        with faults_named(self.folder):
+            self.rows_to_write.flush_wal(True)
+
+    def sync_where_asked(self) -> None:
+        # Not by an option of the write, which would hold Python's global lock meanwhile.
+        if self.options.sync_writes:
+            self.sync()
+
+    def link_to(self, path: Path) -> None:
+        """Make a copy of the database in a new folder, of hard links where that is possible."""
+        rocksdict = import_rocksdict()
+        rows = self.rows
+        with faults_named(self.folder):
+            if not self.is_read_only:
+                # Or the checkpoint does, holding Python's global lock.
+                rows.flush()
+            rocksdict.Checkpoint(rows).create_checkpoint(str(path))
+
+    def close(self) -> None:
+        if self._db is None:
+            return
+        db, self._db = self._db, None
+        if self._process != os.getpid():
+            _never_release(db)
+            return
+        _open_databases.discard(self)
+        try:
+            with faults_named(self.folder):
+                db.close()
+        finally:
+            self._folder_lock.release()
+
+    def _read_records(self) -> dict[str, TableRecord]:
+        with faults_named(self.folder):
+            records = _read_range(self.rows, prefix(0), prefix(1))
+        try:
+            found = {key[PREFIX_BYTES:].decode(): json.loads(value) for key, value in records}
+            version = found.pop("")["format"]
+            if version == FORMAT:
+                return {name: TableRecord(**record) for name, record in found.items()}
+        except (ValueError, KeyError, TypeError):
+            raise CorruptStoreError(
+                f"the database in {self.folder / ROWS} must be one that a store made, and lacks "
+                "its records; give another folder, or restore this one from a checkpoint"
+            ) from None
+        raise RowStoreError(
+            f"the store in {self.folder} has format {version}, and this release knows {FORMAT}; "
+            "open it with the release that wrote it"
+        )
+
+
+def prefix(number: int) -> bytes:
+    """What the keys of table ``number`` begin with."""
+    return number.to_bytes(PREFIX_BYTES, "big")
+
+
+def import_rocksdict() -> ModuleType:
+    """The package rocksdict, or an ``ImportError`` that says how to install it."""
+    try:
+        import rocksdict
+    except ImportError as error:
+        raise ImportError(
+            f"RocksDBStore needs the package rocksdict, and it cannot be imported ({error}); "
+            "pip install 'torchembed[disk]'"
+        ) from error
+    return rocksdict
+
+
+def _read_range(rows: "rocksdict.Rdict", begin: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
+    found = []
+    rest = rows.iter()
+    rest.seek(begin)
+    while rest.valid() and rest.key() < end:
+        found.append((rest.key(), rest.value()))
+        rest.next()
+    rest.status()
+    return found
+
+
+def _make_where_missing(folder: Path, options: RocksDBOptions) -> None:
+    """Make an empty database where the folder has none, at once or not at all.
+
+    RocksDB would make one also where it finds the files of another without their beginning, and
+    remove these.
+    """
+    if (folder / ROWS).exists():
+        return
+    partial = folder / f"{ROWS}.partial"
+    others = set(os.listdir(folder)) - {LOCK_FILE, SNAPSHOTS, partial.name}
+    if others:
+        raise RowStoreError(
+            f"path must be a store, or an empty folder, and {folder} holds {min(others)!r}; give "
+            "another folder"
+        )
+    shutil.rmtree(partial, ignore_errors=True)
+    db = _opened(partial, options, create=True)
+    with faults_named(folder):
+        db.put(prefix(0), json.dumps({"format": FORMAT}).encode())
+        db.close()
+    partial.rename(folder / ROWS)
+
+
+def _opened(
+    path: Path, options: RocksDBOptions, *, create: bool = False, is_read_only: bool = False
+) -> "rocksdict.Rdict":
+    rocksdict = import_rocksdict()
+    compressions = {
+        Compression.NONE: rocksdict.DBCompressionType.none(),
+        Compression.LZ4: rocksdict.DBCompressionType.lz4(),
+        Compression.ZSTD: rocksdict.DBCompressionType.zstd(),
+    }
+    blocks = rocksdict.BlockBasedOptions()
+    blocks.set_block_cache(rocksdict.Cache(options.block_cache_bytes))
+    blocks.set_bloom_filter(10, False)
+    blocks.set_format_version(5)
+    chosen = rocksdict.Options(raw_mode=True)
+    chosen.create_if_missing(create)
+    chosen.set_block_based_table_factory(blocks)
+    chosen.set_compression_type(compressions[options.compression])
+    chosen.set_write_buffer_size(options.write_buffer_bytes)
+    chosen.set_target_file_size_base(_FILE_BYTES)
+    chosen.set_max_open_files(_MAX_OPEN_FILES)
+    chosen.set_keep_log_file_num(4)
+    chosen.set_paranoid_checks(True)
+    # The log may end in the middle of a write, after the end of the process. Damage before that is
+    # an error: RocksDB's own choice is to forget all that follows it.
+    chosen.set_wal_recovery_mode(rocksdict.DBRecoveryMode.tolerate_corrupted_tail_records())
+    access = rocksdict.AccessType
+    access = access.read_only() if is_read_only else access.read_write()
+    with faults_named(path.parent):
+        return rocksdict.Rdict(str(path), chosen, access_type=access)
+
+
+_open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+def _never_release(db: "rocksdict.Rdict") -> None:
+    """Keep a database of the parent process from being closed in this forked one.
+
+    Closing waits for threads of RocksDB, which only the parent has.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
+
+
+def _keep_databases_of_parent() -> None:
+    for database in _open_databases:
+        if database._db is not None:
+            _never_release(database._db)
+
+
+os.register_at_fork(after_in_child=_keep_databases_of_parent)

@@ -1,0 +1,45 @@
+"""Errors of RocksDB, whose kind rocksdict tells by their text alone, as what they mean."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchembed.stores.errors import CorruptStoreError, RowStoreError
+
+_OF_THE_SYSTEM = {
+    errno.ENOSPC: "make room there, then open the store again",
+    errno.EDQUOT: "make room there, then open the store again",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), then open the store again",
+    errno.EROFS: "mount it writable, then open the store again",
+    errno.EACCES: "let this process read and write it",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), then open the store again",
+    errno.ENOENT: "nothing but the store itself may remove its files; restore it from a checkpoint",
+    errno.EIO: "see what the system says of the disk",
+}
+
+
+@contextlib.contextmanager
+def faults_named(path: Path) -> Iterator[None]:
+    """Raise what RocksDB raises within as ``OSError``, ``CorruptStoreError`` or ``RowStoreError``
+    of the store in ``path``."""
+    try:
+        yield
+    except Exception as error:
+        # rocksdict raises Exception itself; a subclass is Python's own, or its caller's.
+        if type(error) is not Exception:
+            raise
+        raise _named(str(error), path) from None
+
+
+def _named(text: str, path: Path) -> Exception:
+    if text.startswith("Corruption"):
+        return CorruptStoreError(
+            f"the store in {path} is not as it was written; restore it from a checkpoint ({text})"
+        )
+    for number, advice in _OF_THE_SYSTEM.items():
+        if os.strerror(number) in text:
+            # OSError makes PermissionError and others of itself, by the number.
+            return OSError(number, f"{os.strerror(number)}: {advice} ({text})", str(path))
+    return RowStoreError(f"the store in {path} fails, and RocksDB says why: {text}")

@@ -1,0 +1,43 @@
+"""What a user may set of a store in RocksDB."""
+
+import dataclasses
+import enum
+
+from torchembed.stores.arguments import check_positive
+
+
+class Compression(enum.Enum):
+    """How blocks of lines are compressed on disk. Trained rows shrink little."""
+
+    NONE = "none"
+    LZ4 = "lz4"
+    ZSTD = "zstd"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RocksDBOptions:
+    """Settings of :class:`~torchembed.stores.RocksDBStore`, which may differ each time it is
+    opened.
+
+    Args:
+        write_buffer_bytes: lines that are kept in memory before they are written to sorted files;
+            up to twice that, in all tables together.
+        block_cache_bytes: memory for blocks of lines that were read. The operating system caches
+            files too, so more pays only where blocks are compressed.
+        compression: of blocks that are written from now on.
+        sync_writes: whether each write and deletion returns only once it survives the end of the
+            machine, as after ``sync()``. Without it, once it survives the end of the process.
+    """
+
+    write_buffer_bytes: int = 64 << 20
+    block_cache_bytes: int = 32 << 20
+    compression: Compression = Compression.NONE
+    sync_writes: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("write_buffer_bytes", self.write_buffer_bytes)
+        check_positive("block_cache_bytes", self.block_cache_bytes)
+        if not isinstance(self.compression, Compression):
+            raise TypeError(f"compression must be a Compression, got {self.compression!r}")
+        if not isinstance(self.sync_writes, bool):
+            raise TypeError(f"sync_writes must be a bool, got {self.sync_writes!r}")
