@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import raw_calls, raw_hash_calls
+from tests.support import raw_cache_calls, raw_calls, raw_hash_calls
 from tests.support.native_library import CARRIES_MESSAGES
 from tests.support.source_tree import ROOT, run_python_or_fail
 from torchembed import _native
@@ -124,9 +124,10 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"boundaries": torch.tensor([[0, 4, 1]])},
         ),
     ],
+    **raw_cache_calls.CONTENTS,
     **raw_hash_calls.CONTENTS,
 }
-FITTING = raw_calls.FITTING | raw_hash_calls.FITTING
+FITTING = raw_calls.FITTING | raw_cache_calls.FITTING | raw_hash_calls.FITTING
 
 
 def said_by(operation: Callable[..., Any], name: str) -> Iterator[str]:

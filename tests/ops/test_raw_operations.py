@@ -13,7 +13,7 @@ import torchembed.ops.pooled_lookup
 import torchembed.ops.rowwise_update
 import torchembed.ops.segments
 import torchembed.ops.sequence_lookup  # noqa: F401
-from tests.support import raw_dense_calls, raw_hash_calls, raw_push_calls
+from tests.support import raw_cache_calls, raw_dense_calls, raw_hash_calls, raw_push_calls
 from tests.support.raw_calls import FITTING, IDS, LONG, OFFSETS, ONE, RUNS, SPREAD, WEIGHT
 from torchembed.core.trees import map_tensors
 
@@ -231,7 +231,7 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     ],
 }
 
-MORE = (raw_dense_calls, raw_hash_calls, raw_push_calls)
+MORE = (raw_cache_calls, raw_dense_calls, raw_hash_calls, raw_push_calls)
 ALL_FITTING = FITTING | {name: call for calls in MORE for name, call in calls.FITTING.items()}
 ALL_ERRORS = ERRORS | {name: cases for calls in MORE for name, cases in calls.ERRORS.items()}
 

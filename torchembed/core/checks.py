@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchembed.core.stand_ins import is_stand_in
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -148,3 +150,16 @@ def check_same_device(first_name: str, first: Tensor, **others: Tensor | None) -
                 f"{name} must be on {device} as {first_name} is, got {tensor.device}; "
                 f"call .to('{device}')"
             )
+
+
+def check_reachable(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """Raise ``ValueError`` unless kernels on the device of ``like`` can access ``tensor``: it is on
+    that device, or in pinned memory of the host where that device is a GPU."""
+    # A stand-in never says that it is pinned.
+    if tensor.device != like.device and not (
+        like.is_cuda and tensor.is_cpu and (is_stand_in(tensor) or tensor.is_pinned())
+    ):
+        raise ValueError(
+            f"{name} must be on the device of {like_name}, {like.device}, or in pinned memory of "
+            f"the host for a GPU, got {tensor.device}"
+        )

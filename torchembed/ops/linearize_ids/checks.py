@@ -74,8 +74,4 @@ def check_locate_bad_id(
         checks.check_dim("bounds", bounds, 1)
         checks.check_dtype("bounds", bounds, checks.ID_DTYPES, "call .long()")
         checks.check_numel("location", location, 4, "position, value, feature and its first id")
-    if location.device != values.device and not (values.is_cuda and location.is_pinned()):
-        raise ValueError(
-            f"location must be on the device of values, {values.device}, or in pinned memory of "
-            f"the host for a GPU, got {location.device}"
-        )
+    checks.check_reachable("location", location, "values", values)

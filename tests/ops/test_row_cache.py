@@ -1,0 +1,356 @@
+"""Caches of rows: what claims, moves, dirty rows and reads past the cache give."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.support.row_cache_model import ModelledCache, moves_of
+from tests.support.tolerance import assert_same_bits
+from tests.support.tracing import compiled_once
+from tests.support.values import not_contiguous
+from torchembed.ops.row_cache import (
+    CacheCounter,
+    ClaimedSlots,
+    RowCache,
+    RowMoves,
+    claim_slots,
+    dirty_moves,
+    empty_row_cache,
+    find_cached,
+    forget_rows,
+    move_rows,
+    read_rows,
+)
+from torchembed.ops.segments import find_runs
+
+
+def claim(
+    cache: RowCache,
+    rows: list[int],
+    epoch: int,
+    released: int | None = None,
+    *,
+    dtype: torch.dtype = torch.int64,
+    is_trained: bool | None = None,
+) -> ClaimedSlots:
+    """Claim the slots of a batch; all before it are released unless ``released`` says otherwise."""
+    device = cache.hand.device
+    ids = torch.tensor(rows, dtype=dtype, device=device)
+    runs = find_runs(ids, cache.slot_of_row.numel())
+    return claim_slots(
+        cache,
+        runs.unique_rows,
+        runs.num_runs,
+        epoch=torch.tensor([epoch], device=device),
+        released=torch.tensor([epoch - 1 if released is None else released], device=device),
+        is_trained=None if is_trained is None else torch.tensor([is_trained], device=device),
+    )
+
+
+def slots_of(cache: RowCache, *rows: int) -> list[int]:
+    return find_cached(cache.slot_of_row, torch.tensor(rows, device=cache.hand.device)).tolist()
+
+
+def copy_of(cache: RowCache) -> RowCache:
+    return RowCache(*(tensor.clone() for tensor in cache))
+
+
+def moves(device: torch.device, *given: tuple[int, int, int]) -> RowMoves:
+    """Moves of (slot, row written, row read), with a place behind them."""
+    slots, written, read = zip(*given, (-1, -1, -1), strict=True)
+    return RowMoves(
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(written, device=device),
+        torch.tensor(read, device=device),
+        torch.tensor([len(given)], device=device),
+    )
+
+
+def test_worked_example_of_claims(device: torch.device) -> None:
+    cache = empty_row_cache(10, 2, device)
+    claim(cache, [5], 1)
+    cache.hand.zero_()
+    assert moves_of(claim(cache, [9, 5, -1, 9], 2).moves) == [(1, -1, 9)]
+    assert slots_of(cache, 9, 5, -1, 9) == [1, 0, -1, 1]
+    assert cache.hand.tolist() == [0]
+    assert moves_of(claim(cache, [7], 3).moves) == [(0, 5, 7)]
+
+
+def test_rows_take_slots_in_ascending_order(device: torch.device) -> None:
+    cache = empty_row_cache(10, 6, device)
+    claimed = claim(cache, [8, 2, 8, -1, 5], 1, dtype=torch.int32)
+    assert slots_of(cache, 8, 2, 8, -1, 5) == [2, 0, 2, -1, 1]
+    assert moves_of(claimed.moves) == [(0, -1, 2), (1, -1, 5), (2, -1, 8)]
+    assert claimed.moves.slots.numel() == 5
+    assert (claimed.moves.slots.dtype, claimed.moves.read_rows.dtype) == (torch.int32, torch.int64)
+
+
+def test_a_working_set_of_all_slots_fits_and_one_row_more_does_not(device: torch.device) -> None:
+    cache = empty_row_cache(12, 4, device)
+    claim(cache, [0, 1, 2, 3], 1)
+    assert claim(cache, [3, 4, 5, 6], 2).num_refused.tolist() == [0]
+    before = copy_of(cache)
+    refused = claim(cache, [3, 7, 8, 9, 7, 10], 3)
+    assert refused.num_refused.tolist() == [1]
+    assert moves_of(refused.moves) == []
+    counted = cache.counters - before.counters
+    assert counted.tolist() == [5, 4, 0, 0, 1]
+    for tensor, expected in zip(cache[:-1], before[:-1], strict=True):
+        assert_same_bits(tensor, expected)
+
+
+def test_rows_of_batches_under_way_stay(device: torch.device) -> None:
+    cache = empty_row_cache(12, 4, device)
+    claim(cache, [0, 1], 1)
+    claim(cache, [2, 3], 2, released=0)
+    assert claim(cache, [4], 3, released=0).num_refused.tolist() == [1]
+    assert moves_of(claim(cache, [4, 5], 4, released=1).moves) == [(0, 0, 4), (1, 1, 5)]
+    assert claim(cache, [6, 7, 8], 5, released=2).num_refused.tolist() == [1]
+
+
+def test_the_hand_passes_recent_slots_once(device: torch.device) -> None:
+    cache = empty_row_cache(12, 4, device)
+    claim(cache, [0, 1, 2, 3], 1)
+    # All are recent: a whole round makes none of them recent, and the second one begins at slot 0.
+    assert moves_of(claim(cache, [4], 2).moves) == [(0, 0, 4)]
+    assert cache.is_recent.tolist() == [True, False, False, False]
+    claim(cache, [1], 3)
+    assert cache.is_recent.tolist() == [True, True, False, False]
+    # Slot 1 is passed, slot 2 taken; in the next claim the hand goes on at slot 3.
+    assert moves_of(claim(cache, [5], 4).moves) == [(2, 2, 5)]
+    assert cache.is_recent.tolist() == [True, False, True, False]
+    assert cache.hand.tolist() == [3]
+    # The first round takes slots 3 and 1, the second one slot 0; row 5 in slot 2 is wanted.
+    claimed = claim(cache, [6, 7, 8, 5], 5)
+    assert moves_of(claimed.moves) == [(3, 3, 6), (1, 1, 7), (0, 4, 8)]
+    assert slots_of(cache, 6, 7, 8, 5) == [3, 1, 0, 2]
+    assert cache.hand.tolist() == [1]
+    assert cache.is_recent.tolist() == [True] * 4
+
+
+def test_free_slots_are_taken_as_the_hand_reaches_them(device: torch.device) -> None:
+    cache = empty_row_cache(12, 5, device)
+    claim(cache, [0, 1], 1)
+    assert moves_of(claim(cache, [5, 6, 7], 2, released=0).moves) == [
+        (2, -1, 5),
+        (3, -1, 6),
+        (4, -1, 7),
+    ]
+    assert cache.counters.tolist() == [5, 5, 0, 5, 0]
+
+
+@pytest.mark.parametrize("rows", [[], [-1, -1], [4] * 5])
+def test_batches_of_few_rows(rows: list[int], device: torch.device) -> None:
+    cache = empty_row_cache(6, 3, device)
+    claimed = claim(cache, rows, 1)
+    expected = [(0, -1, 4)] if 4 in rows else []
+    assert moves_of(claimed.moves) == expected
+    assert claimed.moves.slots.numel() == min(len(rows), 3)
+    assert cache.counters.tolist() == [len(expected), len(expected), 0, len(expected), 0]
+
+
+def test_a_batch_that_is_not_trained_changes_nothing(device: torch.device) -> None:
+    cache = empty_row_cache(6, 3, device)
+    claim(cache, [4, 1], 1)
+    before = copy_of(cache)
+    untrained = claim(cache, [1, 2, -1, 4, 0], 2, is_trained=False)
+    assert untrained.num_refused.tolist() == [0]
+    assert moves_of(untrained.moves) == []
+    for tensor, expected in zip(cache, before, strict=True):
+        assert_same_bits(tensor, expected)
+
+
+def test_a_table_without_rows(device: torch.device) -> None:
+    cache = empty_row_cache(0, 2, device)
+    assert moves_of(claim(cache, [-1, -1], 1).moves) == []
+    assert slots_of(cache, -1, -1) == [-1, -1]
+
+
+def test_rows_need_not_be_contiguous(device: torch.device) -> None:
+    cache = empty_row_cache(10, 4, device)
+    rows = not_contiguous(torch.tensor([2, 5, 8], device=device))
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    one = torch.ones(1, dtype=torch.int64, device=device)
+    claim_slots(cache, rows, count, epoch=one, released=one - 1)
+    assert find_cached(cache.slot_of_row, rows).tolist() == [0, 1, -1]
+
+
+def test_dirty_rows_are_written_once(device: torch.device) -> None:
+    cache = empty_row_cache(10, 4, device)
+    claim(cache, [7, 2, 9], 1)
+    assert moves_of(dirty_moves(cache)) == [(0, 2, -1), (1, 7, -1), (2, 9, -1)]
+    claim(cache, [7], 2)
+    assert moves_of(dirty_moves(cache)) == [(1, 7, -1)]
+    assert moves_of(dirty_moves(cache)) == []
+    assert cache.counters[CacheCounter.WRITTEN_ROWS] == 4
+    # What is clean is not written when others take its slot.
+    assert moves_of(claim(cache, [0, 1], 3).moves) == [(3, -1, 0), (0, -1, 1)]
+
+
+def test_what_is_forgotten_is_free(device: torch.device) -> None:
+    cache = empty_row_cache(10, 3, device)
+    claim(cache, [7, 2], 1)
+    forget_rows(cache)
+    fresh = empty_row_cache(10, 3, device)
+    for tensor, expected in zip(cache[:-1], fresh[:-1], strict=True):
+        assert_same_bits(tensor, expected)
+    assert cache.counters[CacheCounter.READ_ROWS] == 2
+
+
+def test_worked_example_of_moves(device: torch.device) -> None:
+    cached = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
+    stored = torch.tensor([[5.0, 6.0], [7.0, 8.0]], device=device)
+    move_rows(moves(device, (1, 0, 1)), [cached], [stored])
+    assert cached.tolist() == [[1, 2], [7, 8]]
+    assert stored.tolist() == [[3, 4], [7, 8]]
+
+
+def bits(*shape: int, seed: int) -> Tensor:
+    """Bytes of every kind, those of NaN with a payload too."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, shape, generator=generator).to(torch.uint8)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_and_their_states_move_together(
+    dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    """Bit by bit, whatever stands in them."""
+    num_slots, num_rows = 7, 11
+    shapes = [(dim, dtype), (dim, torch.float32), (None, torch.float32)]
+
+    def tensors(num: int) -> list[Tensor]:
+        made = []
+        for seed, (columns, of) in enumerate(shapes):
+            width = (1 if columns is None else columns) * of.itemsize
+            whole = bits(num, width, seed=seed + num).view(of)
+            made.append(whole[:, 0].clone() if columns is None else whole)
+        return made
+
+    given = [(4, 2, 7), (0, -1, 3), (6, 10, -1), (1, -1, -1), (5, 0, 8)]
+    cached, stored = tensors(num_slots), tensors(num_rows)
+    expected_cached = [tensor.clone() for tensor in cached]
+    expected_stored = [tensor.clone() for tensor in stored]
+    for slot, written, read in given:
+        for one, other in zip(expected_cached, expected_stored, strict=True):
+            if written >= 0:
+                other[written] = one[slot]
+            if read >= 0:
+                one[slot] = other[read]
+    on_device = [tensor.to(device) for tensor in cached]
+    host = [tensor.pin_memory() if device.type == "cuda" else tensor for tensor in stored]
+    move_rows(moves(device, *given), on_device, host)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for tensor, expected in zip(
+        [*on_device, *host], [*expected_cached, *expected_stored], strict=True
+    ):
+        assert torch.equal(tensor.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_no_moves(device: torch.device) -> None:
+    cached, stored = torch.ones(2, 3, device=device), torch.zeros(4, 3, device=device)
+    nothing = moves(device)
+    without_capacity = RowMoves(
+        nothing.slots[:0], nothing.written_rows[:0], nothing.read_rows[:0], nothing.count
+    )
+    for given in (nothing, without_capacity):
+        move_rows(given, [cached], [stored])
+    move_rows(moves(device, (0, 1, 2)), [cached[:, :0].contiguous()], [stored[:, :0].contiguous()])
+    assert cached.tolist() == [[1] * 3] * 2
+    assert stored.tolist() == [[0] * 3] * 4
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows_dtype", [torch.int32, torch.int64])
+def test_rows_are_read_where_they_are(
+    dtype: torch.dtype, rows_dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    cached, stored = (bits(num, dim * dtype.itemsize, seed=num).view(dtype) for num in (3, 9))
+    slots, rows = [-1, 2, 0, -1, -1, 2], [8, 5, 1, -1, 0, 5]
+    zeros = torch.zeros(dim, dtype=dtype)
+    expected = torch.stack([stored[8], cached[2], cached[0], zeros, stored[0], cached[2]])
+    on_host = stored.pin_memory() if device.type == "cuda" else stored
+    given = [torch.tensor(numbers, dtype=rows_dtype, device=device) for numbers in (slots, rows)]
+    out = read_rows(cached.to(device).requires_grad_(), on_host, *given)
+    assert (out.device.type, out.requires_grad) == (device.type, False)
+    assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
+    assert read_rows(cached.to(device), on_host, given[0][:0], given[1][:0]).shape == (0, dim)
+
+
+def test_stored_rows_in_memory_of_the_host_fit_a_gpu() -> None:
+    """In tracing, where nothing says whether memory is pinned."""
+    with FakeTensorMode():
+        gpu = torch.device("cuda")
+        stored, cached = torch.empty(9, 4), torch.empty(3, 4, device=gpu)
+        rows = torch.empty(5, dtype=torch.int64, device=gpu)
+        out = read_rows(cached, stored, rows, rows)
+        assert (out.device.type, tuple(out.shape)) == ("cuda", (5, 4))
+        numbers = torch.empty(3, dtype=torch.int64, device=gpu)
+        count = torch.empty(1, dtype=torch.int64, device=gpu)
+        move_rows(RowMoves(numbers.int(), numbers, numbers, count), [cached], [stored])
+        ids, on_gpu = torch.empty(5, dtype=torch.int64), torch.empty(9, 4, device=gpu)
+        with pytest.raises(ValueError, match=r"^stored must be on the device of rows, cpu, or in "):
+            read_rows(torch.empty(3, 4), on_gpu, ids, ids)
+
+
+def test_more_rows_than_int32_holds() -> None:
+    """Shapes only: a cache for them takes its 4 bytes of each row."""
+    cache = empty_row_cache(2**33, 5, "meta")
+    one = torch.ones(1, dtype=torch.int64, device="meta")
+    rows = torch.empty(9, dtype=torch.int64, device="meta")
+    claimed = claim_slots(cache, rows, one.int(), epoch=one, released=one)
+    assert claimed.moves.slots.shape == (5,)
+    stored = torch.empty(2**33, 128, device="meta")
+    move_rows(claimed.moves, [torch.empty(5, 128, device="meta")], [stored])
+
+
+def test_caches_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"^num_slots must be in \[1, 2147483648\), got 0$"):
+        empty_row_cache(3, 0)
+    with pytest.raises(ValueError, match=r"^num_slots must be in .*, got 2147483648$"):
+        empty_row_cache(3, 2**31)
+    with pytest.raises(ValueError, match=r"^num_rows must not be negative, got -1$"):
+        empty_row_cache(-1, 3)
+
+
+def test_opcheck(device: torch.device) -> None:
+    cache = empty_row_cache(10, 4, device)
+    claim(cache, [7, 2, 9], 1)
+    ops = torch.ops.torchembed
+    rows = torch.tensor([0, 3, 7, -1, -1], device=device)
+    two = torch.tensor([2], device=device)
+    one = two.int() // 2
+    for trained in (None, two > 1):
+        arguments = (rows, 3 * one, two, two - 1, trained, *copy_of(cache))
+        torch.library.opcheck(ops.claim_slots.default, arguments)
+    cached = [torch.ones(4, 3, device=device), torch.ones(4, device=device)]
+    stored = [torch.zeros(10, 3, device=device), torch.zeros(10, device=device)]
+    given = moves(device, (1, 2, 3))
+    torch.library.opcheck(ops.move_rows.default, (*given, cached, stored))
+    torch.library.opcheck(ops.find_cached.default, (cache.slot_of_row, rows))
+    no_slots = torch.full_like(rows, -1)
+    torch.library.opcheck(ops.read_rows.default, (cached[0], stored[0], no_slots, rows))
+
+
+def test_compiles_whole_and_once_for_every_size(device: torch.device) -> None:
+    model = ModelledCache(40, 12, device)
+
+    def admitted(cache: RowCache, rows: Tensor, epoch: Tensor, weight: Tensor) -> Tensor:
+        runs = find_runs(rows, 40)
+        claimed = claim_slots(
+            cache, runs.unique_rows, runs.num_runs, epoch=epoch, released=epoch - 1
+        )
+        move_rows(claimed.moves, [weight], [model.stored[0]])
+        slots = find_cached(cache.slot_of_row, rows)
+        return read_rows(weight, model.stored[0], slots, rows) + slots[:, None]
+
+    compiled = compiled_once(admitted)
+    for number, num_ids in enumerate((3, 4, 9), start=1):
+        rows = torch.arange(num_ids, device=device) * number
+        epoch = torch.tensor([number], device=device)
+        expected = admitted(copy_of(model.cache), rows, epoch, model.cached[0].clone())
+        assert torch.equal(compiled(model.cache, rows, epoch, model.cached[0]), expected)

@@ -1,0 +1,81 @@
+"""Defines the operations on caches of rows and picks their kernels."""
+
+import torch
+from torch import Tensor
+
+from torchembed.core.dispatch import define_op
+from torchembed.core.row_caches import ClaimResults, RowMove, SlotClaim, empty_claim
+from torchembed.ops.row_cache.checks import (
+    check_claim_slots,
+    check_claim_slots_contents,
+    check_find_cached,
+    check_find_cached_contents,
+    check_move_rows,
+    check_move_rows_contents,
+    check_read_rows,
+    check_read_rows_contents,
+)
+from torchembed.ops.row_cache.reference import (
+    claim_slots_reference,
+    find_cached_reference,
+    move_rows_reference,
+    read_rows_reference,
+)
+
+
+def _fake_claim(claim: SlotClaim) -> ClaimResults:
+    return empty_claim(claim.unique_rows, claim.row_of_slot.shape[0])
+
+
+claim_slots_op = define_op(
+    "claim_slots(Tensor unique_rows, Tensor num_unique, Tensor epoch, Tensor released,"
+    " Tensor? is_trained, Tensor(a!) slot_of_row, Tensor(b!) row_of_slot, Tensor(c!) last_use,"
+    " Tensor(d!) is_recent, Tensor(e!) is_dirty, Tensor(f!) hand, Tensor(g!) counters)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=claim_slots_reference,
+    fake=_fake_claim,
+    check=check_claim_slots,
+    check_contents=check_claim_slots_contents,
+    record=SlotClaim,
+)
+
+
+def _fake_move(move: RowMove) -> None:
+    return None
+
+
+move_rows_op = define_op(
+    "move_rows(Tensor slots, Tensor written_rows, Tensor read_rows, Tensor count,"
+    " Tensor(a!)[] cached, Tensor(b!)[] stored) -> ()",
+    reference=move_rows_reference,
+    fake=_fake_move,
+    check=check_move_rows,
+    check_contents=check_move_rows_contents,
+    record=RowMove,
+)
+
+
+def _fake_find(slot_of_row: Tensor, rows: Tensor) -> Tensor:
+    return torch.empty_like(rows)
+
+
+find_cached_op = define_op(
+    "find_cached(Tensor slot_of_row, Tensor rows) -> Tensor",
+    reference=find_cached_reference,
+    fake=_fake_find,
+    check=check_find_cached,
+    check_contents=check_find_cached_contents,
+)
+
+
+def _fake_read(cached: Tensor, stored: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    return cached.new_empty(rows.shape[0], cached.shape[1])
+
+
+read_rows_op = define_op(
+    "read_rows(Tensor cached, Tensor stored, Tensor slots, Tensor rows) -> Tensor",
+    reference=read_rows_reference,
+    fake=_fake_read,
+    check=check_read_rows,
+    check_contents=check_read_rows_contents,
+)
