@@ -72,7 +72,7 @@ def test_holds_what_a_plain_program_holds(device: torch.device, sizes: Sizes) ->
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=2 * sizes.num_examples,
+            max_examples=sizes.num_examples,
             stateful_step_count=20,
             derandomize=True,
             database=None,
