@@ -224,97 +224,83 @@ def _insert_keys_kernel(
             hashed = hash_of_key(tl.load(bin_keys_ptr + entry))
             bin_end = tl.load(bin_ends_ptr + bin_of_hash(hashed, table, BINS_LOG2))
             last = epoch - epoch
-            is_first = entry < end
-            key, ordered, num_entries, score, num_left, num_before = _next_key(
-                bin_keys_ptr,
-                bin_positions_ptr,
-                scores_in_ptr,
-                entry,
-                bin_end,
-                num_blocks,
-                block,
-                last,
-                is_first,
-                CHUNK,
-            )
-            # Other blocks have entries in the first and the last bin.
-            place = entry + num_before
-            while num_entries > 0:
-                if POLICY == _LRU:
-                    score = epoch
-                elif POLICY != _CALLER:
-                    score = num_entries.to(tl.int64)
-                    if POLICY == _EPOCH_LFU:
-                        score += tl.load(epoch_number_ptr) << 32
-                hashed = hash_of_key(key)
-                first, second = buckets_of_hash(
-                    hashed, first_slot, num_blocks, num_buckets, num_slots
+            num_left = bin_end - entry
+            num_done = num_left - num_left
+            while num_left > 0:
+                key, last, num_entries, score, num_left, num_before = _next_key(
+                    bin_keys_ptr,
+                    bin_positions_ptr,
+                    scores_in_ptr,
+                    entry,
+                    bin_end,
+                    num_blocks,
+                    block,
+                    last,
+                    num_done == 0,
+                    CHUNK,
                 )
-                slot, evicts = _slot_of_new_key(
-                    first,
-                    second,
-                    num_slots,
-                    score,
-                    released,
-                    digests_ptr,
-                    touched_ptr,
-                    scores_ptr,
-                    BUCKET,
-                )
-                if slot >= 0:
-                    if evicts:
-                        last_use = tl.load(touched_ptr + slot)
-                        old_score = last_use
-                        if scores_ptr is not None:
-                            old_score = tl.load(scores_ptr + slot)
-                        tl.store(evicted_keys_ptr + place, tl.load(slot_keys_ptr + slot))
-                        tl.store(evicted_scores_ptr + place, old_score)
-                        tl.store(evicted_touched_ptr + place, last_use)
-                        num_evicted += 1
-                        age += epoch - last_use
-                    # All threads have read the old contents before one of them writes new ones.
-                    tl.debug_barrier()
-                    tl.store(digests_ptr + slot, digest_of_hash(hashed).to(tl.uint8))
-                    tl.store(slot_keys_ptr + slot, key)
-                    tl.store(touched_ptr + slot, epoch)
-                    if scores_ptr is not None:
-                        tl.store(scores_ptr + slot, score)
-                    tl.store(is_inserted_ptr + place, 1)
-                    tl.store(taken_keys_ptr + place, key)
-                    tl.store(taken_tables_ptr + place, table.to(tl.int32))
-                    tl.store(taken_slots_ptr + place, slot)
-                    tl.store(is_evicted_ptr + place, evicts.to(tl.int8))
-                    num_inserted += 1
-                    chunk = entry
-                    while chunk < bin_end:
-                        index = chunk + tl.arange(0, CHUNK)
-                        inside = index < bin_end
-                        keys = tl.load(bin_keys_ptr + index, mask=inside, other=0)
-                        is_key = inside & (keys == key)
-                        position = tl.load(bin_positions_ptr + index, mask=is_key, other=0)
-                        tl.store(slots_out_ptr + position, slot, mask=is_key)
-                        chunk += CHUNK
-                    # The next key sees what one thread wrote.
-                    tl.debug_barrier()
-                else:
-                    num_refused += 1
-                place += num_entries
-                num_entries = num_left
-                if num_left > 0:
-                    last = ordered
-                    is_first = num_left < 0
-                    key, ordered, num_entries, score, num_left, num_before = _next_key(
-                        bin_keys_ptr,
-                        bin_positions_ptr,
-                        scores_in_ptr,
-                        entry,
-                        bin_end,
-                        num_blocks,
-                        block,
-                        last,
-                        is_first,
-                        CHUNK,
+                # Other blocks have entries in the first and the last bin.
+                place = entry + num_before + num_done
+                num_done += num_entries
+                if num_entries > 0:
+                    if POLICY == _LRU:
+                        score = epoch
+                    elif POLICY != _CALLER:
+                        score = num_entries.to(tl.int64)
+                        if POLICY == _EPOCH_LFU:
+                            score += tl.load(epoch_number_ptr) << 32
+                    hashed = hash_of_key(key)
+                    first, second = buckets_of_hash(
+                        hashed, first_slot, num_blocks, num_buckets, num_slots
                     )
+                    slot, evicts = _slot_of_new_key(
+                        first,
+                        second,
+                        num_slots,
+                        score,
+                        released,
+                        digests_ptr,
+                        touched_ptr,
+                        scores_ptr,
+                        BUCKET,
+                    )
+                    if slot >= 0:
+                        if evicts:
+                            last_use = tl.load(touched_ptr + slot)
+                            old_score = last_use
+                            if scores_ptr is not None:
+                                old_score = tl.load(scores_ptr + slot)
+                            tl.store(evicted_keys_ptr + place, tl.load(slot_keys_ptr + slot))
+                            tl.store(evicted_scores_ptr + place, old_score)
+                            tl.store(evicted_touched_ptr + place, last_use)
+                            num_evicted += 1
+                            age += epoch - last_use
+                        # All threads have read the old contents before one of them writes new ones.
+                        tl.debug_barrier()
+                        tl.store(digests_ptr + slot, digest_of_hash(hashed).to(tl.uint8))
+                        tl.store(slot_keys_ptr + slot, key)
+                        tl.store(touched_ptr + slot, epoch)
+                        if scores_ptr is not None:
+                            tl.store(scores_ptr + slot, score)
+                        tl.store(is_inserted_ptr + place, 1)
+                        tl.store(taken_keys_ptr + place, key)
+                        tl.store(taken_tables_ptr + place, table.to(tl.int32))
+                        tl.store(taken_slots_ptr + place, slot)
+                        tl.store(is_evicted_ptr + place, evicts.to(tl.int8))
+                        num_inserted += 1
+                        chunk = entry
+                        while chunk < bin_end:
+                            index = chunk + tl.arange(0, CHUNK)
+                            inside = index < bin_end
+                            keys = tl.load(bin_keys_ptr + index, mask=inside, other=0)
+                            is_key = inside & (keys == key)
+                            position = tl.load(bin_positions_ptr + index, mask=is_key, other=0)
+                            tl.store(slots_out_ptr + position, slot, mask=is_key)
+                            chunk += CHUNK
+                        # The next key sees what one thread wrote.
+                        tl.debug_barrier()
+                    else:
+                        num_refused += 1
             entry = bin_end
         if (num_inserted > 0) | (num_refused > 0):
             counts_ptr = counters_ptr + table * _NUM_COUNTERS

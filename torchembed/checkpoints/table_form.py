@@ -36,13 +36,14 @@ class TableForm(NamedTuple):
             return None
         dynamic, num_shares = factory.dynamic, table.id_share.num_shares
         rows = table.num_rows if num_rows is None else num_rows
+        shape = factory.shape_with(rows, table.max_rows)
         return cls(
             key=table.spec.key,
             eviction=_eviction(dynamic),
             admission=_admission(dynamic),
             num_shares=num_shares,
             share_rows=rows,
-            num_blocks=factory.num_blocks(rows, table.max_rows),
+            num_blocks=None if shape is None else shape.num_blocks,
             num_hashed_rows=dynamic.num_hashed_rows,
         )
 

@@ -15,22 +15,22 @@ from torchembed.ops.hash_table.hashing import KeyPlaces, hash_keys, key_digests,
 from torchembed.ops.hash_table.layout import (
     BLOCK_SLOTS,
     HashTables,
+    SlotRange,
     TableShape,
     empty_hash_tables,
     geometry_of,
     growing_shapes,
+    slot_ranges,
     table_shape,
 )
 from torchembed.ops.hash_table.placing import place_keys
 from torchembed.ops.hash_table.sweeps import (
     ErasedKeys,
     ExportedKeys,
-    SlotRange,
     coldest,
     count_erased,
     erase_if,
     export_keys,
-    slot_ranges,
 )
 
 __all__ = [

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table.hashing import locate_keys
-from torchembed.ops.hash_table.layout import HashTables, TableShape, geometry_of
-from torchembed.ops.hash_table.sweeps import slot_ranges
+from torchembed.ops.hash_table.layout import HashTables, TableShape, geometry_of, slot_ranges
 
 _PIECE_BYTES = 2**23
 """Memory, about, of what is moved at a time, with the numbers that say from where to where."""
@@ -50,13 +49,13 @@ def grow(
     for slots, new_range in zip(slot_ranges(shapes), slot_ranges(new_shapes), strict=True):
         shape = new_shapes[slots.table]
         block_slots = shape.num_buckets * shape.num_slots
-        first_slot, first = new_geometry[slots.table, 0], 0
+        first = 0
         for digests in slots.of(hash_tables.digests).split(_PIECE_BYTES // _NUMBER_BYTES):
             held = first + digests.nonzero().flatten()
             keys = slots.of(hash_tables.keys)[held]
             tables = torch.full(keys.shape, slots.table, dtype=torch.int32, device=device)
             blocks = locate_keys(keys, tables, new_geometry).blocks
-            places = first_slot + blocks * block_slots + held % block_slots
+            places = new_range.first_slot + blocks * block_slots + held % block_slots
             new_slots[slots.first_slot + held] = places
             first += len(digests)
         num_spare = shape.num_spare

@@ -1,6 +1,6 @@
 """Hash tables as tensors, and their geometry."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,38 @@ class TableShape(NamedTuple):
     def num_rows(self) -> int:
         """Places of the whole table, spare ones too, each of which is a row of its group."""
         return self.capacity + self.num_spare
+
+
+class SlotRange(NamedTuple):
+    """Slots of one table that follow one another."""
+
+    table: int
+    first_slot: int
+    num_slots: int
+
+    @property
+    def end(self) -> int:
+        """The slot behind the last one."""
+        return self.first_slot + self.num_slots
+
+    def pieces(self, num_slots: int) -> "Iterator[SlotRange]":
+        """The range in parts of ``num_slots`` slots; the last one has what is left."""
+        for begin in range(0, self.num_slots, num_slots):
+            length = min(num_slots, self.num_slots - begin)
+            yield SlotRange(self.table, self.first_slot + begin, length)
+
+    def of(self, state: Tensor) -> Tensor:
+        """The range's part ``[n]`` of ``state [S]``, in the same memory."""
+        return state[self.first_slot : self.end]
+
+
+def slot_ranges(shapes: Sequence[TableShape]) -> list[SlotRange]:
+    """All slots of each table of a group, and the spare places behind them."""
+    ranges, first_slot = [], 0
+    for table, shape in enumerate(shapes):
+        ranges.append(SlotRange(table, first_slot, shape.num_rows))
+        first_slot += shape.num_rows
+    return ranges
 
 
 class HashTables(NamedTuple):
@@ -106,10 +138,10 @@ def growing_shapes(capacity: int) -> list[TableShape]:
 
 def geometry_of(shapes: Sequence[TableShape], device: torch.device | None = None) -> Tensor:
     """``HashTables.geometry`` of tables whose slots follow one another: int64 ``[T, 4]``."""
-    rows, first_slot = [], 0
-    for shape in shapes:
-        rows.append([first_slot, shape.num_blocks, shape.num_buckets, shape.num_slots])
-        first_slot += shape.num_rows
+    rows = [
+        [slots.first_slot, shape.num_blocks, shape.num_buckets, shape.num_slots]
+        for slots, shape in zip(slot_ranges(shapes), shapes, strict=True)
+    ]
     return torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rows), 4)
 
 

@@ -4,7 +4,6 @@ They are torch operations of static shapes, so that a pass never waits for a GPU
 captured.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,41 +11,9 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.hash_tables import Counter
-from torchembed.ops.hash_table.layout import HashTables, TableShape
+from torchembed.ops.hash_table.layout import HashTables, SlotRange
 
 _REASONS = (Counter.ERASED, Counter.EVICTED_EXPIRED, Counter.EVICTED_TARGET)
-
-
-class SlotRange(NamedTuple):
-    """Slots of one table that follow one another."""
-
-    table: int
-    first_slot: int
-    num_slots: int
-
-    @property
-    def end(self) -> int:
-        """The slot behind the last one."""
-        return self.first_slot + self.num_slots
-
-    def pieces(self, num_slots: int) -> "Iterator[SlotRange]":
-        """The range in parts of ``num_slots`` slots; the last one has what is left."""
-        for begin in range(0, self.num_slots, num_slots):
-            length = min(num_slots, self.num_slots - begin)
-            yield SlotRange(self.table, self.first_slot + begin, length)
-
-    def of(self, state: Tensor) -> Tensor:
-        """The range's part ``[n]`` of ``state [S]``, in the same memory."""
-        return state[self.first_slot : self.end]
-
-
-def slot_ranges(shapes: Sequence[TableShape]) -> list[SlotRange]:
-    """All slots of each table of a group, and the spare places behind them."""
-    ranges, first_slot = [], 0
-    for table, shape in enumerate(shapes):
-        ranges.append(SlotRange(table, first_slot, shape.num_rows))
-        first_slot += shape.num_rows
-    return ranges
 
 
 class ExportedKeys(NamedTuple):

@@ -1,7 +1,11 @@
 """Scores of the caller for the ids that batches use."""
 
+from typing import Self
+
 import torch
 from torch import Tensor
+
+from torchembed.tables.dynamic.policies import CallerScores, Dynamic
 
 
 class StepScores:
@@ -19,6 +23,14 @@ class StepScores:
         self._initial = initial
         self._numbers = torch.zeros(num_tables, 2, dtype=torch.int64, device=device)
         """For each table the score, and 1 where there is one."""
+
+    @classmethod
+    def under(cls, dynamic: Dynamic, num_tables: int, device: torch.device) -> Self | None:
+        """The scores of a group by the policies of its tables; None but under
+        :class:`CallerScores`."""
+        if not isinstance(dynamic.eviction, CallerScores):
+            return None
+        return cls(num_tables, dynamic.eviction.initial_score, device)
 
     def set(self, table: int, score: int | None) -> None:
         """Let batches from now on give ``score`` to their ids of a table; None: no score. Never

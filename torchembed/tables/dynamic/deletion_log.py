@@ -1,12 +1,13 @@
 """The log of ids that left dynamic tables, from which deltas take their deletions."""
 
 import secrets
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from torchembed.ops.hash_table import Counter
+from torchembed.ops.hash_table import Counter, InsertedKeys
+from torchembed.tables.dynamic.policies import Dynamic
 
 
 class SnapshotDueError(RuntimeError):
@@ -51,6 +52,12 @@ class DeletionLog:
         self.history = ""
         self.begin_anew()
 
+    @classmethod
+    def under(cls, dynamic: Dynamic, num_tables: int, device: torch.device) -> Self | None:
+        """The log of a group by the policies of its tables; None where no delta is wanted."""
+        num_ids = dynamic.deletion_log * num_tables
+        return cls(num_ids, device) if num_ids else None
+
     def begin_anew(self) -> None:
         """Make marks from before invalid; for tables whose ids were loaded."""
         self.history = secrets.token_hex(16)
@@ -74,6 +81,11 @@ class DeletionLog:
         entries = torch.stack([ids, tables.long(), epoch.expand_as(ids), of_reason], 1)
         self._entries.index_copy_(0, places, entries)
         self.num_appended.add_(flags.sum())
+
+    def append_evicted(self, inserted: InsertedKeys, epoch: Tensor) -> None:
+        """Append the ids that made room for others in a batch of ``epoch``, int64 ``[1]``."""
+        is_evicted, ids, tables = inserted.is_evicted, inserted.evicted_keys, inserted.tables
+        self.append(is_evicted, ids, tables, epoch, Counter.EVICTED_FULL)
 
     def since(self, num_before: int, num_now: int) -> LoggedDeletions:
         """The deletions after the first ``num_before`` up to the first ``num_now``, which are all.

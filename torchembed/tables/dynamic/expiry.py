@@ -6,9 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchembed.ops.hash_table import Counter, HashTables, TableShape, count_erased
-from torchembed.tables.dynamic.deletion_log import DeletionLog
+from torchembed.ops.hash_table import Counter, TableShape, count_erased
 from torchembed.tables.dynamic.epoch_times import EpochTimes
+from torchembed.tables.dynamic.erasing_step import ErasingStep
 from torchembed.tables.dynamic.policies import Dynamic
 from torchembed.tables.dynamic.slot_windows import SlotWindows
 
@@ -40,9 +40,9 @@ class Expiry:
             return None
         return cls(dynamic.ttl_steps, times, SlotWindows(shapes, dynamic.sweep_steps, device))
 
-    def over(self, shapes: Sequence[TableShape], device: torch.device, sweep_steps: int) -> Self:
+    def over(self, shapes: Sequence[TableShape], device: torch.device) -> Self:
         """The same expiry, which goes on, of tables of other shapes."""
-        windows = SlotWindows(shapes, sweep_steps, device)
+        windows = SlotWindows(shapes, self._windows.num_steps, device)
         return type(self)(self._ttl_steps, self._times, windows)
 
     @property
@@ -62,55 +62,22 @@ class Expiry:
         if self._times is not None:
             self._times.forget()
 
-    def erase(
-        self,
-        hash_tables: HashTables,
-        epoch: Tensor,
-        released: Tensor,
-        is_trained: Tensor | None,
-        deletions: DeletionLog | None,
-    ) -> None:
-        """Erase, in the window of ``epoch``, the ids that are too old in it.
+    def erase(self, step: ErasingStep) -> None:
+        """Erase, in the window of the step's epoch, the ids that are too old in it.
 
         Torch operations of static shapes: never waits for a GPU, and may be captured.
-
-        Args:
-            hash_tables: changed.
-            epoch: int64 ``[1]``: the newest admission epoch.
-            released: int64 ``[1]``: rows that were used in a later epoch stay.
-            is_trained: bool ``[1]``: False where nothing may change; None: True.
-            deletions: notes the ids that go.
         """
+        hash_tables, epoch = step.hash_tables, step.epoch
         limits = [] if self._times is None else [self._times.newest]
         if self._ttl_steps is not None:
             limits.append(epoch - self._ttl_steps)
-        newest = torch.minimum(torch.cat(limits).amax(0, keepdim=True), released)
-        _erase_expired(hash_tables, self._windows, epoch, newest, is_trained, deletions)
-
-
-def _erase_expired(
-    hash_tables: HashTables,
-    windows: SlotWindows,
-    epoch: Tensor,
-    newest: Tensor,
-    is_trained: Tensor | None,
-    deletions: DeletionLog | None,
-) -> None:
-    """Erase, in the window of ``epoch``, the ids that no batch after ``newest`` has used.
-
-    Args:
-        newest: int64 ``[1]``: the last epoch whose rows expire; none of them is in use.
-    """
-    slots, is_due = windows.at(epoch)
-    touched = hash_tables.touched[slots]
-    is_expired = is_due & (hash_tables.digests[slots] > 0) & (touched <= newest)
-    if is_trained is not None:
-        is_expired &= is_trained
-    if deletions is not None:
-        ids = hash_tables.keys[slots]
-        deletions.append(is_expired, ids, windows.tables, epoch, Counter.EVICTED_EXPIRED)
-    num_gone = is_expired.long()
-    ages = num_gone * (epoch - touched)
-    count_erased(hash_tables.counters, windows.tables, num_gone, ages, Counter.EVICTED_EXPIRED)
-    for state in hash_tables.of_slots():
-        state.scatter_(0, slots, state[slots].masked_fill(is_expired, 0))
+        # The last epoch whose rows expire: none of them is in use.
+        newest = torch.minimum(torch.cat(limits).amax(0, keepdim=True), step.released)
+        tables, (slots, is_due) = self._windows.tables, self._windows.at(epoch)
+        touched = hash_tables.touched[slots]
+        is_expired = is_due & (hash_tables.digests[slots] > 0) & (touched <= newest)
+        if step.is_trained is not None:
+            is_expired &= step.is_trained
+        num_gone, reason = is_expired.long(), Counter.EVICTED_EXPIRED
+        count_erased(hash_tables.counters, tables, num_gone, num_gone * (epoch - touched), reason)
+        step.erase(slots, is_expired, tables, reason)

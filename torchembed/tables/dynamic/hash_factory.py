@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
-from torchembed.ops.hash_table import growing_shapes, table_shape
+from torchembed.ops.hash_table import TableShape, growing_shapes, table_shape
 from torchembed.tables.dynamic.deletion_log import DeletionLog
 from torchembed.tables.dynamic.hash_index import HashIndex
+from torchembed.tables.dynamic.hash_shapes import shape_with
 from torchembed.tables.dynamic.policies import Dynamic, index_bytes_of
 from torchembed.tables.row_index import IndexedTable
 
@@ -55,14 +56,10 @@ class HashFactory:
         """What the index holds of it, and the number of the row that it becomes."""
         return index_bytes_of(self.dynamic) + _ROW_NUMBER_BYTES if self.grows else 0
 
-    def num_blocks(self, num_rows: int, max_rows: int) -> int | None:
-        """The blocks of a part that grows to ``max_rows`` while it has ``num_rows``; None where it
+    def shape_with(self, num_rows: int, max_rows: int) -> TableShape | None:
+        """The shape of a part that grows to ``max_rows`` while it has ``num_rows``; None where it
         never has as many."""
-        own, num_hashed = num_rows - self.dynamic.num_hashed_rows, self.dynamic.num_hashed_rows
-        if own < 1:
-            return None
-        shapes = growing_shapes(max_rows - num_hashed) if self.grows else [table_shape(own)]
-        return next((shape.num_blocks for shape in shapes if shape.num_rows == own), None)
+        return shape_with(self.dynamic, num_rows, max_rows)
 
     def bytes_for(self, num_rows: int) -> int:
         """Ids, digests, epochs of the last use and, but for LRU, scores; what chooses the ids that

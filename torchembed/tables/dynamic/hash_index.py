@@ -1,6 +1,5 @@
 """The row index of dynamic tables: ids in hash tables whose slots are the group's rows."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,8 +11,6 @@ from torchembed.ops.hash_table import (
     HashTables,
     InsertedKeys,
     Policy,
-    SlotRange,
-    TableShape,
     assign_scores,
     coldest,
     empty_hash_tables,
@@ -21,10 +18,8 @@ from torchembed.ops.hash_table import (
     erase_keys,
     find_slots,
     grow,
-    growing_shapes,
     insert_keys,
     slot_ranges,
-    table_shape,
     touch_slots,
 )
 from torchembed.ops.rowwise_update import RoundingKeys
@@ -32,18 +27,14 @@ from torchembed.tables.dynamic.admission_clock import AdmissionClock
 from torchembed.tables.dynamic.admission_filters import AdmissionFilter
 from torchembed.tables.dynamic.caller_scores import StepScores
 from torchembed.tables.dynamic.deletion_log import DeletionLog
+from torchembed.tables.dynamic.erasing_step import ErasingStep
 from torchembed.tables.dynamic.expiry import Expiry
 from torchembed.tables.dynamic.growth_demand import GrowthDemand
+from torchembed.tables.dynamic.hash_shapes import capacities_of, shapes_of
 from torchembed.tables.dynamic.hash_slots import HashSlots
-from torchembed.tables.dynamic.hashed_rows import HashedRows, SharedRows
+from torchembed.tables.dynamic.hashed_rows import SharedRows
 from torchembed.tables.dynamic.id_rounding_keys import IdRoundingKeys
-from torchembed.tables.dynamic.policies import (
-    CallerScores,
-    DecayingLFU,
-    Dynamic,
-    EpochLFU,
-    policy_of,
-)
+from torchembed.tables.dynamic.policies import Dynamic, EpochLFU, policy_of
 from torchembed.tables.dynamic.row_bounds import RowBounds
 from torchembed.tables.dynamic.score_decay import ScoreDecay
 from torchembed.tables.dynamic.unfinished_insertion import UnfinishedInsertion
@@ -94,32 +85,23 @@ class HashIndex:
     ) -> None:
         self._tables, self._dynamic, self._device = list(tables), dynamic, device
         self._policy = policy_of(dynamic.eviction)
-        shapes = self._shapes = _shapes(tables, dynamic)
-        assert [shape.num_rows for shape in shapes] == [table.num_rows for table in tables]
-        self._first_rows = _first_rows(tables)
+        shapes = self._shapes = shapes_of(tables, dynamic)
+        self._ranges = slot_ranges(shapes)
         self.hash_tables: HashTables = empty_hash_tables(shapes, self._policy, device)
-        self.shared: SharedRows | None = None
-        if isinstance(dynamic.missing, HashedRows):
-            self.shared = SharedRows(dynamic.missing, slot_ranges(shapes), device)
+        self.shared = SharedRows.under(dynamic.missing, self._ranges, device)
+        if self.shared is not None:
             self.shared.set_ids(self.hash_tables.keys)
         self.clock = AdmissionClock(device)
         self.admission: AdmissionFilter | None = None
         if dynamic.admission is not None:
             self.admission = dynamic.admission.build(tables, device)
-        self.deletions: DeletionLog | None = None
-        if dynamic.deletion_log:
-            self.deletions = DeletionLog(dynamic.deletion_log * len(tables), device)
-        self.step_scores: StepScores | None = None
-        if isinstance(dynamic.eviction, CallerScores):
-            initial = dynamic.eviction.initial_score
-            self.step_scores = StepScores(len(tables), initial, device)
+        self.deletions = DeletionLog.under(dynamic, len(tables), device)
+        self.step_scores = StepScores.under(dynamic, len(tables), device)
         self._expiry = Expiry.under(dynamic, shapes, device)
         self._bounds = RowBounds.under(dynamic, tables, shapes, device)
-        self._decay: ScoreDecay | None = None
-        if isinstance(dynamic.eviction, DecayingLFU):
-            self._decay = ScoreDecay(dynamic.eviction, shapes, device)
+        self._decay = ScoreDecay.under(dynamic, shapes, device)
         self._row_keys = IdRoundingKeys(tables, device)
-        self.demand = GrowthDemand.of(_capacities(tables, shapes), device)
+        self.demand = GrowthDemand.of(capacities_of(tables, shapes), device)
         self.has_forwards_under_way = False
         self._unfinished: UnfinishedInsertion | None = None
 
@@ -166,8 +148,9 @@ class HashIndex:
             is_trained=is_trained,
         )
         released, chosen = self.clock.evictable(epoch), None
+        erasing = ErasingStep(state, epoch, released, is_trained, self.deletions)
         if self._expiry is not None:
-            self._expiry.erase(state, epoch, released, is_trained, self.deletions)
+            self._expiry.erase(erasing)
         if self.admission is not None:
             is_new = (tables >= 0) & (slots < 0)
             if is_trained is not None:
@@ -191,18 +174,12 @@ class HashIndex:
             is_trained=is_trained,
         )
         if self.deletions is not None:
-            self.deletions.append(
-                inserted.is_evicted,
-                inserted.evicted_keys,
-                inserted.tables,
-                epoch,
-                Counter.EVICTED_FULL,
-            )
+            self.deletions.append_evicted(inserted, epoch)
         if self.admission is not None:
             self.admission.forget(inserted.keys, inserted.tables, epoch)
         self._row_keys.note(inserted)
         if self._bounds is not None:
-            self._bounds.evict(state, epoch, released, is_trained, self.deletions)
+            self._bounds.evict(erasing)
         if self.demand is not None:
             self.demand.end_batch(state.counters, epoch, self.clock.last, is_trained)
         return inserted
@@ -231,8 +208,7 @@ class HashIndex:
 
     def evict(self, table: int, num_kept: int) -> None:
         """Evict the ids of least score until at most ``num_kept`` are left; rows in use stay."""
-        slots = SlotRange(table, self._first_rows[table], self._tables[table].num_rows)
-        released = self.clock.evictable(self.clock.last + 1)
+        slots, released = self._ranges[table], self.clock.evictable(self.clock.last + 1)
         kept = torch.full((1,), num_kept, dtype=torch.int64, device=self._device)
         erased = erase_if(
             self.hash_tables,
@@ -275,15 +251,12 @@ class HashIndex:
     def row_ids(self, table: int) -> Tensor:
         """The ids of a table's rows, int64; 0 for free ones, and for shared rows numbers of their
         own."""
-        return self._part(self.hash_tables.keys, table)
+        return self._ranges[table].of(self.hash_tables.keys)
 
     def rounding_keys(self) -> RoundingKeys:
         """A key for each row, since ids come in any order; kept up to date by admission."""
         self._row_keys.keep(self.hash_tables.keys)
         return self._row_keys.for_updates()
-
-    def _part(self, tensor: Tensor, table: int) -> Tensor:
-        return tensor[self._first_rows[table] : self._first_rows[table + 1]]
 
     def rows_with(self, table: int, capacity: int) -> int:
         """The rows of a table with its slots doubled until it has room for ``capacity`` ids, or
@@ -302,29 +275,23 @@ class HashIndex:
         """
         pairs = zip(self._tables, num_rows, strict=True)
         tables = [table._replace(num_rows=count) for table, count in pairs]
-        shapes, device = _shapes(tables, self._dynamic), self._device
+        shapes, device = shapes_of(tables, self._dynamic), self._device
         hash_tables, new_slots = grow(self.hash_tables, self._shapes, shapes)
-        decay = self._decay
-        if isinstance(self._dynamic.eviction, DecayingLFU):
-            decay = ScoreDecay(self._dynamic.eviction, shapes, device)
-        expiry = (
-            None
-            if self._expiry is None
-            else self._expiry.over(shapes, device, self._dynamic.sweep_steps)
-        )
+        expiry = None if self._expiry is None else self._expiry.over(shapes, device)
+        decay = ScoreDecay.under(self._dynamic, shapes, device)
         row_keys = self._row_keys.over(tables, hash_tables.keys)
         return GrownIndex(tables, hash_tables, new_slots, expiry, decay, row_keys)
 
     def take_grown(self, grown: GrownIndex) -> None:
         """Go on with what :meth:`grown` gave."""
-        self._tables, self._first_rows = grown.tables, _first_rows(grown.tables)
+        tables, dynamic, device = grown.tables, self._dynamic, self._device
+        self._tables, shapes = tables, shapes_of(tables, dynamic)
+        self._shapes, self._ranges = shapes, slot_ranges(shapes)
         self.hash_tables, self._row_keys = grown.hash_tables, grown.row_keys
         self._expiry, self._decay = grown.expiry, grown.decay
-        self._shapes = _shapes(grown.tables, self._dynamic)
-        self._bounds = RowBounds.under(self._dynamic, grown.tables, self._shapes, self._device)
-        if isinstance(self._dynamic.missing, HashedRows):
-            self.shared = SharedRows(self._dynamic.missing, slot_ranges(self._shapes), self._device)
-        self.demand = GrowthDemand.of(_capacities(grown.tables, self._shapes), self._device)
+        self._bounds = RowBounds.under(dynamic, tables, shapes, device)
+        self.shared = SharedRows.under(dynamic.missing, self._ranges, device)
+        self.demand = GrowthDemand.of(capacities_of(tables, shapes), device)
 
     def to(self, device: torch.device) -> "HashIndex":
         """The index on another device; without ids where it comes from the meta device."""
@@ -339,9 +306,8 @@ class HashIndex:
 
     def take_table(self, table: int, source: RowIndex, source_table: int) -> None:
         assert isinstance(source, HashIndex)
-        if source._device.type == "meta":
-            return
-        self.load_contents(table, source.contents(source_table))
+        if source._device.type != "meta":
+            self.load_contents(table, source.contents(source_table))
 
     def contents(self, table: int) -> dict[str, Tensor]:
         """Views, of a table with rows ``R``: ``ids`` int64 ``[R]``; ``digests`` uint8 ``[R]``, 0 of
@@ -353,14 +319,14 @@ class HashIndex:
         return found if self.admission is None else {**found, **self.admission.contents(table)}
 
     def _own_contents(self, table: int) -> dict[str, Tensor]:
-        state = self.hash_tables
+        state, rows = self.hash_tables, self._ranges[table]
         found = {
-            "ids": self._part(state.keys, table),
-            "digests": self._part(state.digests, table),
-            "touched": self._part(state.touched, table),
+            "ids": rows.of(state.keys),
+            "digests": rows.of(state.digests),
+            "touched": rows.of(state.touched),
         }
         if state.scores is not None:
-            found["scores"] = self._part(state.scores, table)
+            found["scores"] = rows.of(state.scores)
         if self.step_scores is not None:
             found["step_score"] = self.step_scores.of_table(table)
         return {**found, "counters": state.counters[table]}
@@ -382,31 +348,3 @@ class HashIndex:
         if self._expiry is not None:
             self._expiry.forget_times()
         self._row_keys.refresh(self.hash_tables.keys)
-
-
-def _first_rows(tables: Sequence[IndexedTable]) -> list[int]:
-    """Where each table begins in the group, and where the last one ends."""
-    return [0, *itertools.accumulate(table.num_rows for table in tables)]
-
-
-def _shapes(tables: Sequence[IndexedTable], dynamic: Dynamic) -> list[TableShape]:
-    """The shape of each table, which follows from its rows."""
-    shapes, num_shared = [], dynamic.num_hashed_rows
-    for table in tables:
-        if dynamic.initial_capacity is None:
-            shape = table_shape(table.num_rows - num_shared)
-        else:
-            growing = growing_shapes(max_rows_of(table) - num_shared)
-            shape = next(s for s in growing if s.num_rows == table.num_rows - num_shared)
-        shapes.append(shape._replace(num_spare=num_shared))
-    return shapes
-
-
-def _capacities(
-    tables: Sequence[IndexedTable], shapes: Sequence[TableShape]
-) -> list[tuple[int, int]]:
-    """The ids that each table can hold now, and once it has grown."""
-    return [
-        (shape.capacity, max_rows_of(table) - shape.num_spare)
-        for table, shape in zip(tables, shapes, strict=True)
-    ]

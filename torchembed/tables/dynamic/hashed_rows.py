@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,6 +55,14 @@ class SharedRows:
         firsts = [slots.first_slot + slots.num_slots - config.num_rows for slots in tables]
         self.firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
         self._place_key = torch.tensor(_PLACE_KEY, device=device)
+
+    @classmethod
+    def under(
+        cls, missing: object, tables: Sequence[SlotRange], device: torch.device
+    ) -> Self | None:
+        """The shared rows of tables whose ids without a row are looked up as ``missing``; None
+        where they share none."""
+        return cls(missing, tables, device) if isinstance(missing, HashedRows) else None
 
     def set_ids(self, ids: Tensor) -> None:
         """Write the numbers that initial values and rounding of these rows are functions of, to

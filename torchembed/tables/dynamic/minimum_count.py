@@ -14,6 +14,7 @@ from torchembed.ops.hash_table import (
     find_slots,
     insert_keys,
     place_keys,
+    slot_ranges,
     table_shape,
     touch_slots,
 )
@@ -76,9 +77,7 @@ class MinimumCountFilter:
     ) -> None:
         self._threshold = config.threshold
         shapes = [table_shape(config.capacity or max_rows_of(table)) for table in tables]
-        self._first_slots = [0]
-        for shape in shapes:
-            self._first_slots.append(self._first_slots[-1] + shape.num_rows)
+        self._ranges = slot_ranges(shapes)
         self.counts: HashTables = empty_hash_tables(shapes, _POLICY, device)
 
     def admit(self, ids: Tensor, tables: Tensor, is_new: Tensor, epoch: Tensor) -> ChosenIds:
@@ -109,13 +108,13 @@ class MinimumCountFilter:
         """Views of ``n`` counts: ``counted_ids`` int64 ``[n]``; ``counted_digests`` uint8
         ``[n]``, 0 of free entries; ``counts`` int64 ``[n]``, with the epoch of the last occurrence
         in the higher 32 bits; ``counted_epochs`` int64 ``[n]``, and ``count_counters`` int64."""
-        state, begin, end = self.counts, *self._first_slots[table : table + 2]
+        state, slots = self.counts, self._ranges[table]
         assert state.scores is not None
         return {
-            "counted_ids": state.keys[begin:end],
-            "counted_digests": state.digests[begin:end],
-            "counts": state.scores[begin:end],
-            "counted_epochs": state.touched[begin:end],
+            "counted_ids": slots.of(state.keys),
+            "counted_digests": slots.of(state.digests),
+            "counts": slots.of(state.scores),
+            "counted_epochs": slots.of(state.touched),
             "count_counters": state.counters[table],
         }
 

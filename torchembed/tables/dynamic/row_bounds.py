@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor
 
-from torchembed.ops.hash_table import Counter, HashTables, TableShape, count_erased
-from torchembed.tables.dynamic.deletion_log import DeletionLog
+from torchembed.ops.hash_table import Counter, TableShape, count_erased, slot_ranges
+from torchembed.tables.dynamic.erasing_step import ErasingStep
 from torchembed.tables.dynamic.policies import Dynamic, index_bytes_of
 from torchembed.tables.row_index import IndexedTable
 
@@ -41,14 +40,13 @@ class RowBounds:
         self._limits = torch.empty(2, len(tables), dtype=torch.int64, device=device)
         """The rows above which ids go, and those down to which they do."""
         self._set_limits([dynamic.max_rows] * len(tables))
-        lanes, first_slot = [], 0
-        for table, shape in enumerate(shapes):
+        lanes = []
+        for slots, shape in zip(slot_ranges(shapes), shapes, strict=True):
             size, num_blocks = shape.num_buckets * shape.num_slots, shape.num_blocks
             visited = -(-num_blocks // dynamic.sweep_steps)
             num_steps = -(-num_blocks // visited)
-            fixed = table, first_slot, size, num_blocks, visited, num_steps
+            fixed = slots.table, slots.first_slot, size, num_blocks, visited, num_steps
             lanes.extend((*fixed, number) for number in range(visited))
-            first_slot += shape.num_rows
         # A lane is a block that a step visits, in a row of its own, filled up to the largest one.
         columns = torch.tensor(lanes, dtype=torch.int64, device="cpu").T
         sizes = columns[2][:, None]
@@ -95,36 +93,23 @@ class RowBounds:
                 limits.append((of_part, int(of_part * self._dynamic.evict_to)))
         self._limits.copy_(torch.tensor(limits, dtype=torch.int64, device="cpu").T)
 
-    def evict(
-        self,
-        hash_tables: HashTables,
-        epoch: Tensor,
-        released: Tensor,
-        is_trained: Tensor | None,
-        deletions: DeletionLog | None,
-    ) -> None:
-        """Evict ids in the blocks that the step of ``epoch`` visits.
+    def evict(self, step: ErasingStep) -> None:
+        """Evict ids in the blocks that the step's epoch visits.
 
         Torch operations of static shapes: never waits for a GPU, and may be captured.
-
-        Args:
-            hash_tables: changed.
-            epoch: int64 ``[1]``: the newest admission epoch.
-            released: int64 ``[1]``: rows that were used in a later epoch stay.
-            is_trained: bool ``[1]``: False where nothing may change; None: True.
-            deletions: notes the ids that go.
         """
+        hash_tables, epoch = step.hash_tables, step.epoch
         max_rows, targets = self._limits
         is_over = hash_tables.counters[:, Counter.SIZE] > max_rows
-        if is_trained is not None:
-            is_over &= is_trained
+        if step.is_trained is not None:
+            is_over &= step.is_trained
         numbers = epoch % self._num_steps * self._visited + self._numbers
         is_due = is_over[self._tables] & (numbers < self._num_blocks)
         numbers = numbers % self._num_blocks
         slots = (self._firsts + numbers * self._sizes)[:, None] + self._offsets
         is_held = (hash_tables.digests[slots] > 0) & self._is_slot
         touched = hash_tables.touched[slots]
-        may_go = is_held & (touched <= released)
+        may_go = is_held & (touched <= step.released)
         order = torch.sort(touched.masked_fill(~may_go, _UNBOUNDED), stable=True).indices
         if hash_tables.scores is not None:
             scores = hash_tables.scores[slots].masked_fill(~may_go, _UNBOUNDED).gather(1, order)
@@ -137,9 +122,6 @@ class RowBounds:
         ages = ((epoch - touched) * is_going).sum(1)
         reason = Counter.EVICTED_TARGET
         count_erased(hash_tables.counters, self._tables, num_going, ages, reason)
-        gone, at = is_going.flatten()[self._places], slots.flatten()[self._places]
-        if deletions is not None:
-            of_lanes = self._tables[:, None].expand_as(slots).flatten()[self._places]
-            deletions.append(gone, hash_tables.keys[at], of_lanes, epoch, reason)
-        for state in hash_tables.of_slots():
-            state.scatter_(0, at, state[at].masked_fill(gone, 0))
+        of_lanes = self._tables[:, None].expand_as(slots)
+        at, is_gone, tables = (t.flatten()[self._places] for t in (slots, is_going, of_lanes))
+        step.erase(at, is_gone, tables, reason)

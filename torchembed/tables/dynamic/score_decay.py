@@ -1,12 +1,13 @@
 """Decay of counts, so that ids that came often long ago make room for those that come now."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from torchembed.ops.hash_table import TableShape
-from torchembed.tables.dynamic.policies import DecayingLFU
+from torchembed.tables.dynamic.policies import DecayingLFU, Dynamic
 from torchembed.tables.dynamic.slot_windows import SlotWindows
 
 
@@ -24,6 +25,16 @@ class ScoreDecay:
     ) -> None:
         self._rate = eviction.rate
         self._windows = SlotWindows(shapes, eviction.steps_per_decay, device)
+
+    @classmethod
+    def under(
+        cls, dynamic: Dynamic, shapes: Sequence[TableShape], device: torch.device
+    ) -> Self | None:
+        """The decay of tables of ``shapes`` by their policies; None but under
+        :class:`DecayingLFU`."""
+        if not isinstance(dynamic.eviction, DecayingLFU):
+            return None
+        return cls(dynamic.eviction, shapes, device)
 
     def apply(self, scores: Tensor, epoch: Tensor, happens: Tensor) -> None:
         """Multiply the scores in the window of ``epoch`` by the rate, rounded down.

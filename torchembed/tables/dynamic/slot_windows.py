@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.ops.hash_table import TableShape
+from torchembed.ops.hash_table import TableShape, slot_ranges
 
 
 class Window(NamedTuple):
@@ -30,23 +30,23 @@ class SlotWindows:
         device: of the tables.
 
     Attributes:
+        num_steps: as given.
         tables: int64 ``[n]``: the table of each entry of a window.
     """
 
     def __init__(self, shapes: Sequence[TableShape], num_steps: int, device: torch.device) -> None:
-        self._num_steps = num_steps
-        entries, first_slot = [], 0
-        for table, shape in enumerate(shapes):
+        self.num_steps = num_steps
+        entries = []
+        for slots, shape in zip(slot_ranges(shapes), shapes, strict=True):
             num_blocks = -(-shape.num_blocks // num_steps)
             length = num_blocks * shape.num_buckets * shape.num_slots
-            fixed = torch.tensor([table, first_slot, shape.num_rows, length])
+            fixed = torch.tensor([*slots, length])
             offsets = torch.arange(length)
             entries.append(torch.cat([fixed[:, None].expand(-1, length), offsets[None]]))
-            first_slot += shape.num_rows
         columns = torch.cat(entries, dim=1).to(device)
         self.tables, self._firsts, self._sizes, self._lengths, self._offsets = columns
 
     def at(self, epoch: Tensor) -> Window:
         """The window of ``epoch``, int64 ``[1]``. Never waits for a GPU."""
-        places = epoch % self._num_steps * self._lengths + self._offsets
+        places = epoch % self.num_steps * self._lengths + self._offsets
         return Window(self._firsts + places % self._sizes, places < self._sizes)
