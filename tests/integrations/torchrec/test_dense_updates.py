@@ -51,8 +51,11 @@ def _everything_of(
 def trained(name: str, device: torch.device) -> list[list[tuple[str, Tensor]]]:
     """By us, by torch and by torch in float64: values and states, after a change of the learning
     rate, a step that is skipped, and states that were loaded."""
-    from torchembed.integrations.torchrec.dense_parameters import AliasedParameter
-    from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
+    from torchembed.integrations.torchrec.trained_model.dense_parameters import AliasedParameter
+    from torchembed.integrations.torchrec.trained_model.dense_updates import (
+        DenseUpdates,
+        plain_optimizers,
+    )
 
     torch.manual_seed(4)
     first = [nn.Parameter(torch.randn(s, device=device)) for s in ((5, 3), (3,), (7,))]
@@ -98,7 +101,7 @@ def left_to_torch() -> list[int]:
     """How many optimizers of those are ours whose rules we have not."""
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-    from torchembed.integrations.torchrec.dense_updates import plain_optimizers
+    from torchembed.integrations.torchrec.trained_model.dense_updates import plain_optimizers
 
     parameters = {"a": nn.Parameter(torch.ones(2))}
     hooked = OPTIMIZERS["sgd"](parameters.values())

@@ -46,7 +46,7 @@ def _results(network: Network, x: Tensor, autocast: torch.dtype | None) -> list[
 
 def errors(device: torch.device, autocast: torch.dtype | None) -> list[tuple[float, float, float]]:
     """On a rank: ours, torch's and the size, of the output and each gradient."""
-    from torchembed.integrations.torchrec.fused_layers import fused_forwards
+    from torchembed.integrations.torchrec.trained_model.fused_layers import fused_forwards
 
     torch.manual_seed(3)
     network = Network().to(device)
@@ -68,7 +68,7 @@ def errors(device: torch.device, autocast: torch.dtype | None) -> list[tuple[flo
 
 def messages() -> list[str]:
     """Errors of the layers for inputs that our operations would refuse."""
-    from torchembed.integrations.torchrec.fused_layers import fused_forwards
+    from torchembed.integrations.torchrec.trained_model.fused_layers import fused_forwards
 
     found = []
     for x in (torch.ones(3, 5), torch.ones(3, 4, dtype=torch.float64)):
@@ -89,7 +89,7 @@ def are_torchs() -> list[bool]:
     """True for each case that we lack where the result is torch's own, bit by bit."""
     from torchrec.modules.crossnet import LowRankCrossNet
 
-    from torchembed.integrations.torchrec.fused_layers import fused_forwards
+    from torchembed.integrations.torchrec.trained_model.fused_layers import fused_forwards
 
     found = []
     for layer, x in (

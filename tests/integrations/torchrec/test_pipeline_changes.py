@@ -211,16 +211,16 @@ COMPARED: tuple[Callable[..., Any], ...] = (
 def everything_on_the_cpu() -> dict[str, Any]:
     """On a rank: each with steps as on the CPU, and with those that are captured on a GPU, which
     read ahead."""
-    from torchembed.integrations.torchrec import pipeline_steps
+    from torchembed.integrations.torchrec.pipeline import steps
 
     found: dict[str, Any] = {}
     for whose in ("theirs", "nudged"):
         nudged = {"nudged": whose == "nudged"}
         found[whose] = [f("theirs", **nudged) for f in COMPARED]
     found["eager"] = [f("ours") for f in COMPARED], orders()
-    captured = functools.partial(pipeline_steps.TrainPipeline, capture=True)
+    captured = functools.partial(steps.TrainPipeline, capture=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_steps, "TrainPipeline", captured)
+        patch.setattr(steps, "TrainPipeline", captured)
         found["places"] = {place: hooked_otherwise(place) for place in PLACES}
         found["captured"] = [f("ours") for f in COMPARED], orders()
     return found

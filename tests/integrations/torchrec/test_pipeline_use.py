@@ -262,7 +262,7 @@ def wires() -> list[Any]:
     )
     from torchrec.distributed.types import CommOp
 
-    from torchembed.integrations.torchrec.wire_precision import wire_precision
+    from torchembed.integrations.torchrec.trained_model.wire_precision import wire_precision
 
     def registry(forward: CommType, backward: CommType) -> Any:
         settings = QCommsConfig(forward_precision=forward, backward_precision=backward)

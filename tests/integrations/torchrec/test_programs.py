@@ -18,8 +18,8 @@ SCRIPT = str(Path(__file__).parent / "dlrm_script.py")
 NUM_STEPS = 8
 """That the script trains."""
 
-SHARDED = "torchembed.integrations.torchrec.sharded"
-PIPELINE = "torchembed.integrations.torchrec.pipeline"
+SHARDED = "torchembed.integrations.torchrec.sharded.collections"
+PIPELINE = "torchembed.integrations.torchrec.pipeline.train_pipeline"
 
 
 def run_all(folder: str) -> None:

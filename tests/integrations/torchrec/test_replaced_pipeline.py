@@ -113,7 +113,7 @@ def closed_in_time() -> list[str]:
     from torch.distributed import distributed_c10d
     from torchrec.distributed import TrainPipelineSparseDist
 
-    from torchembed.integrations.torchrec import replaced_pipeline
+    from torchembed.integrations.torchrec.pipeline import replaced_pipeline
 
     happened: list[str] = []
     world, other = dist.group.WORLD, dist.new_group(backend="gloo")
@@ -149,7 +149,7 @@ def ranks(cpu_answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_ours_is_made_by_every_name_while_installed(ranks: list[dict[str, Any]]) -> None:
-    ours = "torchembed.integrations.torchrec.pipeline", True
+    ours = "torchembed.integrations.torchrec.pipeline.train_pipeline", True
     theirs = "torchrec.distributed.train_pipeline.train_pipelines", True
     names = "package", "subpackage", "module", "name from before", "of types"
     expected = dict.fromkeys(("before", "left", "after", "never"), theirs)

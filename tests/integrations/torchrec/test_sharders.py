@@ -9,7 +9,7 @@ import torch
 
 from tests.support.torchrec_cases import log_lines
 
-OURS = "torchembed.integrations.torchrec.sharded"
+OURS = "torchembed.integrations.torchrec.sharded.collections"
 
 
 def sharded(whose: str = "ours", placement: str = "table_wise", **arguments: Any) -> Any:
@@ -169,7 +169,7 @@ def test_install_replaces_the_two_sharders_and_nothing_within_other_modules(
     bags = "torchrec.distributed.embeddingbag"
     found = ranks[0][1]
     kinds = found.pop("kinds")
-    assert kinds.count("torchembed.integrations.torchrec.sharders") == 2
+    assert kinds.count("torchembed.integrations.torchrec.sharded.sharders") == 2
     assert len(kinds) > 4
     lines = {name: lines for name, (_, lines) in found.items()}
     assert {name: kind for name, (kind, _) in found.items()} == {

@@ -30,7 +30,7 @@ def make_ours(kind: str, pooling: Any, output_dtype: torch.dtype, **rule: Any) -
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
     from torchembed.core.types import OptimizerKind
-    from torchembed.integrations.torchrec.tables import FusedTables, UpdateSettings
+    from torchembed.integrations.torchrec.tables.fused_tables import FusedTables, UpdateSettings
     from torchembed.ops.rowwise_update import UpdateRule
     from torchembed.tables import Table, TableSpec
 

@@ -8,8 +8,8 @@ from torchembed.integrations.torchrec.versions import check_version  # isort: sk
 from torchembed.integrations.torchrec.configs import EmbeddingBagConfig, EmbeddingConfig
 from torchembed.integrations.torchrec.held_tables import DynamicTable, dynamic_tables
 from torchembed.integrations.torchrec.install import install, uninstall
-from torchembed.integrations.torchrec.pipeline import TrainPipeline
-from torchembed.integrations.torchrec.sharders import (
+from torchembed.integrations.torchrec.pipeline.train_pipeline import TrainPipeline
+from torchembed.integrations.torchrec.sharded.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
     get_default_sharders,

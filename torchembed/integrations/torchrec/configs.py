@@ -32,7 +32,7 @@ def _check(config: "EmbeddingBagConfig | EmbeddingConfig") -> None:
                 "them out, and choose num_embeddings by the rows that there may be"
             )
         # Here, since it imports what knows these configs.
-        from torchembed.integrations.torchrec.dynamic_planning import plan_dynamic_tables
+        from torchembed.integrations.torchrec.planner.dynamic_planning import plan_dynamic_tables
 
         plan_dynamic_tables()
     elif config.initializer is not None:

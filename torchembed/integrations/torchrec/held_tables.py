@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchembed.core import checks
-from torchembed.integrations.torchrec.description import DescribedCollection
-from torchembed.integrations.torchrec.unwrapped_model import unwrap
+from torchembed.integrations.torchrec.sharded.collection_base import CollectionBase
+from torchembed.integrations.torchrec.trained_model.unwrapped_model import unwrap
 from torchembed.ops.hash_table import int64_keys
 from torchembed.sharding.planning.partition import HashPartition
 from torchembed.sharding.planning.plan import Placement
@@ -189,7 +189,7 @@ def dynamic_tables(model: nn.Module) -> dict[str, DynamicTable]:
     """
     found: dict[str, DynamicTable] = {}
     for path, module in unwrap(model).inner.named_modules():
-        if not isinstance(module, DescribedCollection):
+        if not isinstance(module, CollectionBase):
             continue
         parts = module.dynamic_tables
         for plan in module.table_plans:

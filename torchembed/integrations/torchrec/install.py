@@ -10,8 +10,11 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ModuleSharder
 
-from torchembed.integrations.torchrec import sharders
-from torchembed.integrations.torchrec.replaced_pipeline import replace_pipeline, restore_pipeline
+from torchembed.integrations.torchrec.pipeline.replaced_pipeline import (
+    replace_pipeline,
+    restore_pipeline,
+)
+from torchembed.integrations.torchrec.sharded import sharders
 
 _replaced: dict[type, sharders.Shard] = {}
 """TorchRec's own ``shard`` of each sharder class in which it is replaced now."""

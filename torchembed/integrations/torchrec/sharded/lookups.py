@@ -17,7 +17,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingShard
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchembed.integrations.torchrec.kernels import (
+from torchembed.integrations.torchrec.sharded.kernels import (
     DenseBags,
     DenseSequences,
     FusedBags,

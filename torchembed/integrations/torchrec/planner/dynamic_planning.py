@@ -9,15 +9,15 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder
 
-from torchembed.integrations.torchrec.dynamic_tables import (
+from torchembed.integrations.torchrec.install import is_replaced
+from torchembed.integrations.torchrec.plans.dynamic_tables import (
     DynamicConfig,
     dynamic_configs,
     refuse_placement,
     rounded_rows,
     unsupported_placement,
 )
-from torchembed.integrations.torchrec.install import is_replaced
-from torchembed.integrations.torchrec.sharders import (
+from torchembed.integrations.torchrec.sharded.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
 )

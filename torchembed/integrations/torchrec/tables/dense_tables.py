@@ -7,7 +7,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import Tensor, nn
 
 from torchembed.core.types import Pooling
-from torchembed.integrations.torchrec.tables import BatchedTables
+from torchembed.integrations.torchrec.tables.batched_tables import BatchedTables
 from torchembed.tables import Table
 
 

@@ -25,9 +25,9 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from torchembed.integrations.torchrec.dynamic_tables import dynamic_configs, with_rounded_rows
-from torchembed.integrations.torchrec.settings import unsupported_collection
-from torchembed.integrations.torchrec.sharded import (
+from torchembed.integrations.torchrec.plans.dynamic_tables import dynamic_configs, with_rounded_rows
+from torchembed.integrations.torchrec.plans.settings import unsupported_collection
+from torchembed.integrations.torchrec.sharded.collections import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from torchembed.core.trees import Tree
-from torchembed.integrations.torchrec.batches import ReadItem, TorchrecBatchForm
+from torchembed.integrations.torchrec.batches.conversion import ReadItem, TorchrecBatchForm
 from torchembed.step.batches.reading_thread import ReadingThread
 
 _NUM_READ_AHEAD = 2

@@ -25,10 +25,10 @@ from torchrec.modules.embedding_configs import data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import Pooling
-from torchembed.integrations.torchrec.dense_tables import DenseTables
-from torchembed.integrations.torchrec.dynamic_tables import dynamic_settings
-from torchembed.integrations.torchrec.settings import output_dtype, update_settings
-from torchembed.integrations.torchrec.tables import FusedTables
+from torchembed.integrations.torchrec.plans.dynamic_tables import dynamic_settings
+from torchembed.integrations.torchrec.plans.settings import output_dtype, update_settings
+from torchembed.integrations.torchrec.tables.dense_tables import DenseTables
+from torchembed.integrations.torchrec.tables.fused_tables import FusedTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
 from torchembed.tables import Table, TableSpec
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 
 from torchembed.core.own_storage import with_own_storage
-from torchembed.integrations.torchrec.dynamic_tables import BY_ROW
+from torchembed.integrations.torchrec.plans.dynamic_tables import BY_ROW
 from torchembed.modules.index_in_state_dict import CheckedIndex, check_index, load_index
 from torchembed.sharding.transport.global_rows import stacked_tensor
 from torchembed.tables import Table

@@ -1,37 +1,80 @@
-"""Public description of TorchRec's sharded collections over torchembed's tables."""
+"""What TorchRec's two sharded collections over torchembed's tables have in common."""
 
+import itertools
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from torchembed.integrations.torchrec.dynamic_tables import is_dynamic
-from torchembed.integrations.torchrec.index_state import IndexedTables
-from torchembed.integrations.torchrec.kernels import Kernel
-from torchembed.integrations.torchrec.lookups import PooledLookup, SequenceLookup
-from torchembed.integrations.torchrec.settings import output_dtype
-from torchembed.integrations.torchrec.tables import BatchedTables
+from torchembed.integrations.torchrec.plans.dynamic_tables import is_dynamic, note_settings
+from torchembed.integrations.torchrec.plans.settings import output_dtype
+from torchembed.integrations.torchrec.sharded.hashed_ids import with_hashed_ids
+from torchembed.integrations.torchrec.sharded.index_state import IndexedTables, keep_in_state
+from torchembed.integrations.torchrec.sharded.kernels import Kernel
+from torchembed.integrations.torchrec.sharded.lookups import PooledLookup, SequenceLookup
+from torchembed.integrations.torchrec.tables.batched_tables import BatchedTables
 from torchembed.integrations.torchrec.versions import Sharding, grouped_configs
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
 from torchembed.tables import Table
 
 
-class DescribedCollection:
-    """Base of the sharded collections: what a pipeline needs to know of one.
+class CollectionBase(ShardedEmbeddingModule[Any, Any, Any, Any]):
+    """Base of the sharded collections, before TorchRec's own class of each: what both do otherwise
+    than TorchRec's, and what a pipeline needs to know of one.
 
-    Subclasses give the first five properties and the device from TorchRec's attributes; the others
-    follow.
+    Subclasses name ``container`` and give ``type_shardings`` and ``table_configs`` from TorchRec's
+    attributes; all else follows.
     """
+
+    container: ClassVar[str]
+    """The attribute that holds the tables' weights in state dicts."""
+    module_sharding_plan: EmbeddingModuleShardingPlan
+    _env: ShardingEnv
+    _device: torch.device | None
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        indexed = IndexedTables(
+            self.container, self.dynamic_tables, self.table_shardings, self.sharding_env
+        )
+        keep_in_state(self, indexed)
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, module: Any, *arguments: Any, **settings: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        infos = super().create_grouped_sharding_infos(module, *arguments, **settings)  # type: ignore[misc]
+        note_settings(itertools.chain(*infos.values()), module)
+        return infos
+
+    def reset_parameters(self) -> None:
+        """Give all rows their initial values again."""
+        super().reset_parameters()  # type: ignore[misc]
+        for tables in self.tables:
+            if tables.dynamic_rows is not None:
+                tables.dynamic_rows.reset()
+
+    def _create_input_dist(self, *arguments: Any, **settings: Any) -> None:
+        super()._create_input_dist(*arguments, **settings)  # type: ignore[misc]
+        self._input_dists = with_hashed_ids(self._input_dists, self.type_shardings)
 
     @property
     def sharding_env(self) -> ShardingEnv:
         """TorchRec's record of the ranks."""
-        raise NotImplementedError
+        return self._env
 
     @property
     def type_shardings(self) -> Sequence[Sharding]:
@@ -41,7 +84,11 @@ class DescribedCollection:
     @property
     def lookups(self) -> Sequence[PooledLookup | SequenceLookup]:
         """The lookup of each sharding, without DDP around that of data-parallel tables."""
-        raise NotImplementedError
+        without_ddp = (
+            lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            for lookup in self._lookups
+        )
+        return cast("list[PooledLookup | SequenceLookup]", list(without_ddp))
 
     @property
     def table_configs(self) -> Sequence[BaseEmbeddingConfig]:
@@ -51,7 +98,7 @@ class DescribedCollection:
     @property
     def table_shardings(self) -> dict[str, ParameterSharding]:
         """TorchRec's plan of each table."""
-        raise NotImplementedError
+        return self.module_sharding_plan
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -63,7 +110,7 @@ class DescribedCollection:
     @property
     def device(self) -> torch.device:
         """The device of this rank's tables."""
-        raise NotImplementedError
+        return torch.device(self._device or "cpu")
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -86,18 +133,6 @@ class DescribedCollection:
                     for table in group.tables:
                         found.setdefault(table.spec.name, []).append(table)
         return found
-
-    def reset_dynamic_tables(self) -> None:
-        """Give rows of dynamic tables the initial values that their ids have."""
-        for tables in self.tables:
-            if tables.dynamic_rows is not None:
-                tables.dynamic_rows.reset()
-
-    def indexed_tables(self, container: str) -> IndexedTables:
-        """The dynamic tables as state dicts have them, where ``container`` holds the weights."""
-        return IndexedTables(
-            container, self.dynamic_tables, self.table_shardings, self.sharding_env
-        )
 
     @property
     def table_plans(self) -> list[TablePlan]:

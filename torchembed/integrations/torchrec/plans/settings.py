@@ -13,8 +13,8 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchembed.core.types import OptimizerKind
-from torchembed.integrations.torchrec.dynamic_tables import PARAMETER
-from torchembed.integrations.torchrec.tables import UpdateSettings
+from torchembed.integrations.torchrec.plans.dynamic_tables import PARAMETER
+from torchembed.integrations.torchrec.tables.fused_tables import UpdateSettings
 from torchembed.integrations.torchrec.versions import unsupported_table_setting
 from torchembed.ops.rowwise_update import UpdateRule
 

@@ -1,14 +1,9 @@
-"""torchembed's tables behind the part of FBGEMM's interface that TorchRec's kernels use.
-
-``embedding_specs``, ``weights_precision``, ``weights_dev``, ``weights_host``,
-``weights_physical_offsets``, ``split_embedding_weights``, ``get_optimizer_state``,
-``set_learning_rate`` and the like have FBGEMM's names and signatures.
-"""
+"""Tables of TorchRec's kernels that backward updates."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
@@ -17,21 +12,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     EmbeddingLocation,
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchembed.core.features import SparseFeatures
-from torchembed.core.types import OnBadId, OptimizerKind, Pooling
-from torchembed.integrations.torchrec.dynamic_rows import DynamicRows
-from torchembed.integrations.torchrec.flat_tables import FlatTables
-from torchembed.integrations.torchrec.hyper_parameters import HyperParameters
-from torchembed.modules.feature_selection import select_features
-from torchembed.ops.linearize_ids import linearize_ids
-from torchembed.ops.pooled_lookup import pooled_lookup
+from torchembed.core.types import OptimizerKind, Pooling
+from torchembed.integrations.torchrec.tables.batched_tables import BatchedTables
+from torchembed.integrations.torchrec.tables.hyper_parameters import HyperParameters
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
 from torchembed.ops.segments import find_runs
-from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import MissingVectors, Table, TableGroup
+from torchembed.tables import Table, TableGroup
 
 STATE_NAMES = {
     OptimizerKind.SGD: (),
@@ -49,149 +38,6 @@ class UpdateSettings:
     learning_rate: float
     stochastic_rounding: bool
     bounds_check: BoundsCheckMode
-
-
-class BatchedTables(nn.Module):
-    """The tables of one of TorchRec's kernels; each width is looked up in one call.
-
-    Args:
-        tables, feature_tables: see :class:`FlatTables`.
-        flat: memory of all rows; :class:`FlatTables` says in which order.
-        pooling: None for a vector for each id.
-        precision: FBGEMM's name for the dtype of the rows.
-        output_dtype: dtype of the vectors.
-
-    Attributes:
-        groups: a table group for each width.
-        dynamic_rows: finds the rows of dynamic tables; None for static ones.
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        feature_tables: Sequence[int],
-        flat: Tensor,
-        pooling: Pooling | None,
-        precision: SparseType,
-        output_dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self._tables = list(tables)
-        self._flat = FlatTables(tables, feature_tables, flat.detach())
-        self.groups = self._flat.groups
-        self._pooling = pooling
-        self._output_dtype = output_dtype
-        self.dynamic_rows: DynamicRows | None = None
-        if tables and tables[0].spec.index.takes_any_id:
-            self.dynamic_rows = DynamicRows(
-                self.groups, tables, feature_tables, self._flat.rows_dtype
-            )
-        self.weights_precision = precision
-        self.weights_physical_offsets = self._flat.offsets
-
-    def split_embedding_weights(self) -> list[Tensor]:
-        """Views of the rows of each table, ``[num_rows, num_columns]``."""
-        split: list[Tensor] = [torch.empty(0)] * len(self._tables)
-        for group in self.groups:
-            for table in group.tables:
-                split[self._tables.index(table)] = group.table_rows(group.weight, table)
-        return split
-
-    def _look_up(
-        self,
-        weights: Sequence[Tensor],
-        sink_of: Callable[[TableGroup], GradientSink | None],
-        ids: Tensor,
-        offsets: Tensor,
-        per_id_weights: Tensor | None,
-    ) -> Tensor:
-        """Look up ``[B, sum of the features' columns]``, or ``[L, D]`` without pooling.
-
-        Args:
-            weights: the rows of each group, as autograd is to see them.
-            sink_of: for a group, makes what takes the gradients of the rows looked up in it; None
-                for ordinary gradients.
-        """
-        flat = self._flat
-        num_features = flat.num_features
-        batch_size = (offsets.numel() - 1) // num_features
-        rows = self._rows(ids, offsets, batch_size)
-        missing: list[MissingVectors | None] = [None] * len(weights)
-        if self.dynamic_rows is not None:
-            missing = self.dynamic_rows.missing(ids, offsets, batch_size, rows)
-        if self._pooling is None:
-            (weight,), (group,) = weights, flat.groups
-            return self._with_missing(
-                functools.partial(sequence_lookup, weight, rows, sink=sink_of(group)),
-                sequence_lookup,
-                missing[0],
-            )
-        pool = functools.partial(pooled_lookup, batch_size=batch_size, pooling=self._pooling)
-        features = SparseFeatures(
-            keys=tuple(map(str, range(num_features))),
-            values=rows,
-            batch_size=batch_size,
-            offsets=offsets,
-            weights=per_id_weights,
-        )
-        columns: list[Tensor] = [rows] * num_features
-        for weight, group, numbers, missed in zip(
-            weights, flat.groups, flat.features, missing, strict=True
-        ):
-            is_whole = len(weights) == 1
-            selected = features if is_whole else select_features(features, numbers)
-            of_group = functools.partial(
-                pool,
-                offsets=selected.offsets,
-                num_features=len(numbers),
-                per_id_weights=selected.weights,
-            )
-            if missed is not None and not is_whole:
-                of_missing = dataclasses.replace(features, values=missed.rows)
-                missed = missed._replace(rows=select_features(of_missing, numbers).values)
-            look_up = functools.partial(of_group, weight, selected.values, sink=sink_of(group))
-            pooled = self._with_missing(look_up, of_group, missed)
-            if is_whole:
-                return pooled.flatten(1)
-            for position, feature in enumerate(numbers):
-                columns[feature] = pooled[:, position]
-        return torch.cat(columns, dim=1)
-
-    def _with_missing(
-        self,
-        look_up: Callable[..., Tensor],
-        look_up_in: Callable[..., Tensor],
-        missing: MissingVectors | None,
-    ) -> Tensor:
-        """What ``look_up`` gives, with the vectors of ids that have no row, by ``look_up_in``."""
-        if missing is None:
-            return look_up(output_dtype=self._output_dtype)
-        # Both are added before they are rounded, as kernels add rows.
-        summed_in = torch.promote_types(self._output_dtype, torch.float32)
-        found = look_up(output_dtype=summed_in) + look_up_in(*missing, output_dtype=summed_in)
-        return found.to(self._output_dtype)
-
-    def _rows(self, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
-        """The row of each of ``ids [L]`` in the weight of its group; -1 for none."""
-        if self.dynamic_rows is not None:
-            is_trained = self.training and torch.is_grad_enabled()
-            return self.dynamic_rows.find(ids, offsets, batch_size, is_trained=is_trained)
-        flat = self._flat
-        return linearize_ids(
-            ids,
-            flat.first_rows,
-            flat.num_rows,
-            offsets=offsets,
-            batch_size=batch_size,
-            on_bad_id=OnBadId.ZERO,
-            rows_dtype=flat.rows_dtype,
-        ).rows
-
-    def flush(self) -> None:
-        """Do nothing, since no row is cached."""
-
-    def reset_cache_states(self) -> None:
-        """Do nothing, since no row is cached."""
 
 
 class FusedTables(BatchedTables):

@@ -15,13 +15,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from torchembed.core.features import SparseFeatures
 from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
-from torchembed.integrations.torchrec.sharded import (
+from torchembed.integrations.torchrec.sharded.collections import (
     ShardedEmbeddingBagCollection as TorchrecBags,
 )
-from torchembed.integrations.torchrec.sharded import (
+from torchembed.integrations.torchrec.sharded.collections import (
     ShardedEmbeddingCollection as TorchrecSequences,
 )
-from torchembed.integrations.torchrec.tables import BatchedTables, FusedTables
+from torchembed.integrations.torchrec.tables.batched_tables import BatchedTables
+from torchembed.integrations.torchrec.tables.fused_tables import FusedTables
 from torchembed.modules.collection import FeatureSlots
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig, as_config

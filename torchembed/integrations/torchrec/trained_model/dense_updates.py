@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from torchembed.core.types import OptimizerKind
-from torchembed.integrations.torchrec.dense_parameters import AliasedParameter
+from torchembed.integrations.torchrec.trained_model.dense_parameters import AliasedParameter
 from torchembed.ops.dense_update import DenseRule, dense_update
 from torchembed.optim.hyperparameters import rule_numbers
 

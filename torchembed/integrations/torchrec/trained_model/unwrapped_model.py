@@ -12,12 +12,12 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
-from torchembed.integrations.torchrec.sharded import (
+from torchembed.integrations.torchrec.sharded.collections import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )
+from torchembed.integrations.torchrec.trained_model.wire_precision import wire_precision
 from torchembed.integrations.torchrec.versions import grouped_configs
-from torchembed.integrations.torchrec.wire_precision import wire_precision
 from torchembed.sharding.wire import WirePrecision
 
 _COLLECTIONS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)

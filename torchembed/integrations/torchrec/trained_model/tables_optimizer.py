@@ -1,6 +1,6 @@
 """A fused optimizer over the tables of TorchRec's kernels, for torchembed's pipeline."""
 
-from torchembed.integrations.torchrec.tables import STATE_NAMES, FusedTables
+from torchembed.integrations.torchrec.tables.fused_tables import STATE_NAMES, FusedTables
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import table_of

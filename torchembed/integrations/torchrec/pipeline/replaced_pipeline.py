@@ -13,7 +13,7 @@ from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPip
 from torchrec.distributed.train_pipeline import TrainPipeline as TorchrecTrainPipeline
 
 from torchembed.core import ranks
-from torchembed.integrations.torchrec.pipeline import TrainPipeline
+from torchembed.integrations.torchrec.pipeline.train_pipeline import TrainPipeline
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 

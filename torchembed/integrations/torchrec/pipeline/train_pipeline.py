@@ -16,10 +16,10 @@ from torchrec.distributed.train_pipeline.backward_injection import BackwardHookW
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
-from torchembed.integrations.torchrec.batch_stream import BatchStream
-from torchembed.integrations.torchrec.batches import unsupported_batch
-from torchembed.integrations.torchrec.pipeline_steps import PipelineSteps
-from torchembed.integrations.torchrec.unwrapped_model import (
+from torchembed.integrations.torchrec.batches.batch_stream import BatchStream
+from torchembed.integrations.torchrec.batches.conversion import unsupported_batch
+from torchembed.integrations.torchrec.pipeline.steps import PipelineSteps
+from torchembed.integrations.torchrec.trained_model.unwrapped_model import (
     unsupported_hooks,
     unsupported_model,
     unwrap,

@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.trees import Tree
-from torchembed.integrations.torchrec.batches import ReadItem, RestoredFeatures, TorchrecBatchForm
-from torchembed.integrations.torchrec.collection_views import collection_view
-from torchembed.integrations.torchrec.dense_parameters import AliasedParameter, DenseParameters
-from torchembed.integrations.torchrec.fused_layers import fused_forwards
-from torchembed.integrations.torchrec.kernels import DenseBags, DenseSequences
-from torchembed.integrations.torchrec.tables_optimizer import TablesOptimizer
-from torchembed.integrations.torchrec.unwrapped_model import UnwrappedModel
+from torchembed.integrations.torchrec.batches.conversion import (
+    ReadItem,
+    RestoredFeatures,
+    TorchrecBatchForm,
+)
+from torchembed.integrations.torchrec.sharded.kernels import DenseBags, DenseSequences
+from torchembed.integrations.torchrec.trained_model.collection_views import collection_view
+from torchembed.integrations.torchrec.trained_model.dense_parameters import (
+    AliasedParameter,
+    DenseParameters,
+)
+from torchembed.integrations.torchrec.trained_model.fused_layers import fused_forwards
+from torchembed.integrations.torchrec.trained_model.tables_optimizer import TablesOptimizer
+from torchembed.integrations.torchrec.trained_model.unwrapped_model import UnwrappedModel
 from torchembed.sharding.transport.table_ranks import TableRanks
 
 

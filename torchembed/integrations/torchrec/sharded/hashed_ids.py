@@ -19,7 +19,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchembed.integrations.torchrec.dynamic_tables import dynamic_settings
+from torchembed.integrations.torchrec.plans.dynamic_tables import dynamic_settings
 from torchembed.integrations.torchrec.versions import Sharding, exchange_of_rows, sent_configs
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.sharding.planning.partition import HashPartition

@@ -13,12 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
-from torchembed.integrations.torchrec.batch_stream import BatchStream
-from torchembed.integrations.torchrec.batches import BatchReader, ReadItem
-from torchembed.integrations.torchrec.dense_parameters import AliasedOptimizer
-from torchembed.integrations.torchrec.dense_updates import DenseUpdates, plain_optimizers
-from torchembed.integrations.torchrec.pipeline_model import PipelineModel
-from torchembed.integrations.torchrec.unwrapped_model import UnwrappedModel
+from torchembed.integrations.torchrec.batches.batch_stream import BatchStream
+from torchembed.integrations.torchrec.batches.conversion import BatchReader, ReadItem
+from torchembed.integrations.torchrec.trained_model.dense_parameters import AliasedOptimizer
+from torchembed.integrations.torchrec.trained_model.dense_updates import (
+    DenseUpdates,
+    plain_optimizers,
+)
+from torchembed.integrations.torchrec.trained_model.pipeline_model import PipelineModel
+from torchembed.integrations.torchrec.trained_model.unwrapped_model import UnwrappedModel
 from torchembed.sharding.transport.peer_access import check_transport
 from torchembed.sharding.transport.process_groups import borrow_cpu_group, group_with_cpu
 from torchembed.sharding.transport.table_ranks import TableRanks

@@ -1,0 +1,1 @@
+"""TorchRec's batches on their way to torchembed's pipeline."""

@@ -1,0 +1,1 @@
+"""torchembed's pipeline with the interface of TorchRec's."""

@@ -1,0 +1,1 @@
+"""What TorchRec's planner is told of torchembed's tables."""

@@ -1,0 +1,1 @@
+"""TorchRec's plans and settings: what torchembed makes of them, and which it supports."""

@@ -1,0 +1,1 @@
+"""TorchRec's sharders, sharded collections, lookups and kernels over torchembed's tables."""

@@ -1,0 +1,1 @@
+"""torchembed's tables behind FBGEMM's interface, as TorchRec's kernels use them."""

@@ -1,0 +1,1 @@
+"""TorchRec's models as torchembed's pipeline trains them."""
