@@ -62,7 +62,7 @@ class RecordingSlots(RangeSlots):
         admission: Admission,
         is_valid: Tensor | None = None,
     ) -> AdmittedRows:
-        is_trained, epoch = admission
+        is_trained, epoch, _ = admission
         # Padded batches have spare ids behind their bags.
         num_ids = rows.numel() if features.offsets is None else int(features.offsets[-1])
         self.admissions.append(

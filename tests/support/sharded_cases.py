@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchembed
 from tests.support.row_indices import RecordingBagConfig
-from torchembed import LRU, Dynamic, HashedRows
+from torchembed import LRU, Dynamic, HashedRows, HostMemory
 from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
@@ -34,6 +34,8 @@ SMALLEST = {"f0": 23, "f1": 23, "f2": 64, "f3": 3}
 LENGTHS = (0, 1, 2, 4)
 CAPACITY = 256
 """Of dynamic tables: room for all ids that come, on each of four ranks."""
+CACHE_ROWS = 48
+"""Of tables in host memory: less than their rows and no less than a batch of four ranks needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ class Case:
     admission: AdmissionPolicy | None = None
     missing: str | HashedRows = "zeros"
     """What ids without a row are looked up as; "vector": a vector."""
+    stored: tuple[str, ...] = ()
+    """Tables whose rows are in host memory."""
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -115,6 +119,7 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
                 feature_names=USERS[name],
                 dtype=case.dtype,
                 dynamic=policies if is_dynamic else None,
+                storage=HostMemory(cache_rows=CACHE_ROWS) if name in case.stored else None,
                 **({"pooling": torchembed.Pooling.MEAN} if mean else {}),
             )
         )
@@ -247,10 +252,11 @@ def held_rows(model: nn.Module) -> dict[str, tuple[Any, Any, list[Any]]]:
     """The extent, the elements and the optimizer states of each static table that this rank
     holds."""
     rows = {}
+    model.tables.write_back()
     for table in model.tables._local.values():
         if table.spec.num_ids is None:
             continue
-        state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.states]
+        state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.stored_states]
         parameter = table.parameter.detach().float().cpu().numpy()
         rows[table.spec.name] = (extent(table), parameter, state)
     return rows

@@ -25,6 +25,8 @@ class IdCheck(NamedTuple):
     """Number of ids of the batch."""
     describe: Callable[..., str]
     """Makes the error's message from the numbers in ``found``."""
+    error: type[Exception] = IndexError
+    """The class of the error."""
 
 
 IdChecks = Callable[[], contextlib.AbstractContextManager[list[IdCheck]]]
@@ -109,6 +111,7 @@ class _Reported(NamedTuple):
     """:attr:`IdCheck.found` in pinned memory."""
     num_ids: int
     describe: Callable[..., str]
+    error: type[Exception]
 
 
 class _Writing(NamedTuple):
@@ -158,28 +161,31 @@ class BadIdReport:
         first_bad: Tensor,
         bounds: Tensor | None,
         describe: Callable[..., str],
+        error: type[Exception] = IndexError,
     ) -> None:
         """Check the batch's ``first_bad [1]``; ``describe(position, value)`` makes the error's
         message, for jagged bags ``describe(position, value, feature, first)``.
 
         Args:
             bounds: ``[F + 1]``, where each feature's ids begin and end; None for fixed hotness.
+            error: the class of the error.
 
         Raises:
-            IndexError: for this batch on the CPU, for an earlier one on a GPU.
+            IndexError, or ``error``: for this batch on the CPU, for an earlier one on a GPU.
         """
         # Tracing has no ids yet.
         if is_stand_in(first_bad):
             return
         collected = _collected.lists[-1] if _collected.lists else None
         if collected is not None:
-            collected.append(IdCheck(_found(values, first_bad, bounds), values.numel(), describe))
+            found = _found(values, first_bad, bounds)
+            collected.append(IdCheck(found, values.numel(), describe, error))
             return
         if not values.is_cuda:
             position = int(first_bad)
             if position < values.numel():
                 message = describe(*_found(values, first_bad, bounds).tolist())
-                raise IndexError(f"{message}{_collected.consequence}")
+                raise error(f"{message}{_collected.consequence}")
             return
         # Batches that are written already are reported now: to wait for this one would block the
         # host.
@@ -191,12 +197,12 @@ class BadIdReport:
         event = torch.cuda.Event()
         event.record()
         _pinned_memory.keep(pinned, event)
-        self._in_flight.append(_Reported(event, pinned, values.numel(), describe))
+        self._in_flight.append(_Reported(event, pinned, values.numel(), describe, error))
 
     def check(self, *, wait: bool) -> None:
         """Raise for an earlier batch's bad id; ``wait`` for all batches submitted so far."""
         while self._in_flight:
-            event, found, num_ids, describe = self._in_flight[0]
+            event, found, num_ids, describe, error = self._in_flight[0]
             # In order: a later batch is written after this one.
             if not event.query():
                 if not wait:
@@ -206,7 +212,7 @@ class BadIdReport:
             numbers = found.tolist()
             if numbers[0] < num_ids:
                 self._in_flight.clear()
-                raise IndexError(describe(*numbers))
+                raise error(describe(*numbers))
 
 
 def _found(values: Tensor, first_bad: Tensor, bounds: Tensor | None) -> Tensor:

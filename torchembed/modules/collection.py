@@ -159,7 +159,7 @@ class Collection(StagedCollection[B, R, V]):
     @property
     def device(self) -> torch.device:
         """The device of the tables."""
-        return self._tables[0].parameter.device
+        return self._tables[0].group.device
 
     def forward(self, features: Tree) -> Tree:
         if not torch.compiler.is_compiling():

@@ -15,6 +15,7 @@ from torchembed.tables import (
     Dynamic,
     HashedRows,
     HashFactory,
+    HostMemory,
     IndexFactory,
     Initializer,
     InPlaceFunction,
@@ -57,6 +58,8 @@ class EmbeddingConfig:
     initializer: Initializer = Uniform()
     dynamic: Dynamic | None = None
     """Makes each 64-bit integer an id; None for a table with a row for each number."""
+    storage: HostMemory | None = None
+    """Where the rows live; None: on the device."""
 
     def __post_init__(self) -> None:
         names = names_in(f"feature_names of table {self.name}", self.feature_names)
@@ -91,6 +94,7 @@ class EmbeddingConfig:
             raise TypeError(
                 f"dtype of table {self.name} must be float32, float16 or bfloat16, got {self.dtype}"
             )
+        check_storage(f"table {self.name}", self.storage, self.dynamic)
         if self.dynamic is not None:
             check_dynamic(
                 f"table {self.name}",
@@ -110,6 +114,7 @@ class EmbeddingConfig:
             dtype=self.dtype,
             initializer=self.initializer,
             seed=seed,
+            storage=self.storage,
         )
 
 
@@ -123,6 +128,19 @@ class EmbeddingBagConfig(EmbeddingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "pooling", _pooling(self.name, self.pooling))
+
+
+def check_storage(name: str, storage: object, dynamic: Dynamic | None) -> None:
+    """Raise unless a table, ``name`` in errors, can have its rows in ``storage``."""
+    if storage is not None and not isinstance(storage, HostMemory):
+        raise TypeError(
+            f"storage of {name} must be HostMemory(...) or None for the device, got {storage!r}"
+        )
+    if storage is not None and dynamic is not None:
+        raise ValueError(
+            f"storage of {name} must be None for a dynamic table, whose rows live on the device, "
+            f"got {storage!r}"
+        )
 
 
 def check_dynamic(
@@ -158,6 +176,7 @@ def table_spec(
     dtype: torch.dtype,
     initializer: Initializer,
     seed: int,
+    storage: HostMemory | None = None,
 ) -> TableSpec:
     """A table of ``num_rows``; a dynamic one of that capacity, with the initial values of a table
     that has as many rows."""
@@ -187,6 +206,7 @@ def table_spec(
         seed=seed,
         index=index,
         missing=missing,
+        storage=storage,
     )
 
 
@@ -274,5 +294,6 @@ def as_config(config: ConfigLike, kind: type[EmbeddingConfig]) -> EmbeddingConfi
         dtype=dtype,
         initializer=initializer_of(config),
         dynamic=getattr(config, "dynamic", None),
+        storage=getattr(config, "storage", None),
         **pooling,
     )

@@ -124,6 +124,9 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     def _admit(self, ids: SlotRows, admission: Admission | None, *, finds_runs: bool) -> SlotRows:
         return self._slots.admit(ids, admission, finds_runs=finds_runs)
 
+    def _fetch_refused(self, rows: SlotRows) -> None:
+        self._slots.fetch_refused(rows)
+
     def _look_up(self, rows: SlotRows, *, ahead: bool) -> Tensor:
         poolings = [self._configs[table].pooling for table in self._feature_slots.tables]
         return pooled_slots(

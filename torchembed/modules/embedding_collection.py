@@ -110,6 +110,9 @@ class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVect
         rows = self._slots.admit(ids.rows, admission, finds_runs=finds_runs)
         return ids._replace(rows=rows)
 
+    def _fetch_refused(self, rows: "SizedRows") -> None:
+        self._slots.fetch_refused(rows.rows)
+
     def _look_up(self, rows: "SizedRows", *, ahead: bool) -> "SequenceVectors":
         return sequence_slots(*rows, self._output_dtype, self._weight_form)
 
@@ -219,6 +222,7 @@ def group_vectors(
             output_dtype=output_dtype,
             weight_form=weight_form,
             missing=of_group.missing(),
+            fetched=of_group.fetched,
         )
         for of_group in rows.groups
     ]

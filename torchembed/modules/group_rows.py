@@ -17,7 +17,7 @@ from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs
-from torchembed.tables import JoinedGroup, MissingVectors, Table, TableGroup
+from torchembed.tables import FetchedRows, JoinedGroup, MissingVectors, Table, TableGroup
 
 _NUM_MAPS = 4
 """The most gradient maps that are kept for lookups whose form may change with every batch."""
@@ -37,7 +37,7 @@ class GroupSlots:
             for table, feature in zip(tables, features, strict=True)
         ]
         self.index = group.index.for_tables([group.tables.index(table) for table in tables])
-        self.changes_on_admission = group.index.changes_on_admission
+        self.changes_on_admission = group.changes_on_admission
         self.reads_missing = group.reads_missing
         self.reorder = PieceOrder()
         self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
@@ -84,6 +84,8 @@ class GroupRows(NamedTuple):
     """Slots whose rows an update leaves out, if there may be any."""
     missing_ids: Ids | None = None
     """The ids, where those without a row are looked up as other values than zeros."""
+    fetched: FetchedRows | None = None
+    """What was brought to the device, of a group whose rows live elsewhere; None: nothing was."""
 
     def missing(self) -> MissingVectors | None:
         """The vectors of ids that have no row; None where they are zeros."""

@@ -23,8 +23,10 @@ class IndexInStateDict(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
         table = self._indexed_table
+        if table is not None:
+            table.group.write_back()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         contents = {} if table is None else table.index_contents()
         for name, tensor in contents.items():
             destination[f"{prefix}index.{name}"] = with_own_storage(tensor)
@@ -40,6 +42,8 @@ class IndexInStateDict(nn.Module):
         error_msgs: list[str],
     ) -> None:
         table = self._indexed_table
+        if table is not None:
+            table.group.write_back()
         checked: CheckedIndex | None = None
         weight = state_dict.get(f"{prefix}weight")
         if table is not None and table.spec.num_ids is None:
@@ -58,6 +62,8 @@ class IndexInStateDict(nn.Module):
             unexpected_keys,
             error_msgs,
         )
+        if table is not None:
+            table.group.forget_cached()
         if table is not None and checked is not None:
             load_index(table, checked, strict, missing_keys, unexpected_keys, error_msgs)
 

@@ -102,7 +102,7 @@ class JoinedLookup:
         ]
         """For each call the row of the group that is padding, or, of a dynamic table, the id; -2
         for none of a static table."""
-        self._is_dynamic = group.index.changes_on_admission
+        self._is_dynamic = group.changes_on_admission
         if self._is_dynamic:
             self._padding = [slot.padding_idx or 0 for slot in slots]
         self._names = [SlotName(s.table.spec.name, "input", s.table.num_rows) for s in slots]

@@ -80,6 +80,7 @@ def pooled_groups(
             known_map=group_rows.gradient_map(poolings[entry.slots[0]], num_empty),
             store=None if store_of is None else store_of(entry.slots),
             missing=group_rows.missing(),
+            fetched=group_rows.fetched,
         )
         groups.append((entry.slots, vectors))
     return groups

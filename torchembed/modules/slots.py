@@ -14,10 +14,18 @@ from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.bad_ids_of_slots import submit_bad_id
 from torchembed.modules.feature_selection import capacity_for, select_features
+from torchembed.modules.fetched_rows import fetch_refused, fetch_rows
 from torchembed.modules.group_rows import GroupRows, GroupSlots, Ids
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.segments import find_runs
-from torchembed.tables import Admission, MissingVectors, Table, TableGroup, TableSet
+from torchembed.tables import (
+    Admission,
+    MissingVectors,
+    Table,
+    TableGroup,
+    TableSet,
+    TieredGroup,
+)
 
 
 class SlotRows(NamedTuple):
@@ -141,8 +149,20 @@ class Slots:
                 trained = group_rows.trained
                 runs = find_runs(features.values if trained is None else trained, group.num_rows)
                 group_rows = group_rows._replace(runs=runs)
+            if isinstance(group, TieredGroup):
+                known = group_rows.runs if group_rows.trained is None else None
+                fetched = fetch_rows(group, features.values, known, admission, self.bad_ids)
+                group_rows = group_rows._replace(fetched=fetched)
             groups.append(group_rows)
         return routed._replace(groups=groups)
+
+    def fetch_refused(self, admitted: SlotRows) -> None:
+        """Bring rows to the device that found no place there when they were admitted, ahead of the
+        step; before they are looked up."""
+        for group_rows in admitted.groups:
+            group = group_rows.entry.group
+            if isinstance(group, TieredGroup) and group_rows.fetched is not None:
+                fetch_refused(group, group_rows.fetched, self.bad_ids)
 
     def gradient_map(
         self, features: SparseFeatures, pooling: Pooling

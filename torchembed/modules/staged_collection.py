@@ -17,7 +17,11 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
-from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
+from torchembed.modules.forward_admission import (
+    admission_in_forward,
+    admits_in_forward,
+    computes_gradients,
+)
 from torchembed.modules.lookup_stages import (
     Admitted,
     B,
@@ -151,10 +155,8 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             admission: whether the batch will be trained, and its epoch; None for one that will, and
                 before which no other one is admitted.
         """
-        if not self.training and self.admission_changes_tables:
-            # In forward too, a module in evaluation mode admits nothing.
-            none = torch.zeros(1, dtype=torch.bool, device=self.device)
-            admission = (admission or Admission())._replace(is_trained=none)
+        if not self.training:
+            admission = (admission or Admission())._replace(inserts=False)
         with torch.no_grad():
             return Admitted(routed.features, self._admit(routed.ids, admission, finds_runs=True))
 
@@ -183,6 +185,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         On a stream of its own it runs concurrently with what the model does before it needs the
         vectors, and so does its backward.
         """
+        self._fetch_refused(admitted.rows)
         vectors = self._look_up(admitted.rows, ahead=True)
         ready = None
         if self.device.type == "cuda":
@@ -260,12 +263,15 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             reusable = next((r for r in known if not r.was_returned), known[0])
             return self._vectors_of(reusable)
         # What is only evaluated changes no table.
-        admits = admits_in_forward(self) and self.admission_changes_tables
-        if admits:
+        admits = self.admission_changes_tables and (
+            admits_in_forward(self) or (self.fetches_rows and computes_gradients())
+        )
+        if admits and self.training:
             self._grow_in_forward()
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         if admits:
             admission = admission_in_forward(self._admission_group)
+            admission = admission._replace(inserts=self.training)
             ids = self._admit(ids, admission, finds_runs=False)
         return self._look_up(ids, ahead=False)
 
@@ -313,6 +319,9 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     def _admit(self, ids: R, admission: Admission | None, *, finds_runs: bool) -> R:
         """:meth:`admit` of this collection; ``finds_runs`` for a fused optimizer's update."""
         raise NotImplementedError
+
+    def _fetch_refused(self, rows: R) -> None:
+        """Bring rows to the device that were refused when they were admitted."""
 
     def _look_up(self, rows: R, *, ahead: bool) -> V:
         """The vectors of ``rows``; ``ahead`` of forward, maybe concurrently with it."""

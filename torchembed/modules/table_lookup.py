@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,12 +10,21 @@ from torch import Tensor
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.stand_ins import in_transform
 from torchembed.core.types import Pooling
+from torchembed.modules.forward_admission import is_trial
 from torchembed.modules.inside_ddp import active_ddp
 from torchembed.ops.eager_lookup import bags_of_positions, eager_sequence_lookup, pool_vectors
 from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
 from torchembed.ops.row_gradients import GradientSink, WeightGradient
+from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import MissingVectors, Table, TableGroup, group_weight
+from torchembed.tables import (
+    FetchedRows,
+    MissingVectors,
+    Table,
+    TableGroup,
+    TieredGroup,
+    group_weight,
+)
 
 
 def _names(tables: Sequence[Table]) -> str:
@@ -84,6 +94,50 @@ def check_recordable(tables: Sequence[Table], weight: Tensor) -> None:
         )
 
 
+class _Source(NamedTuple):
+    """The memory that a lookup in a group reads."""
+
+    weight: Tensor
+    """``[n, D]``."""
+    rows: Tensor
+    """``[L]``, of ``weight``; -1 for none."""
+    sink: GradientSink | None
+    """Receives the gradients, of the rows of the group; None where they go to ``weight``."""
+
+
+def _source(
+    group: TableGroup, rows: Tensor, sink: GradientSink, fetched: FetchedRows | None
+) -> _Source:
+    """What a lookup of ``rows [L]`` of ``group`` reads."""
+    is_tiered = isinstance(group, TieredGroup)
+    if not is_tiered or not all(table.holds_parameter() for table in group.tables):
+        weight, is_recorded = group_weight(group)
+        return _Source(weight, rows, sink if is_recorded else None)
+    if fetched is not None:
+        read, places = group.weight, group.placed_rows(rows)
+    else:
+        # Nothing brings these rows to the device. They are read one by one from where they are.
+        read = group.gathered_rows(rows)
+        places = torch.where(rows < 0, -1, torch.arange(rows.numel(), device=rows.device))
+        if not is_trial():
+            sink = functools.partial(_refuse_gradients, group)
+    weight, is_recorded = group_weight(group, read)
+    return _Source(weight, places, functools.partial(_of_rows, sink, rows) if is_recorded else None)
+
+
+def _of_rows(sink: GradientSink, rows: Tensor, _: Tensor, gradients: RowGradients) -> None:
+    """Give ``sink`` the gradients as those of ``rows``, whose places the lookup has read."""
+    sink(rows, gradients)
+
+
+def _refuse_gradients(group: TableGroup, *_: object) -> None:
+    raise RuntimeError(
+        f"tables {_names(group.tables)} in host memory must be trained by an optimizer of "
+        "torchembed.optim, made before forward, got a backward of a lookup without one; call "
+        "forward under torch.no_grad() where nothing is trained"
+    )
+
+
 def look_up(
     group: TableGroup,
     rows: Tensor,
@@ -92,6 +146,7 @@ def look_up(
     output_dtype: torch.dtype | None,
     weight_form: WeightGradient,
     missing: MissingVectors | None = None,
+    fetched: FetchedRows | None = None,
 ) -> Tensor:
     """The vector of each of ``rows [L]`` of ``group``, ``[L, D]``; zeros for a row of -1.
 
@@ -103,13 +158,14 @@ def look_up(
         output_dtype: of the vectors; the weight's where None.
         weight_form: form of the gradient of the weight, where no fused optimizer updates it.
         missing: vectors in place of some of the zeros.
+        fetched: what was brought to the device, of a group whose rows live elsewhere.
     """
-    weight, is_recorded = group_weight(group)
+    weight, places, row_sink = _source(group, rows, sink, fetched)
     found = look_up_in(
         weight,
-        rows,
+        places,
         tables=group.tables,
-        sink=sink if is_recorded else None,
+        sink=row_sink,
         output_dtype=output_dtype,
         weight_form=weight_form,
     )
@@ -163,6 +219,7 @@ def look_up_pooled(
     known_map: tuple[Tensor, Tensor] | None = None,
     store: LookupStore | None = None,
     missing: MissingVectors | None = None,
+    fetched: FetchedRows | None = None,
 ) -> Tensor:
     """The pooled vectors of the bags of ``rows [L]`` of ``group``, ``[B, num_features, D]``.
 
@@ -172,10 +229,11 @@ def look_up_pooled(
     Args:
         offsets, hotness, batch_size, num_features, per_id_weights, known_map, store: as for
             :func:`~torchembed.ops.pooled_lookup.pooled_lookup`; ``store`` is for kernels alone.
-        pooling, sink, output_dtype, weight_form: as for that function and :func:`look_up`.
+        pooling, sink, output_dtype, weight_form, fetched: as for that function and
+            :func:`look_up`.
         missing: vectors in place of those of some rows of -1.
     """
-    weight, is_recorded = group_weight(group)
+    weight, places, row_sink = _source(group, rows, sink, fetched)
     dtype = weight.dtype if output_dtype is None else output_dtype
     pool = functools.partial(
         look_up_pooled_in,
@@ -188,14 +246,13 @@ def look_up_pooled(
         pooling=pooling,
         weight_form=weight_form,
     )
-    row_sink = sink if is_recorded else None
     if missing is None:
         return pool(
-            weight, rows, sink=row_sink, output_dtype=dtype, known_map=known_map, store=store
+            weight, places, sink=row_sink, output_dtype=dtype, known_map=known_map, store=store
         )
     # Both are added before they are rounded, as kernels add rows.
     summed_in = torch.promote_types(dtype, torch.float32)
-    found = pool(weight, rows, sink=row_sink, output_dtype=summed_in, known_map=known_map)
+    found = pool(weight, places, sink=row_sink, output_dtype=summed_in, known_map=known_map)
     pooled = found + pool(*missing, sink=None, output_dtype=summed_in)
     return pooled.to(dtype) if store is None else _stored(pooled, dtype, store)
 

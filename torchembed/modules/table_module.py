@@ -10,6 +10,7 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.ops.hash_table import int64_keys
 from torchembed.tables import (
+    ConvertedRows,
     CountedTables,
     Delta,
     DeltaMark,
@@ -21,6 +22,7 @@ from torchembed.tables import (
     TableGrowth,
     TableSet,
     TableStatistics,
+    TieredGroup,
     check_at_least,
     check_own_rows,
     check_score,
@@ -92,7 +94,24 @@ class TableModule(nn.Module):
         """True if training may insert or evict rows, so that each trained batch must be admitted
         once, and no other."""
         groups = self._table_set.current_groups()
-        return any(group.index.changes_on_admission for group in groups)
+        return any(group.changes_on_admission for group in groups)
+
+    @property
+    def fetches_rows(self) -> bool:
+        """True if rows of some table live outside the device, which training brings there."""
+        return any(isinstance(g, TieredGroup) for g in self._table_set.current_groups())
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Write all rows that were trained on the device to the host, where tables live in host
+        memory, and empty their cache; else nothing is to be done. Waits for a GPU.
+
+        A state dict is up to date without it. Call it before ``weight`` of such a table, or its
+        state in ``optimizer.state``, is read or changed in place, between steps.
+        """
+        for group in self._table_set.current_groups():
+            group.write_back()
+            group.forget_cached()
 
     def timed_indices(self) -> list[HashIndex]:
         """The indices whose rows live for some seconds: they must note the time between steps."""
@@ -326,7 +345,7 @@ class TableModule(nn.Module):
             if group.joined is not None:
                 group.joined.check_nothing_pending()
             group.pending.hide()
-        converted: dict[TableGroup, Tensor] = {}
+        converted: dict[TableGroup, ConvertedRows] = {}
 
         def convert(tensor: Tensor) -> Tensor:
             # A group is converted whole, and its tables become views of the result. Converted one
@@ -336,13 +355,13 @@ class TableModule(nn.Module):
                 return fn(tensor)
             group = table.group
             if group not in converted:
-                converted[group] = fn(group.weight)
-            return group.table_rows(converted[group], table)
+                converted[group] = group.converted(fn)
+            return group.table_rows(converted[group].weight, table)
 
         super()._apply(convert, recurse)
         self._find_parameters()
-        for group, weight in converted.items():
-            group.convert(weight)
+        for group, rows in converted.items():
+            group.convert(rows)
         for group in self._table_set.groups:
             group.pending.show()
         self._table_set.form_groups()
@@ -357,7 +376,8 @@ class TableModule(nn.Module):
         """Give the rows of a table of the module their initial values again, and their optimizer
         state its own, in place; which ids have them stays."""
         table.fill_initial_rows()
-        for state in table.group.states:
+        table.group.write_back()
+        for state in table.group.stored_states:
             table.group.table_rows(state, table).fill_(table.group.initial_state)
 
     def reset_parameters(self) -> None:

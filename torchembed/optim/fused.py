@@ -1,5 +1,6 @@
 """The base of the fused optimizers: a ``torch.optim.Optimizer`` over embedding tables."""
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -171,14 +172,15 @@ class FusedOptimizer(ReplayedOptimizer):
             for parameter in group["params"]:
                 table = _table(parameter)
                 entry: dict[str, Tensor] = {"step": table.group.step}
-                states = [table.group.table_rows(state, table) for state in table.group.states]
+                stored = table.group.stored_states
+                states = [table.group.table_rows(state, table) for state in stored]
                 table.shown_states = list(map(with_own_storage, states))
                 entry.update(zip(self.state_names, table.shown_states, strict=True))
                 self.state[parameter] = entry
 
     def _lr(self, index: int, group: ParamGroup, table_group: TableGroup) -> Tensor:
         """The learning rate as a float32 ``[1]`` on the tables' device; never synchronizes."""
-        tensor = self._device_lr(index, table_group.weight.device)
+        tensor = self._device_lr(index, table_group.device)
         decay = group.get("lr_decay", 0.0)
         return tensor if decay == 0.0 else tensor / (1 + (table_group.step - 1) * decay)
 
@@ -264,6 +266,7 @@ class FusedOptimizer(ReplayedOptimizer):
         entry.wait()
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
         runs, gradients = entry.runs(table_group.num_rows), entry.gradients
+        runs = table_group.placed_runs(runs)
         rule, lr = self._rule(group), self._lr(index, group, table_group)
         table = table_group.tables[0]
         if self._spans_ranks(table):
@@ -291,7 +294,7 @@ class FusedOptimizer(ReplayedOptimizer):
                 rounding=table_group.rounding_keys if rounds else None,
             )
         table_group.clear_pending()
-        table_group.index.release_forwards()
+        table_group.release_forwards()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the recorded gradients; ``weight.grad`` of tables always becomes None.
@@ -321,6 +324,7 @@ class FusedOptimizer(ReplayedOptimizer):
     def state_dict(self) -> StateDict:
         """State in torch's form: ``state`` by parameter number, and ``param_groups``."""
         self._publish_state()
+        self._write_back()
         return super().state_dict()
 
     @torch.no_grad()
@@ -333,6 +337,7 @@ class FusedOptimizer(ReplayedOptimizer):
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._publish_state()
+        self._write_back()
         loaded = state_dict["state"]
         for number, parameter in enumerate(parameters):
             name = _table(parameter).spec.name
@@ -349,6 +354,12 @@ class FusedOptimizer(ReplayedOptimizer):
         for number, parameter in enumerate(parameters):
             for key, tensor in self.state[parameter].items():
                 tensor.copy_(loaded[number][key])
+            _table(parameter).group.forget_cached()
+
+    def _write_back(self) -> None:
+        """Bring the states of tables up to date whose rows live outside the device."""
+        for table_group in itertools.chain.from_iterable(self._all_table_groups()):
+            table_group.write_back()
 
 
 def _updated_groups(of_tables: Sequence[TableGroup]) -> list[TableGroup]:

@@ -110,7 +110,7 @@ def _wait(done: torch.cuda.Event | None, deadline: float) -> bool:
 
 
 def _raise_bad_ids(report: Tensor, checks: Sequence[IdCheck]) -> None:
-    """Raise ``IndexError`` where ``report``, on the host, says that a rank's batch has a bad id."""
+    """Raise the error of a check that failed, as ``report`` says, which is on the host."""
     skip, *found = report.tolist()
     if not skip:
         return
@@ -118,7 +118,7 @@ def _raise_bad_ids(report: Tensor, checks: Sequence[IdCheck]) -> None:
     for check in checks:
         numbers = found[first : first + len(check.found)]
         if numbers[0] < check.num_ids:
-            raise IndexError(f"{check.describe(*numbers)}. That step changed nothing")
+            raise check.error(f"{check.describe(*numbers)}. That step changed nothing")
         first += len(numbers)
     raise IndexError(
         "id out of range in another rank's batch, whose error says more. That step changed nothing"

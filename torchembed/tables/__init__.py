@@ -43,7 +43,7 @@ from torchembed.tables.dynamic.table_statistics import (
 )
 from torchembed.tables.gradients.pending_gradients import PendingGradients, RecordedGradients
 from torchembed.tables.gradients.table_gradient import TableGradient, why_refused
-from torchembed.tables.group import TableGroup
+from torchembed.tables.group import ConvertedRows, TableGroup
 from torchembed.tables.group_weight import GroupWeight, group_weight
 from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.initializers import (
@@ -83,6 +83,7 @@ from torchembed.tables.rows.row_stream import (
     write_rows,
 )
 from torchembed.tables.rows.rows_by_id import clear_ids, take_over
+from torchembed.tables.storage import HostMemory
 from torchembed.tables.table import (
     GradientReduction,
     IdShare,
@@ -95,6 +96,7 @@ from torchembed.tables.table import (
 )
 from torchembed.tables.table_addresses import table_at, table_numbered
 from torchembed.tables.table_set import TableSet
+from torchembed.tables.tiers import FetchedRows, TieredGroup
 
 __all__ = [
     "LFU",
@@ -106,6 +108,7 @@ __all__ = [
     "CallerScores",
     "Chance",
     "Constant",
+    "ConvertedRows",
     "CountMinSketch",
     "CountedTables",
     "DecayingLFU",
@@ -115,12 +118,14 @@ __all__ = [
     "Dynamic",
     "EpochLFU",
     "Eviction",
+    "FetchedRows",
     "GradientReduction",
     "GroupWeight",
     "GrowingTables",
     "HashFactory",
     "HashIndex",
     "HashedRows",
+    "HostMemory",
     "IdShare",
     "InPlaceFunction",
     "IndexFactory",
@@ -157,6 +162,7 @@ __all__ = [
     "TableSet",
     "TableSpec",
     "TableStatistics",
+    "TieredGroup",
     "Uniform",
     "WeightHolder",
     "check_at_least",

@@ -1,8 +1,8 @@
 """Groups of tables, which hold the rows of several in one flat tensor."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ from torchembed.tables.table_addresses import note_address
 
 if TYPE_CHECKING:
     from torchembed.tables.joined_group import JoinedGroup
+
+
+class ConvertedRows(NamedTuple):
+    """The rows of a group, on another device or in another dtype."""
+
+    weight: Tensor
+    """``[R, D]``, as :attr:`TableGroup.stored_weight`."""
+    device: torch.device
+    """The device that looks rows up and updates them from then on."""
 
 
 class TableGroup:
@@ -156,6 +165,8 @@ class TableGroup:
                 f"{self.weight.dtype}; convert the module, or evaluate it"
             )
         admission = admission or Admission()
+        if not admission.inserts:
+            return rows
         is_in_forward = admission.epoch is None
         self.num_forward_admissions += is_in_forward
         if self.rule is None and is_in_forward:
@@ -187,6 +198,11 @@ class TableGroup:
         were trained; but of none where another optimizer than torchembed's keeps state of them.
         Never waits for a GPU."""
         self.index.release(epoch, keeps_rows=self.rule is None)
+
+    def release_forwards(self) -> None:
+        """Let go of the rows of forwards that were not prepared ahead, which an update has trained.
+        Never waits for a GPU."""
+        self.index.release_forwards()
 
     def _note_steps_of_others(self) -> None:
         """Let forwards be of another batch than those before where an optimizer that is not
@@ -264,8 +280,28 @@ class TableGroup:
         )
 
     @property
+    def stored_weight(self) -> Tensor:
+        """``[R, D]``, the memory of the tables' rows, of which their parameters are views."""
+        return self.weight
+
+    @property
+    def stored_states(self) -> tuple[Tensor, ...]:
+        """The optimizer state of all rows of :attr:`stored_weight`."""
+        return self.states
+
+    @property
     def num_rows(self) -> int:
-        return self.weight.shape[0]
+        return self.first_rows[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that looks rows up and updates them."""
+        return self.weight.device
+
+    @property
+    def changes_on_admission(self) -> bool:
+        """True if admission changes anything, and must come once for each batch that is trained."""
+        return self.index.changes_on_admission
 
     @property
     def rows_dtype(self) -> torch.dtype:
@@ -273,7 +309,7 @@ class TableGroup:
         return torch.int32 if self.num_rows < 2**31 else torch.int64
 
     def first_row_of(self, table: Table) -> int:
-        """The row of ``weight`` at which ``table`` begins."""
+        """The row of :attr:`stored_weight` at which ``table`` begins."""
         return self.first_rows[self.tables.index(table)]
 
     def table_rows(self, tensor: Tensor, table: Table) -> Tensor:
@@ -282,23 +318,25 @@ class TableGroup:
         return tensor[self.first_rows[index] : self.first_rows[index + 1]]
 
     def point_parameters(self) -> None:
-        """Make each table's parameter a view of ``weight``, keeping its identity where it can."""
+        """Make each table's parameter a view of :attr:`stored_weight`, keeping its identity where
+        it can."""
         for table in self.tables:
-            rows = self.table_rows(self.weight, table)
+            rows = self.table_rows(self.stored_weight, table)
             table.parameter.data = with_own_storage(rows)
             table.group = self
             mark_parameter(table)
             note_address(table)
 
     def holds_parameters(self) -> bool:
-        """True where every parameter still is the view of ``weight`` that it should be."""
+        """True where every parameter still is the view of its rows that it should be."""
+        weight = self.stored_weight
         return all(
-            address_of(table.parameter) == address_of(self.table_rows(self.weight, table))
-            and table.parameter.device == self.weight.device
-            and table.parameter.dtype == self.weight.dtype
+            address_of(table.parameter) == address_of(self.table_rows(weight, table))
+            and table.parameter.device == weight.device
+            and table.parameter.dtype == weight.dtype
             for table in self.tables
             if table.num_rows
-        ) and all(table.parameter.device == self.weight.device for table in self.tables)
+        ) and all(table.parameter.device == weight.device for table in self.tables)
 
     def take_rows(self, weight: Tensor, states: tuple[Tensor, ...]) -> None:
         """Go on with rows and states in other memory, of as many rows as the tables and the index
@@ -326,13 +364,18 @@ class TableGroup:
         if self.joined is not None:
             self.joined.leave(self)
 
-    def convert(self, weight: Tensor) -> None:
-        """Take ``weight [R, D]``, the own one on another device or in another dtype, in its place.
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> ConvertedRows:
+        """The group's rows on another device or in another dtype, as ``convert`` moves tensors."""
+        weight = convert(self.weight)
+        return ConvertedRows(weight, weight.device)
 
-        State and recorded gradients follow to its device; state leaves the meta device new.
+    def convert(self, rows: ConvertedRows) -> None:
+        """Take ``rows``, the own ones converted, in place of these.
+
+        State and recorded gradients follow to the device; state leaves the meta device new.
         """
         self._leave_joined()
-        was_meta, device = self.weight.is_meta, weight.device
+        was_meta, (weight, device) = self.weight.is_meta, rows
         self.weight = weight
         if was_meta and self.rule is not None:
             self.set_rule(self.rule, self.initial_state)
@@ -368,6 +411,18 @@ class TableGroup:
         if self.num_awaited:  # none are wanted any more after discard
             self.num_awaited -= 1
             self._append(rows, gradients, None)
+
+    def write_back(self) -> None:
+        """Bring :attr:`stored_weight` and :attr:`stored_states` up to date, where they are not what
+        steps change. Waits for a GPU."""
+
+    def forget_cached(self) -> None:
+        """Note that :attr:`stored_weight` or :attr:`stored_states` were changed, after
+        :meth:`write_back`."""
+
+    def placed_runs(self, runs: Runs) -> Runs:
+        """``runs`` of rows of :attr:`stored_weight`, by where ``weight`` holds these rows."""
+        return runs
 
     def _append(self, rows: Tensor, gradients: RowGradients, runs: Runs | None) -> None:
         ready = None

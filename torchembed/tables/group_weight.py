@@ -67,9 +67,9 @@ class _Anchor(torch.autograd.Function):
     """The flat weight, made to require gradients by a parameter that itself gets none."""
 
     @staticmethod
-    def forward(ctx: FunctionContext, group: TableGroup, parameter: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, weight: Tensor, parameter: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)  # or autograd fills zeros of the whole weight's size
-        return group.weight.detach()
+        return weight.detach()
 
     @staticmethod
     @once_differentiable
@@ -77,8 +77,9 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-def group_weight(group: TableGroup) -> GroupWeight:
-    """``group.weight [R, D]``, so connected that lookups from it train the tables.
+def group_weight(group: TableGroup, weight: Tensor | None = None) -> GroupWeight:
+    """``group.weight [R, D]``, or the ``weight`` that is read in place of it, so connected that
+    lookups from it train the tables.
 
     Without an update rule, gradients reach each table's parameter. With one, a lookup passes
     ``group.record`` as its sink and the parameters get none. Where modules hold other tensors in
@@ -90,20 +91,21 @@ def group_weight(group: TableGroup) -> GroupWeight:
         RuntimeError: where gradients would have to be recorded and cannot be: inside a transform of
             ``torch.func``, or where others of the group's tables hold such tensors.
     """
+    weight = group.weight if weight is None else weight
     parameters: list[Tensor] = [table.parameter for table in group.tables]
     is_trained = torch.is_grad_enabled() and parameters[0].requires_grad
     if not all(table.holds_parameter() for table in group.tables):
         return GroupWeight(_given_weight(group, is_recorded=is_trained), False)
     if not is_trained:
-        return GroupWeight(group.weight, False)
-    if group.rule is not None:
+        return GroupWeight(weight, False)
+    if group.rule is not None or weight is not group.weight:
         if in_transform():
             raise RuntimeError(
                 f"tables {_names(group)} are updated by an optimizer of torchembed's, which cannot "
                 "record gradients inside a transform of torch.func; pass their weights by "
                 "torch.func.functional_call, or freeze them by requires_grad_(False)"
             )
-        return GroupWeight(_Anchor.apply(group, parameters[0]), True)
+        return GroupWeight(_Anchor.apply(weight, parameters[0]), True)
     if in_transform():
         return GroupWeight(torch.cat(parameters) if len(parameters) > 1 else parameters[0], False)
     return GroupWeight(_GroupWeight.apply(group.weight, group.first_rows, *parameters), False)

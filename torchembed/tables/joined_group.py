@@ -232,7 +232,7 @@ def join_groups(groups: Iterable[TableGroup]) -> list[TableGroup]:
             group.joined.leave(group)
         is_single = len(group.tables) == 1 and table.may_join and not group.weight.is_meta
         has_whole_rows = table.sum_over_columns is None
-        if is_single and has_whole_rows and not group.index.changes_on_admission:
+        if is_single and has_whole_rows and not group.changes_on_admission:
             weight = group.weight
             of_ranks = table.is_sharded, table.gradient_reduction
             key = weight.shape[1], weight.dtype, weight.device, table.spec.index, of_ranks

@@ -46,6 +46,8 @@ class Admission(NamedTuple):
     """int64 ``[1]`` on the device: how many batches were admitted to be trained so far, this one
     included. Its rows stay in their places until :meth:`RowIndex.release` of this epoch or a later
     one. None in a forward that was not prepared ahead."""
+    inserts: bool = True
+    """False in a module in evaluation mode, whose tables give no rows to new ids."""
 
 
 class NewRows(NamedTuple):

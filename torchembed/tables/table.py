@@ -13,6 +13,7 @@ from torchembed.ops.rowwise_update import RowGradients
 from torchembed.tables.initializers import Initializer, Uniform
 from torchembed.tables.missing_rows import Missing, MissingValue
 from torchembed.tables.row_index import IndexFactory, RangeFactory
+from torchembed.tables.storage import HostMemory
 from torchembed.tables.table_addresses import number_for
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class TableSpec:
     """Makes the index of the groups that hold the table."""
     missing: MissingValue = Missing.ZEROS
     """The vector of an id without a row, of ``dim`` numbers where it is one."""
+    storage: HostMemory | None = None
+    """Where the rows live; None: on the device."""
 
     @property
     def num_ids(self) -> int | None:
@@ -163,6 +166,8 @@ class Table:
         """What an optimizer shows of the table's state: views, which follow where it grows."""
         self.kept_contents: dict[str, Tensor] | None = None
         """Of a copy that has no group yet: :meth:`index_contents` of what it was copied from."""
+        self.cache_device: torch.device | None = None
+        """The device of the cache of a table whose rows live elsewhere; None: the rows' own."""
         self.number = number_for(self)
         """For programs of ``torch.compile``."""
 

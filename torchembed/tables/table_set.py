@@ -17,6 +17,7 @@ from torchembed.core.stand_ins import (
     making_real_tensors,
 )
 from torchembed.tables.group import TableGroup
+from torchembed.tables.new_groups import group_over, may_hold, new_group
 from torchembed.tables.table import Table
 
 _forming = threading.RLock()
@@ -28,9 +29,9 @@ _Parameters: TypeAlias = tuple[list[int], list[bool]]
 class TableSet:
     """The tables of one module and the groups that they form.
 
-    Tables share a group where the number of columns held here, kind of index, dtype, device,
-    ``lookup_keys`` (what their lookups must have in common), the optimizer that updates them and
-    ``requires_grad`` are equal.
+    Tables share a group where the number of columns held here, kind of index, storage, dtype,
+    device, ``lookup_keys`` (what their lookups must have in common), the optimizer that updates
+    them and ``requires_grad`` are equal.
     """
 
     def __init__(
@@ -43,12 +44,10 @@ class TableSet:
         self.lookup_keys = list(lookup_keys)
         self.groups: list[TableGroup] = []
         for members in self._partition(lambda table: table.spec.dtype).values():
-            shape = sum(table.num_rows for table in members), members[0].num_columns
-            weight = torch.empty(shape, dtype=members[0].spec.dtype, device=device)
-            group = TableGroup(members, weight)
+            group = new_group(members, members[0].spec.dtype, device)
             for table in members:
                 table.owner = self
-                table.parameter = nn.Parameter(group.table_rows(weight, table))
+                table.parameter = nn.Parameter(group.table_rows(group.stored_weight, table))
             group.point_parameters()
             self.groups.append(group)
         self._formed_for = self._parameters_now()
@@ -67,7 +66,7 @@ class TableSet:
         for number, group in enumerate(groups):
             for table in group.tables:
                 table.owner = made
-                table.parameter = nn.Parameter(group.table_rows(group.weight, table))
+                table.parameter = nn.Parameter(group.table_rows(group.stored_weight, table))
                 made.tables.append(table)
                 made.lookup_keys.append(number)
             group.point_parameters()
@@ -89,6 +88,7 @@ class TableSet:
             full_key = (
                 table.num_columns,
                 table.spec.index,
+                table.spec.storage,
                 lookup_key,
                 table.gradient_reduction,
                 key(table),
@@ -187,7 +187,8 @@ class TableSet:
 
 def _group_key(table: Table) -> Hashable:
     parameter = table.parameter
-    return parameter.dtype, parameter.device, parameter.requires_grad, table.update_key
+    device = parameter.device if table.cache_device is None else table.cache_device
+    return parameter.dtype, device, parameter.requires_grad, table.update_key
 
 
 def _check_movable(members: list[Table]) -> None:
@@ -213,7 +214,7 @@ def _owns_memory(table: Table) -> bool:
         return False
     if not hasattr(table, "group") or len(table.group.tables) == 1:
         return True
-    weight = table.group.weight
+    weight = table.group.stored_weight
     first = address_of(weight)
     return not first <= address_of(rows) < first + weight.nbytes
 
@@ -221,13 +222,15 @@ def _owns_memory(table: Table) -> bool:
 def _gathered_group(members: list[Table]) -> TableGroup:
     """A new group with the rows, state, rule and step that ``members`` have in their old ones."""
     first = members[0].parameter.data
-    if len(members) == 1 and _owns_memory(members[0]):
-        group = TableGroup(members, first)
+    for group in {table.group for table in members if hasattr(table, "group")}:
+        group.write_back()
+    if len(members) == 1 and _owns_memory(members[0]) and may_hold(members[0], first):
+        group = group_over(members, first)
     else:
-        num_rows = sum(table.num_rows for table in members)
-        group = TableGroup(members, first.new_empty(num_rows, members[0].num_columns))
+        device = first.device if members[0].cache_device is None else members[0].cache_device
+        group = new_group(members, first.dtype, device)
         for table in members:
-            group.table_rows(group.weight, table).copy_(table.parameter.data)
+            group.table_rows(group.stored_weight, table).copy_(table.parameter.data)
     old_groups = [table.group for table in members if hasattr(table, "group")]
     group.take_contents_of_index(old_groups)
     for number, table in enumerate(members):
@@ -238,9 +241,9 @@ def _gathered_group(members: list[Table]) -> TableGroup:
     rule = rules.pop() if len(rules) == 1 else None
     if rule is not None:
         group.set_rule(rule, old_groups[0].initial_state)
-        group.step = torch.stack([old.step.to(first.device) for old in old_groups]).amax(0)
+        group.step = torch.stack([old.step.to(group.device) for old in old_groups]).amax(0)
         for table, old in zip(members, old_groups, strict=True):
-            for new_state, old_state in zip(group.states, old.states, strict=True):
+            for new_state, old_state in zip(group.stored_states, old.stored_states, strict=True):
                 group.table_rows(new_state, table).copy_(old.table_rows(old_state, table))
     group.point_parameters()
     return group

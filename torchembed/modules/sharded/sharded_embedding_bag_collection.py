@@ -200,6 +200,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
             replicated = self._replicated.admit(replicated, admission, finds_runs=finds_runs)
         return ids._replace(sharded=sharded, replicated=replicated)
 
+    def _fetch_refused(self, rows: "_RoutedBags") -> None:
+        if rows.sharded is not None:
+            self._sharded.local.fetch_refused(rows.sharded)
+        if rows.replicated is not None:
+            self._replicated.fetch_refused(rows.replicated)
+
     def _look_up(self, rows: "_RoutedBags", *, ahead: bool) -> Tensor:
         if self._push is not None and rows.sharded is not None:
             return self._pushed_values(rows, self._push, ahead=ahead)

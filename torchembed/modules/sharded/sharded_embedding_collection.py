@@ -179,6 +179,12 @@ class ShardedEmbeddingCollection(
             replicated = replicated._replace(rows=rows)
         return _RoutedSequences(by_width, replicated)
 
+    def _fetch_refused(self, rows: "_RoutedSequences") -> None:
+        for width, sent in rows.by_width.items():
+            self._by_width[width].local.fetch_refused(sent.rows)
+        if rows.replicated is not None:
+            self._replicated.fetch_refused(rows.replicated.rows)
+
     def _look_up(self, rows: "_RoutedSequences", *, ahead: bool) -> SequenceVectors:
         found = self._sharded_vectors(rows)
         if rows.replicated is not None:

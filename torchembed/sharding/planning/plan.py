@@ -192,6 +192,11 @@ def place_table(
             f"ranks of table {name} must be one under table_wise, got {ranks}; give one of them, "
             "or divide the table by row_wise or column_wise"
         )
+    if spec.storage is not None and placement is Placement.DATA_PARALLEL:
+        raise ValueError(
+            f"placement of table {name} must not be data_parallel, since its rows live in host "
+            "memory, which every rank would hold; use table_wise, column_wise or row_wise"
+        )
     takes_any_id = spec.num_ids is None
     if takes_any_id and placement is Placement.DATA_PARALLEL:
         raise ValueError(

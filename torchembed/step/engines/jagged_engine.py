@@ -22,7 +22,8 @@ from torchembed.step.batches.batch_layout import is_on_gpu, to_device, with_spar
 from torchembed.step.batches.worker import Worker
 from torchembed.step.engines.eager_engine import EagerEngine
 from torchembed.step.forward_backward_update import StepProgram
-from torchembed.step.lookup_calls import LookupCall, looked_up_in_turns, observed_calls
+from torchembed.step.look_up_batch import looked_up_batch
+from torchembed.step.lookup_calls import LookupCall, observed_calls
 from torchembed.step.stages import (
     AdmittedBatch,
     BucketizedBatch,
@@ -207,10 +208,7 @@ class JaggedEngine:
 
     def _look_up(self, admitted: AdmittedBatch) -> LookedUpBatch:
         wait_for(admitted.ready)
-        calls, lookups = looked_up_in_turns(self.calls, admitted.lookups)
-        return LookedUpBatch(
-            admitted.data, calls, lookups, admitted.flag, admitted.checks, admitted.epoch
-        )
+        return looked_up_batch(self.calls, admitted, self._program.group)
 
 
 def _bucketize(

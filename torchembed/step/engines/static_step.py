@@ -27,7 +27,8 @@ from torchembed.step.engines.captured_preparation import CapturedPreparation
 from torchembed.step.engines.collective_capture import failure_on_any_rank
 from torchembed.step.engines.step_resources import StepResources
 from torchembed.step.forward_backward_update import ForwardBackwardUpdate, StepProgram
-from torchembed.step.lookup_calls import LookupCall, looked_up_in_turns, observed_fixed_calls
+from torchembed.step.look_up_batch import looked_up_batch
+from torchembed.step.lookup_calls import LookupCall, observed_fixed_calls
 from torchembed.step.stages import LookedUpBatch, ReadBatch, Reason, TrainedBatch
 from torchembed.step.step_optimizers import update
 from torchembed.step.step_result import ResultPlace
@@ -366,7 +367,4 @@ class StaticStep:
             return LookedUpBatch(self._prefetch.batches[buffer])
         # Forward goes on until the model calls the collection, which waits for the vectors.
         with fork(stream), named_range("torchembed: look up"):
-            calls, lookups = looked_up_in_turns(calls, admitted.lookups)
-        return LookedUpBatch(
-            admitted.data, calls, lookups, admitted.flag, admitted.checks, admitted.epoch
-        )
+            return looked_up_batch(calls, admitted, self._program.group)

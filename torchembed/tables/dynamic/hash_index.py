@@ -23,7 +23,7 @@ from torchembed.ops.hash_table import (
     touch_slots,
 )
 from torchembed.ops.rowwise_update import RoundingKeys
-from torchembed.tables.dynamic.admission_clock import AdmissionClock
+from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.dynamic.admission_filters import AdmissionFilter
 from torchembed.tables.dynamic.caller_scores import StepScores
 from torchembed.tables.dynamic.deletion_log import DeletionLog

@@ -52,6 +52,7 @@ def read_rows(table: Table, keys: range, *, with_states: bool = True) -> RowChun
             f"keys must be consecutive and in {_held(table)}, which table {table.spec.name} holds "
             f"here, got {keys}"
         )
+    table.group.write_back()
     states = table_states(table) if with_states else {}
     return RowChunk(
         torch.arange(keys.start, keys.stop),
@@ -113,10 +114,12 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
     if index is not None:
         make_room(table, keys.to(table.parameter.device))
         return _write_by_id(index, table, chunk, _moves(table, chunk))
+    table.group.write_back()
     span = _as_slice(keys)
     for values, tensor, _ in moves:
         places = span if span is not None else keys.to(tensor.device)
         tensor[places] = values.to(tensor.device, tensor.dtype)
+    table.group.forget_cached()
     return 0
 
 
@@ -172,7 +175,7 @@ def table_states(table: Table) -> dict[str, Tensor]:
     if group.rule is None:
         return {}
     names = group.rule.state_names
-    rows = [group.table_rows(state, table) for state in group.states]
+    rows = [group.table_rows(state, table) for state in group.stored_states]
     return dict(zip(names, rows, strict=True))
 
 

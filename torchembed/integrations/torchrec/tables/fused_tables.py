@@ -127,7 +127,7 @@ class FusedTables(BatchedTables):
             step=step,
             rounding=group.rounding_keys if self.rounds else None,
         )
-        group.index.release_forwards()
+        group.release_forwards()
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """Views of each table's states by torch's names; empty where the rule has none."""

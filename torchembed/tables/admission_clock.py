@@ -44,7 +44,7 @@ class AdmissionClock:
 
     def admitted(self, admission: Admission) -> Tensor:
         """The epoch of a batch, int64 ``[1]``, after all whose rows are not in use."""
-        is_trained, number = admission
+        is_trained, number, _ = admission
         if number is None:
             # Forwards share an epoch until an update has trained them.
             epoch = torch.maximum(self.last, torch.maximum(self._released, self._ended) + 1)

@@ -1,0 +1,55 @@
+"""Rows of a batch that are brought to the device, and the error for those that find no place."""
+
+from torch import Tensor
+
+from torchembed.modules.bad_ids import BadIdReport
+from torchembed.ops.segments import Runs, find_runs
+from torchembed.tables import Admission, FetchedRows, TieredGroup
+
+
+def fetch_rows(
+    group: TieredGroup,
+    rows: Tensor,
+    runs: Runs | None,
+    admission: Admission | None,
+    report: BadIdReport,
+) -> FetchedRows | None:
+    """Bring ``rows [L]`` of a batch to the device; None where the tables are frozen.
+
+    Args:
+        runs: of ``rows``, where they are known.
+        report: raises where they find no place; of rows that are fetched ahead of their step only
+            :func:`fetch_refused` does, once the batch before it needs no place any more.
+
+    Raises:
+        RuntimeError: as ``report`` does.
+    """
+    if runs is None:
+        runs = find_runs(rows, group.num_rows)
+    fetched = group.fetch(runs, admission)
+    if fetched is not None and (admission is None or admission.epoch is None):
+        _submit(group, fetched.num_refused, report)
+    return fetched
+
+
+def fetch_refused(group: TieredGroup, fetched: FetchedRows, report: BadIdReport) -> None:
+    """Bring rows to the device that were refused when they were fetched ahead of their step.
+
+    Raises:
+        RuntimeError: as ``report`` does, where they find no place now.
+    """
+    _submit(group, group.fetch_refused(fetched), report)
+
+
+def _submit(group: TieredGroup, num_refused: Tensor, report: BadIdReport) -> None:
+    names = ", ".join(table.spec.name for table in group.tables)
+    num_slots = group.cache.row_of_slot.numel()
+
+    def describe(_: int, num_refused: int) -> str:
+        return (
+            f"tables {names} share a cache of {num_slots} rows on the device, and a batch uses "
+            f"{num_refused} more; enlarge cache_rows or cache_bytes of their storage by as many "
+            "rows, or train smaller batches"
+        )
+
+    report.submit(num_refused, (num_refused == 0).long(), None, describe, RuntimeError)

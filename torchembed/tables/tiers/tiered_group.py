@@ -1,0 +1,316 @@
+"""Groups of tables whose rows live in the memory of the host, behind a cache on the device."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchembed.core.features import SparseFeatures
+from torchembed.core.row_caches import RowCache
+from torchembed.ops.row_cache import (
+    claim_slots,
+    dirty_moves,
+    empty_row_cache,
+    find_cached,
+    forget_rows,
+    move_rows,
+    read_rows,
+)
+from torchembed.ops.rowwise_update import RoundingKeys, UpdateRule
+from torchembed.ops.segments import Runs
+from torchembed.tables.admission_clock import AdmissionClock
+from torchembed.tables.group import ConvertedRows, TableGroup
+from torchembed.tables.row_index import Admission, SlotIndex
+from torchembed.tables.table import Table
+from torchembed.tables.tiers.host_memory import host_tensor
+from torchembed.tables.tiers.slot_keys import SlotKeys, all_moves
+
+
+class FetchedRows(NamedTuple):
+    """The rows of a batch that were to be brought into a cache."""
+
+    unique_rows: Tensor
+    """``[L]``: the distinct rows, increasing; -1 from ``num_rows`` on."""
+    num_rows: Tensor
+    """int32 ``[1]``."""
+    num_refused: Tensor
+    """int64 ``[1]``: slots that the cache had too few; the rows that it did not hold before are not
+    in it then."""
+    epoch: Tensor
+    """int64 ``[1]``: of the batch, as the cache counts."""
+    num_emptied: Tensor
+    """int64 ``[1]``: how often the cache had been emptied by then."""
+
+
+class TieredGroup(TableGroup):
+    """A group whose rows are in :attr:`stored_weight` and :attr:`stored_states`, on the host, and
+    of which ``weight`` and ``states`` hold those that batches under way use, ``[C + 1, ...]``. The
+    last of these is no row's: updates of rows that found no place go there.
+
+    Rows have the numbers that they have in a group on the device: ids are routed to them, gradients
+    recorded for them. Where ``weight`` holds a row is asked when it is looked up and when it is
+    updated. A batch's rows are brought into the cache when it is admitted, and stay there until it
+    is released; those that make room are written back.
+
+    Attributes:
+        cache: which rows the slots of ``weight`` hold.
+        clock: the epochs of the batches whose rows were brought in.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], stored_weight: Tensor, device: torch.device
+    ) -> None:
+        """
+        Args:
+            stored_weight: ``[R, D]`` in the memory of the host.
+            device: of the cache.
+        """
+        self._stored_weight = stored_weight
+        self._stored_states: tuple[Tensor, ...] = ()
+        self._slot_keys: SlotKeys | None = None
+        for table in tables:
+            table.cache_device = device
+        num_columns = stored_weight.shape[1]
+        super().__init__(tables, stored_weight.new_empty(1, num_columns, device=device))
+        self._versions_known: list[int] = []
+        self._was_emptied = True
+        """True if weights may have been changed in place since the cache was emptied."""
+        self._make_cache()
+
+    def _make_cache(self) -> None:
+        """Make the cache, without rows, of the size that the tables ask for."""
+        device, weight = self.weight.device, self._stored_weight
+        num_slots = sum(map(self._cache_rows_of, self.tables))
+        self.cache: RowCache = empty_row_cache(self.num_rows, num_slots, device)
+        self.clock = AdmissionClock(device)
+        self._slot_keys = None
+        self._num_emptied = torch.zeros(1, dtype=torch.int64, device=device)
+        self.weight = weight.new_zeros(num_slots + 1, weight.shape[1], device=device)
+        self.states = tuple(
+            state.new_zeros(num_slots + 1, *state.shape[1:], device=device)
+            for state in self._stored_states
+        )
+        self._was_emptied = True
+
+    def _cache_rows_of(self, table: Table) -> int:
+        storage = table.spec.storage
+        assert storage is not None
+        rows = storage.cache_rows
+        if rows is None:
+            assert storage.cache_bytes is not None
+            rows = max(storage.cache_bytes // self._line_bytes, 1)
+        return min(rows, table.num_rows)
+
+    @property
+    def _line_bytes(self) -> int:
+        """Bytes of a row with its optimizer state."""
+        parts = (self._stored_weight, *self._stored_states)
+        return sum(part.element_size() * part.shape[1:].numel() for part in parts)
+
+    @property
+    def stored_weight(self) -> Tensor:
+        return self._stored_weight
+
+    @property
+    def stored_states(self) -> tuple[Tensor, ...]:
+        return self._stored_states
+
+    @property
+    def _stored(self) -> list[Tensor]:
+        """What is stored, for operations that write it: ``.data``, since what they write is no
+        change in place to whoever compares versions of parameters."""
+        return [self._stored_weight.data, *self._stored_states]
+
+    @property
+    def _cached(self) -> list[Tensor]:
+        """The slots of the cache, ``[C, ...]`` each."""
+        return [tensor[:-1] for tensor in (self.weight, *self.states)]
+
+    @property
+    def changes_on_admission(self) -> bool:
+        return True
+
+    @property
+    def rounding_keys(self) -> RoundingKeys:
+        of_rows = super().rounding_keys
+        if self._slot_keys is None:
+            self._slot_keys = SlotKeys(self.weight.shape[0], self.device)
+            self._slot_keys.note(all_moves(self.cache.row_of_slot), of_rows)
+        return self._slot_keys.for_updates(of_rows)
+
+    def set_rule(self, rule: UpdateRule, initial_state: float) -> None:
+        self.write_back()
+        self.rule, self.initial_state = rule, initial_state
+        shape = rule.state_shape(*self._stored_weight.shape)
+        device = self.device
+        self._stored_states = tuple(
+            host_tensor(shape, torch.float32, device).fill_(initial_state)
+            for _ in range(rule.num_states)
+        )
+        self._make_cache()
+        self._tell_row_bytes()
+        self.step = torch.zeros(1, device=device)
+
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> ConvertedRows:
+        self.write_back()
+        like = convert(self.weight[:0])
+        stored = self._stored_weight
+        if stored.is_meta or like.is_meta or self.device != like.device:
+            made = host_tensor(stored.shape, like.dtype, like.device)
+            if not stored.is_meta and not like.is_meta:
+                made.copy_(stored)
+            return ConvertedRows(made, like.device)
+        return ConvertedRows(stored.to(like.dtype), like.device)
+
+    def convert(self, rows: ConvertedRows) -> None:
+        was_meta, (weight, device) = self._stored_weight.is_meta, rows
+        states = self._stored_states
+        self._stored_weight = weight
+        if self.device != device:
+            self._stored_states = tuple(
+                host_tensor(state.shape, state.dtype, device) for state in states
+            )
+            if not was_meta and device.type != "meta":
+                for new, old in zip(self._stored_states, states, strict=True):
+                    new.copy_(old)
+        self.weight = weight.new_empty(1, weight.shape[1], device=device)
+        for table in self.tables:
+            table.cache_device = device
+        self._make_cache()
+        if was_meta and self.rule is not None:
+            self.set_rule(self.rule, self.initial_state)
+        self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
+        self.pending.to(device)
+        self._set_index(self.index.to(device))
+        self.point_parameters()
+
+    @torch.no_grad()
+    def admit(
+        self,
+        slots: SlotIndex,
+        features: SparseFeatures,
+        rows: Tensor,
+        is_valid: Tensor | None = None,
+        admission: Admission | None = None,
+    ) -> Tensor:
+        self.num_forward_admissions += admission is None or admission.epoch is None
+        return rows
+
+    @torch.no_grad()
+    def fetch(self, runs: Runs, admission: Admission | None = None) -> FetchedRows | None:
+        """Bring the rows of a batch into the cache, where they stay until it is released.
+
+        Where they are more than the slots that the cache can free, nothing moves; ``num_refused``
+        of the result says how many slots are too few.
+
+        Args:
+            runs: of the batch's rows.
+            admission: of the batch; None for one that is trained and was not prepared ahead.
+
+        Returns:
+            None where no optimizer of torchembed's trains the tables, so that nothing was brought
+            in.
+
+        Raises:
+            RuntimeError: where a weight was changed in place while the cache may hold other values.
+        """
+        if self.rule is None or not self.tables[0].parameter.requires_grad:
+            return None
+        admission = admission or Admission()
+        epoch = self.clock.admitted(admission).clone()
+        refused, emptied = torch.zeros_like(epoch), self._num_emptied.clone()
+        fetched = FetchedRows(runs.unique_rows, runs.num_runs, refused, epoch, emptied)
+        return fetched._replace(num_refused=self._claim(fetched, admission.is_trained))
+
+    @torch.no_grad()
+    def fetch_refused(self, fetched: FetchedRows) -> Tensor:
+        """Bring the rows of a batch in that were refused when it was admitted, or that the cache
+        lost since; nothing changes where none were. The batches before it are trained by now, and
+        released.
+
+        Returns:
+            int64 ``[1]``: slots that the cache has too few for the batch alone; 0 where all rows
+            are there.
+        """
+        is_emptied = fetched.num_emptied != self._num_emptied
+        return self._claim(fetched, (fetched.num_refused > 0) | is_emptied)
+
+    def _claim(self, fetched: FetchedRows, is_trained: Tensor | None) -> Tensor:
+        self._check_unchanged()
+        claim = claim_slots(
+            self.cache,
+            fetched.unique_rows,
+            fetched.num_rows,
+            epoch=fetched.epoch,
+            released=self.clock.released,
+            is_trained=is_trained,
+        )
+        move_rows(claim.moves, self._cached, self._stored)
+        if self._slot_keys is not None:
+            self._slot_keys.note(claim.moves, super().rounding_keys)
+        return claim.num_refused
+
+    def _check_unchanged(self) -> None:
+        """Empty the cache where weights were changed in place, and it holds nothing that was
+        trained since it was emptied last.
+
+        Raises:
+            RuntimeError: where it does.
+        """
+        versions = self._versions()
+        if versions == self._versions_known:
+            return
+        if not self._was_emptied and self.cache.is_dirty.any():
+            names = ", ".join(table.spec.name for table in self.tables)
+            raise RuntimeError(
+                f"weight of one of the tables {names} was changed in place while the cache on the "
+                "device held rows of it that were trained since; call write_back() of the module "
+                "before changing it"
+            )
+        if not self._was_emptied:
+            self.forget_cached()
+        self._was_emptied, self._versions_known = False, versions
+
+    def _versions(self) -> list[int]:
+        return [t.parameter._version for t in self.tables if hasattr(t, "parameter")]
+
+    def write_back(self) -> None:
+        """Write all rows of the cache that were trained since they were read to the host; they stay
+        in the cache. Waits for a GPU."""
+        if self.weight.is_meta or not self.cache.is_dirty.any():
+            return
+        move_rows(dirty_moves(self.cache), self._cached, self._stored)
+        # Those of batches that were prepared ahead are still to be trained.
+        self.cache.is_dirty.copy_(self.cache.last_use > self.clock.released)
+        if self.weight.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def forget_cached(self) -> None:
+        """Empty the cache without writing its rows anywhere. Never waits for a GPU."""
+        if not self.weight.is_meta:
+            forget_rows(self.cache)
+            self._num_emptied += 1
+        self._was_emptied, self._versions_known = True, self._versions()
+
+    def release(self, epoch: Tensor) -> None:
+        super().release(epoch)
+        self.clock.release(epoch)
+
+    def release_forwards(self) -> None:
+        super().release_forwards()
+        self.clock.release_forwards()
+
+    def placed_runs(self, runs: Runs) -> Runs:
+        slots = find_cached(self.cache.slot_of_row, runs.unique_rows)
+        return runs._replace(unique_rows=torch.where(slots < 0, self.weight.shape[0] - 1, slots))
+
+    def placed_rows(self, rows: Tensor) -> Tensor:
+        """The slot ``[L]`` of ``weight`` that holds each of ``rows``; -1 for row -1, and for rows
+        that are not in the cache."""
+        return find_cached(self.cache.slot_of_row, rows)
+
+    def gathered_rows(self, rows: Tensor) -> Tensor:
+        """``[L, D]``: a copy of each of ``rows``, wherever it is; zeros for row -1. Changes
+        nothing."""
+        return read_rows(self.weight[:-1], self._stored[0], self.placed_rows(rows), rows)
