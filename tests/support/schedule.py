@@ -25,6 +25,7 @@ LONGEST_FIRST = (
     "tests/ops/test_hash_table_quality.py",
     "tests/ops/test_pooled_lookup.py",
     "tests/zoo/",
+    "tests/stores/",
     "tests/step/test_padded_sequences.py",
     "tests/step/test_changes_on_ranks.py",
 )

@@ -27,8 +27,9 @@ class RocksDBStore:
     against checksums as they are read. After an error of the disk the store can still be read, and
     is written again once it was opened anew.
 
-    Reading lets other threads of Python run while RocksDB works, and so does :meth:`sync`. Writing
-    does not, and may wait for RocksDB to move lines to sorted files.
+    Other threads of Python run while RocksDB reads, syncs, or takes no writes until it has moved
+    lines to sorted files; not while it writes. A store is of the process that opened it: one that
+    is forked from that can neither use it nor open others.
 
     Args:
         path: a folder, made where there is none in a folder that exists. It holds the store alone.

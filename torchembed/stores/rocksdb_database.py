@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,7 @@ from torchembed.stores.errors import CorruptStoreError, RowStoreError
 from torchembed.stores.folder_lock import LOCK_FILE, FolderLock
 from torchembed.stores.rocksdb_faults import faults_named
 from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
+from torchembed.stores.rocksdb_writes import refuse_stalls, write_whole
 
 if TYPE_CHECKING:
     import rocksdict
@@ -58,6 +60,7 @@ class Database:
         self.lock = threading.RLock()
         """Held while tables are made."""
         self._process = os.getpid()
+        _check_not_forked(folder)
         self._folder_lock = FolderLock(folder)
         self._db: rocksdict.Rdict | None = None
         try:
@@ -105,28 +108,21 @@ class Database:
         """Add the record of a table."""
         number = 1 + max((record.number for record in self.records.values()), default=0)
         record = TableRecord(number, line_bytes)
-        rows = self.rows_to_write
-        with faults_named(self.folder):
-            rows.put(prefix(0) + name.encode(), json.dumps(record._asdict()).encode())
-        self.sync_where_asked()
+        key, value = prefix(0) + name.encode(), json.dumps(record._asdict()).encode()
+        self.write(lambda batch: batch.put(key, value))
         self.records[name] = record
 
-    def write(self, batch: "rocksdict.WriteBatch") -> None:
-        """Write a batch, whole or not at all."""
-        rows = self.rows_to_write
-        with faults_named(self.folder):
-            rows.write(batch)
-        self.sync_where_asked()
+    def write(self, fill: "Callable[[rocksdict.WriteBatch], None]") -> None:
+        """Write what ``fill`` puts into a batch, whole or not at all; it may be called again."""
+        write_whole(self.rows_to_write, self.folder, fill)
+        # Not by an option of the write, which would hold Python's global lock meanwhile.
+        if self.options.sync_writes:
+            self.sync()
 
     def sync(self) -> None:
         """Return when all that was written is on disk."""
         with faults_named(self.folder):
             self.rows_to_write.flush_wal(True)
-
-    def sync_where_asked(self) -> None:
-        # Not by an option of the write, which would hold Python's global lock meanwhile.
-        if self.options.sync_writes:
-            self.sync()
 
     def link_to(self, path: Path) -> None:
         """Make a copy of the database in a new folder, of hard links where that is possible."""
@@ -250,7 +246,26 @@ def _opened(
     access = rocksdict.AccessType
     access = access.read_only() if is_read_only else access.read_write()
     with faults_named(path.parent):
-        return rocksdict.Rdict(str(path), chosen, access_type=access)
+        db = rocksdict.Rdict(str(path), chosen, access_type=access)
+    refuse_stalls(db)
+    return db
+
+
+_user: list[int] = []
+"""The process that uses RocksDB here, which none that is forked from it can do."""
+
+
+def _check_not_forked(folder: Path) -> None:
+    """Raise where RocksDB was used before this process was forked.
+
+    RocksDB would wait for ever for its threads, which only the parent has.
+    """
+    if _user and _user != [os.getpid()]:
+        raise RowStoreError(
+            f"a store in {folder} cannot be opened here, since process {_user[0]}, of which this "
+            "one is a fork, had opened one before; start this process by 'spawn' or 'forkserver'"
+        )
+    _user[:] = [os.getpid()]
 
 
 _open_databases: weakref.WeakSet[Database] = weakref.WeakSet()

@@ -15,9 +15,15 @@ _OF_THE_SYSTEM = {
     errno.EROFS: "mount it writable, then open the store again",
     errno.EACCES: "let this process read and write it",
     errno.EMFILE: "raise the limit on open files (ulimit -n), then open the store again",
-    errno.ENOENT: "nothing but the store itself may remove its files; restore it from a checkpoint",
     errno.EIO: "see what the system says of the disk",
 }
+
+
+class WriteStalledError(RowStoreError):
+    """A write was not done, since RocksDB would have let it wait."""
+
+
+_FILES_ARE_MISSING = (os.strerror(errno.ENOENT), "does not exist (create_if_missing is false)")
 
 
 @contextlib.contextmanager
@@ -34,7 +40,7 @@ def faults_named(path: Path) -> Iterator[None]:
 
 
 def _named(text: str, path: Path) -> Exception:
-    if text.startswith("Corruption"):
+    if text.startswith("Corruption") or any(part in text for part in _FILES_ARE_MISSING):
         return CorruptStoreError(
             f"the store in {path} is not as it was written; restore it from a checkpoint ({text})"
         )
@@ -42,4 +48,8 @@ def _named(text: str, path: Path) -> Exception:
         if os.strerror(number) in text:
             # OSError makes PermissionError and others of itself, by the number.
             return OSError(number, f"{os.strerror(number)}: {advice} ({text})", str(path))
+    if text == "Result incomplete: Write stall":
+        return WriteStalledError(f"the store in {path} takes no writes now")
+    if text.endswith("Writer has previous error."):
+        return RowStoreError(f"a write to the store in {path} failed before; open the store again")
     return RowStoreError(f"the store in {path} fails, and RocksDB says why: {text}")

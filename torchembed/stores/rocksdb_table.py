@@ -58,15 +58,13 @@ class RocksDBTable:
         # Stable, so that of lines under one key the last one is written last.
         order = np.argsort(keys.numpy(), kind="stable")
         values = lines.numpy()[order].view(f"V{self.line_bytes}").ravel().tolist()
-        batch = import_rocksdict().WriteBatch(raw_mode=True)
-        deque(map(batch.put, self._encoded(keys.numpy()[order]), values), maxlen=0)
-        self._database.write(batch)
+        encoded = self._encoded(keys.numpy()[order])
+        self._database.write(lambda batch: _do_all(map(batch.put, encoded, values)))
 
     def delete(self, keys: Tensor) -> None:
         check_keys(keys)
-        batch = import_rocksdict().WriteBatch(raw_mode=True)
-        deque(map(batch.delete, self._encoded(keys.numpy())), maxlen=0)
-        self._database.write(batch)
+        encoded = self._encoded(keys.numpy())
+        self._database.write(lambda batch: _do_all(map(batch.delete, encoded)))
 
     def chunks(self, max_rows: int) -> Iterator[LineChunk]:
         check_positive("max_rows", max_rows)
@@ -130,3 +128,8 @@ class RocksDBTable:
                 "restore the store from a checkpoint"
             )
         return np.frombuffer(b"".join(values), dtype=np.uint8).reshape(-1, self.line_bytes)
+
+
+def _do_all(calls: Iterator[None]) -> None:
+    """Take everything of ``calls``, without a step of Python for each."""
+    deque(calls, maxlen=0)
