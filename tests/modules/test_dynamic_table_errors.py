@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.hash_tables import blocks_of
 from torchembed import (
     LFU,
     LRU,
@@ -14,6 +15,7 @@ from torchembed import (
     EmbeddingBag,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    HashedRows,
     MinimumCount,
     SparseFeatures,
 )
@@ -152,3 +154,85 @@ def test_states_of_other_policies_and_damaged_ones_change_nothing() -> None:
         check_refused(counting, damaged, rf"index\.{name} must be those of the ids beside them")
     counting.load_state_dict(entries(counting))
     assert held(counting) == [3]
+
+
+IDS = torch.arange(20) * 10**9
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have at most 8 rows."""
+    blocks_of(8, monkeypatch)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("sizes", "policies", "divisions"),
+    [
+        (
+            (24, 24),
+            (Dynamic(), Dynamic(initial_capacity=24)),
+            ("3 blocks of 1 buckets of 8 rows, 0", "4 blocks of 1 buckets of 6 rows, 0"),
+        ),
+        (
+            (24, 16),
+            (Dynamic(), Dynamic(missing=HashedRows(8))),
+            ("3 blocks of 1 buckets of 8 rows, 0", "2 blocks of 1 buckets of 8 rows, 8"),
+        ),
+    ],
+)
+def test_rows_that_are_divided_otherwise_are_refused(
+    sizes: tuple[int, int], policies: tuple[Dynamic, Dynamic], divisions: tuple[str, str]
+) -> None:
+    modules = [Embedding(n, 4, dynamic=of) for n, of in zip(sizes, policies, strict=True)]
+    for module, ids in zip(modules, IDS.split(10), strict=True):
+        assert module.weight.shape == (24, 4)
+        module(ids)
+    for module, source, division in zip(modules, modules[::-1], divisions, strict=True):
+        match = (
+            rf"index\.ids must hold ids where dynamic table weight looks for them \({division} "
+            r"shared rows, part 1 of 1\), got \d+ of 24 rows otherwise: .* by another "
+            r"initial_capacity, HashedRows or number of ranks\. Nothing of the table was loaded: "
+            r"load a checkpoint, or rows by id"
+        )
+        for strict in (True, False):
+            check_refused(module, entries(source), match, strict=strict)
+        module.load_state_dict(entries(module))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_table_that_could_grow_does_not_for_rows_that_are_refused() -> None:
+    small = Embedding(24, 4, dynamic=Dynamic(initial_capacity=1))
+    whole = Embedding(24, 4, dynamic=Dynamic())
+    whole(IDS)
+    check_refused(small, entries(whole), "4 blocks of 1 buckets of 6 rows")
+    assert small.weight.shape == (6, 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_each_row_that_holds_what_it_should_not_is_counted() -> None:
+    module = Embedding(24, 4, dynamic=Dynamic(missing=HashedRows(4)))
+    module(IDS[:12])
+    state = entries(module)
+    digests = state["index.digests"]
+    held, free = digests.nonzero().flatten(), (digests[:24] == 0).nonzero().flatten()
+    first, last = int(held[0]), int(held[-1])
+    assert first < 8 <= 16 <= last  # in different blocks, of one bucket each
+    swapped, twice = entries(module), entries(module)
+    beside = next(row for row in free.tolist() if row // 8 == first // 8)
+    for key in ("index.ids", "index.digests"):
+        swapped[key][first], swapped[key][last] = state[key][last], state[key][first]
+        twice[key][beside] = state[key][first]
+    check_refused(module, swapped, r"got 2 of 28 rows")
+    check_refused(module, twice, r"got 1 of 28 rows")
+    for row in (int(free[0]), 24, 27):
+        damaged = entries(module)
+        damaged["index.ids"][row] += 1
+        check_refused(module, damaged, r"got 1 of 28 rows")
+    module.load_state_dict(state)
+
+
+def test_a_weight_of_other_columns_is_reported() -> None:
+    module, wide = Embedding(8, 4, dynamic=Dynamic()), Embedding(8, 6, dynamic=Dynamic())
+    wide(torch.tensor([1]))
+    check_refused(module, entries(wide), r"size mismatch for weight")

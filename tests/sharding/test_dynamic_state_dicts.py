@@ -1,5 +1,6 @@
 """State dicts of dynamic tables that several gloo ranks share."""
 
+import re
 from typing import Any
 
 import pytest
@@ -95,6 +96,52 @@ def save_and_load(folder: str) -> list[dict[str, Any]]:
             }
         )
     return results
+
+
+def rows_of_a(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of table ``a``, those that this rank holds; copies."""
+    return {
+        key: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+        for key, tensor in state.items()
+        if ".a." in key
+    }
+
+
+def load_others() -> list[str | None]:
+    """What loading says of rows of another rank, of a table that is not divided, and of its own;
+    None where it says nothing."""
+    case = CASES[0]
+    model = trained(case)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, rows_of_a(model.state_dict()))
+    rank, expected = dist.get_rank(), contents(model)
+    own = of_ranks[rank]
+    policies = torchembed.Dynamic(eviction=case.eviction, admission=case.admission)
+    start = "tables.embedding_bags.a."
+    whole = torchembed.EmbeddingBag(*own[f"{start}weight"].shape, mode="sum", dynamic=policies)
+    whole(torch.arange(40).repeat(1, 2))
+    of_whole = {f"{start}{key}": tensor for key, tensor in whole.state_dict().items()}
+    said: list[str | None] = []
+    for state in (of_ranks[1 - rank], of_whole, own):
+        try:
+            model.load_state_dict(state, strict=False)
+            said.append(None)
+        except RuntimeError as error:
+            said.append(str(error))
+        assert differences(model, expected) == []
+    return said
+
+
+def test_ids_of_other_ranks_are_refused() -> None:
+    for rank, said in enumerate(run_on_ranks(2, load_others)):
+        *refusals, of_own = said
+        assert of_own is None
+        for refusal in refusals:
+            assert re.search(
+                rf"a\.index\.ids must hold ids where dynamic table a looks for them \(.*, part "
+                rf"{rank + 1} of 2\), got \d+ of \d+ rows otherwise: .* number of ranks",
+                refusal,
+            )
 
 
 @pytest.mark.filterwarnings("ignore:.*_get_pg_default_device.*:FutureWarning")

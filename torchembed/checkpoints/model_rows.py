@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchembed.checkpoints.row_source import CHUNK_BYTES
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
-from torchembed.sharding.planning.partition import HashPartition
+from torchembed.sharding.transport.global_rows import are_here
 from torchembed.tables import RowChunk, Table, row_chunks, table_of, table_states, write_rows
 
 
@@ -92,17 +92,6 @@ def load_rows(model: nn.Module, name: str, source: Iterable[RowChunk]) -> int:
     # The ranks of columns all leave out the same.
     counts = table is not None and not table.first_column
     return sum(ranks.gather_objects(num_left_out if counts else 0))
-
-
-def are_here(table: Table, keys: Tensor) -> Tensor:
-    """bool ``[n]``: which of ``keys``, int64 ``[n]``, belong to the rows that this rank holds of a
-    table, or are ids that its part of a dynamic one is for."""
-    place, num_shares = table.id_share
-    if table.spec.num_ids is not None:
-        return (keys >= table.first_row) & (keys < table.first_row + table.num_rows)
-    if num_shares == 1:
-        return torch.ones_like(keys, dtype=torch.bool)
-    return HashPartition(ranks=tuple(range(num_shares))).places_of(keys) == place
 
 
 def _table(model: nn.Module, name: str, what: str) -> Table | None:

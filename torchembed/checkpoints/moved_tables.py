@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchembed.checkpoints import save_planner
-from torchembed.checkpoints.model_rows import are_here
 from torchembed.checkpoints.saved_state import SavedState
 from torchembed.checkpoints.table_form import TableForm, form_key
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
+from torchembed.sharding.transport.global_rows import are_here
 from torchembed.tables import (
     CountMinSketch,
     HashIndex,

@@ -1,12 +1,25 @@
 """The entries of a state dict that say which ids a dynamic table holds."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchembed.core.own_storage import with_own_storage
-from torchembed.tables import Table, grow_to, wrong_digests
+from torchembed.sharding.transport.global_rows import are_here
+from torchembed.tables import (
+    HashFactory,
+    Table,
+    can_grow_to,
+    count_misplaced_rows,
+    grow_to,
+    wrong_digests,
+)
+
+_OF_ROWS = frozenset({"ids", "digests", "touched", "scores"})
+"""The entries with an element for each row of the table."""
 
 
 class IndexInStateDict(nn.Module):
@@ -47,10 +60,10 @@ class IndexInStateDict(nn.Module):
         checked: CheckedIndex | None = None
         weight = state_dict.get(f"{prefix}weight")
         if table is not None and table.spec.num_ids is None:
-            if weight is not None:
-                grow_to(table, len(weight))
             checked = check_index(table, state_dict, prefix)
-            if weight is not None and not checked.may_load:
+            if weight is not None and checked.may_load:
+                grow_to(table, len(weight))
+            elif weight is not None and checked.fits:
                 # What torch copies into the weight leaves the rows as they are.
                 state_dict = {**state_dict, f"{prefix}weight": self.held_weight().detach()}
         super()._load_from_state_dict(
@@ -86,18 +99,22 @@ class CheckedIndex(NamedTuple):
     """Keys of entries that the table does not have."""
     errors: list[str]
     """Says what is wrong, where something is."""
-    may_load: bool
-    """True where rows and ids may both be loaded; neither is otherwise."""
+    fits: bool
+    """False for a weight of a shape that the table's cannot have, which torch reports."""
+
+    @property
+    def may_load(self) -> bool:
+        """True where rows and ids may both be loaded; neither is otherwise."""
+        return self.fits and not (self.missing or self.errors)
 
 
 def check_index(table: Table, state_dict: Mapping[str, Any], prefix: str) -> CheckedIndex:
     """Check the entries of a dynamic ``table`` in a state dict, under the keys that begin with
     ``prefix``; changes nothing. Waits for the device of the ids."""
-    own, start, weight = (
-        table.index_contents(),
-        f"{prefix}index.",
-        state_dict.get(f"{prefix}weight"),
-    )
+    own, start = table.index_contents(), f"{prefix}index."
+    weight, num_rows = state_dict.get(f"{prefix}weight"), table.num_rows
+    if weight is not None and can_grow_to(table, len(weight)):
+        num_rows = len(weight)
     given = {key: state_dict[key] for key in state_dict if key.startswith(start)}
     keys = {name: f"{start}{name}" for name in own}
     missing = [key for key in keys.values() if key not in given]
@@ -114,9 +131,9 @@ def check_index(table: Table, state_dict: Mapping[str, Any], prefix: str) -> Che
     for name, key in keys.items():
         if key not in given:
             continue
-        if given[key].shape != own[name].shape:
-            shapes = tuple(own[name].shape), tuple(given[key].shape)
-            errors.append(f"{key} must have shape {shapes[0]}, got {shapes[1]}")
+        shape = torch.Size([num_rows]) if name in _OF_ROWS else own[name].shape
+        if given[key].shape != shape:
+            errors.append(f"{key} must have shape {tuple(shape)}, got {tuple(given[key].shape)}")
         # Ids that were floating for a while are others.
         if given[key].dtype != own[name].dtype:
             errors.append(f"{key} must be {own[name].dtype}, got {given[key].dtype}")
@@ -127,10 +144,37 @@ def check_index(table: Table, state_dict: Mapping[str, Any], prefix: str) -> Che
             f"damaged. Nothing of table {table.spec.name} was loaded; load another one"
             for name in wrong_digests(contents)
         ]
-    # Torch reports a weight of another shape.
-    fits = weight is None or tuple(weight.shape) == (table.num_rows, table.num_columns)
-    may_load = fits and not (missing or errors)
-    return CheckedIndex(contents, keys, missing, unexpected, errors, may_load)
+    fits = weight is None or tuple(weight.shape) == (num_rows, table.num_columns)
+    if fits and not (missing or errors):
+        errors += _wrong_places(table, contents, num_rows, keys["ids"])
+    return CheckedIndex(contents, keys, missing, unexpected, errors, fits)
+
+
+def _wrong_places(
+    table: Table, contents: Mapping[str, Tensor], num_rows: int, key: str
+) -> list[str]:
+    """What is wrong where ids do not lie where ``table`` looks for them, with ``num_rows``."""
+    factory = table.spec.index
+    if not isinstance(factory, HashFactory):
+        return []
+    shape = factory.shape_with(num_rows, table.max_rows)
+    assert shape is not None
+    num_wrong = count_misplaced_rows(contents, shape, partial(are_here, table))
+    if not num_wrong:
+        return []
+    place, num_shares = table.id_share
+    division = (
+        f"{shape.num_blocks} blocks of {shape.num_buckets} buckets of {shape.num_slots} rows, "
+        f"{shape.num_spare} shared rows, part {place + 1} of {num_shares}"
+    )
+    error = (
+        f"{key} must hold ids where dynamic table {table.spec.name} looks for them ({division}), "
+        f"got {num_wrong} of {num_rows} rows otherwise: the state dict is of a table whose rows "
+        "are divided otherwise, by another initial_capacity, HashedRows or number of ranks. "
+        "Nothing of the table was loaded: load a checkpoint, or rows by id "
+        "(torchembed.tables.row_chunks and write_rows), which fit any division"
+    )
+    return [error]
 
 
 def load_index(

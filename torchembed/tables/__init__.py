@@ -8,11 +8,11 @@ from torchembed.tables.dynamic.admission_filters import (
 )
 from torchembed.tables.dynamic.deletion_log import DeletionLog, SnapshotDueError
 from torchembed.tables.dynamic.delta_of_ranks import delta_on_all_ranks, gather_delta
-from torchembed.tables.dynamic.group_growth import grow_to
+from torchembed.tables.dynamic.group_growth import can_grow_to, grow_to
 from torchembed.tables.dynamic.hash_factory import HashFactory
 from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.dynamic.hashed_rows import HashedRows, with_shared_rows
-from torchembed.tables.dynamic.loaded_digests import wrong_digests
+from torchembed.tables.dynamic.loaded_ids import count_misplaced_rows, wrong_digests
 from torchembed.tables.dynamic.minimum_count import MinimumCount
 from torchembed.tables.dynamic.policies import (
     LFU,
@@ -165,11 +165,13 @@ __all__ = [
     "TieredGroup",
     "Uniform",
     "WeightHolder",
+    "can_grow_to",
     "check_at_least",
     "check_missing",
     "check_own_rows",
     "check_score",
     "clear_ids",
+    "count_misplaced_rows",
     "delta_on_all_ranks",
     "gather_delta",
     "group_weight",

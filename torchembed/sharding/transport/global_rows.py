@@ -5,9 +5,11 @@ DTensor is imported where it is used: it takes longer to import than all of torc
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchembed.sharding.planning.partition import HashPartition
 from torchembed.tables import Table
 
 if TYPE_CHECKING:
@@ -40,6 +42,17 @@ def stacked_tensor(local: Tensor, *, mesh: DeviceMesh) -> Tensor:
     """A ``DTensor`` over ``mesh`` of which each rank holds an equal part along the first dimension,
     ``local`` on this one, as of dynamic tables whose ids are divided. Nothing is communicated."""
     return global_tensor(local, mesh=mesh, dim=0, size=len(local) * mesh.size())
+
+
+def are_here(table: Table, keys: Tensor) -> Tensor:
+    """bool ``[n]``: which of ``keys``, int64 ``[n]``, belong to the rows that this rank holds of a
+    table, or are ids that its part of a dynamic one is for."""
+    place, num_shares = table.id_share
+    if table.spec.num_ids is not None:
+        return (keys >= table.first_row) & (keys < table.first_row + table.num_rows)
+    if num_shares == 1:
+        return torch.ones_like(keys, dtype=torch.bool)
+    return HashPartition(ranks=tuple(range(num_shares))).places_of(keys) == place
 
 
 def local_part(tensor: Tensor, table: Table) -> Tensor:

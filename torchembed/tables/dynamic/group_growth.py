@@ -53,6 +53,16 @@ class GrownGroup:
         group.tables[0].owner.note_growth()
 
 
+def can_grow_to(table: Table, num_rows: int) -> bool:
+    """True if ``table`` is a dynamic one that has fewer rows now, and can grow to ``num_rows``."""
+    group = getattr(table, "group", None)
+    if group is None or not isinstance(group.index, HashIndex) or table.parameter.is_meta:
+        return False
+    number, index = group.tables.index(table), group.index
+    capacity = num_rows - (table.num_rows - index.capacity(number))
+    return table.num_rows < num_rows == index.rows_with(number, capacity)
+
+
 def grow_to(table: Table, num_rows: int) -> None:
     """Let a dynamic ``table`` that has fewer rows have ``num_rows``, where it can grow to as many;
     before rows of one that has grown are loaded into it. Waits for the device.
@@ -60,14 +70,9 @@ def grow_to(table: Table, num_rows: int) -> None:
     Raises:
         torch.OutOfMemoryError: where there is no memory for them; nothing has changed.
     """
-    group = getattr(table, "group", None)
-    if group is None or not isinstance(group.index, HashIndex) or table.parameter.is_meta:
-        return
-    number, index = group.tables.index(table), group.index
-    capacity = num_rows - (table.num_rows - index.capacity(number))
-    if table.num_rows < num_rows == index.rows_with(number, capacity):
-        of_group = [num_rows if of is table else of.num_rows for of in group.tables]
-        GrownGroup(group, of_group).take_place()
+    if can_grow_to(table, num_rows):
+        of_group = [num_rows if of is table else of.num_rows for of in table.group.tables]
+        GrownGroup(table.group, of_group).take_place()
 
 
 def make_room(table: Table, ids: Tensor) -> None:

@@ -68,7 +68,7 @@ class SharedRows:
         """Write the numbers that initial values and rounding of these rows are functions of, to
         their places in ``ids``, int64 ``[R]``."""
         places = torch.arange(self.num_rows, device=ids.device)
-        numbers = random_bits(torch.full_like(places, _ID_KEY), places)
+        numbers = numbers_of_shared_rows(self.num_rows, ids.device)
         ids[(self.firsts[:, None] + places).flatten()] = numbers.repeat(len(self.firsts))
 
     def rows(self, rows: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
@@ -80,6 +80,13 @@ class SharedRows:
             tables: int32 ``[L]``: the table of each id; -1 where there is no id, and no row.
         """
         return with_shared_rows(rows, ids, tables, self.firsts, self.num_rows, self._place_key)
+
+
+def numbers_of_shared_rows(num_rows: int, device: torch.device) -> Tensor:
+    """What stands in place of ids in each of ``num_rows`` shared rows of a table, int64
+    ``[num_rows]``."""
+    places = torch.arange(num_rows, device=device)
+    return random_bits(torch.full_like(places, _ID_KEY), places)
 
 
 def with_shared_rows(
