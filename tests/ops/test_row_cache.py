@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.repeats import assert_repeats
 from tests.support.row_cache_model import ModelledCache, moves_of
+from tests.support.sizes import Sizes
 from tests.support.tolerance import assert_same_bits
 from tests.support.tracing import compiled_once
 from tests.support.values import not_contiguous
@@ -315,6 +317,32 @@ def test_caches_that_cannot_be() -> None:
         empty_row_cache(3, 2**31)
     with pytest.raises(ValueError, match=r"^num_rows must not be negative, got -1$"):
         empty_row_cache(-1, 3)
+
+
+def test_repeats_its_bits(device: torch.device, sizes: Sizes, fastest_algorithms: None) -> None:
+    """With any number of threads: each part of a batch that a thread takes is small enough."""
+    num_slots = sizes.num_parallel_ids
+    num_rows = 4 * num_slots
+
+    def run() -> list[Tensor]:
+        cache = empty_row_cache(num_rows, num_slots, device)
+        cached = [torch.zeros(num_slots, 3, device=device), torch.zeros(num_slots, device=device)]
+        stored = [torch.arange(3.0 * num_rows).view(-1, 3), torch.arange(1.0 * num_rows)]
+        stored = [tensor.to(device) for tensor in stored]
+        results = []
+        for epoch in (1, 2, 3):
+            generator = torch.Generator().manual_seed(epoch)
+            rows = torch.randint(-1, num_rows, (num_slots,), generator=generator)
+            claimed = claim(cache, rows.tolist(), epoch)
+            move_rows(claimed.moves, cached, stored)
+            rows = rows.to(device)
+            slots = find_cached(cache.slot_of_row, rows)
+            read = read_rows(cached[0], stored[0], slots, rows)
+            assert torch.equal(read[:, 1], torch.where(rows < 0, 0.0, 3.0 * rows + 1.0))
+            results += [*claimed.moves, slots, read]
+        return [*results, *cache, *cached, *stored]
+
+    assert_repeats(run)
 
 
 def test_opcheck(device: torch.device) -> None:

@@ -16,16 +16,20 @@ from triton.runtime.jit import JITFunction
 
 from tests.support import lanes
 from torchembed.core.hash_tables import KeyErasure, KeyInsertion, SlotTouch
+from torchembed.core.row_caches import RowMove, SlotClaim
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.core.update_records import DenseUpdate, RowInitialization, RowUpdate
 from torchembed.ops.hash_table import HashTables, Policy, TableShape, empty_hash_tables
 from torchembed.ops.push import RectangleCopies, RectangleCopy
+from torchembed.ops.row_cache import empty_row_cache
 from torchembed.triton_kernels import (
     binary_cross_entropy,
+    claim_slots,
     column_sums,
     cross,
     dense_update,
     erase_keys,
+    find_cached,
     find_slots,
     gradient_map,
     initialize_rows,
@@ -34,6 +38,7 @@ from torchembed.triton_kernels import (
     linear,
     linearize_ids,
     low_rank_cross,
+    move_rows,
     pooled_lookup,
     push,
     row_blocks,
@@ -278,6 +283,20 @@ def launch_initialize_rows(dim: int, dtype: torch.dtype, options: bool) -> None:
     )
 
 
+def launch_row_cache(dim: int, dtype: torch.dtype, is_trained: Tensor | None) -> None:
+    cache, one = empty_row_cache(NUM_ROWS, 8), ids(count=1)
+    for rows in (ids(), ids(torch.int32)):
+        slots = find_cached.launch_find_cached(cache.slot_of_row, rows)
+        claim = SlotClaim(rows, one.int(), one, one, is_trained, *cache)
+        *moves, _ = claim_slots.launch_claim_slots(claim)
+    shapes = [((dim,), dtype), ((dim,), torch.float32), ((), torch.float32)]
+    cached, stored = (
+        [torch.zeros(num, *shape, dtype=of) for shape, of in shapes] for num in (8, NUM_ROWS)
+    )
+    move_rows.launch_move_rows(RowMove(*moves, cached, stored))
+    move_rows.launch_read_rows(cached[0], stored[0], slots, rows)
+
+
 OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
 LAUNCHES: dict[str, Callable[[], object]] = {
     "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
@@ -304,6 +323,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "hash tables by frequency": lambda: launch_hash_tables(Policy.LFU, False),
     "hash tables by epoch and frequency": lambda: launch_hash_tables(Policy.EPOCH_LFU, True),
     "hash tables by scores of the caller": lambda: launch_hash_tables(Policy.CALLER, False),
+    "row cache": lambda: launch_row_cache(128, torch.float32, torch.ones(1, dtype=torch.bool)),
+    "row cache of odd columns": lambda: launch_row_cache(3000, torch.float16, None),
     "permute": lambda: launch_permute(ids(), torch.zeros(NUM_IDS, dtype=torch.bfloat16)),
     "permute int32": lambda: launch_permute(ids(torch.int32), None),
     "bucketize": lambda: launch_bucketize(8, torch.zeros(NUM_IDS, dtype=torch.float16)),
@@ -366,11 +387,23 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(
         weight, ids(), OFFSETS, [], None, 2, BATCH_SIZE, False, dtype
     )
     launch_update(OptimizerKind.SGD, dim, dtype, False)
-    for name in ("sequence_lookup_forward", "pooled_lookup_forward", "rowwise_update"):
+    launch_row_cache(dim, dtype, None)
+    for name in (
+        *("sequence_lookup_forward", "pooled_lookup_forward", "rowwise_update"),
+        *("move_rows", "read_rows"),
+    ):
         text = ptx[f"_{name}_kernel"]
         assert re.search(r"ld\.global\S*\.v4\.b32", text)
         assert re.search(r"st\.global\S*\.v4\.b32", text)
         assert not re.search(r"[ls][dt]\.local", text)
+
+
+def test_moves_wait_for_a_link_with_many_accesses(ptx: dict[str, str]) -> None:
+    launch_row_cache(128, torch.float32, None)
+    text = ptx["_move_rows_kernel"]
+    # The two matrices of this width: four accesses of 16 bytes each, in each direction.
+    for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
+        assert len(re.findall(access, text)) >= 16
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(256, torch.float32), (64, torch.float16)])

@@ -34,6 +34,7 @@ claim_slots_op = define_op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=claim_slots_reference,
     fake=_fake_claim,
+    triton="torchembed.triton_kernels.claim_slots:launch_claim_slots",
     check=check_claim_slots,
     check_contents=check_claim_slots_contents,
     record=SlotClaim,
@@ -49,6 +50,7 @@ move_rows_op = define_op(
     " Tensor(a!)[] cached, Tensor(b!)[] stored) -> ()",
     reference=move_rows_reference,
     fake=_fake_move,
+    triton="torchembed.triton_kernels.move_rows:launch_move_rows",
     check=check_move_rows,
     check_contents=check_move_rows_contents,
     record=RowMove,
@@ -63,6 +65,7 @@ find_cached_op = define_op(
     "find_cached(Tensor slot_of_row, Tensor rows) -> Tensor",
     reference=find_cached_reference,
     fake=_fake_find,
+    triton="torchembed.triton_kernels.find_cached:launch_find_cached",
     check=check_find_cached,
     check_contents=check_find_cached_contents,
 )
@@ -76,6 +79,7 @@ read_rows_op = define_op(
     "read_rows(Tensor cached, Tensor stored, Tensor slots, Tensor rows) -> Tensor",
     reference=read_rows_reference,
     fake=_fake_read,
+    triton="torchembed.triton_kernels.move_rows:launch_read_rows",
     check=check_read_rows,
     check_contents=check_read_rows_contents,
 )
