@@ -78,7 +78,19 @@ def everything_on_the_cpu() -> dict[str, Any]:
         short = {key: value for key, value in whole.items() if ".index.touched" not in key}
         left_out = [key.removeprefix("sparse.") for key in whole if key not in short]
         found[f"{name}, short"] = left_out, error_of_load(loaded, short)
-    return {**found, "by rows": by_rows()}
+    return {**found, "by rows": by_rows(), "of the other rank": of_the_other_rank()}
+
+
+def of_the_other_rank() -> str:
+    """On a rank: the error of loading the ids that the other one holds of a table that a hash
+    divides."""
+    model = make(CASES["rows"], is_dynamic=True)
+    steps(model, 0, 2)
+    state, start = model.state_dict(), "sparse.embedding_bags.a.index."
+    own = {k: v.local_shards()[0].tensor for k, v in state.items() if k.startswith(start)}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return error_of_load(model, {**state, **of_ranks[1 - dist.get_rank()]})
 
 
 def error_of_load(model: torch.nn.Module, state: dict[str, Any]) -> str:
@@ -124,6 +136,13 @@ def test_training_goes_on_from_a_checkpoint(cpu_answers: list[Any]) -> None:
             # Sharded modules are loaded one by one, and the first one raises.
             assert "of the table was loaded" in error
             assert any(f"lacks ['{key}']" in error for key in left_out)
+
+
+def test_ids_of_another_rank_are_refused(cpu_answers: list[Any]) -> None:
+    for rank, answers in enumerate(cpu_answers):
+        error = answers["dynamic_checkpoints"]["of the other rank"]
+        assert "a.index.ids must hold ids where dynamic table a looks for them" in error
+        assert f"part {rank + 1} of 2" in error
 
 
 def test_other_placements_get_rows_by_id(cpu_answers: list[Any]) -> None:

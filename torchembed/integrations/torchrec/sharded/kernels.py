@@ -30,7 +30,7 @@ from torchembed.integrations.torchrec.plans.settings import output_dtype, update
 from torchembed.integrations.torchrec.tables.dense_tables import DenseTables
 from torchembed.integrations.torchrec.tables.fused_tables import FusedTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
-from torchembed.tables import Table, TableSpec
+from torchembed.tables import IdShare, Table, TableSpec
 
 _POOLINGS = {
     PoolingMode.SUM: Pooling.SUM,
@@ -60,15 +60,19 @@ def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Ta
         )
         if dynamic is not None:
             spec = dataclasses.replace(dynamic.specs[table.name], num_rows=table.num_embeddings)
-        tables.append(
-            Table(
-                spec,
-                first_row=row,
-                num_rows=table.local_rows,
-                first_column=column,
-                num_columns=table.local_cols,
-            )
+        made = Table(
+            spec,
+            first_row=row,
+            num_rows=table.local_rows,
+            first_column=column,
+            num_columns=table.local_cols,
         )
+        if dynamic is not None:
+            # Where a hash divides the ids, the ranks have equally many rows.
+            made.id_share = IdShare(
+                row // table.local_rows, table.num_embeddings // table.local_rows
+            )
+        tables.append(made)
     return tables
 
 
