@@ -14,6 +14,7 @@ import pytest
 from tests.support.source_tree import copy_sources, run_python, run_python_or_fail
 
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+CUDA_PARTS = ("bin/nvcc", "lib64/libcudart_static.a")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
@@ -24,25 +25,39 @@ class Distributions(NamedTuple):
 
 
 def quick_compilers(folder: Path) -> dict[str, str]:
-    """Environment of a build without optimization, and for one generation of GPUs: which takes a
-    third of the time, and everything that stands in a distribution is compiled all the same. The
-    library that the other tests load is built as ``setup.py`` says."""
+    """Environment of a build without optimization, and of kernels for one generation of GPUs in
+    PTX, not in machine code: which takes a sixth of the time, and everything that stands in a
+    distribution is compiled all the same. The library that the other tests load is built as
+    ``setup.py`` says."""
     compiler = folder / "c++"
     _write_program(compiler, f'exec {COMPILER} "$@" -O0')
-    places = (os.environ.get("CUDA_HOME", ""), os.environ["PATH"], "/usr/local/cuda/bin")
-    nvcc = shutil.which("nvcc", path=os.pathsep.join([f"{places[0]}/bin", *places[1:]]))
-    if nvcc is None:
+    toolkit = find_cuda()
+    if toolkit is None:
         return {"CXX": str(compiler)}
     cuda = folder / "cuda"
     _write_program(
         cuda / "bin" / "nvcc",
         "for argument do\n"
-        '  shift; [ "$argument" != -arch=all-major ] || argument=-arch=sm_90\n'
+        '  shift; case "$argument" in\n'
+        "    -arch=all-major) argument=-gencode=arch=compute_90,code=compute_90 ;;\n"
+        '    -gencode=*) argument="${argument%sm_*}compute_${argument##*sm_}" ;;\n'
+        "  esac\n"
         '  set -- "$@" "$argument"\n'
-        f'done\nexec {nvcc} "$@"',
+        f'done\nexec {toolkit}/bin/nvcc "$@" -Xcicc -O0',
     )
-    (cuda / "lib64").symlink_to(Path(nvcc).resolve().parents[1] / "lib64")
+    (cuda / "lib64").symlink_to(toolkit / "lib64")
     return {"CXX": str(compiler), "CUDA_HOME": str(cuda)}
+
+
+def find_cuda() -> Path | None:
+    """The toolkit that ``setup.py`` takes; the ``nvcc`` of the path may be a script elsewhere that
+    calls the toolkit's."""
+    nvcc = shutil.which("nvcc")
+    beside_nvcc = Path(nvcc).resolve().parents[1] if nvcc else None
+    for folder in (os.environ.get("CUDA_HOME"), beside_nvcc, "/usr/local/cuda"):
+        if folder and all(Path(folder, part).exists() for part in CUDA_PARTS):
+            return Path(folder)
+    return None
 
 
 def _write_program(path: Path, lines: str) -> None:
