@@ -48,6 +48,7 @@ def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
 
 
 def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    """With dynamic tables that evict."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = subprocess.Popen(
         [
@@ -56,7 +57,8 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: 
             *("--click-log.num-held-out", "300", "--epochs", "1000", "--batch-size", "128"),
             *("--embedding-dim", "4", "--dense-arch", "8", "4", "--over-arch", "8", "1"),
             *("--num-cross-layers", "1", "--low-rank", "2", "--evaluate-every", "4"),
-            *("--checkpoint-every", "2"),
+            *("--checkpoint-every", "2", "--dynamic", "--capacity", "0.3"),
+            *("--placement", "ROW_WISE"),
         ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -71,30 +73,12 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: 
     # The ranks write to the same pipe: its end says that they are gone.
     process.communicate(timeout=240)
     steps = CheckpointFolder(tmp_path / "out" / "checkpoint").steps()
-    run = torchrun(
-        "dlrm_dcnv2", "--resume", str(tmp_path / "out"), "--max-steps", str(steps[-1] + 4)
-    )
+    num_steps = steps[-1] + 4
+    run = torchrun("dlrm_dcnv2", "--resume", str(tmp_path / "out"), "--max-steps", str(num_steps))
     assert run.returncode == 0, run.stderr
     assert f"step {steps[-1]}: goes on from its checkpoint" in run.stderr
-
-
-def test_two_ranks_go_on_with_dynamic_tables(tmp_path: Path) -> None:
-    arguments = (
-        *("--click-log.num-train", "2200", "--click-log.num-held-out", "300"),
-        *("--batch-size", "128", "--embedding-dim", "4", "--dense-arch", "8", "4"),
-        *("--over-arch", "8", "1", "--num-cross-layers", "1", "--low-rank", "2"),
-    )
-    output = str(tmp_path / "out")
-    run = torchrun(
-        *("dlrm_dcnv2", "--output", output, *arguments, "--dynamic", "--capacity", "0.3"),
-        *("--placement", "ROW_WISE", "--max-steps", "3"),
-    )
-    assert run.returncode == 0, run.stderr
-    run = torchrun("dlrm_dcnv2", "--resume", output, "--max-steps", "6")
-    assert run.returncode == 0, run.stderr
-    assert "step 3: goes on from its checkpoint" in run.stderr
     result = json.loads(run.stdout.splitlines()[-1].removeprefix("RESULT "))
-    assert (result["num_ranks"], result["num_steps"]) == (2, 6)
+    assert (result["num_ranks"], result["num_steps"]) == (2, num_steps)
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
