@@ -4,9 +4,9 @@ Their tables are sharded over the ranks, and each rank trains batches of its own
 replayed from a tape, but padded ones, which several ranks call again.
 """
 
-import functools
 import itertools
 import traceback
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,14 +30,13 @@ CHOSEN = {
     if family is not DYNAMIC_MODULES  # which ranks refuse to share
 }
 MENDED = (Kind.CAPTURED, Kind.ROUNDED, Kind.SAID)
-LIMIT_SECONDS = 240.0
-"""Of a family, one rank of which may wait for the other where that failed alone."""
+NAMES = [*itertools.chain.from_iterable(CHOSEN.values())]
 
 
-def outcomes_on_a_rank(family: str) -> list[Outcome]:
-    """The outcome of each chosen entry; a traceback for its words where the plain loop fails."""
+def outcomes_on_a_rank(names: Sequence[str]) -> list[Outcome]:
+    """The outcome of each entry; a traceback for its words where the plain loop fails."""
     found = []
-    for name in CHOSEN[family]:
+    for name in names:
         try:
             with taped_captures():
                 found.append(outcome_of(ENTRIES[name], tiny(torch.device("cpu"))))
@@ -46,16 +45,24 @@ def outcomes_on_a_rank(family: str) -> list[Outcome]:
     return found
 
 
-@functools.cache
-def outcomes(family: str) -> dict[str, Outcome]:
-    """Those of both ranks; one launch trains a family."""
-    by_rank = run_on_ranks(NUM_RANKS, outcomes_on_a_rank, family, limit_seconds=LIMIT_SECONDS)
-    return dict(zip(CHOSEN[family], map(joint, zip(*by_rank, strict=True)), strict=True))
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """Those of both ranks, for the entries whose tests were selected; one launch trains them."""
+    names: list[str] = [
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+        if "outcomes" in item.fixturenames
+    ]
+    by_rank = run_on_ranks(NUM_RANKS, outcomes_on_a_rank, names)
+    return dict(zip(names, map(joint, zip(*by_rank, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("name", [*itertools.chain.from_iterable(CHOSEN.values())])
-def test_an_entry_is_equal_and_captured_or_said_on_two_ranks(name: str) -> None:
-    outcome = outcomes(ENTRIES[name].family)[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_an_entry_is_equal_and_captured_or_said_on_two_ranks(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
+    outcome = outcomes[name]
     known = KNOWN_FAULTS_ON_RANKS.get(name, KNOWN_FAULTS.get(name))
     if known is None:
         assert outcome.kind in MENDED, str(outcome)
