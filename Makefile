@@ -27,8 +27,9 @@ READY := .venv/.native
 endif
 
 # Tests of one file share what is costly to make, so they stay in one process; the longest files
-# come first (tests/support/schedule.py).
-PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(CORES) --dist loadfile \
+# come first (tests/support/schedule.py). Modules are compiled once for all the processes that tests
+# start, also where the environment would have each of them do so.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(CORES) --dist loadfile \
   --no-loadscope-reorder --max-worker-restart 0
 # Whatever was built must also be what runs.
 NATIVE_LANE = $(shell test ! -e torchembed/_C.abi3.so || echo TORCHEMBED_LANE=native)
