@@ -8,7 +8,7 @@ that are set, numbers of the host. Within :func:`taped_captures` they replay a t
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 from unittest import mock
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from torchembed.core import ranks
 from torchembed.core.trees import tensors_in
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.cuda import _POOL_HANDLE
 
+_NO_CONTEXT = contextlib.nullcontext()
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _WAITING = {"aten::_coalesce", "aten::is_nonzero", "aten::masked_scatter_backward"}
 """Operations without these tags that make the host wait for a GPU as well."""
@@ -102,34 +103,37 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = _tensors_in((args, kwargs))
-        if any(map(is_traceable_wrapper_subclass, given)):
+        if any(map(_is_wrapper, given)):
             return NotImplemented  # it runs operations on the tensors within, which are recorded
         if any(tensor.is_meta for tensor in given):
             return func(*args, **kwargs)
-        is_of_host = bool(given) and all(map(self._is_of_host, given))
-        if is_of_host or func._schema.name == "aten::lift_fresh":
+        schema = func._schema
+        are_of_host = list(map(self._is_of_host, given)) if self._of_host else [False] * len(given)
+        if (given and all(are_of_host)) or schema.name == "aten::lift_fresh":
             outcome = func(*args, **kwargs)
             for storage in itertools.chain.from_iterable(map(_storages_of, _tensors_in(outcome))):
                 self._of_host[_identity(storage)] = storage
             return outcome
         _check_permitted(func, args, kwargs)
-        if any(tensor.dim() > 0 and self._is_of_host(tensor) for tensor in given):
-            _refuse(f"{func._schema.name} of a tensor of the host")
-        for tensor in given:
-            self._note_before(tensor)
-        # Before the call, which may change what a tensor is a view of.
-        call = _aliases((args, kwargs))
-        outcome = _completed(func, func(*args, **kwargs))
-        storages = {id_ for tensor in given for id_ in map(_identity, _storages_of(tensor))}
-        results = list(enumerate(_tensors_in(outcome)))
-        new = [(n, r) for n, r in results if storages.isdisjoint(map(_identity, _storages_of(r)))]
-        for _, result in new:
-            for storage in _storages_of(result):
-                self._made[_identity(storage)] = storage
+        if any(is_it and t.dim() > 0 for t, is_it in zip(given, are_of_host, strict=True)):
+            _refuse(f"{schema.name} of a tensor of the host")
+        storages = {_identity(one): one for tensor in given for one in _storages_of(tensor)}
+        self._note_before(storages)
         # The schemas of collectives do not say what they write to.
-        if new or func._schema.is_mutable or func.namespace == "c10d":
-            written = [(n, _alias(result)) for n, result in new]
-            self._calls.append(_Call(func, *call, written, torch.is_grad_enabled()))
+        may_write = schema.is_mutable or func.namespace == "c10d"
+        # Before the call, which may change what a tensor is a view of.
+        aliases = _aliases((args, kwargs)) if may_write else None
+        outcome = _completed(func, func(*args, **kwargs))
+        new = []
+        for number, result in enumerate(_tensors_in(outcome)):
+            of_result = {_identity(one): one for one in _storages_of(result)}
+            if storages.keys().isdisjoint(of_result):
+                new.append((number, result))
+                self._made |= of_result
+        if new or may_write:
+            arguments, by_name = aliases or _aliases((args, kwargs))
+            written = [(number, _alias(result)) for number, result in new]
+            self._calls.append(_Call(func, arguments, by_name, written, torch.is_grad_enabled()))
         return outcome
 
     def _is_of_host(self, tensor: Tensor) -> bool:
@@ -147,9 +151,8 @@ class Tape(TorchDispatchMode):
 
         return checked
 
-    def _note_before(self, tensor: Tensor) -> None:
-        for storage in _storages_of(tensor):
-            identity = _identity(storage)
+    def _note_before(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        for identity, storage in storages.items():
             # Also what an operation only reads, by its schema, which may be wrong.
             if identity not in self._made and identity not in self._before:
                 self._before[identity] = storage, storage.clone()
@@ -292,8 +295,20 @@ def _refuse(name: str, *args: object, **kwargs: object) -> NoReturn:
     raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
 
 
+def _is_wrapper(tensor: Tensor) -> bool:
+    return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
+
+
 def _tensors_in(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Those of arguments or results of an operation, which are of few kinds: a tape is often made,
+    and torch's own trees take most of its time."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if isinstance(tree, (tuple, list)):
+        return [tensor for part in tree for tensor in _tensors_in(part)]
+    return []
 
 
 def _storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
@@ -317,17 +332,23 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         return tensor.detach()
-    with torch.inference_mode(False):
+    mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
+    with mode:
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
 
 
-def _aliases(
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tree_map_only(Tensor, _alias, call)
+def _aliases(tree: Any) -> Any:
+    """The arguments of an operation, with an alias for each tensor."""
+    if isinstance(tree, Tensor):
+        return _alias(tree)
+    if isinstance(tree, dict):
+        return {name: _aliases(part) for name, part in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(map(_aliases, tree))
+    return tree
 
 
 def _write(found: Tensor, recorded: Tensor) -> None:
