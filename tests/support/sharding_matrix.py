@@ -1,7 +1,6 @@
 """Cases to train sharded models with: placements, optimizers, dtypes and modes of bad ids."""
 
 import dataclasses
-import itertools
 
 import torch
 
@@ -13,11 +12,18 @@ MIXED_TOO = {"a": "table_wise", "b": "table_row_wise", "c": "column_wise", "d": 
 OPTIMIZERS = ("SGD", "Adagrad", "RowwiseAdagrad", "Adam")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MATRIX = [
-    Case(placements=placements, pooled=pooled, optimizer=optimizer, dtype=dtype, fixed=number % 2)
-    for number, (optimizer, dtype, pooled, placements) in enumerate(
-        itertools.product(OPTIMIZERS, DTYPES, (True, False), (MIXED, MIXED_TOO))
+    Case(
+        placements=(MIXED, MIXED_TOO)[(m + n + pooled) % 2],
+        pooled=pooled,
+        optimizer=optimizer,
+        dtype=dtype,
+        fixed=(m if pooled else n) % 2 == 1,
     )
+    for m, optimizer in enumerate(OPTIMIZERS)
+    for n, dtype in enumerate(DTYPES)
+    for pooled in (True, False)
 ]
+"""Each optimizer with each dtype, and any two values of all settings together."""
 ALIKE = [
     Case(placements=dict.fromkeys("abcd", placement), pooled=pooled, fixed=fixed)
     for placement in (
